@@ -1,0 +1,1 @@
+"""Checkpoints: atomic folders, sharded tensors, Hugging Face directories in and out."""

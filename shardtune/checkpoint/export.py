@@ -1,0 +1,194 @@
+"""A trained model as a Hugging Face directory: one tensor at a time, in the names and layout its kind has on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from shardtune.checkpoint.conversion import disk_groups, to_disk
+from shardtune.checkpoint.materialise import named_tensors
+from shardtune.checkpoint.safetensors_file import SafetensorsWriter, TensorPlan
+from shardtune.errors import CheckpointError
+
+_FILE = "model.safetensors"
+
+
+def gather_full(_name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor; all ranks of its mesh call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def save_pretrained(
+    model: PreTrainedModel,
+    directory: str | Path,
+    *,
+    dtype: torch.dtype,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    chat_template: str | None = None,
+    end_of_turn_ids: Sequence[int] = (),
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    gather: Callable[[str, torch.Tensor], torch.Tensor] = gather_full,
+    max_shard_bytes: int = 5 << 30,
+) -> None:
+    """Writes weights, configuration, tokenizer and generation settings that `from_pretrained` loads as they are.
+
+    Every rank calls it; rank 0 writes. Each tensor is gathered on its own, so no rank ever holds more than one whole
+    tensor (fused experts: one layer's, and its parts while they are written) beside its shards.
+
+    Args:
+        dtype: of the floating parameters on disk. Buffers keep theirs.
+        tokenizer: saved beside the weights, with `chat_template` where that is given.
+        end_of_turn_ids: token ids the model was trained to end its turn with; generation stops at each of them.
+        tensors: what to save, by its names in `model`, in the same order on all ranks; None: `named_tensors(model)`.
+        gather: makes one of `tensors` whole. All ranks call it in the same order.
+        max_shard_bytes: a weight file is not made larger, unless one tensor is.
+
+    Raises:
+        CheckpointError: the directory cannot be written.
+    """
+    path = Path(directory)
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    if tensors is None:
+        tensors = named_tensors(model)
+    skipped = model._keys_to_ignore_on_save or ()
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in skipped}
+    try:
+        if writes:
+            path.mkdir(parents=True, exist_ok=True)
+            _save_settings(model, path, dtype, tokenizer, end_of_turn_ids)
+            if tokenizer is not None:
+                _save_tokenizer(tokenizer, path, chat_template)
+        _save_weights(model, path, tensors, dtype, gather, max_shard_bytes if writes else None)
+    except OSError as problem:
+        raise CheckpointError(
+            f"the model cannot be saved: {problem.strerror or problem}",
+            where=str(problem.filename or path),
+            remedy="make room on the disk, or set runner.logger.log_path to a directory that can be written",
+        ) from problem
+
+
+def _disk_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    return dtype if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else tensor.dtype
+
+
+def _save_weights(
+    model: PreTrainedModel,
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    gather: Callable[[str, torch.Tensor], torch.Tensor],
+    max_shard_bytes: int | None,
+) -> None:
+    """Gathers group after group; with `max_shard_bytes` (rank 0) also plans, opens, fills and closes the files."""
+    groups = disk_groups(model, list(tensors))
+    writers: list[SafetensorsWriter] = []
+    place: dict[str, SafetensorsWriter] = {}
+    if max_shard_bytes is not None:
+        _remove_weights(path)
+        writers, place = _open_files(path, _plan(model, tensors, groups, dtype), max_shard_bytes)
+    for names in groups:
+        whole = {name: gather(name, tensors[name]).detach() for name in names}
+        if max_shard_bytes is None:
+            continue
+        cast = {name: tensor.to(_disk_dtype(tensors[name], dtype)) for name, tensor in whole.items()}
+        for name, tensor in to_disk(model, cast).items():
+            place[name].write(name, tensor)
+    for writer in writers:
+        writer.close()
+
+
+def _plan(
+    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], groups: Sequence[Sequence[str]], dtype: torch.dtype
+) -> list[TensorPlan]:
+    """Names, shapes and dtypes on disk, found by converting tensors without memory."""
+    plan: list[TensorPlan] = []
+    for names in groups:
+        empty = {n: torch.empty(tensors[n].shape, dtype=_disk_dtype(tensors[n], dtype), device="meta") for n in names}
+        plan += [TensorPlan(n, tuple(t.shape), t.dtype) for n, t in to_disk(model, empty).items()]
+    return plan
+
+
+def _open_files(
+    path: Path, plan: Sequence[TensorPlan], max_shard_bytes: int
+) -> tuple[list[SafetensorsWriter], dict[str, SafetensorsWriter]]:
+    """Deals the tensors to files in their order; several files get an index."""
+    shards: list[list[TensorPlan]] = [[]]
+    size = 0
+    for tensor in plan:
+        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    names = [_FILE]
+    if len(shards) > 1:
+        names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+        weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        index = {"metadata": {"total_size": sum(t.nbytes for t in plan)}, "weight_map": weight_map}
+        (path / f"{_FILE}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    writers = [SafetensorsWriter(path / name, shard) for name, shard in zip(names, shards, strict=True)]
+    place = {tensor.name: writer for writer, shard in zip(writers, shards, strict=True) for tensor in shard}
+    return writers, place
+
+
+def _remove_weights(path: Path) -> None:
+    """Weights of an earlier save would be loaded beside, or instead of, the new ones."""
+    for file in [*path.glob("model*.safetensors"), path / f"{_FILE}.index.json"]:
+        file.unlink(missing_ok=True)
+
+
+def _save_settings(
+    model: PreTrainedModel,
+    path: Path,
+    dtype: torch.dtype,
+    tokenizer: PreTrainedTokenizerBase | None,
+    end_of_turn_ids: Sequence[int],
+) -> None:
+    """config.json and generation_config.json."""
+    config = deepcopy(model.config)
+    config.dtype = dtype
+    # fully_shard gives the object a class of its own.
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    generation = deepcopy(model.generation_config) if model.can_generate() else None
+    for key, value in config._get_generation_parameters().items():
+        # Old configurations mix these in; transformers refuses to write them there.
+        delattr(config, key)
+        if generation is not None:
+            setattr(generation, key, value)
+    config.save_pretrained(path)
+    if generation is not None:
+        _set_stop_tokens(generation, tokenizer, end_of_turn_ids)
+        # Without transformers' strict validation: published settings that it calls inconsistent stay as they are.
+        generation.to_json_file(path / "generation_config.json", keys_to_pop=["compile_config", "_from_model_config"])
+
+
+def _set_stop_tokens(
+    generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase | None, end_of_turn_ids: Sequence[int]
+) -> None:
+    before = generation.eos_token_id
+    known = [] if before is None else [before] if isinstance(before, int) else list(before)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        known.append(tokenizer.eos_token_id)
+    stops = list(dict.fromkeys([*(int(token) for token in end_of_turn_ids), *known]))
+    if stops:
+        generation.eos_token_id = stops
+    if tokenizer is not None and tokenizer.pad_token_id is not None:
+        generation.pad_token_id = tokenizer.pad_token_id
+    elif generation.pad_token_id is None and stops:
+        generation.pad_token_id = stops[0]
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, path: Path, chat_template: str | None) -> None:
+    copy = deepcopy(tokenizer)
+    if chat_template is not None:
+        copy.chat_template = chat_template
+    copy.save_pretrained(path)

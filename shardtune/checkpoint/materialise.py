@@ -1,0 +1,116 @@
+"""From a model whose parameters have no memory to one that has exactly its own shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+
+@contextmanager
+def init_empty_weights() -> Iterator[None]:
+    """Modules made inside have their parameters on the meta device and their buffers real.
+
+    Unlike `torch.device("meta")` this leaves computed buffers (rotary frequencies, say) right. The parameters exist
+    for the moment between their making and their registration, one at a time and never written to.
+    """
+
+    def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return None  # keeps the object, and with it any tying
+        empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        empty.__dict__.update(parameter.__dict__)
+        return empty
+
+    hook = register_module_parameter_registration_hook(to_meta)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """This rank's part of a parameter: its memory, and where it lies in the whole."""
+
+    local: torch.Tensor
+    offsets: tuple[int, ...]
+
+    def of(self, full: torch.Tensor) -> torch.Tensor:
+        """The same part of a tensor of the parameter's full shape."""
+        return full[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.local.shape, strict=True))]
+
+
+def shard_of(tensor: torch.Tensor) -> Shard:
+    """This rank's part of a plain tensor (all of it) or of a DTensor, without a graph."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return Shard(tensor, (0,) * tensor.ndim)
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    # A rank without rows (fewer rows than ranks) gets an offset that means nothing.
+    local = tensor.to_local()
+    return Shard(local, tuple(offsets) if local.numel() else (0,) * local.ndim)
+
+
+def materialise(root: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
+    """Gives every meta parameter under `root` memory (not values) on `device`, floating ones in `dtype`.
+
+    `root` is the outermost sharded module, which has to learn where its shards lie now. Parameters that are already
+    real and buffers keep their values and dtype and move to `device`. Shared parameters stay shared.
+    """
+    # One object may have several names, and moving must not part them.
+    shared = _names_by_parameter(root)
+
+    def allocate(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor.to(device)
+        wanted = dtype if tensor.is_floating_point() else tensor.dtype
+        return torch.empty_like(tensor, dtype=wanted, device=device)
+
+    stranded = [name for name, buffer in root.named_buffers() if buffer.is_meta]
+    if stranded:
+        raise ValueError(f"buffers without values: {stranded[:5]}; build the model inside init_empty_weights()")
+    root._apply(allocate)
+    for first, *others in shared:
+        parameter = root.get_parameter(first)
+        for name in others:
+            module, _, attribute = name.rpartition(".")
+            root.get_submodule(module)._parameters[attribute] = parameter
+
+
+def _names_by_parameter(root: nn.Module) -> list[list[str]]:
+    """The names of parameters that have several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint of `model` holds: parameters, each once under its first name, and persistent buffers."""
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    tensors.update(persistent_buffers(model))
+    return tensors
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that belong to the state dict, by name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+
+
+def fill(target: torch.Tensor, full: torch.Tensor) -> None:
+    """Copies this rank's part of `full` into `target`."""
+    shard = shard_of(target)
+    if shard.local.numel():
+        shard.local.copy_(shard.of(full))

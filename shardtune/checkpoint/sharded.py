@@ -1,0 +1,218 @@
+"""Named tensors, sharded or not, in safetensors files by torch's distributed checkpoint; no file is ever unpickled.
+
+Every rank writes its own shards; any other number of ranks reads them back, bit for bit. Optimizer state is flattened
+into named tensors and a JSON description that is enough to rebuild it before a first step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.tensor import DTensor
+from torch.futures import Future as TorchFuture
+
+from shardtune.checkpoint.safetensors_file import StoredTensor, read_header
+from shardtune.errors import CheckpointError
+
+# The writer holds one file's bytes in memory while it writes them.
+_FILE_BYTES = 1 << 30
+
+# One process without a process group is a supported case here, not an oversight.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+
+
+def save_tensors(
+    path: str | Path, tensors: Mapping[str, torch.Tensor], *, process_group: dist.ProcessGroup | None = None
+) -> None:
+    """Writes `tensors` into the folder `path`, durably; all ranks call it with the same names in the same order.
+
+    A plain tensor is the same on all ranks and is written by one of them; of a DTensor each rank writes its shard.
+    Returns when the files of all ranks are on the disk.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written; on every rank.
+    """
+    folder = Path(path)
+    if not tensors:
+        return
+    try:
+        dcp.save(_contiguous(tensors), storage_writer=_writer(folder, tensors), process_group=process_group)
+    except (CheckpointException, OSError) as problem:
+        raise _write_error(folder, problem) from problem
+
+
+@dataclass(frozen=True, slots=True)
+class PendingSave:
+    """A save that goes on while training does. When rank 0's is done, the files of all ranks are on the disk."""
+
+    folder: Path
+    future: Future[Any] | None
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.future is None or self.future.done()
+
+    def wait(self) -> None:
+        """Returns when the files are on the disk.
+
+        Raises:
+            CheckpointError: as `save_tensors` does.
+        """
+        if self.future is None:
+            return
+        try:
+            self.future.result()
+        except (CheckpointException, OSError) as problem:
+            raise _write_error(self.folder, problem) from problem
+
+
+def async_save_tensors(
+    path: str | Path, tensors: Mapping[str, torch.Tensor], *, process_group: dist.ProcessGroup | None = None
+) -> PendingSave:
+    """Copies `tensors` to host memory, then writes them from a thread; they may change as soon as this returns.
+
+    Args:
+        process_group: with several ranks, a gloo group that nothing else uses: its collectives run beside training.
+    """
+    folder = Path(path)
+    if not tensors:
+        return PendingSave(folder, None)
+    if process_group is None and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError("several ranks save asynchronously through a process group of their own")
+    writer = _writer(folder, tensors)
+    future = dcp.async_save(_contiguous(tensors), storage_writer=writer, process_group=process_group)
+    assert isinstance(future, Future)
+    return PendingSave(folder, future)
+
+
+def load_tensors(
+    path: str | Path, tensors: Mapping[str, torch.Tensor], *, process_group: dist.ProcessGroup | None = None
+) -> None:
+    """Fills `tensors` in place from the folder `path`; all ranks call it with the same names.
+
+    Raises:
+        CheckpointError: names, shapes or dtypes are not exactly those saved, or a file is damaged. Nothing is changed then.
+    """
+    folder = Path(path)
+    reader = _Reader(str(folder))
+    _check_same(folder, reader.read_metadata(), tensors)
+    if not tensors:
+        return
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=False)
+    try:
+        dcp.load(dict(tensors), storage_reader=reader, planner=planner, process_group=process_group)
+    except (CheckpointException, OSError) as problem:
+        raise CheckpointError(
+            f"the checkpoint cannot be read: {_first(problem)}",
+            where=str(folder),
+            remedy="continue from another checkpoint",
+        ) from problem
+
+
+def stored_names(path: str | Path) -> list[str]:
+    """The names of the tensors saved in a folder, sorted."""
+    return sorted(_Reader(str(path)).read_metadata().state_dict_metadata)
+
+
+class _Reader(dcp.HuggingFaceStorageReader):
+    """Reads with `pread` into the shards instead of mapping whole files, and damaged files are named."""
+
+    def read_metadata(self) -> Metadata:
+        folder = Path(self.path)
+        self._tensors = {file: read_header(file, CheckpointError)[0] for file in sorted(folder.glob("*.safetensors"))}
+        if not self._tensors:
+            return Metadata(state_dict_metadata={}, storage_data={})
+        return super().read_metadata()
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
+        for item in plan.items:
+            stored = self._stored(item.storage_index)
+            target = planner.resolve_tensor(item).detach()
+            # A request covers a block of the stored chunk, offsets counted inside it.
+            stored.read_into(target, tuple(item.storage_offsets))
+            planner.commit_tensor(item, target)
+        future: TorchFuture[None] = TorchFuture()
+        future.set_result(None)
+        return future
+
+    def _stored(self, index: Any) -> StoredTensor:
+        return self._tensors[Path(self.storage_data[index].relative_path)][index.fqn]
+
+
+def _writer(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dcp.HuggingFaceStorageWriter:
+    files: dict[str, int] = {}
+    number, size = 1, 0
+    for name, tensor in tensors.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if size and size + local.nbytes > _FILE_BYTES:
+            number, size = number + 1, 0
+        files[name], size = number, size + local.nbytes
+    return dcp.HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
+
+
+def _contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {
+        name: tensor.detach() if isinstance(tensor, DTensor) else tensor.detach().contiguous()
+        for name, tensor in tensors.items()
+    }
+
+
+def _check_same(folder: Path, metadata: Metadata, tensors: Mapping[str, torch.Tensor]) -> None:
+    """What is stored is what is asked for, by name, shape and dtype, and no part of it is missing."""
+    stored = {n: m for n, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
+    missing = [name for name in tensors if name not in stored]
+    unexpected = [name for name in stored if name not in tensors]
+    differing = [
+        f"{name} ({_form(meta.properties.dtype, meta.size)} saved, {_form(tensors[name].dtype, tensors[name].shape)} here)"
+        for name, meta in stored.items()
+        if name in tensors
+        and (tuple(meta.size) != tuple(tensors[name].shape) or meta.properties.dtype != tensors[name].dtype)
+    ]
+    complaints = [
+        f"{len(names)} {what}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+        for what, names in (("not in it", missing), ("not in the model", unexpected), ("differ", differing))
+        if names
+    ]
+    if complaints:
+        raise CheckpointError(
+            f"the checkpoint is of another model or optimizer: {'; '.join(complaints)}",
+            where=str(folder),
+            remedy="continue with the recipe it was made with, or start another run (runner.logger.experiment_name)",
+        )
+    for name, meta in stored.items():
+        if sum(chunk.sizes.numel() for chunk in meta.chunks) < meta.size.numel():
+            raise CheckpointError(
+                f"a part of tensor '{name}' is missing: a file of the checkpoint is gone",
+                where=str(folder),
+                remedy="continue from another checkpoint",
+            )
+
+
+def _form(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+def _first(problem: CheckpointException | OSError) -> str:
+    if isinstance(problem, OSError):
+        return problem.strerror or str(problem)
+    rank, (error, _) = next(iter(problem.failures.items()))
+    return f"rank {rank}: {error}"
+
+
+def _write_error(folder: Path, problem: CheckpointException | OSError) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint cannot be written: {_first(problem)}",
+        where=str(folder),
+        remedy="make room or give write permission, or set runner.logger.log_path to another directory",
+    )

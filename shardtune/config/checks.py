@@ -1,0 +1,224 @@
+"""What can be wrong with a recipe whose values are each of the right type: contradictions, and features to come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shardtune.config.layers import Merged
+from shardtune.config.schema import LoraConfig, OptimConfig, Recipe
+from shardtune.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    """A key that the schema has and this version cannot act on.
+
+    Attributes:
+        key: dotted.
+        refused: which values ask for what is missing, in words.
+        refuses: the same as a test.
+        instead: what to do.
+    """
+
+    key: str
+    refused: str
+    refuses: Callable[[Any], bool]
+    instead: str
+
+
+def _flag(key: str, instead: str) -> NotYet:
+    return NotYet(key, "true", bool, instead)
+
+
+def _other_than(key: str, default: Any, instead: str) -> NotYet:
+    return NotYet(key, f"all but {'null' if default is None else default}", lambda value: value != default, instead)
+
+
+def _any_of(key: str, values: tuple[str, ...], instead: str) -> NotYet:
+    return NotYet(key, ", ".join(values), lambda value: value in values, instead)
+
+
+RANKS = "use runner.nproc_per_node or torchrun"
+
+# A feature that arrives takes its lines out of here; nothing else knows of them.
+NOT_YET = (
+    _flag("actor.model.is_lora", "leave it false: all weights are trained"),
+    *(
+        _other_than(f"actor.model.lora.{name}", default, "leave it out")
+        for name, default in LoraConfig().model_dump().items()
+    ),
+    _any_of(
+        "actor.model.model_type",
+        ("vision_language", "vision_language_action"),
+        "use causal_lm or the name of a registered model",
+    ),
+    _any_of("actor.training_backend", ("fsdp1", "ddp"), "use fsdp"),
+    *(
+        _other_than(f"actor.parallel.{axis}", 1, "leave it at 1: actor.parallel.data_shard uses the ranks")
+        for axis in ("data_replicate", "tensor", "sequence", "expert")
+    ),
+    _flag("actor.fsdp_config.cpu_offload", "leave it false"),
+    _any_of("runner.launcher", ("ray",), RANKS),
+    _other_than("runner.num_workers", None, RANKS),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """A recipe, what was written in it, and which keys' values are objects in memory."""
+
+    recipe: Recipe
+    written: Merged
+    in_memory: Collection[str]
+
+    def problem(self, key: str, what: str, remedy: str) -> ConfigError:
+        return ConfigError(what, where=self.recipe.where(key), remedy=remedy)
+
+    @property
+    def has_eval_data(self) -> bool:
+        data = self.recipe.data
+        return data.eval_data_paths is not None or data.eval_split > 0 or "data.eval_data_paths" in self.in_memory
+
+
+def check(recipe: Recipe, written: Merged, in_memory: Collection[str]) -> list[ConfigError]:
+    """Everything that the recipe alone shows to be wrong."""
+    facts = Facts(recipe, written, in_memory)
+    rules = (_not_yet, _required, _batches, _length, _schedule, _duration, _evaluation, _watching)
+    return [problem for rule in rules for problem in rule(facts)]
+
+
+def _not_yet(facts: Facts) -> Iterator[ConfigError]:
+    for feature in NOT_YET:
+        value: Any = facts.recipe
+        for part in feature.key.split("."):
+            value = getattr(value, part)
+        if feature.refuses(value):
+            yield facts.problem(
+                feature.key, f"{feature.key}: {value!r} is not supported in this version of shardtune", feature.instead
+            )
+
+
+def _required(facts: Facts) -> Iterator[ConfigError]:
+    given = {
+        "actor.model.model_path": facts.recipe.actor.model.model_path,
+        "data.train_data_paths": facts.recipe.data.train_data_paths,
+    }
+    for key, value in given.items():
+        if value is None and key not in facts.in_memory:
+            what = "the base model" if key.startswith("actor") else "the training rows"
+            yield facts.problem(
+                key, f"{key} is required: {what}", f"add it to the recipe, or {key}=… on the command line"
+            )
+
+
+def _batches(facts: Facts) -> Iterator[ConfigError]:
+    actor = facts.recipe.actor
+    rows, tokens = actor.global_batch_size, actor.global_batch_tokens
+    if rows is not None and tokens is not None:
+        yield facts.problem(
+            "actor.global_batch_tokens",
+            f"actor.global_batch_size ({rows} rows) and actor.global_batch_tokens ({tokens} tokens) exclude each other",
+            "keep one of them; the other is null",
+        )
+    if rows is None and tokens is None:
+        yield facts.problem(
+            "actor.global_batch_size",
+            "neither actor.global_batch_size nor actor.global_batch_tokens says how large an optimizer step is",
+            "give one of them",
+        )
+    if actor.micro_batch_size is None and actor.max_tokens_per_micro_batch is None:
+        yield facts.problem(
+            "actor.micro_batch_size",
+            "actor.micro_batch_size: null leaves a forward without a limit",
+            "give actor.max_tokens_per_micro_batch, or a number of rows",
+        )
+
+
+def _length(facts: Facts) -> Iterator[ConfigError]:
+    limit, length = facts.recipe.actor.max_tokens_per_micro_batch, facts.recipe.data.max_length
+    if limit is not None and length > limit:
+        key = "actor.max_tokens_per_micro_batch"
+        yield facts.problem(
+            key,
+            f"data.max_length ({length} tokens) is more than one forward may hold ({key}: {limit})",
+            f"raise {key} to {length} or lower data.max_length",
+        )
+
+
+def _schedule(facts: Facts) -> Iterator[ConfigError]:
+    optim = facts.recipe.actor.optim
+    if optim.min_lr > optim.lr:
+        yield facts.problem(
+            "actor.optim.min_lr",
+            f"actor.optim.min_lr ({optim.min_lr:g}) is above actor.optim.lr ({optim.lr:g})",
+            "lower it; it is the rate at the end",
+        )
+    if optim.lr_warmup_steps and optim.lr_warmup_steps_ratio:
+        yield facts.problem(
+            "actor.optim.lr_warmup_steps_ratio",
+            f"actor.optim.lr_warmup_steps ({optim.lr_warmup_steps}) and actor.optim.lr_warmup_steps_ratio "
+            f"({optim.lr_warmup_steps_ratio:g}) both say how long the warm-up is",
+            "keep one of them; the other is 0",
+        )
+    if optim.min_lr and optim.lr_scheduler == "constant":
+        yield facts.problem(
+            "actor.optim.min_lr",
+            f"actor.optim.min_lr ({optim.min_lr:g}) has no effect with actor.optim.lr_scheduler: constant",
+            "leave it out or choose linear, cosine or wsd",
+        )
+    if optim.decay_ratio != OptimConfig().decay_ratio and optim.lr_scheduler != "wsd":
+        yield facts.problem(
+            "actor.optim.decay_ratio",
+            f"actor.optim.decay_ratio has no effect with actor.optim.lr_scheduler: {optim.lr_scheduler}",
+            "leave it out or choose wsd",
+        )
+
+
+def _duration(facts: Facts) -> Iterator[ConfigError]:
+    runner = facts.recipe.runner
+    if runner.max_epochs == -1 and runner.max_steps == -1:
+        yield facts.problem(
+            "runner.max_epochs",
+            "runner.max_epochs and runner.max_steps are both -1: training would not end",
+            "limit one",
+        )
+
+
+def _evaluation(facts: Facts) -> Iterator[ConfigError]:
+    recipe = facts.recipe
+    both = recipe.data.eval_data_paths is not None or "data.eval_data_paths" in facts.in_memory
+    if both and recipe.data.eval_split:
+        yield facts.problem(
+            "data.eval_split",
+            f"data.eval_split ({recipe.data.eval_split:g}) and data.eval_data_paths both say what to evaluate on",
+            "keep one of them",
+        )
+    if facts.has_eval_data:
+        return
+    runner = recipe.runner
+    needing = {
+        "eval.generate": recipe.eval.generate,
+        "runner.val_check_interval": runner.val_check_interval != -1,
+        "runner.eval_before_training": runner.eval_before_training,
+        "runner.early_stop.enabled": runner.early_stop.enabled,
+        "runner.best.monitor": (runner.best.monitor or "").startswith("eval/"),
+    }
+    for key in (key for key, asked in needing.items() if asked):
+        value = facts.written.given(key)
+        yield facts.problem(
+            key,
+            f"{key}: {value!r} needs evaluation data, and there is none",
+            "give data.eval_data_paths or data.eval_split",
+        )
+
+
+def _watching(facts: Facts) -> Iterator[ConfigError]:
+    runner = facts.recipe.runner
+    if runner.early_stop.enabled and runner.val_check_interval == -1 and facts.has_eval_data:
+        yield facts.problem(
+            "runner.early_stop.enabled",
+            "runner.early_stop.enabled needs evaluations during training, and runner.val_check_interval is -1",
+            'give runner.val_check_interval a number of steps or "epoch"',
+        )

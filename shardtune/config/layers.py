@@ -1,0 +1,129 @@
+"""What one place (the recipe file, one override, one config group) says, and how such layers become one recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+
+from shardtune.config.keys import is_free_mapping, nearest, section_type
+from shardtune.config.schema import Recipe
+from shardtune.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Keys given in one place.
+
+    Attributes:
+        tree: nested mappings, as written.
+        origin: the place in words, e.g. `recipe.yaml` or `override lr=3e-5`.
+        lines: dotted key -> line number, for a file.
+    """
+
+    tree: Mapping[str, Any]
+    origin: str
+    lines: Mapping[str, int] = field(default_factory=dict)
+
+    def where(self, dotted: str) -> str:
+        """The place of a key, or of the nearest key around it."""
+        while dotted:
+            if dotted in self.lines:
+                return f"{self.origin}:{self.lines[dotted]}"
+            dotted = dotted.rpartition(".")[0]
+        return self.origin
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """All layers in one.
+
+    Attributes:
+        tree: the values given, nested; keys that no layer gives are absent.
+        origins: dotted key -> where its value was given, for keys and sections of the schema.
+    """
+
+    tree: dict[str, Any]
+    origins: dict[str, str]
+
+    def given(self, dotted: str) -> Any:
+        """The value a layer gives for a key; None where none does."""
+        value: Any = self.tree
+        for part in dotted.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return None
+            value = value[part]
+        return value
+
+
+def merge(layers: Iterable[Layer]) -> tuple[Merged, list[ConfigError]]:
+    """Lay the layers over one another, later ones winning; keys the schema lacks are left out and reported.
+
+    Sections and free mappings (`actor.optim.args`) merge key by key; every other value replaces the earlier one whole.
+    """
+    merged = Merged({}, {})
+    problems: list[ConfigError] = []
+    for layer in layers:
+        problems += _lay(layer.tree, Recipe, "", merged.tree, layer, merged.origins)
+    return merged, problems
+
+
+def _lay(
+    tree: Mapping[str, Any],
+    section: type[BaseModel],
+    prefix: str,
+    into: dict[str, Any],
+    layer: Layer,
+    origins: dict[str, str],
+) -> Iterator[ConfigError]:
+    for name, value in tree.items():
+        dotted = f"{prefix}{name}"
+        schema = section.model_fields.get(name)
+        if schema is None:
+            yield unknown_key(dotted, layer.where(dotted), section, prefix)
+            continue
+        origins[dotted] = layer.where(dotted)
+        inner = section_type(schema)
+        if inner is None:
+            previous = into.get(name)
+            into[name] = overlay(previous, value) if is_free_mapping(schema) else value
+        elif isinstance(value, Mapping):
+            yield from _lay(value, inner, f"{dotted}.", into.setdefault(name, {}), layer, origins)
+        elif value is not None:  # a section whose keys are all commented out says nothing
+            yield ConfigError(
+                f"{dotted} is a section, not {value!r}",
+                where=layer.where(dotted),
+                remedy=f"its keys are: {', '.join(inner.model_fields)}",
+            )
+
+
+def overlay(under: Any, over: Any) -> Any:
+    """Two mappings as one, the second one's values winning, mappings inside merged likewise; else the second value."""
+    if not isinstance(under, Mapping) or not isinstance(over, Mapping):
+        return over
+    return {**under, **{name: overlay(under.get(name), value) for name, value in over.items()}}
+
+
+def unknown_key(dotted: str, where: str, section: type[BaseModel], prefix: str) -> ConfigError:
+    """The error for a key that the schema does not have at this place."""
+    meant = nearest(dotted)
+    if meant is not None:
+        remedy = f"did you mean {meant}?"
+    else:
+        remedy = f"the keys {f'of {prefix[:-1]}' if prefix else 'at the top'} are: {', '.join(section.model_fields)}"
+    return ConfigError(f"unknown key {dotted}", where=where, remedy=remedy)
+
+
+def raise_all(problems: list[ConfigError]) -> None:
+    """Raise what was found: one problem as itself, several as one message; nothing if there is none."""
+    if not problems:
+        return
+    if len(problems) == 1:
+        raise problems[0]
+    entries = []
+    for number, problem in enumerate(problems, start=1):
+        first, *rest = str(problem).splitlines()
+        entries.append("\n".join([f"{number:>3}. {first}", *(f"     {line}" for line in rest)]))
+    raise ConfigError("\n".join([f"{len(problems)} mistakes in the configuration", *entries]))

@@ -1,0 +1,219 @@
+"""Command-line words: `key=value` in Hydra's grammar, config groups, and HALOs' names for our keys."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardtune.config.keys import ALIASES
+from shardtune.config.layers import Layer
+from shardtune.errors import ConfigError
+
+CONF = Path(__file__).parents[1] / "conf"
+LISTED_GROUP = "datasets"  # the only group of which several may be chosen at once
+GROUPS = ("loss", "model", LISTED_GROUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """One `key=value`.
+
+    Attributes:
+        text: as the user wrote it.
+        key: dotted, without `+`.
+        value: parsed: numbers, booleans, null, lists and mappings are what they look like.
+    """
+
+    text: str
+    key: str
+    value: Any
+
+    @property
+    def origin(self) -> str:
+        return f"override {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """Overrides sorted by kind.
+
+    Attributes:
+        groups: one layer for all chosen config groups; empty if none is.
+        values: one layer per `key=value`, under our own names.
+        name: the chosen groups' names joined, e.g. `sft-llama`; None if none is.
+    """
+
+    groups: tuple[Layer, ...]
+    values: tuple[Layer, ...]
+    name: str | None
+
+
+def read_overrides(texts: Sequence[str], backends: Sequence[str]) -> CommandLine:
+    """Parse the words that follow the recipe; a word that cannot be used is a ConfigError that quotes it.
+
+    Args:
+        texts: the words.
+        backends: the recipe's `runner.logger.logger_backends`, which `wandb.enabled` adds to or takes from.
+    """
+    parsed = _parse(texts)
+    choices = [override for override in parsed if _chooses_group(override)]
+    values = [override for override in parsed if not _chooses_group(override)]
+    _refuse_two_names(parsed)
+    groups, name = _choose(choices) if choices else ((), None)
+    return CommandLine(groups, tuple(_as_layer(override, backends) for override in values), name)
+
+
+def _parse(texts: Sequence[str]) -> list[Override]:
+    if not texts:
+        return []
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    parsed = []
+    for text in texts:
+        if text.startswith("~"):
+            raise ConfigError(
+                f"override {text} deletes a key, which a recipe does not allow",
+                remedy="to switch a key off, set it: key=null",
+            )
+        if "=" not in text:
+            raise ConfigError(f"{text!r} is not an override", remedy="write key=value, e.g. actor.optim.lr=3e-5")
+        try:
+            override = parser.parse_override(text)
+            several = override.is_sweep_override()
+        except HydraException as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(
+                f"override {text} cannot be read: {reason}",
+                remedy="quote values with spaces or special characters for the shell and again inside: "
+                "'key=\"a value\"'",
+            ) from error
+        if override.package is not None:
+            raise ConfigError(f"override {text} names a package (@), and a recipe has none", remedy="write key=value")
+        if several:
+            raise ConfigError(
+                f"override {text} gives several values, and a run takes one",
+                remedy="write a list in brackets, key=[a,b], or text with a comma in quotes, 'key=\"a,b\"'",
+            )
+        parsed.append(Override(text, override.key_or_group, override.value()))
+    return parsed
+
+
+def _chooses_group(override: Override) -> bool:
+    """`datasets` may also name files, which `_choose` leaves as they are."""
+    return override.key in GROUPS
+
+
+def _refuse_two_names(parsed: Sequence[Override]) -> None:
+    given: dict[str, Override] = {}
+    for override in parsed:
+        ours = ALIASES.get(override.key, override.key)
+        other = given.setdefault(ours, override)
+        if other.key != override.key:
+            raise ConfigError(
+                f"{other.key} and {override.key} are two names of {ours}, given as {other.value!r} and "
+                f"{override.value!r}",
+                where=f"overrides {other.text} and {override.text}",
+                remedy="keep one of them",
+            )
+
+
+def _as_layer(override: Override, backends: Sequence[str]) -> Layer:
+    value = override.value
+    if override.key == "wandb.enabled":
+        value = _with_wandb(override, backends)
+    tree: Any = value
+    for part in reversed(ALIASES.get(override.key, override.key).split(".")):
+        tree = {part: tree}
+    return Layer(tree, override.origin)
+
+
+def _with_wandb(override: Override, backends: Sequence[str]) -> list[str]:
+    """What HALOs' switch for Weights & Biases makes of the list of backends."""
+    if not isinstance(override.value, bool):
+        raise ConfigError(
+            f"wandb.enabled: {override.value!r} is not allowed", where=override.origin, remedy="allowed: true or false"
+        )
+    others = [backend for backend in backends if backend != "wandb"]
+    return [*others, "wandb"] if override.value else others
+
+
+def _choose(choices: Sequence[Override]) -> tuple[tuple[Layer, ...], str | None]:
+    """The layers of the chosen groups: Hydra composes them; data sets add up to one list of sources."""
+    selected: list[str] = []
+    sources: list[Any] | None = None
+    names: list[str] = []
+    for override in choices:
+        if override.key == LISTED_GROUP:
+            sources = override.value if isinstance(override.value, list) else [override.value]
+            known = [source for source in sources if _is_option(LISTED_GROUP, source, override)]
+            selected.append(f"{LISTED_GROUP}=[{','.join(known)}]")
+        elif isinstance(override.value, str) and override.value in options(override.key):
+            selected.append(f"{override.key}={override.value}")
+            names.append(override.value)
+        else:
+            raise _no_such_option(override.key, override.value, override)
+    tree = _compose(selected)
+    entries = tree.pop(LISTED_GROUP, {})
+    if sources is not None:
+        chosen = [entries[source] if isinstance(source, str) and source in entries else source for source in sources]
+        tree.setdefault("data", {})["train_data_paths"] = chosen
+    origin = " ".join(override.text for override in choices)
+    return (Layer(tree, f"config group {origin}"),), "-".join(names) or None
+
+
+def _is_option(group: str, value: Any, override: Override) -> bool:
+    """Whether a data set is one of the group's; one that is misspelt is an error, any other a path or Hub name."""
+    if not isinstance(value, str) or value in options(group):
+        return isinstance(value, str)
+    if difflib.get_close_matches(value, options(group), n=1, cutoff=0.8) and not Path(value).exists():
+        raise _no_such_option(group, value, override)
+    return False
+
+
+def _no_such_option(group: str, value: Any, override: Override) -> ConfigError:
+    near = difflib.get_close_matches(str(value), options(group), n=1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    instead = ", or any model with actor.model.model_path=…" if group == "model" else ""
+    return ConfigError(
+        f"the config group {group} has no {value!r}",
+        where=override.origin,
+        remedy=f"{meant}there are: {', '.join(options(group))}{instead}",
+    )
+
+
+def options(group: str) -> list[str]:
+    """The choices of a config group."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def _compose(selected: Sequence[str]) -> dict[str, Any]:
+    from hydra import compose
+    from omegaconf import OmegaConf
+
+    with _own_hydra():
+        chosen = compose("groups", overrides=list(selected))
+    tree = OmegaConf.to_container(chosen, resolve=False)
+    assert isinstance(tree, dict)
+    return {str(name): value for name, value in tree.items()}
+
+
+@contextmanager
+def _own_hydra() -> Iterator[None]:
+    """Hydra over our groups; a Hydra application that we are called from finds its own state as it was."""
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    state = GlobalHydra.instance()
+    callers = state.hydra
+    state.clear()
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            yield
+    finally:
+        GlobalHydra.instance().hydra = callers

@@ -1,0 +1,104 @@
+"""Reading a recipe: a YAML file, whose lines are kept for error messages, or a mapping in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from shardtune.config.layers import Layer
+from shardtune.errors import ConfigError
+
+SHOW_KEYS = "a recipe starts like this: actor: {model: {model_path: …}}; docs/configuration.md lists all keys"
+
+
+def read_file(path: Path) -> Layer:
+    """The recipe in a YAML file; a file that is missing, empty, broken or no mapping is a ConfigError."""
+    shown = str(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError("there is no such recipe", where=shown, remedy=_beside(path)) from error
+    except IsADirectoryError as error:
+        raise ConfigError(
+            "a recipe is a YAML file, and this is a directory", where=shown, remedy=_beside(path)
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"the recipe cannot be read: {error.strerror}", where=shown) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the recipe is not UTF-8 text: {error.reason}", where=shown) from error
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False) if node is not None else None
+    except yaml.YAMLError as error:
+        raise _broken(error, shown) from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"the recipe cannot be read: {str(error).splitlines()[0]}", where=shown) from error
+    if node is None:
+        raise ConfigError("the recipe is empty", where=shown, remedy=SHOW_KEYS)
+    if not isinstance(node, yaml.MappingNode) or not isinstance(tree, dict):
+        line = node.start_mark.line + 1
+        raise ConfigError(
+            f"a recipe is a mapping of keys, and this is a {'list' if isinstance(tree, list) else 'single value'}",
+            where=f"{shown}:{line}",
+            remedy=SHOW_KEYS,
+        )
+    return Layer(_named(tree, shown), shown, dict(_lines(node)))
+
+
+def read_mapping(recipe: Mapping[Any, Any] | DictConfig) -> Layer:
+    """A recipe in memory: a dict or an OmegaConf config, interpolation still unresolved."""
+    raw = OmegaConf.to_container(recipe, resolve=False) if isinstance(recipe, DictConfig) else recipe
+    return Layer(_named(_plain(raw), "recipe"), "recipe")
+
+
+def _beside(path: Path) -> str:
+    folder = path if path.is_dir() else path.parent
+    found = sorted(file.name for file in folder.glob("*.y*ml"))[:5] if folder.is_dir() else []
+    return f"{folder} holds: {', '.join(found)}" if found else "name a YAML file"
+
+
+def _broken(error: yaml.YAMLError, shown: str) -> ConfigError:
+    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
+    return ConfigError(
+        f"the recipe is not valid YAML: {problem}",
+        where=f"{shown}:{mark.line + 1}, column {mark.column + 1}" if mark else shown,
+        remedy="check indentation (spaces, no tabs), the space after a key's colon, and quotes",
+    )
+
+
+def _named(tree: Mapping[Any, Any], shown: str) -> dict[str, Any]:
+    wrong = [name for name in tree if not isinstance(name, str)]
+    if wrong:
+        raise ConfigError(f"{wrong[0]!r} is not the name of a key", where=shown, remedy=SHOW_KEYS)
+    return dict(tree)
+
+
+def _plain(value: Any) -> Any:
+    """Mappings, sequences and paths as the dicts, lists and text that YAML would give."""
+    if isinstance(value, DictConfig):
+        return OmegaConf.to_container(value, resolve=False)
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _lines(node: yaml.MappingNode, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """Dotted key -> line of all keys, from the parser's own marks."""
+    for name, value in node.value:
+        if name.tag == "tag:yaml.org,2002:merge":
+            merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            for mapping in merged:
+                yield from _lines(mapping, prefix)
+            continue
+        dotted = f"{prefix}{name.value}"
+        yield dotted, name.start_mark.line + 1
+        if isinstance(value, yaml.MappingNode):
+            yield from _lines(value, f"{dotted}.")

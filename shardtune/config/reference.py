@@ -1,0 +1,126 @@
+"""The configuration reference: `python -m shardtune.config.reference > docs/configuration.md`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from shardtune.config.checks import NOT_YET
+from shardtune.config.keys import ALIASES, allowed, section_type
+from shardtune.config.overrides import GROUPS, options
+from shardtune.config.schema import DataEntry, ParameterGroup, Recipe
+
+INTRODUCTION = """\
+# Configuration reference
+
+<!-- Made from the schema by `python -m shardtune.config.reference`; a test compares the two. -->
+
+A recipe is one YAML file. Every key has a default except `actor.model.model_path` and `data.train_data_paths`, so this is
+a whole recipe:
+
+```yaml
+actor:
+  model: {model_path: Qwen/Qwen3-0.6B}
+data:
+  train_data_paths: train.jsonl
+```
+
+- **Overrides.** Any key may be given on the command line, in [Hydra's grammar](https://hydra.cc/docs/advanced/override_grammar/basic/):
+  `shardtune train recipe.yaml actor.optim.lr=3e-5 'data.train_data_paths=[a.jsonl,{path: b.jsonl, weight: 2}]'`. `key=null`
+  switches off what null switches off; `+key=` and `++key=` mean the same as `key=`. Mappings whose names are yours
+  (`actor.optim.args`) merge key by key, everything else is replaced whole.
+- **References.** `${runner.seed}` stands for the value of that key, `${oc.env:HOME}` for an environment variable; `\\${` for the
+  characters themselves.
+- **Paths** are relative to the recipe's own directory, on the command line too; only `runner.logger.log_path` starts at the
+  working directory. A data or model path that is neither there nor looks like a file (`./`, `*`, a suffix such as `.jsonl`)
+  is a name on the Hub.
+- **Mistakes.** Unknown keys, wrong types and contradictions are reported together, with file and line, before anything starts.
+- **The resolved recipe**, every key written out, is `config.yaml` in the run directory; it is a recipe itself.
+"""
+
+GROUPS_AND_ALIASES = """\
+## Config groups
+
+`shardtune train loss=sft model=llama datasets=[ultrachat,my.jsonl]` works without a recipe, and with one the groups go over what it
+says. The run is then named after them unless `runner.logger.experiment_name` is given. In `datasets` a word that is no choice of
+the group is a path or a Hub name.
+
+"""
+
+HALOS = """
+## Names of HALOs
+
+Understood on the command line; giving a key under both names is an error.
+
+| HALOs | here |
+|---|---|
+"""
+
+LATER = """
+## Not in this version
+
+These keys are in the schema so that recipes keep their shape. A value that asks for what is missing is an error.
+
+| key | refused | instead |
+|---|---|---|
+"""
+
+
+def page() -> str:
+    """The whole page, in Markdown."""
+    return "".join(_parts())
+
+
+def _parts() -> Iterator[str]:
+    yield INTRODUCTION
+    yield from _section(Recipe, "")
+    entries = {
+        "An entry of `data.train_data_paths` or `data.eval_data_paths`": DataEntry,
+        "An entry of `actor.optim.groups`": ParameterGroup,
+    }
+    for title, entry in entries.items():
+        yield f"\n## {title}\n\n{_table(entry)}"
+    yield f"\n{GROUPS_AND_ALIASES}| group | choices |\n|---|---|\n"
+    yield from (f"| `{group}` | {', '.join(options(group))} |\n" for group in GROUPS)
+    yield HALOS
+    yield from (f"| `{theirs}` | `{ours}` |\n" for theirs, ours in ALIASES.items())
+    yield LATER
+    yield from (f"| `{item.key}` | {_cell(item.refused)} | {_cell(item.instead)} |\n" for item in NOT_YET)
+
+
+def _section(section: type[BaseModel], name: str) -> Iterator[str]:
+    """A section's own keys as a table, then the sections inside it."""
+    table = _table(section)
+    if table:
+        yield f"\n## {f'`{name}`' if name else 'At the top'}\n\n{table}"
+    for inner_name, field in section.model_fields.items():
+        inner = section_type(field)
+        if inner is not None:
+            yield from _section(inner, f"{name}.{inner_name}" if name else inner_name)
+
+
+def _table(section: type[BaseModel]) -> str:
+    rows = [
+        f"| `{name}` | {_default(field)} | {_cell(allowed(field))} | {_cell(field.description or '')} |\n"
+        for name, field in section.model_fields.items()
+        if section_type(field) is None
+    ]
+    return "".join(["| key | default | allowed | meaning |\n|---|---|---|---|\n", *rows]) if rows else ""
+
+
+def _default(field: FieldInfo) -> str:
+    value: Any = field.get_default(call_default_factory=True, validated_data={})
+    return "required" if value is PydanticUndefined else f"`{json.dumps(value)}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(page(), end="")

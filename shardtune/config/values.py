@@ -1,0 +1,183 @@
+"""The kinds of value a recipe key can hold, with the words that error messages and the reference page use for them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from pydantic_core import InitErrorDetails
+
+FUNCTION_IN_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*(?:\.\w+)*)")
+_EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What a key may hold, in words; put into `Annotated` where the type alone does not say it."""
+
+    text: str
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads `1e-5` (no dot) as text: take exactly that form for the number it is."""
+    if isinstance(value, str) and _EXPONENT.fullmatch(value.strip()):
+        value = float(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("not a finite number")
+    return value
+
+
+def _interval(value: Any) -> Any:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if value == "epoch" or (whole and (value == -1 or value >= 1)):
+        return value
+    raise ValueError("not an interval")
+
+
+def _count_or_unlimited(value: Any) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool) and (value == -1 or value >= 1):
+        return value
+    raise ValueError("not a count")
+
+
+def _step_window(value: Any) -> Any:
+    if value == []:
+        return value
+    pair = isinstance(value, list) and len(value) == 2 and all(type(step) is int for step in value)
+    if pair and 1 <= value[0] <= value[1]:
+        return value
+    raise ValueError("not a window")
+
+
+def _function_in_file(value: Any) -> Any:
+    if isinstance(value, str) and FUNCTION_IN_FILE.fullmatch(value):
+        return value
+    raise ValueError("not file.py:name")
+
+
+def _match(value: Any) -> Any:
+    return value if value in ("exact", "numeric") else _function_in_file(value)
+
+
+def _answer_pattern(value: Any) -> Any:
+    if not isinstance(value, str):
+        raise ValueError("not text")
+    try:
+        groups = re.compile(value).groups
+    except re.error as error:
+        raise ValueError(f"it does not compile: {error}") from error
+    if groups < 1:
+        raise ValueError("it has no group")
+    return value
+
+
+def _run_name(value: Any) -> Any:
+    if isinstance(value, str) and value.strip() and not value.startswith(("/", "~")) and ".." not in value.split("/"):
+        return value.rstrip("/")
+    raise ValueError("not a directory name")
+
+
+def _distinct(value: Any) -> Any:
+    if isinstance(value, list) and len({str(item) for item in value}) < len(value):
+        raise ValueError("it names an entry twice")
+    return value
+
+
+def _reduce(value: Any) -> Any:
+    return "every" if value == "every micro-batch" else value
+
+
+def _texts(value: Any) -> Any:
+    if isinstance(value, list) and value and all(isinstance(item, str) and item for item in value):
+        return value
+    raise ValueError("not a list of names")
+
+
+def _text_or_texts(value: Any) -> Any:
+    return value if isinstance(value, str) and value else _texts(value)
+
+
+def _regular_expression(value: Any) -> Any:
+    if isinstance(value, str) and value:
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ValueError(f"it does not compile: {error}") from error
+    return value
+
+
+Text = Annotated[str, Field(min_length=1), Allowed("text")]
+Number = Annotated[float, BeforeValidator(_number)]
+Count = Annotated[int, Field(ge=1)]
+CountOrUnlimited = Annotated[int, BeforeValidator(_count_or_unlimited), Allowed("-1, or a whole number >= 1")]
+Interval = Annotated[int | str, BeforeValidator(_interval), Allowed('-1, a whole number >= 1, or "epoch"')]
+StepWindow = Annotated[
+    list[int], BeforeValidator(_step_window), Allowed("[], or [first, last] with 1 <= first <= last")
+]
+RunName = Annotated[
+    str, BeforeValidator(_run_name), Allowed('the name of a directory: text without ".." and without a leading "/"')
+]
+FunctionInFile = Annotated[str, BeforeValidator(_function_in_file), Allowed("file.py:name")]
+Match = Annotated[str, BeforeValidator(_match), Allowed("exact, numeric, or file.py:function")]
+AnswerPattern = Annotated[
+    str, BeforeValidator(_answer_pattern), Allowed("a regular expression with at least one group")
+]
+NamePattern = Annotated[str, Field(min_length=1), BeforeValidator(_regular_expression), Allowed("a regular expression")]
+Names = Annotated[list[str], BeforeValidator(_texts), Allowed("a list of names")]
+NameOrNames = Annotated[str | list[str], BeforeValidator(_text_or_texts), Allowed("a name or a list of names")]
+Distinct = BeforeValidator(_distinct)
+Reduce = BeforeValidator(_reduce)
+
+
+def one_or_more(entry: type[BaseModel], *, named: bool) -> BeforeValidator:
+    """Checks a data source: text, one `entry`, a list of both, and with `named` a mapping of set name to any of these.
+
+    A mapping that holds `path` is one entry; every other mapping names sets.
+    """
+
+    def single(value: Any, at: tuple[int | str, ...]) -> Any:
+        if isinstance(value, str) and value.strip():
+            return value
+        if isinstance(value, Mapping):
+            return _validated(entry, value, at)
+        if isinstance(value, entry):
+            return value
+        raise ValueError(f"{value!r} is neither text nor an entry with a path")
+
+    def several(value: Any, at: tuple[int | str, ...] = ()) -> Any:
+        if isinstance(value, list):
+            if not value:
+                raise ValueError("the list is empty")
+            return [single(item, (*at, index)) for index, item in enumerate(value)]
+        return single(value, at)
+
+    def check(value: Any) -> Any:
+        if named and isinstance(value, Mapping) and "path" not in value:
+            if not value:
+                raise ValueError("the mapping names no set")
+            return {_set_name(name): several(item, (name,)) for name, item in value.items()}
+        return several(value)
+
+    return BeforeValidator(check)
+
+
+def _set_name(name: Any) -> str:
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+        raise ValueError(f"a set's name is letters, digits, '_', '-' and '.', not {name!r}")
+    return name
+
+
+def _validated(entry: type[BaseModel], value: Any, at: tuple[int | str, ...]) -> BaseModel:
+    """Validate one entry; an error carries the entry's place among the others."""
+    try:
+        return entry.model_validate(value)
+    except ValidationError as error:
+        lines = [
+            InitErrorDetails(type=line["type"], loc=(*at, *line["loc"]), input=line["input"], ctx=line.get("ctx", {}))
+            for line in error.errors()
+        ]
+        raise ValidationError.from_exception_data(error.title, lines) from error

@@ -1,0 +1,77 @@
+"""The seam between rows and models: what turns one row of a file into one `Sample`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from shardtune.batch import Sample
+from shardtune.errors import DataError
+
+Row = Mapping[str, Any]
+TooLong = Literal["truncate", "drop", "fail"]
+
+
+class RowError(Exception):
+    """This one row cannot be used; the caller adds file and row number and applies `data.on_bad_row`."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class RowDropped(Exception):
+    """This row is left out as the recipe asks (`data.on_too_long: drop`); it is counted, not an error."""
+
+    def __init__(self, kind: Literal["too_long"], reason: str) -> None:
+        super().__init__(kind, reason)
+        self.kind = kind
+        self.reason = reason
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """Turns rows into samples. Must be picklable, and deterministic: equal `cache_key` and row give equal samples."""
+
+    def encode(self, row: Row) -> Sample:
+        """The whole row, however long. Raises `RowError` for a row that cannot be used."""
+        ...
+
+    def fit(self, sample: Sample) -> Sample:
+        """The sample within the length limit. Raises `RowDropped`, or `DataError` where too long is an error."""
+        ...
+
+    def weights(self, sample: Sample) -> Mapping[str, float]:
+        """The weight of each loss term in this sample; a row whose weights are all 0 has no target and is dropped."""
+        ...
+
+    def cache_key(self) -> str:
+        """Everything that `encode` and `fit` depend on besides the row, hashed or spelled out."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LengthLimit:
+    """How long a row may be, in tokens, and what happens to a longer one."""
+
+    max_length: int
+    on_too_long: TooLong
+
+    def apply(self, sample: Sample) -> Sample:
+        """The sample, or its first `max_length` tokens. A prompt that does not fit itself is left out."""
+        if sample.length <= self.max_length:
+            return sample
+        reason = f"the row has {sample.length:,} tokens, data.max_length is {self.max_length:,}"
+        if self.on_too_long == "drop":
+            raise RowDropped("too_long", reason)
+        if self.on_too_long == "fail":
+            raise DataError(reason, remedy="raise data.max_length, or set data.on_too_long to truncate or drop")
+        prompt_fits = sample.prompt_ids is not None and len(sample.prompt_ids) <= self.max_length
+        return replace(
+            sample,
+            input_ids=sample.input_ids[: self.max_length],
+            loss_weights=sample.loss_weights[: self.max_length],
+            prompt_ids=sample.prompt_ids if prompt_fits else None,
+            reference=sample.reference if prompt_fits else None,
+        )

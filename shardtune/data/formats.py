@@ -1,0 +1,359 @@
+"""The row formats people have: recognised by their keys and brought to one of three shapes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardtune.data.encoder import Row, RowError
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "function_call": "assistant",
+}
+_MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
+_MESSAGE_KEYS = {"role", "from", "content", "value", "loss_weight", "weight", "tool_calls"}
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation, as a chat template takes it.
+
+    Attributes:
+        messages: role (system, user, assistant, tool), content (a string), and what else the row gave: `tool_calls`,
+            `tool_call_id`, `name`, `reasoning_content`.
+        weights: the `loss_weight` of each message, None where the row names none.
+        tools: tool definitions as JSON schemas, None without.
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    weights: tuple[float | None, ...]
+    tools: tuple[dict[str, Any], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A text to go on from and its continuation; rendered without a chat template."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Plain text, every token of it a target; rendered without a chat template."""
+
+    text: str
+
+
+Example = Chat | Completion | Text
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """One known format: the keys a row of it must have, and how to read it."""
+
+    name: str
+    title: str
+    keys: tuple[str, ...]
+    read: Callable[[Row], Example]
+
+
+def recognise(row: Row) -> RowFormat:
+    """The first known format whose keys the row has. Raises `RowError` with the row's keys and the formats known."""
+    for known in FORMATS:
+        if all(row.get(key) is not None for key in known.keys):
+            return known
+    keys = ", ".join(str(key) for key in row) or "none"
+    for known in FORMATS:
+        missing = [key for key in known.keys if row.get(key) is None]
+        if len(missing) < len(known.keys):
+            raise RowError(f"the row looks like {known.title}, but has no {' and no '.join(missing)} (its keys: {keys})")
+    formats = "; ".join(f"{known.title} ({', '.join(known.keys)})" for known in FORMATS)
+    raise RowError(
+        f"the row has a format that is not known. Its keys: {keys}. Known formats and their keys: {formats}. "
+        "Map other names with data.columns, for example {question: problem}, or the row with data.transform"
+    )
+
+
+def read_example(row: Row, name: str | None = None) -> Example:
+    """The row as a conversation, a prompt with its completion, or text.
+
+    Args:
+        name: the format, where the recipe names it; otherwise it is recognised.
+    """
+    known = recognise(row) if name is None else FORMATS_BY_NAME[name]
+    missing = [key for key in known.keys if row.get(key) is None]
+    if missing:
+        raise RowError(f"the row has no {' and no '.join(missing)}, which {known.title} needs (its keys: {', '.join(row)})")
+    media = [key for key in _MEDIA_KEYS if row.get(key)]
+    if media:
+        raise RowError(f"the row has {media[0]}, but this model takes text only")
+    return known.read(row)
+
+
+def as_row(example: Example) -> dict[str, Any]:
+    """The example as a row that `read_example` recognises and reads back unchanged."""
+    if isinstance(example, Text):
+        return {"text": example.text}
+    if isinstance(example, Completion):
+        return {"prompt": example.prompt, "completion": example.completion}
+    pairs = zip(example.messages, example.weights, strict=True)
+    messages = [message if weight is None else {**message, "loss_weight": weight} for message, weight in pairs]
+    return {"messages": messages, "tools": list(example.tools) if example.tools else None}
+
+
+def rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
+    """The row with the names this package knows: `columns` maps each to the row's own name for it."""
+    if not columns:
+        return row
+    missing = [name for name in columns.values() if name not in row]
+    if missing:
+        raise RowError(f"data.columns names {missing[0]!r}, which the row does not have (its keys: {', '.join(row)})")
+    taken = set(columns.values())
+    kept = {key: value for key, value in row.items() if key not in taken}
+    return {**kept, **{name: row[column] for name, column in columns.items()}}
+
+
+def _read_messages(row: Row) -> Chat:
+    return _chat(_turns(row["messages"], "messages"), row)
+
+
+def _read_sharegpt(row: Row) -> Chat:
+    return _chat(_turns(row["conversations"], "conversations"), row)
+
+
+def _read_alpaca(row: Row) -> Chat:
+    asked = [text for text in (_text(row, "instruction"), _text(row, "input")) if text]
+    turns = [turn for question, answer in _history(row) for turn in _exchange(question, answer)]
+    return _chat([*turns, *_exchange(_filled("\n\n".join(asked), "instruction"), _text(row, "output"))], row)
+
+
+def _history(row: Row) -> list[tuple[str, str]]:
+    pairs = row.get("history") or []
+    if not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
+        raise RowError("history is not a list of [question, answer] pairs")
+    return [(str(question), str(answer)) for question, answer in pairs]
+
+
+def _read_question(row: Row) -> Chat:
+    return _chat(_exchange(_filled(_text(row, "question"), "question"), _text(row, "answer")), row)
+
+
+def _read_completion(row: Row) -> Example:
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return Completion(prompt, _filled(completion, "completion"))
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise RowError("prompt and completion must both be text, or both lists of messages")
+    before = _turns(prompt, "prompt")
+    # Only the completion is trained: whatever the prompt holds is given.
+    given = [{**turn, "loss_weight": 0, "weight": None} if _role(turn) == "assistant" else turn for turn in before]
+    return _chat([*given, *_turns(completion, "completion")], row)
+
+
+def _read_text(row: Row) -> Text:
+    return Text(_filled(_text(row, "text"), "text"))
+
+
+FORMATS = (
+    RowFormat("messages", "chat messages", ("messages",), _read_messages),
+    RowFormat("sharegpt", "ShareGPT conversations", ("conversations",), _read_sharegpt),
+    RowFormat("instruction", "instruction/input/output", ("instruction", "output"), _read_alpaca),
+    RowFormat("prompt_completion", "prompt/completion", ("prompt", "completion"), _read_completion),
+    RowFormat("question_answer", "question/answer", ("question", "answer"), _read_question),
+    RowFormat("text", "plain text", ("text",), _read_text),
+)
+FORMATS_BY_NAME = {known.name: known for known in FORMATS}
+
+
+def _exchange(question: str, answer: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _text(row: Row, key: str) -> str:
+    value = row.get(key)
+    if value is None:
+        return ""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise RowError(f"{key} is {type(value).__name__}, not text")
+    return value
+
+
+def _filled(text: str, key: str) -> str:
+    if not text.strip():
+        raise RowError(f"the {key} is empty")
+    return text
+
+
+def _turns(value: Any, key: str) -> list[Mapping[str, Any]]:
+    """The list of messages under `key`; as a JSON string too, as CSV files have it."""
+    turns = _parsed(value, key)
+    if not isinstance(turns, Sequence) or not turns:
+        raise RowError(f"{key} is not a list of messages" if not isinstance(turns, Sequence) else f"{key} is empty")
+    for number, turn in enumerate(turns, 1):
+        if not isinstance(turn, Mapping):
+            raise RowError(f"message {number} of {key} is {type(turn).__name__}, not an object with role and content")
+    return list(turns)
+
+
+def _parsed(value: Any, key: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise RowError(f"{key} is text, but not JSON: {error.msg} at character {error.pos + 1}") from error
+
+
+def _chat(turns: Sequence[Mapping[str, Any]], row: Row) -> Chat:
+    messages, weights = [], []
+    for number, turn in enumerate(turns, 1):
+        try:
+            messages.append(_message(turn))
+            weights.append(_loss_weight(turn))
+        except RowError as error:
+            raise RowError(f"message {number}: {error.reason}") from error
+    system = _text(row, "system")
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+        weights.insert(0, None)
+    _require_answers(messages, weights)
+    _name_calls(messages)
+    return Chat(tuple(messages), tuple(weights), _tools(row.get("tools")))
+
+
+def _require_answers(messages: list[dict[str, Any]], weights: list[float | None]) -> None:
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        raise RowError("the row has no assistant turn, so there is nothing to learn")
+    for index in answers:
+        message = messages[index]
+        filled = message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")
+        if not filled and weights[index] != 0:
+            raise RowError(f"message {index + 1}: the assistant's answer is empty")
+
+
+def _name_calls(messages: list[dict[str, Any]]) -> None:
+    """Gives calls and their results matching ids where the row has none; some templates insist on them."""
+    waiting: list[str] = []
+    count = 0
+    for message in messages:
+        if message["role"] == "tool":
+            called = waiting.pop(0) if waiting else None
+            if called is not None:
+                message.setdefault("tool_call_id", called)
+            continue
+        for call in message.get("tool_calls") or ():
+            count += 1
+            waiting.append(call.setdefault("id", f"call{count:05d}"))
+
+
+def _role(turn: Mapping[str, Any]) -> str:
+    named = turn.get("role") if turn.get("role") is not None else turn.get("from")
+    if named is None:
+        raise RowError(f"no role (its keys: {', '.join(turn)})")
+    role = ROLES.get(named) if isinstance(named, str) else None
+    if role is None:
+        raise RowError(f"the role {named!r} is not known; known are {', '.join(ROLES)}")
+    return role
+
+
+def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
+    role = _role(turn)
+    named = turn.get("role") if turn.get("role") is not None else turn.get("from")
+    content = turn.get("content") if turn.get("content") is not None else turn.get("value")
+    calls = turn.get("tool_calls")
+    if named == "function_call":
+        content, calls = "", _parsed(content, "the function call")
+    message: dict[str, Any] = {"role": role, "content": _content(content)}
+    message |= {key: value for key, value in turn.items() if key not in _MESSAGE_KEYS and value is not None}
+    if calls:
+        if role != "assistant":
+            raise RowError(f"tool_calls in a {role} turn; only the assistant calls tools")
+        message["tool_calls"] = _tool_calls(calls)
+    return message
+
+
+def _content(content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise RowError(f"the content is {type(content).__name__}, neither text nor a list of parts")
+    return "".join(_part(part) for part in content)
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if kind != "text":
+        raise RowError(f"a content part of type {kind!r}; this model takes text only")
+    if not isinstance(part.get("text"), str):
+        raise RowError("a content part of type 'text' without text")
+    return part["text"]
+
+
+def _loss_weight(turn: Mapping[str, Any]) -> float | None:
+    given = [key for key in ("loss_weight", "weight") if turn.get(key) is not None]
+    if not given:
+        return None
+    if len(given) == 2:
+        raise RowError("both loss_weight and weight are given; they mean the same")
+    value = turn[given[0]]
+    if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise RowError(f"{given[0]} is {value!r}; it must be a number of at least 0")
+    return float(value)
+
+
+def _tool_calls(calls: Any) -> list[dict[str, Any]]:
+    calls = _parsed(calls, "tool_calls")
+    return [_tool_call(call) for call in ([calls] if isinstance(calls, Mapping) else calls)]
+
+
+def _tool_call(call: Any) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RowError(f"a tool call without a name: {_excerpt(call)}")
+    # Templates write the arguments with `tojson`; a JSON string would come out quoted twice.
+    arguments = _parsed(function.get("arguments") or {}, f"the arguments of {function['name']}")
+    if not isinstance(arguments, Mapping):
+        raise RowError(f"the arguments of {function['name']} are not an object: {_excerpt(arguments)}")
+    tool_call = {"type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}}
+    return tool_call if call.get("id") is None else {"id": call["id"], **tool_call}
+
+
+def _tools(value: Any) -> tuple[dict[str, Any], ...] | None:
+    tools = _parsed(value, "tools") if value else None
+    if not tools:
+        return None
+    if not isinstance(tools, Sequence):
+        raise RowError(f"tools is {type(tools).__name__}, not a list of tool definitions")
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RowError(f"a tool definition without a name: {_excerpt(tool)}")
+    return tuple(dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in tools)
+
+
+def _excerpt(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,163 @@
+"""Which rows an optimizer step holds, as a pure function of (seed, epoch, rows consumed).
+
+Nothing here depends on the number of ranks, and no array as long as the data set is held: the permutation is a keyed
+bijection that is computed for the indices asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+ROUNDS = 6
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed from what identifies a draw, for example `derive_seed(seed, step, micro_batch, "dropout")`."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _mix(values: np.ndarray, key: np.uint64) -> np.ndarray:
+    """The finalizer of SplitMix64 (Steele et al., 2014) over `values + key`."""
+    with np.errstate(over="ignore"):
+        values = values + key
+        values = (values ^ (values >> np.uint64(30))) * _MIX[0]
+        values = (values ^ (values >> np.uint64(27))) * _MIX[1]
+    return values ^ (values >> np.uint64(31))
+
+
+def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
+    """Map each index in [0, size) to its place under a keyed bijection of [0, size).
+
+    A balanced Feistel network over the next power of four, walked along its cycle until it is back inside [0, size)
+    (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002): fewer than four rounds of walking on average.
+
+    Args:
+        index: integer array of any shape.
+        size: length of the domain.
+        key: selects the bijection.
+    """
+    half_bits = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half_bits) - np.uint64(1)
+    keys = [np.uint64(derive_seed(key, round_)) for round_ in range(ROUNDS)]
+    values = index.astype(np.uint64).reshape(-1)
+    outside = np.arange(values.size)
+    while outside.size:
+        left, right = values[outside] >> half_bits, values[outside] & mask
+        for round_key in keys:
+            left, right = right, left ^ (_mix(right, round_key) & mask)
+        values[outside] = (left << half_bits) | right
+        outside = outside[values[outside] >= size]
+    return values.astype(np.int64).reshape(index.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class OrderSource:
+    """Rows [start, stop) of the data set, of which an epoch holds round(weight x rows)."""
+
+    name: str
+    start: int
+    stop: int
+    weight: float = 1.0
+
+    @property
+    def rows_per_epoch(self) -> int:
+        return round(self.weight * (self.stop - self.start))
+
+
+class DataOrder:
+    """The rows of every epoch in training order, and where its steps are cut.
+
+    Args:
+        sources: the spans of the data set, in order.
+        seed: of the whole run.
+        shuffle: False keeps the order of the files.
+        global_batch_size: rows of a step; the last step of an epoch holds what is left.
+        global_batch_tokens: instead of rows, the input tokens a step may hold (at least one row).
+        lengths: int32 [rows], needed to cut by tokens.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[OrderSource],
+        *,
+        seed: int,
+        shuffle: bool = True,
+        global_batch_size: int | None = None,
+        global_batch_tokens: int | None = None,
+        lengths: np.ndarray | None = None,
+    ) -> None:
+        if (global_batch_size is None) == (global_batch_tokens is None):
+            raise ValueError("give either global_batch_size or global_batch_tokens")
+        if global_batch_tokens is not None and lengths is None:
+            raise ValueError("cutting steps by tokens needs the rows' lengths")
+        self._sources = tuple(sources)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._batch_rows = global_batch_size
+        self._batch_tokens = global_batch_tokens
+        self._lengths = lengths
+        self._ends = np.cumsum([source.rows_per_epoch for source in self._sources], dtype=np.int64)
+        self._steps: dict[int, int] = {}
+
+    @property
+    def rows_per_epoch(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def rows(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """The data set's rows at places [start, stop) of an epoch, int64; in O(stop - start)."""
+        size = self.rows_per_epoch
+        place = np.arange(start, min(stop, size), dtype=np.int64)
+        if self._shuffle and place.size:
+            place = permute(place, size, derive_seed(self._seed, epoch, "epoch"))
+        which = np.searchsorted(self._ends, place, side="right")
+        rows = np.empty_like(place)
+        for number, source in enumerate(self._sources):
+            here = which == number
+            first = int(self._ends[number]) - source.rows_per_epoch
+            rows[here] = source.start + self._choose(source, epoch, place[here] - first)
+        return rows
+
+    def _choose(self, source: OrderSource, epoch: int, place: np.ndarray) -> np.ndarray:
+        """The rows of one source that an epoch holds: with weight 2.5 each row twice and half of them, drawn anew each epoch, once more."""
+        size = source.stop - source.start
+        if source.rows_per_epoch == size or not self._shuffle or not place.size:
+            return place % max(size, 1)
+        key = derive_seed(self._seed, epoch, source.name, "source")
+        return permute(place % size, size, key)
+
+    def step(self, epoch: int, start: int) -> np.ndarray:
+        """The rows of the step that begins after `start` rows of an epoch; empty at its end."""
+        if self._batch_rows is not None:
+            return self.rows(epoch, start, start + self._batch_rows)
+        assert self._lengths is not None and self._batch_tokens is not None
+        taken = np.empty(0, dtype=np.int64)
+        block = 64
+        while True:
+            taken = np.concatenate([taken, self.rows(epoch, start + taken.size, start + taken.size + block)])
+            tokens = np.cumsum(self._lengths[taken], dtype=np.int64)
+            fits = int(np.searchsorted(tokens, self._batch_tokens, side="right"))
+            if fits < taken.size or start + taken.size >= self.rows_per_epoch:
+                return taken[: max(fits, min(1, taken.size))]
+            block *= 2
+
+    def num_steps(self, epoch: int) -> int:
+        """Steps of an epoch: arithmetic for a batch of rows; one pass over the lengths, remembered, for a batch of tokens."""
+        size = self.rows_per_epoch
+        if self._batch_rows is not None:
+            return -(-size // self._batch_rows)
+        if epoch not in self._steps:
+            assert self._lengths is not None and self._batch_tokens is not None
+            tokens = np.cumsum(self._lengths[self.rows(epoch, 0, size)], dtype=np.int64)
+            start = steps = 0
+            while start < size:
+                before = int(tokens[start - 1]) if start else 0
+                start = max(start + 1, int(np.searchsorted(tokens, before + self._batch_tokens, side="right")))
+                steps += 1
+            self._steps[epoch] = steps
+        return self._steps[epoch]

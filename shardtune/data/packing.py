@@ -1,0 +1,116 @@
+"""How the rows of a step are dealt to ranks and micro-batches, and laid end to end without padding."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from shardtune.batch import Batch, Sample
+from shardtune.errors import ConfigError
+
+
+def deal(
+    lengths: np.ndarray, num_ranks: int, *, max_rows: int | None, max_tokens: int | None
+) -> list[list[list[int]]]:
+    """Deal a step's rows to (rank, micro-batch), longest first, each to the bin with the fewest tokens.
+
+    Every rank gets the same number of micro-batches, the smallest for which both limits hold; a bin may stay empty.
+    The fullest bins of all ranks come first, so that ranks that wait for each other hold about as many tokens.
+
+    Args:
+        lengths: int [rows], tokens of each row.
+        num_ranks: data-parallel ranks.
+        max_rows: rows of a micro-batch at most.
+        max_tokens: tokens of a micro-batch at most.
+
+    Returns:
+        `[rank][micro_batch]` -> positions in `lengths`, ascending.
+    """
+    num_rows = len(lengths)
+    longest = int(lengths.max()) if num_rows else 0
+    if max_tokens is not None and longest > max_tokens:
+        raise ConfigError(
+            f"a row of {longest} tokens does not fit actor.max_tokens_per_micro_batch = {max_tokens}",
+            remedy=f"raise actor.max_tokens_per_micro_batch to {longest} or lower data.max_length to {max_tokens}",
+        )
+    fewest = 1
+    if max_rows is not None:
+        fewest = max(fewest, -(-num_rows // (num_ranks * max_rows)))
+    if max_tokens is not None:
+        fewest = max(fewest, -(-int(lengths.sum()) // (num_ranks * max_tokens)))
+    order = np.argsort(-np.asarray(lengths), kind="stable")
+    micro_batches = fewest
+    while (bins := _fill(lengths, order, num_ranks * micro_batches, max_rows, max_tokens)) is None:
+        micro_batches += 1
+    bins.sort(key=lambda rows: (-sum(int(lengths[row]) for row in rows), rows))
+    return [[sorted(bins[number * num_ranks + rank]) for number in range(micro_batches)] for rank in range(num_ranks)]
+
+
+def _fill(
+    lengths: np.ndarray, order: np.ndarray, num_bins: int, max_rows: int | None, max_tokens: int | None
+) -> list[list[int]] | None:
+    """Longest-processing-time-first into `num_bins`, or None where a row finds no room."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    heap = [(0, number) for number in range(num_bins)]
+    for row in order.tolist():
+        if not heap:
+            return None
+        tokens, number = heap[0]
+        tokens += int(lengths[row])
+        if max_tokens is not None and tokens > max_tokens:
+            return None  # the emptiest bin has no room, so none has
+        bins[number].append(row)
+        if max_rows is not None and len(bins[number]) == max_rows:
+            heapq.heappop(heap)
+        else:
+            heapq.heapreplace(heap, (tokens, number))
+    return bins
+
+
+def pack(samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> Batch:
+    """Lay rows end to end as one micro-batch.
+
+    Worked example: rows of tokens [5 6 7] (weights 0 1 1) and [8 9] (weights 0 1) become input_ids 5 6 7 8 9,
+    position_ids 0 1 2 0 1, target_positions 0 1 3 and targets 6 7 9: the token at position 2 ends its document, so it
+    predicts nothing.
+    """
+    lengths = [sample.length for sample in samples]
+    input_ids = np.concatenate([sample.input_ids for sample in samples]).astype(np.int64)
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    token_weights = np.concatenate([sample.loss_weights for sample in samples]).astype(np.float32)
+    token_weights[cu_seqlens[:-1]] = 0.0  # nothing comes before a document's first token
+    targets = np.flatnonzero(token_weights)
+    return Batch(
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])),
+        target_positions=torch.from_numpy(targets - 1),
+        targets=torch.from_numpy(input_ids[targets]),
+        target_weights=torch.from_numpy(token_weights[targets]),
+        cu_seqlens=torch.from_numpy(cu_seqlens),
+        document_weights=torch.ones(len(samples)),
+        max_length=max(lengths),
+        rows=tuple(int(row) for row in rows),
+        target_weight=float(token_weights.sum(dtype=np.float64)),
+        weights=dict(weights),
+    )
+
+
+def filler(terms: Sequence[str]) -> Batch:
+    """A micro-batch of weight 0, for a rank without rows: it joins every collective and adds nothing."""
+    empty = torch.zeros(0, dtype=torch.int64)
+    return Batch(
+        input_ids=torch.zeros(1, dtype=torch.int64),
+        position_ids=torch.zeros(1, dtype=torch.int64),
+        target_positions=empty,
+        targets=empty,
+        target_weights=torch.zeros(0),
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+        document_weights=torch.zeros(1),
+        max_length=1,
+        rows=(-1,),
+        target_weight=0.0,
+        weights=dict.fromkeys(terms, 0.0),
+    )

@@ -1,0 +1,338 @@
+"""Reading rows out of files, in pieces that a worker process can decode."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import importlib
+import io
+import json
+import lzma
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from shardtune.data.encoder import Row, RowError
+from shardtune.errors import DataError
+
+KINDS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".arrow": "arrow",
+}
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+SUPPORTED = ", ".join(KINDS) + f", and these with {', '.join(COMPRESSIONS)}"
+_CHUNK_ROWS = 256
+_CHUNK_BYTES = 1 << 20
+
+NumberedRow = tuple[int, Row | RowError]
+
+
+class Chunk(Protocol):
+    """Some consecutive rows of a file, still encoded; picklable. `progress` is the share of the file read, 0 to 1."""
+
+    progress: float
+
+    def rows(self) -> Iterator[NumberedRow]:
+        """Each row with its number in the file, from 1; for JSON lines the number of the line."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class JsonChunk:
+    """JSON objects as text, with their row numbers."""
+
+    texts: list[tuple[int, bytes | str]]
+    progress: float
+
+    def rows(self) -> Iterator[NumberedRow]:
+        for number, text in self.texts:
+            yield number, _parse_json(text)
+
+
+@dataclass(frozen=True, slots=True)
+class TableChunk:
+    """An Arrow record batch whose first row has the number `first`."""
+
+    first: int
+    batch: pa.RecordBatch
+    progress: float
+
+    def rows(self) -> Iterator[NumberedRow]:
+        for number, row in enumerate(self.batch.to_pylist(), self.first):
+            yield number, {key: _without_nulls(value) for key, value in row.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class RowChunk:
+    """Rows that had to be decoded while reading."""
+
+    numbered: list[NumberedRow]
+    progress: float
+
+    def rows(self) -> Iterator[NumberedRow]:
+        yield from self.numbered
+
+
+def kind_of(path: Path) -> str | None:
+    """jsonl, json, parquet, csv or arrow by the file's name; None for a name that is none of these."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSIONS:
+        suffixes.pop()
+    return KINDS.get(suffixes[-1]) if suffixes else None
+
+
+def read_chunks(path: Path, kind: str) -> Iterator[Chunk]:
+    """The rows of a file in order. Raises `DataError` for a file that cannot be read as what it is named."""
+    try:
+        yield from _READERS[kind](path)
+    except (OSError, EOFError, lzma.LZMAError, pa.ArrowException) as error:
+        raise DataError(f"the file cannot be read as {kind}: {error}", where=str(path)) from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"the file is not UTF-8 text: {error}", where=str(path), remedy="convert it to UTF-8") from error
+
+
+def read_rows(path: Path, kind: str) -> Iterator[NumberedRow]:
+    """Each row of a file with its number."""
+    for chunk in read_chunks(path, kind):
+        yield from chunk.rows()
+
+
+def _open(path: Path) -> IO[bytes]:
+    """The file's uncompressed bytes."""
+    match path.suffix.lower():
+        case ".gz":
+            return gzip.open(path, "rb")
+        case ".bz2":
+            return bz2.open(path, "rb")
+        case ".xz":
+            return lzma.open(path, "rb")
+        case ".zst":
+            return _zstandard(path).open(path, "rb")
+    return path.open("rb")
+
+
+def _zstandard(path: Path) -> Any:
+    try:
+        return importlib.import_module("zstandard")
+    except ImportError as error:
+        raise DataError(
+            "reading .zst files needs the package zstandard, which is not installed",
+            where=str(path),
+            remedy="pip install zstandard, or decompress the file",
+        ) from error
+
+
+def _read_jsonl(path: Path) -> Iterator[Chunk]:
+    size = max(path.stat().st_size, 1)
+    texts: list[tuple[int, bytes | str]] = []
+    filled = read = 0
+    # The share of a compressed file that is read is unknown; it counts as read at its end.
+    compressed = path.suffix.lower() in COMPRESSIONS
+    with _open(path) as lines:
+        for number, line in enumerate(lines, 1):
+            read += len(line)
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if not line.strip():
+                continue
+            texts.append((number, line))
+            filled += len(line)
+            if len(texts) >= _CHUNK_ROWS or filled >= _CHUNK_BYTES:
+                yield JsonChunk(texts, 0.0 if compressed else min(read / size, 1.0))
+                texts, filled = [], 0
+    if texts:
+        yield JsonChunk(texts, 1.0)
+
+
+def _parse_json(text: bytes | str) -> Row | RowError:
+    try:
+        decoded = text if isinstance(text, str) else text.decode("utf-8")
+        value = json.loads(decoded)
+    except UnicodeDecodeError as error:
+        return RowError(f"not UTF-8 text: {error.reason} at byte {error.start + 1}")
+    except json.JSONDecodeError as error:
+        return RowError(f"broken JSON: {error.msg} at character {error.pos + 1}: {_excerpt(error.doc, error.pos)}")
+    if not isinstance(value, dict):
+        return RowError(f"the row is {type(value).__name__}, not a JSON object: {_excerpt(decoded, 0)}")
+    return value
+
+
+def _excerpt(text: str, place: int) -> str:
+    start = max(place - 30, 0)
+    piece = text[start : place + 30].strip()
+    return ("…" if start else "") + piece + ("…" if place + 30 < len(text.rstrip()) else "")
+
+
+def _read_json(path: Path) -> Iterator[Chunk]:
+    """A list of objects, `{"data": [...]}`, or JSON lines under the name `.json`."""
+    with _open(path) as file:
+        text = file.read().decode("utf-8-sig")
+    start = _skip_space(text, 0)
+    if text.startswith("{", start):
+        inner = _data_list(text, path)
+        if inner is None:
+            yield from _read_jsonl(path)
+            return
+        start = inner
+    if not text.startswith("[", start):
+        raise DataError(
+            f"the file does not hold a list of rows; it begins {_excerpt(text, start)!r}",
+            where=str(path),
+            remedy='a .json file must hold [{…}, …], {"data": [{…}, …]}, or one object per line',
+        )
+    yield from _list_chunks(text, start, path)
+
+
+def _data_list(text: str, path: Path) -> int | None:
+    """Where the list under the key `data` begins; None when the file holds one object per line."""
+    try:
+        value, stop = json.JSONDecoder().raw_decode(text, _skip_space(text, 0))
+    except json.JSONDecodeError:
+        value, stop = None, 0
+    several = stop and _skip_space(text, stop) < len(text)
+    if several or value is None:
+        first = text[: text.find("\n")] if "\n" in text else text
+        return _find_data(text) if isinstance(_parse_json(first), RowError) else None
+    if isinstance(value, dict) and isinstance(value.get("data"), list):
+        return _find_data(text)
+    if "\n" not in text.strip():
+        return None
+    keys = ", ".join(value) if isinstance(value, dict) else ""
+    raise DataError(
+        f"the file holds one object (its keys: {keys}), not a list of rows",
+        where=str(path),
+        remedy='a .json file must hold [{…}, …], {"data": [{…}, …]}, or one object per line',
+    )
+
+
+def _find_data(text: str) -> int | None:
+    key = text.find('"data"')
+    place = _skip_space(text, key + len('"data"')) if key >= 0 else len(text)
+    if not text.startswith(":", place):
+        return None
+    return _skip_space(text, place + 1)
+
+
+def _list_chunks(text: str, start: int, path: Path) -> Iterator[Chunk]:
+    """The elements of the JSON list at `start`, one by one, so that a fault is reported with its row."""
+    decode, place, number = json.JSONDecoder().raw_decode, _skip_space(text, start + 1), 0
+    numbered: list[NumberedRow] = []
+    while not text.startswith("]", place):
+        number += 1
+        try:
+            value, place = decode(text, place)
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"broken JSON: {error.msg} at line {error.lineno}: {_excerpt(text, error.pos)!r}",
+                where=f"{path}: row {number:,}",
+            ) from error
+        row: Row | RowError = value if isinstance(value, dict) else RowError("the row is not a JSON object")
+        numbered.append((number, row))
+        place = _skip_space(text, place)
+        if text.startswith(",", place):
+            place = _skip_space(text, place + 1)
+        elif not text.startswith("]", place):
+            raise DataError(
+                f"broken JSON: expected , or ] after this row, found {_excerpt(text, place)!r}",
+                where=f"{path}: row {number:,}",
+            )
+        if len(numbered) >= _CHUNK_ROWS:
+            yield RowChunk(numbered, place / len(text))
+            numbered = []
+    if numbered:
+        yield RowChunk(numbered, 1.0)
+
+
+def _skip_space(text: str, place: int) -> int:
+    while place < len(text) and text[place] in " \t\r\n":
+        place += 1
+    return place
+
+
+def _read_parquet(path: Path) -> Iterator[Chunk]:
+    compressed = path.suffix.lower() in COMPRESSIONS
+    source = io.BytesIO(_open(path).read()) if compressed else path
+    with pq.ParquetFile(source) as file:
+        yield from _table_chunks(file.iter_batches(batch_size=_CHUNK_ROWS), file.metadata.num_rows)
+
+
+def _read_arrow(path: Path) -> Iterator[Chunk]:
+    """Arrow IPC as a stream (what `datasets` writes) or as a file."""
+    if path.suffix.lower() in COMPRESSIONS:
+        source: Any = pa.BufferReader(_open(path).read())
+    else:
+        source = pa.memory_map(str(path))
+    with source:
+        try:
+            reader: Any = pa.ipc.open_stream(source)
+        except pa.ArrowInvalid:
+            source.seek(0)
+            reader = pa.ipc.open_file(source)
+            reader = (reader.get_batch(index) for index in range(reader.num_record_batches))
+        yield from _table_chunks(reader, None)
+
+
+def _table_chunks(batches: Any, total: int | None) -> Iterator[Chunk]:
+    first = 1
+    for batch in batches:
+        for start in range(0, batch.num_rows, _CHUNK_ROWS):
+            piece = batch.slice(start, _CHUNK_ROWS)
+            done = first + piece.num_rows - 1
+            yield TableChunk(first, piece, done / total if total else 0.0)
+            first += piece.num_rows
+
+
+def _without_nulls(value: Any) -> Any:
+    """Nested objects without their null fields: Arrow gives every object of a column the fields of all of them."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def _read_csv(path: Path) -> Iterator[Chunk]:
+    """A header and rows; the first row behind the header is row 1."""
+    csv.field_size_limit(sys.maxsize)
+    plain = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
+    delimiter = "\t" if plain.suffix.lower() == ".tsv" else ","
+    with _open(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+        lines = csv.reader(text, delimiter=delimiter)
+        header = next(lines, None)
+        numbered: list[NumberedRow] = []
+        try:
+            for number, cells in enumerate((cells for cells in lines if cells), 1):
+                numbered.append((number, _csv_row(header or [], cells)))
+                if len(numbered) >= _CHUNK_ROWS:
+                    yield RowChunk(numbered, 0.0)
+                    numbered = []
+        except csv.Error as error:
+            raise DataError(f"broken CSV: {error}", where=f"{path}: line {lines.line_num}") from error
+    if numbered:
+        yield RowChunk(numbered, 1.0)
+
+
+def _csv_row(header: list[str], cells: list[str]) -> Row | RowError:
+    if len(cells) != len(header):
+        return RowError(f"the row has {len(cells)} cells, the header {len(header)}")
+    return dict(zip(header, cells, strict=True))
+
+
+_READERS = {
+    "jsonl": _read_jsonl,
+    "json": _read_json,
+    "parquet": _read_parquet,
+    "arrow": _read_arrow,
+    "csv": _read_csv,
+}

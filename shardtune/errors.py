@@ -1,0 +1,60 @@
+"""The errors a user can meet. Each says what is wrong, where, and how to mend it."""
+
+
+class ShardtuneError(Exception):
+    """A mistake in the user's input: shown as one message, without a traceback, with exit code 2.
+
+    Args:
+        what: the fault with the offending value, as one sentence.
+        where: file, line, row, key or field the fault was found in.
+        remedy: what to do about it.
+    """
+
+    exit_code = 2
+
+    def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
+        super().__init__(what, where, remedy)
+        self.what = what
+        self.where = where
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  where:  {self.where}")
+        if self.remedy:
+            lines.append(f"  remedy: {self.remedy}")
+        return "\n".join(lines)
+
+    def __reduce__(self):
+        return _rebuild, (type(self), self.what, self.where, self.remedy)
+
+
+def _rebuild(kind: type[ShardtuneError], what: str, where: str | None, remedy: str | None) -> ShardtuneError:
+    return kind(what, where=where, remedy=remedy)
+
+
+class ConfigError(ShardtuneError):
+    """A key or value of the recipe is wrong, or two of them contradict each other."""
+
+
+class DataError(ShardtuneError):
+    """A data file or a row in it cannot be used."""
+
+
+class ModelError(ShardtuneError):
+    """The model, its weights or its tokenizer cannot be used."""
+
+
+class ParallelError(ShardtuneError):
+    """The ranks, the layout or the launcher cannot be used."""
+
+
+class CheckpointError(ShardtuneError):
+    """A checkpoint or run directory cannot be read, written or continued."""
+
+
+class Interrupted(Exception):
+    """The run was stopped by SIGTERM or SIGINT after it had saved; the same command continues it."""
+
+    exit_code = 75

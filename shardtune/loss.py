@@ -1,0 +1,219 @@
+"""Token cross-entropy through a linear head without ever holding all logits, and the router's balance loss; always as sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+LOGITS_PER_CHUNK = 2**24
+"""Logits held at a time (64 MiB in fp32), whatever the rows and the vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitTransform:
+    """What a model does to its head's output before the softmax, as its config declares it.
+
+    Attributes:
+        scale: factor on the logits (Cohere's `logit_scale`, one over Granite's `logits_scaling`).
+        softcap: logits become `softcap * tanh(logits / softcap)` (Gemma's `final_logit_softcapping`).
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits
+
+    def backward_(self, grad: torch.Tensor, transformed: torch.Tensor) -> torch.Tensor:
+        """Turn the gradient at the transformed logits into that at the head's output, in place."""
+        if self.softcap is not None:
+            grad.mul_(1 - (transformed / self.softcap).square())
+        if self.scale != 1.0:
+            grad.mul_(self.scale)
+        return grad
+
+
+IDENTITY = LogitTransform()
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype sums are taken in: fp32 for half precision, otherwise the dtype itself."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`a @ b` with the result in the accumulation dtype: half-precision factors are multiplied exactly and summed in fp32."""
+    out_dtype = accumulation_dtype(a.dtype)
+    if out_dtype == a.dtype:
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=out_dtype)
+    return a.to(out_dtype) @ b.to(out_dtype)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Weighted sum of the cross-entropy of `transform(hidden @ weight.T + bias)`, chunk by chunk.
+
+    The gradients are taken in the forward pass, while a chunk's logits exist, and only scaled in the backward pass: three
+    matrix products per chunk, as with stored logits. The head's gradient is summed over chunks in fp32 and rounded once.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, target_weights, transform, count_correct, with_grad):
+        # needs_input_grad speaks of the inputs alone; whether a graph is being recorded has to be handed in.
+        needs_hidden, needs_weight, needs_bias = (need and with_grad for need in ctx.needs_input_grad[:3])
+        acc = accumulation_dtype(hidden.dtype)
+        total = torch.zeros((), dtype=acc, device=hidden.device)
+        correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+        grad_hidden = torch.empty(hidden.shape, dtype=acc, device=hidden.device) if needs_hidden else None
+        grad_weight = torch.zeros(weight.shape, dtype=acc, device=hidden.device) if needs_weight else None
+        grad_bias = torch.zeros(bias.shape, dtype=acc, device=hidden.device) if needs_bias else None
+        # On a CPU half-precision factors are widened before each product; the head is widened once instead.
+        head = weight if hidden.is_cuda else weight.to(acc)
+        chunk = max(1, LOGITS_PER_CHUNK // weight.shape[0])
+        for start in range(0, hidden.shape[0], chunk):
+            part = slice(start, start + chunk)
+            inputs = hidden[part] if hidden.is_cuda else hidden[part].to(acc)
+            logits = _matmul(inputs, head.t())
+            if bias is not None:
+                logits += bias.to(acc)
+            logits = transform(logits)
+            index, scale = targets[part, None], target_weights[part, None].to(acc)
+            log_normalizer = logits.logsumexp(-1, keepdim=True)
+            total += ((log_normalizer - logits.gather(1, index)) * scale).sum()
+            if count_correct:
+                correct += ((logits.argmax(-1, keepdim=True) == index) & (scale > 0)).sum()
+            if not (needs_hidden or needs_weight or needs_bias):
+                continue
+            keep = logits.clone() if transform.softcap is not None else logits
+            grad = logits.sub_(log_normalizer).exp_() if transform.softcap is None else (logits - log_normalizer).exp_()
+            grad.scatter_add_(1, index, torch.full_like(scale, -1.0))
+            grad.mul_(scale)
+            grad = transform.backward_(grad, keep)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            grad = grad.to(inputs.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = _matmul(grad, head)
+            if grad_weight is not None:
+                grad_weight += _matmul(grad.t(), inputs)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.mark_non_differentiable(correct)
+        return total, correct
+
+    @staticmethod
+    def backward(ctx, grad_total, _):
+        grads = [
+            None if grad is None else grad.mul_(grad_total.to(grad.dtype)).to(dtype)
+            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return *grads, None, None, None, None, None
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    target_weights: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    transform: LogitTransform = IDENTITY,
+    count_correct: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weighted sum over targets of the cross-entropy of a linear head, with the number of correct arg-maxes.
+
+    Args:
+        hidden: [targets, width], any floating dtype; half precision is summed in fp32.
+        weight: [vocabulary, width], of the same dtype.
+        targets: int64 [targets].
+        target_weights: float32 [targets].
+        bias: [vocabulary] or None.
+        transform: what the model does to its logits.
+        count_correct: also count the targets that have the largest logit (otherwise the count is 0).
+
+    Returns:
+        (total, correct): the sum as a scalar with a graph in fp32 (fp64 for fp64 inputs), and an int64 scalar.
+    """
+    with_grad = torch.is_grad_enabled()
+    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, target_weights, transform, count_correct, with_grad)
+
+
+def head_cross_entropy(
+    hidden: torch.Tensor,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    vocabulary: int,
+    targets: torch.Tensor,
+    target_weights: torch.Tensor,
+    *,
+    transform: LogitTransform = IDENTITY,
+    count_correct: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `linear_cross_entropy`, for a head that is more than one matrix: its chunks are computed again in the backward pass.
+
+    Args:
+        hidden: [targets, width].
+        head: maps [rows, width] to logits [rows, vocabulary].
+        vocabulary: the number of logits, which sets the rows of a chunk.
+    """
+    acc = accumulation_dtype(hidden.dtype)
+
+    def chunk_sum(rows: torch.Tensor, index: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = transform(head(rows).to(acc))
+        total = (F.cross_entropy(logits, index, reduction="none") * scale.to(acc)).sum()
+        correct = ((logits.argmax(-1) == index) & (scale > 0)).sum() if count_correct else index.new_zeros(())
+        return total, correct
+
+    total = hidden.to(acc).sum() * 0  # keeps a micro-batch without targets in the graph
+    correct = targets.new_zeros(())
+    chunk = max(1, LOGITS_PER_CHUNK // vocabulary)
+    for start in range(0, hidden.shape[0], chunk):
+        part = slice(start, start + chunk)
+        arguments = (hidden[part], targets[part], target_weights[part])
+        part_total, part_correct = checkpoint(chunk_sum, *arguments, use_reentrant=False)
+        total, correct = total + part_total, correct + part_correct
+    return total, correct
+
+
+def router_balance(
+    router_logits: tuple[torch.Tensor, ...],
+    cu_seqlens: torch.Tensor,
+    document_weights: torch.Tensor,
+    top_k: int,
+) -> torch.Tensor:
+    """The load-balancing loss of Switch Transformer (arXiv:2101.03961, eqs. 4 to 6) of each document, summed over documents.
+
+    It is not a sum over tokens (of a batch it is not the mean of its parts), so it is taken per document, over all layers
+    together as transformers does, and averaged over documents.
+
+    Args:
+        router_logits: per layer [tokens, experts].
+        cu_seqlens: int32 [documents + 1].
+        document_weights: float32 [documents].
+        top_k: experts per token.
+    """
+    lengths = cu_seqlens.diff().long()
+    num_documents = lengths.numel()
+    num_tokens, num_experts = router_logits[0].shape
+    acc = accumulation_dtype(router_logits[0].dtype)
+    document = torch.repeat_interleave(
+        torch.arange(num_documents, device=lengths.device), lengths, output_size=num_tokens
+    )
+    chosen = torch.zeros(num_documents, num_experts, dtype=acc, device=lengths.device)
+    probability = torch.zeros_like(chosen)
+    for logits in router_logits:
+        routing = logits.to(acc).softmax(-1)
+        picks = torch.zeros_like(routing).scatter_(1, routing.topk(top_k, dim=-1).indices, 1.0)
+        chosen = chosen.index_add(0, document, picks.detach())
+        probability = probability.index_add(0, document, routing)
+    rows = (lengths * len(router_logits)).to(acc)[:, None]
+    balance = num_experts * ((chosen / rows) * (probability / rows)).sum(-1)
+    return (balance * document_weights.to(acc)).sum()

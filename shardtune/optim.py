@@ -1,0 +1,137 @@
+"""Optimizers by name, parameter groups, and learning rates as a pure function of the step."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardtune.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardtune.config import OptimConfig
+
+REFUSED = {
+    "LBFGS": "it evaluates the loss several times per step",
+    "SparseAdam": "it takes sparse gradients only",
+}
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """The class of `torch.optim` with this name."""
+    known = {
+        key: value
+        for key, value in vars(torch.optim).items()
+        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and key not in ("Optimizer", *REFUSED)
+    }
+    if name in REFUSED:
+        raise ConfigError(f"actor.optim.name = {name} cannot be used: {REFUSED[name]}", remedy="use AdamW")
+    if name not in known:
+        raise ConfigError(
+            f"actor.optim.name = {name} is not an optimizer of torch.optim",
+            remedy=f"use one of {', '.join(sorted(known))}",
+        )
+    return known[name]
+
+
+def _arguments(kind: type[torch.optim.Optimizer], config: OptimConfig) -> dict[str, Any]:
+    """The recipe's values as arguments of this optimizer."""
+    accepted = set(inspect.signature(kind).parameters) - {"self", "params"}
+    values: dict[str, Any] = {}
+    if "betas" in accepted:
+        values["betas"] = (config.adam_beta1, config.adam_beta2)
+    if "eps" in accepted and kind.__name__ != "Adafactor":  # its eps is a pair with another meaning
+        values["eps"] = config.adam_eps
+    if "weight_decay" in accepted:
+        values["weight_decay"] = config.weight_decay
+    for key, value in config.args.items():
+        if key not in accepted:
+            raise ConfigError(
+                f"actor.optim.args.{key} is not an argument of torch.optim.{kind.__name__}",
+                remedy=f"it takes {', '.join(sorted(accepted))}",
+            )
+        values[key] = tuple(value) if isinstance(value, list) else value
+    return values
+
+
+def _group_of(name: str, parameter: nn.Parameter, config: OptimConfig) -> tuple[float, float]:
+    """(learning rate, weight decay) of a parameter; the last pattern that matches its name wins."""
+    decay = config.weight_decay if parameter.ndim >= 2 else 0.0  # norms and biases are vectors
+    rate = config.lr
+    for group in config.groups:
+        if re.search(group.pattern, name):
+            rate = rate if group.lr is None else group.lr
+            decay = decay if group.weight_decay is None else group.weight_decay
+    return rate, decay
+
+
+def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizer over named parameters, in groups of equal learning rate and weight decay.
+
+    Each group carries `base_lr`, which `set_learning_rate` scales, and `names`, the parameters it holds.
+    """
+    kind = optimizer_class(config.name)
+    arguments = _arguments(kind, config)
+    for group in config.groups:
+        if not any(re.search(group.pattern, name) for name in parameters):
+            raise ConfigError(
+                f"actor.optim.groups: the pattern {group.pattern!r} matches no trainable parameter",
+                remedy=f"names look like {', '.join(list(parameters)[:3])}",
+            )
+    groups: dict[tuple[float, float], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in parameters.items():
+        groups.setdefault(_group_of(name, parameter, config), []).append((name, parameter))
+    settings = [
+        {
+            "params": [parameter for _, parameter in members],
+            "names": [name for name, _ in members],
+            "lr": rate,
+            "base_lr": rate,
+            **({"weight_decay": decay} if "weight_decay" in arguments else {}),
+        }
+        for (rate, decay), members in groups.items()
+    ]
+    try:
+        return kind(settings, lr=config.lr, **arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"torch.optim.{config.name} refuses its arguments: {error}", where="actor.optim") from error
+
+
+def rate_factor(step: int, total_steps: int, config: OptimConfig) -> float:
+    """Where the schedule stands at a step, between 0 (the minimal rate) and 1 (the full rate).
+
+    Args:
+        step: optimizer steps done before this one.
+        total_steps: the horizon; from there on the rate stays at its minimum (at its full value if constant).
+    """
+    warmup = config.lr_warmup_steps or round(config.lr_warmup_steps_ratio * total_steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    if config.lr_scheduler == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    if config.lr_scheduler == "linear":
+        return 1.0 - progress
+    if config.lr_scheduler == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+    decay_steps = max(1, round(config.decay_ratio * total_steps))  # wsd: warm up, stay, decay linearly
+    return min(1.0, max(0.0, (total_steps - step) / decay_steps))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, total_steps: int, config: OptimConfig) -> float:
+    """Set every group's rate for a step; returns that of `actor.optim.lr`."""
+    factor = rate_factor(step, total_steps, config)
+    in_warmup = step < (config.lr_warmup_steps or round(config.lr_warmup_steps_ratio * total_steps))
+
+    def rate(base: float) -> float:
+        floor = 0.0 if in_warmup else min(config.min_lr, base)
+        return floor + (base - floor) * factor
+
+    for group in optimizer.param_groups:
+        group["lr"] = rate(group["base_lr"])
+    return rate(config.lr)

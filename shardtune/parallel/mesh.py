@@ -1,0 +1,124 @@
+"""The ranks of a run: who this process is, which device it uses, and the few collectives that metrics need."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardtune.batch import Metric
+from shardtune.errors import ParallelError
+
+T = TypeVar("T")
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """All ranks of the run, seen from this one.
+
+    Attributes:
+        rank: of this process, 0 to world_size - 1.
+        world_size: processes of the run.
+        device: where this rank computes.
+        mesh: one dimension ("shard") over all ranks; None for a single process, which needs no process group.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh | None = None
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """The sums over ranks, in fp64; every rank passes as many values."""
+        if self.mesh is None:
+            return [float(value) for value in values]
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor)
+        return tensor.tolist()
+
+    def largest(self, value: float) -> float:
+        """The largest of one value over ranks."""
+        if self.mesh is None:
+            return value
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return float(tensor)
+
+    def gather(self, value: T) -> list[T]:
+        """The value of every rank, in rank order, on every rank (pickled: for small things, seldom)."""
+        if self.mesh is None:
+            return [value]
+        values: list[T] = [value] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value on every rank."""
+        if self.mesh is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def barrier(self) -> None:
+        if self.mesh is not None:
+            dist.barrier()
+
+    def reduce_metrics(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
+        """Sum (total, weight) pairs over the union of all ranks' names; the same result on every rank."""
+        if self.mesh is None:
+            return metrics
+        names = sorted(set().union(*self.gather(sorted(metrics))))
+        zero = Metric(0.0, 0.0)
+        pairs = [metrics.get(name, zero) for name in names]
+        flat = self.sum([number for pair in pairs for number in (pair.total, pair.weight)])
+        return {name: Metric(flat[2 * i], flat[2 * i + 1]) for i, name in enumerate(names)}
+
+
+def choose_device(device: str, local_rank: int) -> torch.device:
+    """The device of `runner.device` (auto, cpu or cuda) for a rank."""
+    available = torch.cuda.is_available()
+    if device == "cpu" or (device == "auto" and not available):
+        return torch.device("cpu")
+    if not available:
+        raise ParallelError("runner.device is cuda, but torch sees no CUDA device", remedy="set runner.device: auto")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ParallelError(
+            f"rank with local number {local_rank} has no GPU: torch sees {count}",
+            remedy=f"start at most {count} ranks on this machine (runner.nproc_per_node={count})",
+        )
+    return torch.device("cuda", local_rank)
+
+
+def join_ranks(device: str) -> Ranks:
+    """Become the rank that RANK, WORLD_SIZE and LOCAL_RANK say (as torchrun sets them); without them a single process."""
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    chosen = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if world_size == 1:
+        return Ranks(0, 1, chosen)
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    return Ranks(rank, world_size, chosen, init_device_mesh(chosen.type, (world_size,), mesh_dim_names=("shard",)))
+
+
+def leave_ranks(ranks: Ranks) -> None:
+    """End together: no rank closes its connections while another still uses them."""
+    if ranks.mesh is not None and dist.is_initialized():
+        with suppress(RuntimeError):  # a rank that died has been reported already
+            dist.barrier()
+        dist.destroy_process_group()

@@ -1,0 +1,153 @@
+"""Where metrics go: metrics.jsonl, TensorBoard, Weights & Biases. Rank 0 alone writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from shardtune.errors import ConfigError
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Backend(Protocol):
+    """One place that metrics are written to."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """`metrics.jsonl`: a line per logged step, flushed at once; numbers that are not finite become null."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file = open(run_dir / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files under `tensorboard/`; after a resume, what lies past the checkpoint is hidden."""
+
+    def __init__(self, run_dir: Path, resumed_at: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, and only needed here
+
+        purge = None if resumed_at is None else resumed_at + 1
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A Weights & Biases run; its id is kept in the run directory, so that a resumed run goes on under it."""
+
+    def __init__(self, run_dir: Path, project: str, name: str, config: Mapping[str, Any], resumed: bool) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                "runner.logger.logger_backends names wandb, which is not installed",
+                remedy="pip install 'shardtune[wandb]', or leave it out",
+            ) from error
+        id_file = run_dir / "wandb_id"
+        known = id_file.read_text().strip() if resumed and id_file.exists() else None
+        self._run = wandb.init(
+            project=project,
+            name=name,
+            id=known,
+            resume="allow" if known else None,
+            config=dict(config),
+            dir=str(run_dir),
+        )
+        id_file.write_text(self._run.id)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Tracker:
+    """All chosen backends at once."""
+
+    def __init__(self, backends: Sequence[Backend]) -> None:
+        self._backends = list(backends)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for backend in self._backends:
+            backend.log(step, metrics)
+
+    def close(self) -> None:
+        for backend in self._backends:
+            backend.close()
+
+
+def open_tracker(
+    run_dir: Path, names: Sequence[str], *, project: str, name: str, config: Mapping[str, Any], resumed_at: int | None
+) -> Tracker:
+    """The backends of `runner.logger.logger_backends`, their logs cut back to the step that a run resumes at."""
+    if resumed_at is not None:
+        cut_back(run_dir / METRICS_FILE, resumed_at)
+    backends: list[Backend] = []
+    for backend in names:
+        if backend == "jsonl":
+            backends.append(JsonLines(run_dir))
+        elif backend == "tensorboard":
+            backends.append(TensorBoard(run_dir, resumed_at))
+        else:
+            backends.append(WeightsAndBiases(run_dir, project, name, config, resumed_at is not None))
+    return Tracker(backends)
+
+
+def cut_back(file: Path, step: int, block: int = 1 << 16) -> None:
+    """Remove the lines past `step` (and a torn last line), reading from the end: the cost is that of what is removed."""
+    if not file.exists():
+        return
+    with open(file, "r+b") as lines:
+        end = lines.seek(0, os.SEEK_END)
+        keep = end
+        while keep:
+            start = max(0, keep - block)
+            lines.seek(start)
+            chunk = lines.read(keep - start)
+            newline = chunk.rstrip(b"\n").rfind(b"\n")
+            if newline < 0 and start:
+                block *= 2  # a line longer than a block
+                continue
+            line = chunk[newline + 1 :]
+            if line.endswith(b"\n") and _step_of(line) <= step:
+                break
+            keep = start + newline + 1
+        lines.truncate(keep)
+
+
+def _step_of(line: bytes) -> float:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf  # torn or foreign: removed
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """All lines of a run's metrics."""
+    file = run_dir / METRICS_FILE
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
