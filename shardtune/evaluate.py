@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import torch
 
 from shardtune.batch import Batch, Metric
 from shardtune.data.loader import BatchMaker
-from shardtune.models.adapter import Evaluation
 from shardtune.parallel.mesh import Ranks
 
 BLOCK_MICRO_BATCHES = 16
@@ -24,33 +23,26 @@ def evaluation_batches(num_rows: int, maker: BatchMaker, rows_per_block: int) ->
 
 
 def sum_evaluation(
-    evaluate: Callable[[Batch], Evaluation],
+    evaluate: Callable[[Batch], Mapping[str, Metric]],
     batches: Iterator[Batch],
     ranks: Ranks,
     *,
-    progress: Callable[[int], None] | None = None,
+    poll: Callable[[], None],
 ) -> dict[str, Metric]:
-    """Sum the losses and the right predictions of all micro-batches over all ranks.
+    """Sum the metrics of all micro-batches over all ranks.
 
     Args:
-        evaluate: one micro-batch to its losses and counts.
+        evaluate: one micro-batch to its (sum, weight) pairs.
         batches: this rank's.
         ranks: over which the sums are taken.
-        progress: told the number of rows after each micro-batch.
-
-    Returns:
-        Per loss term its Metric, and "token_accuracy".
+        poll: called before each micro-batch, by all ranks alike.
     """
     totals: dict[str, Metric] = {}
     with torch.no_grad():
         for batch in batches:
-            result = evaluate(batch)
-            found = {name: Metric(float(term.total), term.weight) for name, term in result.losses.items()}
-            found["token_accuracy"] = Metric(float(result.correct), float(result.targets))
-            for name, metric in found.items():
+            poll()
+            for name, metric in evaluate(batch).items():
                 totals[name] = totals.get(name, Metric(0.0, 0.0)) + metric
-            if progress is not None:
-                progress(batch.num_documents)
     return ranks.reduce_metrics(totals)
 
 

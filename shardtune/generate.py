@@ -64,7 +64,7 @@ class Generator:
         prompts: Sequence[np.ndarray],
         sampling: Sampling,
         *,
-        progress: Callable[[int], None] | None = None,
+        poll: Callable[[], None] = lambda: None,
         streamer: object | None = None,
     ) -> list[str]:
         """The text of each answer, in the order of the prompts, on every rank.
@@ -75,7 +75,7 @@ class Generator:
         Args:
             prompts: int [length] each.
             sampling: how answers are drawn.
-            progress: told the number of prompts after each batch.
+            poll: called before each batch, by all ranks alike.
             streamer: a transformers streamer, for a single prompt.
         """
         order = sorted(range(len(prompts)), key=lambda number: (-len(prompts[number]), number))
@@ -85,6 +85,7 @@ class Generator:
         was_training = self._root.training
         self._root.eval()
         for first in range(0, len(batches), num_ranks):
+            poll()
             here = first + self._ranks.rank
             idle = here >= len(batches)
             numbers = batches[first] if idle else batches[here]
@@ -92,8 +93,6 @@ class Generator:
             texts = self._answer([prompts[number] for number in numbers], sampling, streamer)
             if not idle:
                 mine.extend(zip(numbers, texts, strict=True))
-            if progress is not None and not idle:
-                progress(len(numbers))
         self._root.train(was_training)
         found = dict(pair for part in self._ranks.gather(mine) for pair in part)
         return [found[number] for number in range(len(prompts))]

@@ -5,9 +5,9 @@ Two files of chat rows (`{"messages": [user, assistant]}`), one JSON object a li
     train.jsonl     38,400 problems to learn from
     heldout.jsonl   500 problems to be examined on
 
-Three kinds of problem (a sum, a difference, a sum and then a difference), each asked in six ways, with operands from 1 to
-99. What makes the held-out score worth reading: every unordered pair of numbers belongs to one file or the other. If
-`heldout.jsonl` combines 47 and 85 anywhere, even halfway through a problem, then `train.jsonl` never does.
+Three kinds of problem (a sum, a difference, a sum and then a difference), each asked in six ways, with operands from 1
+to 99. What makes the held-out score worth reading: every unordered pair of operands belongs to one file or the other.
+If `heldout.jsonl` asks for 47 and 85 in one problem, or meets them halfway through one, then `train.jsonl` never does.
 
 The answer shows its working from the ones to the hundreds, as one does on paper, and ends with `#### <number>`:
 
@@ -20,7 +20,7 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import combinations, zip_longest
 from pathlib import Path
 
 TOP = 99  # the largest operand
@@ -61,13 +61,12 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem: `kind` is a key of PHRASINGS, `pairs` every pair of numbers (smaller first) that it combines."""
+    """One problem: `kind` is a key of PHRASINGS, `working` the steps of the answer, `result` its number."""
 
     kind: str
     question: str
     working: str
     result: int
-    pairs: frozenset[Pair]
 
     def row(self) -> dict:
         """The problem as a row of chat messages."""
@@ -122,31 +121,56 @@ def draw_operand(rng: random.Random) -> int:
     return rng.randint(1, 9 if rng.random() < ONE_DIGIT_SHARE else TOP)
 
 
-def draw_problem(rng: random.Random) -> Problem:
-    """Draw a problem of any kind whose results are not negative."""
-    kind = rng.choice(list(PHRASINGS))
-    phrasing = rng.choice(PHRASINGS[kind])
-    a, b, c = (draw_operand(rng) for _ in range(3))
+def draw_operands(kind: str, rng: random.Random) -> tuple[int, ...]:
+    """Draw (a, b) or (a, b, c) such that no result is negative."""
+    while True:
+        a, b, c = (draw_operand(rng) for _ in range(3))
+        if kind == "sum":
+            return a, b
+        if kind == "difference":
+            return max(a, b), min(a, b)
+        if a + b >= c:
+            return a, b, c
+
+
+def pairs_of(operands: tuple[int, ...]) -> set[Pair]:
+    """The pairs a problem combines: those among its operands, and its first sum with the number taken from it."""
+    pairs = {unordered(x, y) for x, y in combinations(operands, 2)}
+    if len(operands) == 3:
+        a, b, c = operands
+        pairs.add(unordered(a + b, c))
+    return pairs
+
+
+def ask(kind: str, operands: tuple[int, ...], phrasing: str) -> Problem:
+    """Put the operands into the phrasing, and work out the answer."""
+    question = phrasing.format(**dict(zip("abc", operands, strict=False)))
+    a, b = operands[:2]
     if kind == "sum":
-        return Problem(kind, phrasing.format(a=a, b=b), add(a, b), a + b, frozenset({unordered(a, b)}))
+        return Problem(kind, question, add(a, b), a + b)
     if kind == "difference":
-        a, b = max(a, b), min(a, b)
-        return Problem(kind, phrasing.format(a=a, b=b), subtract(a, b), a - b, frozenset({unordered(a, b)}))
-    if a + b < c:
-        return draw_problem(rng)
-    working = f"{add(a, b)}; {subtract(a + b, c)}"
-    pairs = frozenset({unordered(a, b), unordered(a, c), unordered(b, c), unordered(a + b, c)})
-    return Problem(kind, phrasing.format(a=a, b=b, c=c), working, a + b - c, pairs)
+        return Problem(kind, question, subtract(a, b), a - b)
+    c = operands[2]
+    return Problem(kind, question, f"{add(a, b)}; {subtract(a + b, c)}", a + b - c)
+
+
+def draw_problem(kind: str, rng: random.Random, held_out: frozenset[Pair], *, of_held_out: bool) -> Problem:
+    """Draw a problem of this kind whose pairs all lie inside `held_out` (or all outside it)."""
+    while True:
+        operands = draw_operands(kind, rng)
+        pairs = pairs_of(operands)
+        if pairs <= held_out if of_held_out else pairs.isdisjoint(held_out):
+            return ask(kind, operands, rng.choice(PHRASINGS[kind]))
 
 
 def problems(count: int, rng: random.Random, held_out: frozenset[Pair], *, of_held_out: bool) -> list[Problem]:
-    """Draw `count` different problems whose pairs all lie inside `held_out` (or all outside it)."""
+    """Draw `count` different problems, each kind as often as the others."""
     found: dict[str, Problem] = {}
+    kinds = list(PHRASINGS)
     while len(found) < count:
-        problem = draw_problem(rng)
-        fits = problem.pairs <= held_out if of_held_out else problem.pairs.isdisjoint(held_out)
-        if fits:
-            found.setdefault(problem.question, problem)
+        # The kind is fixed before its pairs are tried: a third number makes a fit rarer, not the kind.
+        problem = draw_problem(kinds[len(found) % len(kinds)], rng, held_out, of_held_out=of_held_out)
+        found.setdefault(problem.question, problem)
     return list(found.values())
 
 

@@ -1,8 +1,8 @@
 """Make the quickstart's base model: a two-layer Llama with random weights, and a tokenizer with a ChatML template.
 
-The model knows nothing, so everything it can do afterwards it learned from the recipe's data. The tokenizer is a byte-level
-BPE made from the questions and answers in `train.jsonl`: each frequent word is one token, each digit always one of its own,
-and any other text falls back to bytes, so nothing is unknown and everything decodes back exactly.
+The model knows nothing, so everything it can do afterwards it learned from the recipe's data. The tokenizer is a
+byte-level BPE made from the questions and answers in `train.jsonl`: each frequent word is one token, each digit always
+one of its own, and any other text falls back to bytes, so nothing is unknown and everything decodes back exactly.
 """
 
 import argparse
@@ -59,6 +59,7 @@ def make_tokenizer(data: Path) -> PreTrainedTokenizerFast:
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
     """Build the model with weights drawn from `seed`, in fp32."""
+    vocabulary = tokenizer.get_vocab()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -73,8 +74,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalL
         initializer_range=0.04,
         tie_word_embeddings=False,
         bos_token_id=None,
-        eos_token_id=tokenizer.convert_tokens_to_ids(END),
-        pad_token_id=tokenizer.convert_tokens_to_ids(PAD),
+        eos_token_id=vocabulary[END],
+        pad_token_id=vocabulary[PAD],
     )
     torch.manual_seed(seed)
     return LlamaForCausalLM(config)

@@ -82,13 +82,11 @@ def assign(
         made = assignments.setdefault(target, Assignment(target, deepcopy(converter)))
         made.sources.setdefault(pattern or name, []).append(stored[name])
     # What transformers' own loader leaves behind: saving reverts the rules that were used, and no others.
-    model._weight_conversions = [entry for entry in transforms if entry.was_used()]
+    vars(model)["_weight_conversions"] = [entry for entry in transforms if entry.was_used()]
     return list(assignments.values()), unexpected
 
 
-def write_converted(
-    assignment: Assignment, model: PreTrainedModel, targets: Mapping[str, torch.Tensor]
-) -> list[str]:
+def write_converted(assignment: Assignment, model: PreTrainedModel, targets: Mapping[str, torch.Tensor]) -> list[str]:
     """Converts one assignment and copies this rank's shards into the model; returns the names that were filled.
 
     Raises:
@@ -169,7 +167,7 @@ def _copy(name: str, tensor: torch.Tensor, target: torch.Tensor, sliced: bool, a
 
 def disk_groups(model: PreTrainedModel, names: Sequence[str]) -> list[list[str]]:
     """Cuts the names of a model's tensors into the groups that have to be turned back into their disk form together."""
-    used = model.__dict__.get("_weight_conversions")
+    used = vars(model).get("_weight_conversions")
     transforms: list[WeightTransform] = used if used is not None else _default_transforms(model)
     reverse = [entry.reverse_transform() for entry in transforms[::-1]]
     converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import uuid
 from pathlib import Path
 from typing import Any
 
 from shardtune.errors import CheckpointError
+
+_ASIDE = re.compile(r"\.(.+)\.old-[0-9a-f]{8}")
 
 
 def sync_file(path: Path) -> None:
@@ -96,8 +99,11 @@ def publish(temporary: Path, target: Path) -> None:
 
 def recover(parent: Path) -> None:
     """Undoes a `publish` that was interrupted between its two renames, and ends one that was interrupted after them."""
-    for aside in sorted(parent.glob(".*.old-*")):
-        target = parent / aside.name[1:].rpartition(".old-")[0]
+    for aside in sorted(parent.iterdir()):
+        match = _ASIDE.fullmatch(aside.name)
+        if match is None:
+            continue
+        target = parent / match.group(1)
         if target.exists():
             remove_tree(aside)
         else:

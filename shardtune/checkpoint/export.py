@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -175,10 +176,10 @@ def _set_stop_tokens(
     generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase | None, end_of_turn_ids: Sequence[int]
 ) -> None:
     before = generation.eos_token_id
-    known = [] if before is None else [before] if isinstance(before, int) else list(before)
+    known: list[Any] = [] if before is None else [before] if isinstance(before, int) else list(before)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         known.append(tokenizer.eos_token_id)
-    stops = list(dict.fromkeys([*(int(token) for token in end_of_turn_ids), *known]))
+    stops = list(dict.fromkeys([*end_of_turn_ids, *known]))
     if stops:
         generation.eos_token_id = stops
     if tokenizer is not None and tokenizer.pad_token_id is not None:

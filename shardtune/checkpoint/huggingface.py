@@ -64,7 +64,7 @@ def load_weights(
     Memory: a rank's own shards, a read buffer, and for fused experts the part of one fused tensor that it holds.
 
     Args:
-        model: parameters on meta (plain, or DTensors after `fully_shard`), buffers real. Already real ones are overwritten.
+        model: parameters on meta (plain, or DTensors after `fully_shard`) or real (overwritten), buffers real.
         model_path: a directory with safetensors (one file, or several with their index), or `.bin` files.
         dtype: of the floating parameters in memory, whatever is on disk.
         root: the outermost sharded module, where that is not `model` itself.

@@ -163,7 +163,7 @@ def _empty(parameter: torch.Tensor) -> nn.Parameter:
 
 
 def _whole(parameter: torch.Tensor, *, drawn: bool) -> nn.Parameter:
-    """A parameter in full; with its values where an initialiser (a child's) has drawn them, for its parent may scale them."""
+    """A parameter in full; with the values a child's initialiser has drawn, which its parent's may scale."""
     if not drawn:
         return nn.Parameter(torch.zeros(parameter.shape), requires_grad=False)
     full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

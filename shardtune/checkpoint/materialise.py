@@ -25,10 +25,11 @@ def init_empty_weights() -> Iterator[None]:
         if parameter is None or parameter.is_meta:
             return None  # keeps the object, and with it any tying
         empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        empty.__dict__.update(parameter.__dict__)
+        vars(empty).update(vars(parameter))
         return empty
 
-    hook = register_module_parameter_registration_hook(to_meta)
+    # Torch declares that the hook returns nothing, and registers what it returns.
+    hook = register_module_parameter_registration_hook(to_meta)  # pyright: ignore[reportArgumentType]
     try:
         yield
     finally:

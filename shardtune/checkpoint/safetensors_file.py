@@ -103,7 +103,7 @@ class _opened:
 def _pread(descriptor: int, tensor: StoredTensor, start: int, elements: int) -> torch.Tensor:
     """`elements` elements from byte `start` of the tensor's data, as uint8."""
     raw = torch.empty(elements * tensor.dtype.itemsize, dtype=torch.uint8)
-    view = memoryview(raw.numpy())
+    view = raw.numpy().data
     position = tensor.start + start
     while view:
         # One call returns at most 2 GiB on Linux, and may return less at any time.
@@ -118,9 +118,7 @@ def _pread(descriptor: int, tensor: StoredTensor, start: int, elements: int) -> 
     return raw
 
 
-def read_header(
-    file: Path, error: type[ShardtuneError] = ModelError
-) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+def read_header(file: Path, error: type[ShardtuneError] = ModelError) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """The tensors of a safetensors file and its free-form metadata, without reading any data.
 
     Raises:
@@ -156,7 +154,9 @@ def _entry(file: Path, name: str, entry: Mapping[str, Any], data_start: int) -> 
     begin, end = entry["data_offsets"]
     tensor = StoredTensor(name, file, DTYPES[entry["dtype"]], tuple(entry["shape"]), data_start + begin)
     if end - begin != tensor.nbytes:
-        raise ValueError(f"tensor '{name}' of shape {list(tensor.shape)} takes {end - begin} bytes, not {tensor.nbytes}")
+        raise ValueError(
+            f"tensor '{name}' of shape {list(tensor.shape)} takes {end - begin} bytes, not {tensor.nbytes}"
+        )
     return tensor
 
 
@@ -214,7 +214,7 @@ class SafetensorsWriter:
             raise ValueError(f"'{name}' was planned with shape {plan.shape}, not {tuple(tensor.shape)}")
         data = tensor.detach().to("cpu", plan.dtype).contiguous().reshape(-1)
         if data.numel():
-            self._write(self._starts[name], memoryview(data.view(torch.uint8).numpy()))
+            self._write(self._starts[name], data.view(torch.uint8).numpy().data)
         self._missing.discard(name)
 
     def close(self) -> None:

@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future as TorchFuture
 
 from shardtune.checkpoint.safetensors_file import StoredTensor, read_header
-from shardtune.errors import CheckpointError
+from shardtune.errors import CheckpointError, ShardtuneError
 
-# The writer holds one file's bytes in memory while it writes them.
-_FILE_BYTES = 1 << 30
+# The writer holds one file's bytes in memory, twice, while it writes them.
+_FILE_BYTES = 256 << 20
 
 # One process without a process group is a supported case here, not an oversight.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
@@ -102,7 +102,8 @@ def load_tensors(
     """Fills `tensors` in place from the folder `path`; all ranks call it with the same names.
 
     Raises:
-        CheckpointError: names, shapes or dtypes are not exactly those saved, or a file is damaged. Nothing is changed then.
+        CheckpointError: names, shapes or dtypes are not exactly those saved (nothing is changed then), or a file is
+            damaged.
     """
     folder = Path(path)
     reader = _Reader(str(folder))
@@ -114,7 +115,7 @@ def load_tensors(
         dcp.load(dict(tensors), storage_reader=reader, planner=planner, process_group=process_group)
     except (CheckpointException, OSError) as problem:
         raise CheckpointError(
-            f"the checkpoint cannot be read: {_first(problem)}",
+            f"the checkpoint cannot be read: {_cause(problem)}",
             where=str(folder),
             remedy="continue from another checkpoint",
         ) from problem
@@ -174,7 +175,8 @@ def _check_same(folder: Path, metadata: Metadata, tensors: Mapping[str, torch.Te
     missing = [name for name in tensors if name not in stored]
     unexpected = [name for name in stored if name not in tensors]
     differing = [
-        f"{name} ({_form(meta.properties.dtype, meta.size)} saved, {_form(tensors[name].dtype, tensors[name].shape)} here)"
+        f"{name} (saved: {_form(meta.properties.dtype, meta.size)}; "
+        f"expected: {_form(tensors[name].dtype, tensors[name].shape)})"
         for name, meta in stored.items()
         if name in tensors
         and (tuple(meta.size) != tuple(tensors[name].shape) or meta.properties.dtype != tensors[name].dtype)
@@ -203,16 +205,19 @@ def _form(dtype: torch.dtype, shape: torch.Size) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
-def _first(problem: CheckpointException | OSError) -> str:
+def _cause(problem: CheckpointException | OSError) -> str:
+    """What the disk did; anything else that went wrong is no fault of the user's and is raised on."""
     if isinstance(problem, OSError):
         return problem.strerror or str(problem)
-    rank, (error, _) = next(iter(problem.failures.items()))
-    return f"rank {rank}: {error}"
+    for rank, (error, _) in problem.failures.items():
+        if isinstance(error, OSError | ShardtuneError):
+            return f"rank {rank}: {error}"
+    raise problem
 
 
 def _write_error(folder: Path, problem: CheckpointException | OSError) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint cannot be written: {_first(problem)}",
+        f"the checkpoint cannot be written: {_cause(problem)}",
         where=str(folder),
         remedy="make room or give write permission, or set runner.logger.log_path to another directory",
     )

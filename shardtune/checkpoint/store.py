@@ -7,7 +7,7 @@
       .global_step_20.tmp-1a2b3c4d/       being written
 
 Who writes: rank 0 calls `begin`, tells all ranks the folder, all write into it, and when all are done rank 0 calls
-`commit`. The store knows of no process group.
+`commit`. The store knows of no process group. A run that is taken up calls `clean` before it looks for a checkpoint.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class CheckpointStore:
         self.folder = Path(folder)
         self.keep_last = keep_last
         self.keep_every = keep_every
+        self._begun: set[str] = set()
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of `step` is, or would be."""
@@ -59,7 +60,7 @@ class CheckpointStore:
         return [step for step, path in sorted(self._folders().items()) if _fault(path) is None]
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint: the one `latest` names, or where that is gone or torn, the one of most steps."""
+        """The checkpoint that `latest` names; where that is gone or torn, the complete one of most steps."""
         named = self._pointed()
         if named is not None and _fault(named) is None:
             return named
@@ -83,6 +84,7 @@ class CheckpointStore:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.clean()
             temporary.mkdir()
+            self._begun.add(temporary.name)
         except OSError as problem:
             raise _unwritable(self.folder, problem) from problem
         return temporary
@@ -103,6 +105,7 @@ class CheckpointStore:
             files = {path.relative_to(temporary).as_posix(): path.stat().st_size for path in _files(temporary)}
             write_json(temporary / STATE, {"step": step, "state": dict(state), "files": files})
             publish(temporary, target)
+            self._begun.discard(temporary.name)
             write_text(self.folder / "latest", target.name + "\n")
             if best:
                 self.mark_best(step)
@@ -122,21 +125,24 @@ class CheckpointStore:
 
     def abandon(self, temporary: Path) -> None:
         """Removes a checkpoint that was begun and will not be committed."""
+        self._begun.discard(temporary.name)
         remove_tree(temporary)
 
     def clean(self) -> None:
-        """Removes what interrupted saves and removals left. Only while nobody else saves here."""
+        """Removes what interrupted saves and removals left, but not what this store has begun itself."""
         if not self.folder.is_dir():
             return
         recover(self.folder)
         for left in self.folder.glob(".*"):
+            if left.name in self._begun:
+                continue
             if re.search(r"\.(tmp|removed)-\w+$", left.name):
                 shutil.rmtree(left, ignore_errors=True)
             elif re.match(r"\.(latest|best)\.\w+$", left.name):
                 left.unlink(missing_ok=True)
 
     def prune(self) -> None:
-        """Removes complete checkpoints beyond `keep_last` and `keep_every`, never the latest or the best; torn ones, too."""
+        """Removes checkpoints beyond `keep_last` and `keep_every`, and torn ones; never the latest or the best."""
         steps = self.steps()
         protected = {path.name for path in (self.latest(), self.best()) if path is not None}
         kept = set(steps[-self.keep_last :] if self.keep_last > 0 else ())
@@ -207,6 +213,7 @@ def open_checkpoint(path: str | Path) -> Path:
             latest = CheckpointStore(candidate).latest()
             if latest is not None:
                 return latest
+            raise CheckpointError(f"none of the checkpoints in '{candidate}' is complete", where=str(candidate))
     fault = _fault(folder)
     if fault is not None:
         raise CheckpointError(

@@ -70,7 +70,8 @@ class PickledTensor:
 def find_weights(model_path: str | Path) -> dict[str, WeightTensor]:
     """The tensors of a model directory (or of one weight file) by their name on disk.
 
-    Safetensors are preferred. `.bin` files are read with `weights_only=True`, which cannot execute code, and said to be.
+    Safetensors are preferred. `.bin` files are read with `weights_only=True`, which cannot execute code; a warning
+    says so.
 
     Raises:
         ModelError: no weights there, a file of the index is missing, or a file is torn or damaged.

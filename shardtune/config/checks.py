@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,7 @@ def _flag(key: str, instead: str) -> NotYet:
 
 
 def _other_than(key: str, default: Any, instead: str) -> NotYet:
-    return NotYet(key, f"all but {'null' if default is None else default}", lambda value: value != default, instead)
+    return NotYet(key, f"all but {json.dumps(default)}", lambda value: value != default, instead)
 
 
 def _any_of(key: str, values: tuple[str, ...], instead: str) -> NotYet:

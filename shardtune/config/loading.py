@@ -116,22 +116,20 @@ def _resolve(merged: Merged) -> tuple[dict[str, Any], list[ConfigError]]:
 
     A value that cannot be resolved is reported and stands as null.
     """
-    defaults = escape_interpolation(Recipe().to_dict())
+    resolved = Recipe().to_dict()
+    given = [dotted for dotted in merged.origins if KEYS[dotted].section is None]
+    values = escape_interpolation(resolved)
     problems = []
-    values: dict[str, Any] = {}
-    for dotted, entry in KEYS.items():
-        if entry.section is None:
-            given = dotted in merged.origins
-            value = merged.given(dotted) if given else Merged(defaults, {}).given(dotted)
-            try:
-                OmegaConf.create({"value": value})
-            except OmegaConfBaseException as error:
-                problems.append(_refused(dotted, value, merged, str(error).splitlines()[0]))
-                value = None
-            _put(values, dotted, value)
+    for dotted in given:
+        value = merged.given(dotted)
+        try:
+            OmegaConf.create({"value": value})
+        except OmegaConfBaseException as error:
+            problems.append(_refused(dotted, value, merged, str(error).splitlines()[0]))
+            value = None
+        _put(values, dotted, value)
     config = DictConfig(values)
-    resolved: dict[str, Any] = {}
-    for dotted in (dotted for dotted, entry in KEYS.items() if entry.section is None):
+    for dotted in given:
         value = None
         try:
             value = OmegaConf.select(config, dotted, throw_on_missing=True)
@@ -150,9 +148,10 @@ def _short(value: Any) -> str:
 
 
 def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set a dotted key in a tree that has all sections."""
     *sections, name = dotted.split(".")
     for part in sections:
-        tree = tree.setdefault(part, {})
+        tree = tree[part]
     tree[name] = value
 
 
@@ -194,11 +193,12 @@ def _type_problem(details: ErrorDetails, merged: Merged) -> ConfigError:
     if details["type"] == "missing":
         return ConfigError(f"{shown} is required", where=where, remedy=f"add it: {allowed(field)}")
     reason = details["msg"].partition("Value error, ")[2] if details["type"] == "value_error" else ""
-    looks_like_a_number = isinstance(details["input"], int | float) and details["type"] == "string_type"
+    words = allowed(field)
+    unquoted = isinstance(details["input"], int | float) and words.startswith(("text", "the name"))
     return ConfigError(
         f"{shown}: {_short(details['input'])} is not allowed{f' ({reason})' if reason else ''}",
         where=where,
-        remedy=f"allowed: {allowed(field)}{'; put it in quotes' if looks_like_a_number else ''}",
+        remedy=f"allowed: {words}{'; put it in quotes' if unquoted else ''}",
     )
 
 

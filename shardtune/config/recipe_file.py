@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from shardtune.config.layers import Layer
 from shardtune.errors import ConfigError
 
 SHOW_KEYS = "a recipe starts like this: actor: {model: {model_path: …}}; docs/configuration.md lists all keys"
+
+
+class RecipeLoader(yaml.SafeLoader):
+    """YAML as OmegaConf and Hydra read it: `1e-5` is a number, a date is text, and no key comes twice."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for name, _ in node.value:
+            if name.value in seen and name.tag != "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(
+                    "in a mapping", node.start_mark, f"duplicate key {name.value}", name.start_mark
+                )
+            seen.add(name.value)
+        return super().construct_mapping(node, deep)
+
+
+EXPONENT_WITHOUT_DOT = re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$|[-+]?[0-9][0-9_]*\.[0-9_]*[eE][0-9]+$")
+RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT_WITHOUT_DOT, list("-+0123456789"))
 
 
 def read_file(path: Path) -> Layer:
@@ -32,12 +55,10 @@ def read_file(path: Path) -> Layer:
     except UnicodeDecodeError as error:
         raise ConfigError(f"the recipe is not UTF-8 text: {error.reason}", where=shown) from error
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False) if node is not None else None
+        node = yaml.compose(text, Loader=RecipeLoader)
+        tree = yaml.load(text, Loader=RecipeLoader)
     except yaml.YAMLError as error:
         raise _broken(error, shown) from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"the recipe cannot be read: {str(error).splitlines()[0]}", where=shown) from error
     if node is None:
         raise ConfigError("the recipe is empty", where=shown, remedy=SHOW_KEYS)
     if not isinstance(node, yaml.MappingNode) or not isinstance(tree, dict):

@@ -20,8 +20,8 @@ INTRODUCTION = """\
 
 <!-- Made from the schema by `python -m shardtune.config.reference`; a test compares the two. -->
 
-A recipe is one YAML file. Every key has a default except `actor.model.model_path` and `data.train_data_paths`, so this is
-a whole recipe:
+A recipe is one YAML file. Every key has a default except `actor.model.model_path` and `data.train_data_paths`, so this
+is a whole recipe:
 
 ```yaml
 actor:
@@ -30,25 +30,27 @@ data:
   train_data_paths: train.jsonl
 ```
 
-- **Overrides.** Any key may be given on the command line, in [Hydra's grammar](https://hydra.cc/docs/advanced/override_grammar/basic/):
-  `shardtune train recipe.yaml actor.optim.lr=3e-5 'data.train_data_paths=[a.jsonl,{path: b.jsonl, weight: 2}]'`. `key=null`
-  switches off what null switches off; `+key=` and `++key=` mean the same as `key=`. Mappings whose names are yours
-  (`actor.optim.args`) merge key by key, everything else is replaced whole.
-- **References.** `${runner.seed}` stands for the value of that key, `${oc.env:HOME}` for an environment variable; `\\${` for the
-  characters themselves.
-- **Paths** are relative to the recipe's own directory, on the command line too; only `runner.logger.log_path` starts at the
-  working directory. A data or model path that is neither there nor looks like a file (`./`, `*`, a suffix such as `.jsonl`)
-  is a name on the Hub.
-- **Mistakes.** Unknown keys, wrong types and contradictions are reported together, with file and line, before anything starts.
+- **Overrides.** Any key may be given on the command line, in
+  [Hydra's grammar](https://hydra.cc/docs/advanced/override_grammar/basic/): `shardtune train recipe.yaml
+  actor.optim.lr=3e-5 'data.train_data_paths=[a.jsonl,{path: b.jsonl, weight: 2}]'`. `key=null` switches off what null
+  switches off; `+key=` and `++key=` mean the same as `key=`. Mappings whose names are yours (`actor.optim.args`) merge
+  key by key, everything else is replaced whole.
+- **References.** `${runner.seed}` stands for the value of that key, `${oc.env:HOME}` for an environment variable,
+  `\\${` for the characters themselves.
+- **Paths** are relative to the recipe's own directory, on the command line too; only `runner.logger.log_path` starts at
+  the working directory. A data or model path that is neither there nor looks like a file (`./`, for data also `*` or a
+  suffix such as `.jsonl`) is a name on the Hub.
+- **Mistakes.** Unknown keys, wrong types and contradictions are reported together, with file and line, before anything
+  starts.
 - **The resolved recipe**, every key written out, is `config.yaml` in the run directory; it is a recipe itself.
 """
 
 GROUPS_AND_ALIASES = """\
 ## Config groups
 
-`shardtune train loss=sft model=llama datasets=[ultrachat,my.jsonl]` works without a recipe, and with one the groups go over what it
-says. The run is then named after them unless `runner.logger.experiment_name` is given. In `datasets` a word that is no choice of
-the group is a path or a Hub name.
+`shardtune train loss=sft model=llama datasets=[ultrachat,my.jsonl]` works without a recipe; the run is then named
+`sft-llama` unless `runner.logger.experiment_name` is given. With a recipe, the groups go over what it says. In
+`datasets` a word that is no choice of the group is a path or a Hub name.
 
 """
 

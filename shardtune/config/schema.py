@@ -209,7 +209,7 @@ class OptimConfig(Section):
     weight_decay: Number = key(0.01, "Decoupled weight decay; norms and biases are exempt.", ge=0)
     args: dict[str, Any] = mapping("Further arguments of the optimizer's class, e.g. {momentum: 0.9}.")
     groups: list[ParameterGroup] = sequence(
-        "Parameters with their own rate or decay, e.g. [{pattern: embed_tokens, lr: 1e-6}]; the first match counts."
+        "Parameters with their own rate or decay, e.g. [{pattern: embed_tokens, lr: 1e-6}]; the last match counts."
     )
     clip_grad: Annotated[Number, Field(gt=0)] | None = key(
         1.0, "The gradient's largest global norm, over all ranks and parameters; null: no clipping."
@@ -276,7 +276,9 @@ class DataEntry(Section):
     weight: Number = key(1.0, "An epoch holds round(weight x rows) of this source.", gt=0)
     max_samples: Count | None = key(None, "Only the first so many rows; null: all of them.")
     columns: dict[str, str] = mapping("As `data.columns`, for this source; its entries go before those.")
-    format: Text | None = key(None, "The row format's name; null: recognised from the first rows.")
+    format: Literal["messages", "sharegpt", "instruction", "prompt_completion", "question_answer", "text"] | None = key(
+        None, "The row format; null: recognised row by row."
+    )
     split: Text | None = key(
         None, "The split of a Hub data set; null: train for training rows, validation or test for evaluation rows."
     )
@@ -334,7 +336,7 @@ class EvalConfig(Section):
     max_new_tokens: Count = key(256, "Tokens of one generated answer at most.")
     temperature: Number = key(0.0, "How random the answers are drawn; 0: always the likeliest token.", ge=0)
     answer_pattern: AnswerPattern | None = key(
-        None, "Where in a text the answer is: group 1 of the last match; null: the whole text."
+        None, "Where in a text the answer is: group 1 of this regular expression; null: the whole text."
     )
     match: Match = key(
         "exact", "When an answer counts as correct: exact (same text), numeric (same number), or file.py:function."

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from shardtune.batch import Sample
 from shardtune.data.encoder import LengthLimit, Row, RowError, TooLong
@@ -50,17 +50,8 @@ class ChatEncoder:
         on_too_long: TooLong = "truncate",
         with_prompts: bool = False,
     ) -> None:
-        if isinstance(tokenizer, (str, Path)):
-            tokenizer = AutoTokenizer.from_pretrained(str(tokenizer))
-        if not tokenizer.is_fast:
-            raise DataError(
-                f"the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__!r} does not tell which characters a "
-                "token covers, so the trained tokens cannot be found",
-                where="actor.tokenizer.tokenizer_model",
-                remedy="use a tokenizer with a tokenizer.json",
-            )
-        self.tokenizer: PreTrainedTokenizerBase = tokenizer
-        self.template = None if template is None else ChatTemplate(template, tokenizer)
+        self.tokenizer = _with_offsets(tokenizer)
+        self.template = None if template is None else ChatTemplate(template, self.tokenizer)
         self.train_on: TrainOn = train_on
         self.system_prompt = system_prompt
         self.limit = LengthLimit(max_length, on_too_long)
@@ -94,6 +85,13 @@ class ChatEncoder:
         }
         return hashlib.blake2b(json.dumps(options).encode(), digest_size=20).hexdigest()
 
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]] | None = None) -> np.ndarray:
+        """int32 [length]: a conversation that the assistant is to go on, up to where its turn begins."""
+        if self.template is None:
+            raise missing_template("data.chat_template")
+        turns = self._with_system(Chat(tuple(dict(turn) for turn in messages), (None,) * len(messages)))
+        return self._tokens(self.template.render(turns.messages, tools, prompt=True))[0]
+
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """The tokens at which a trained answer ends: the template's end-of-turn first, then the end of sequence."""
@@ -107,7 +105,7 @@ class ChatEncoder:
 
     @cached_property
     def _tokenizer_hash(self) -> str:
-        serialised = self.tokenizer.backend_tokenizer.to_str()  # pyright: ignore[reportAttributeAccessIssue]
+        serialised = self.tokenizer.backend_tokenizer.to_str()
         # Padding and truncation come first; they are call-time state and do not reach these rows.
         serialised = serialised[serialised.index('"added_tokens"') :]
         settings = json.dumps([self.tokenizer.special_tokens_map, self._bos is not None], sort_keys=True, default=str)
@@ -131,7 +129,9 @@ class ChatEncoder:
         for span in rendering.spans:
             weights[(starts < span.stop) & (stops > span.start)] = self._span_weight(chat, span, rendering.spans[-1])
         weights[:1] = 0.0
-        prompt, reference = self._question(chat, rendering.text, rendering.spans[-1]) if self.with_prompts else (None, None)
+        prompt, reference = (
+            self._question(chat, rendering.text, rendering.spans[-1]) if self.with_prompts else (None, None)
+        )
         return Sample(ids, weights, prompt, reference)
 
     def _check_weights(self, chat: Chat) -> None:
@@ -200,7 +200,7 @@ class ChatEncoder:
         return np.insert(ids, 0, np.int32(self._bos))
 
     def _tokens(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """int32 [tokens]: ids, first character, character behind the last. Special tokens only where the text has them."""
+        """int32 [tokens] each: ids, first character, character behind the last. No special token is added."""
         encoded: Mapping[str, Sequence[Any]] = self.tokenizer(
             text,
             add_special_tokens=False,
@@ -211,3 +211,16 @@ class ChatEncoder:
         )
         offsets = np.array(encoded["offset_mapping"], np.int32).reshape(-1, 2)
         return np.array(encoded["input_ids"], np.int32), offsets[:, 0], offsets[:, 1]
+
+
+def _with_offsets(tokenizer: PreTrainedTokenizerBase | str | Path) -> PreTrainedTokenizerFast:
+    """The tokenizer, loaded where only its place is given. Raises `DataError` for one that knows no offsets."""
+    loaded = AutoTokenizer.from_pretrained(str(tokenizer)) if isinstance(tokenizer, (str, Path)) else tokenizer
+    if not isinstance(loaded, PreTrainedTokenizerFast):
+        raise DataError(
+            f"the tokenizer {loaded.name_or_path or type(loaded).__name__!r} does not tell which characters a token "
+            "covers, so the trained tokens cannot be found",
+            where="actor.tokenizer.tokenizer_model",
+            remedy="use a tokenizer with a tokenizer.json",
+        )
+    return loaded

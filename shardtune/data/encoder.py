@@ -24,9 +24,8 @@ class RowError(Exception):
 class RowDropped(Exception):
     """This row is left out as the recipe asks (`data.on_too_long: drop`); it is counted, not an error."""
 
-    def __init__(self, kind: Literal["too_long"], reason: str) -> None:
-        super().__init__(kind, reason)
-        self.kind = kind
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
         self.reason = reason
 
 
@@ -64,7 +63,7 @@ class LengthLimit:
             return sample
         reason = f"the row has {sample.length:,} tokens, data.max_length is {self.max_length:,}"
         if self.on_too_long == "drop":
-            raise RowDropped("too_long", reason)
+            raise RowDropped(f"{sample.length:,} tokens")
         if self.on_too_long == "fail":
             raise DataError(reason, remedy="raise data.max_length, or set data.on_too_long to truncate or drop")
         prompt_fits = sample.prompt_ids is not None and len(sample.prompt_ids) <= self.max_length

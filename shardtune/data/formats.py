@@ -82,7 +82,9 @@ def recognise(row: Row) -> RowFormat:
     for known in FORMATS:
         missing = [key for key in known.keys if row.get(key) is None]
         if len(missing) < len(known.keys):
-            raise RowError(f"the row looks like {known.title}, but has no {' and no '.join(missing)} (its keys: {keys})")
+            raise RowError(
+                f"the row looks like {known.title}, but has no {' and no '.join(missing)} (its keys: {keys})"
+            )
     formats = "; ".join(f"{known.title} ({', '.join(known.keys)})" for known in FORMATS)
     raise RowError(
         f"the row has a format that is not known. Its keys: {keys}. Known formats and their keys: {formats}. "
@@ -99,7 +101,9 @@ def read_example(row: Row, name: str | None = None) -> Example:
     known = recognise(row) if name is None else FORMATS_BY_NAME[name]
     missing = [key for key in known.keys if row.get(key) is None]
     if missing:
-        raise RowError(f"the row has no {' and no '.join(missing)}, which {known.title} needs (its keys: {', '.join(row)})")
+        raise RowError(
+            f"the row has no {' and no '.join(missing)}, which {known.title} needs (its keys: {', '.join(row)})"
+        )
     media = [key for key in _MEDIA_KEYS if row.get(key)]
     if media:
         raise RowError(f"the row has {media[0]}, but this model takes text only")

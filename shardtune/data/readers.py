@@ -9,11 +9,12 @@ import importlib
 import io
 import json
 import lzma
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,6 +33,7 @@ KINDS = {
 }
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 SUPPORTED = ", ".join(KINDS) + f", and these with {', '.join(COMPRESSIONS)}"
+_DATA_LIST = re.compile(r"\s*\{\s*\"data\"\s*:\s*(?=\[)")
 _CHUNK_ROWS = 256
 _CHUNK_BYTES = 1 << 20
 
@@ -39,9 +41,12 @@ NumberedRow = tuple[int, Row | RowError]
 
 
 class Chunk(Protocol):
-    """Some consecutive rows of a file, still encoded; picklable. `progress` is the share of the file read, 0 to 1."""
+    """Some consecutive rows of a file, still encoded; picklable."""
 
-    progress: float
+    @property
+    def progress(self) -> float:
+        """The share of the file that is read with it, 0 where that is not known."""
+        ...
 
     def rows(self) -> Iterator[NumberedRow]:
         """Each row with its number in the file, from 1; for JSON lines the number of the line."""
@@ -99,7 +104,9 @@ def read_chunks(path: Path, kind: str) -> Iterator[Chunk]:
     except (OSError, EOFError, lzma.LZMAError, pa.ArrowException) as error:
         raise DataError(f"the file cannot be read as {kind}: {error}", where=str(path)) from error
     except UnicodeDecodeError as error:
-        raise DataError(f"the file is not UTF-8 text: {error}", where=str(path), remedy="convert it to UTF-8") from error
+        raise DataError(
+            f"the file is not UTF-8 text: {error}", where=str(path), remedy="convert it to UTF-8"
+        ) from error
 
 
 def read_rows(path: Path, kind: str) -> Iterator[NumberedRow]:
@@ -108,7 +115,7 @@ def read_rows(path: Path, kind: str) -> Iterator[NumberedRow]:
         yield from chunk.rows()
 
 
-def _open(path: Path) -> IO[bytes]:
+def _open(path: Path) -> Any:
     """The file's uncompressed bytes."""
     match path.suffix.lower():
         case ".gz":
@@ -179,49 +186,18 @@ def _read_json(path: Path) -> Iterator[Chunk]:
     with _open(path) as file:
         text = file.read().decode("utf-8-sig")
     start = _skip_space(text, 0)
-    if text.startswith("{", start):
-        inner = _data_list(text, path)
-        if inner is None:
-            yield from _read_jsonl(path)
-            return
-        start = inner
-    if not text.startswith("[", start):
+    if text.startswith("[", start):
+        yield from _list_chunks(text, start, path)
+    elif data := _DATA_LIST.match(text):
+        yield from _list_chunks(text, data.end(), path)
+    elif not isinstance(_parse_json(text[start:].partition("\n")[0]), RowError):
+        yield from _read_jsonl(path)
+    else:
         raise DataError(
-            f"the file does not hold a list of rows; it begins {_excerpt(text, start)!r}",
+            f"the file does not hold a list of rows; it begins {text[start : start + 40]!r}",
             where=str(path),
             remedy='a .json file must hold [{…}, …], {"data": [{…}, …]}, or one object per line',
         )
-    yield from _list_chunks(text, start, path)
-
-
-def _data_list(text: str, path: Path) -> int | None:
-    """Where the list under the key `data` begins; None when the file holds one object per line."""
-    try:
-        value, stop = json.JSONDecoder().raw_decode(text, _skip_space(text, 0))
-    except json.JSONDecodeError:
-        value, stop = None, 0
-    several = stop and _skip_space(text, stop) < len(text)
-    if several or value is None:
-        first = text[: text.find("\n")] if "\n" in text else text
-        return _find_data(text) if isinstance(_parse_json(first), RowError) else None
-    if isinstance(value, dict) and isinstance(value.get("data"), list):
-        return _find_data(text)
-    if "\n" not in text.strip():
-        return None
-    keys = ", ".join(value) if isinstance(value, dict) else ""
-    raise DataError(
-        f"the file holds one object (its keys: {keys}), not a list of rows",
-        where=str(path),
-        remedy='a .json file must hold [{…}, …], {"data": [{…}, …]}, or one object per line',
-    )
-
-
-def _find_data(text: str) -> int | None:
-    key = text.find('"data"')
-    place = _skip_space(text, key + len('"data"')) if key >= 0 else len(text)
-    if not text.startswith(":", place):
-        return None
-    return _skip_space(text, place + 1)
 
 
 def _list_chunks(text: str, start: int, path: Path) -> Iterator[Chunk]:

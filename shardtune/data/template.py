@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from shardtune.data.encoder import RowError
@@ -22,6 +22,7 @@ _MARK = "\ue0f5\ue0f6"
 # A template that prints today's date would render the same row differently tomorrow.
 _FROZEN_DATE = datetime(2025, 1, 1)
 _SHORT = 24  # content shorter than this may stand in the rendering by chance
+_REASONING = re.compile(r"</?think>")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _DATE_CALL = re.compile(r"strftime_now\(\s*(\"[^\"]*\"|'[^']*')\s*\)")
 _ADVICE = "put {% generation %} and {% endgeneration %} around the assistant's text in the chat template"
@@ -123,7 +124,7 @@ class ChatTemplate:
         tokenizer: gives the special tokens that the template may print, and tells which texts are single tokens.
     """
 
-    def __init__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, text: str, tokenizer: PreTrainedTokenizerFast) -> None:
         self.text = text
         self._frozen = _freeze_dates(text)
         self._tokenizer = tokenizer
@@ -139,16 +140,17 @@ class ChatTemplate:
         self, messages: Sequence[dict], tools: Sequence[dict] | None, prompt: bool, marked: bool
     ) -> tuple[str, list[tuple[int, int]]]:
         try:
-            texts, marks = render_jinja_template(  # pyright: ignore[reportAssignmentType]
+            rendered: Any = render_jinja_template(
                 conversations=[list(messages)],
                 tools=list(tools) if tools else None,
                 chat_template=self._frozen,
                 return_assistant_tokens_mask=marked,
                 add_generation_prompt=prompt,
-                **self._special,
+                **self._special,  # pyright: ignore[reportArgumentType]
             )
         except Exception as error:  # a template is a program of its own and may raise anything
             raise RowError(f"the chat template refuses the conversation: {error}") from error
+        texts, marks = rendered
         return texts[0], marks[0] if marked else []
 
     @cached_property
@@ -156,7 +158,7 @@ class ChatTemplate:
         """The text of the token that ends an assistant turn. Raises `DataError` for a template without one."""
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
         try:
-            before, mark, tail = self.render(messages, None).partition(_MARK)
+            _, mark, tail = self.render(messages, None).partition(_MARK)
         except RowError as error:
             raise DataError(f"{error.reason} (a user turn and an answer)", where="the chat template") from error
         if not mark:
@@ -338,10 +340,13 @@ class ChatTemplate:
 
     def _check_answer(self, chat: Chat, span: Span, text: str) -> None:
         message, turn = chat.messages[span.message], text[span.start : span.stop]
-        # Templates may drop the reasoning of earlier turns, not the answer behind it.
-        answer = message["content"].rpartition("</think>")[2].strip()
-        if answer and answer not in turn and not self._is_rendered(chat, span.message, answer, turn):
-            raise RowError(f"message {span.message + 1}: the chat template leaves out the assistant's answer")
+        pieces = [piece.strip() for piece in _REASONING.split(message["content"])]
+        # Templates may drop the reasoning of earlier turns; never an answer, nor anything of the last turn.
+        needed = pieces if span.message == len(chat.messages) - 1 else pieces[-1:]
+        if not all(piece in turn for piece in needed) and not (
+            len(pieces) == 1 and self._is_rendered(chat, span.message, pieces[0], turn)
+        ):
+            raise RowError(f"message {span.message + 1}: the chat template leaves out part of the assistant's turn")
         for call in message.get("tool_calls") or ():
             if call["function"]["name"] not in turn:
                 raise RowError(f"message {span.message + 1}: the chat template does not render tool calls")

@@ -120,17 +120,7 @@ class CausalLM(Adapter):
         return {TOKENS: None, **({BALANCE: 1.0} if self._balance_factor else {})}
 
     def shard_units(self, model: nn.Module) -> list[nn.Module]:
-        declared = set(self._wrap or getattr(model, "_no_split_modules", None) or ())
-        units = [module for module in model.modules() if type(module).__name__ in declared]
-        if self._wrap and not units:
-            raise ModelError(
-                f"actor.fsdp_config.wrap: no module of the model is a {' or a '.join(sorted(declared))}",
-                remedy=f"class names here are {', '.join(sorted({type(m).__name__ for m in model.modules()}))}",
-            )
-        if units:
-            return units
-        stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
-        return list(max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()))) if stacks else []
+        return declared_units(model, self._wrap)
 
     def loss(self, model: nn.Module, batch: Batch) -> dict[str, LossSum]:
         return self._measure(model, batch, count_correct=False).losses
@@ -199,6 +189,26 @@ class CausalLM(Adapter):
     ) -> torch.Tensor:
         with _attention(model, self._own_attention), torch.compiler.set_stance("force_eager"):
             return model.generate(input_ids=input_ids, attention_mask=attention_mask, **arguments)
+
+
+def declared_units(model: nn.Module, wrap: list[str] | None = None) -> list[nn.Module]:
+    """The modules that shard as a unit: those of the classes in `wrap`, else as the model declares, else its longest list.
+
+    Args:
+        model: a model of transformers.
+        wrap: class names, `actor.fsdp_config.wrap`.
+    """
+    declared = set(wrap or (model._no_split_modules if isinstance(model, PreTrainedModel) else None) or ())
+    units = [module for module in model.modules() if type(module).__name__ in declared]
+    if wrap and not units:
+        raise ModelError(
+            f"actor.fsdp_config.wrap: no module of the model is a {' or a '.join(sorted(declared))}",
+            remedy=f"class names here are {', '.join(sorted({type(m).__name__ for m in model.modules()}))}",
+        )
+    if units:
+        return units
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
+    return list(max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()))) if stacks else []
 
 
 def _same(logits: torch.Tensor) -> torch.Tensor:

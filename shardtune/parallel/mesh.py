@@ -112,7 +112,8 @@ def join_ranks(device: str) -> Ranks:
     if world_size == 1:
         return Ranks(0, 1, chosen)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    if not dist.is_initialized():
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     return Ranks(rank, world_size, chosen, init_device_mesh(chosen.type, (world_size,), mesh_dim_names=("shard",)))
 
 

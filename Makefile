@@ -1,0 +1,50 @@
+# The commands of this project. `make help` lists them.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+QUICKSTART := examples/quickstart
+DATA := $(QUICKSTART)/work/train.jsonl
+MODEL := $(QUICKSTART)/work/model/model.safetensors
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv quickstart test lint format clean-quickstart
+
+help: ## list these targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
+
+venv: $(INSTALLED) ## make .venv and install shardtune with the pinned versions of constraints.txt
+
+$(INSTALLED): constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'shardtune needs Python 3.11 or newer: make PYTHON=/path/to/python3.11'; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(DATA): $(QUICKSTART)/make_data.py | $(INSTALLED)
+	$(BIN)/python $(QUICKSTART)/make_data.py
+
+$(MODEL): $(QUICKSTART)/make_model.py $(DATA) | $(INSTALLED)
+	$(BIN)/python $(QUICKSTART)/make_model.py
+
+quickstart: $(DATA) $(MODEL) ## teach a small model arithmetic on this machine: data, model, training, score
+	$(BIN)/shardtune train $(QUICKSTART)/recipe.yaml
+
+clean-quickstart: ## forget the quickstart's data, model and run
+	rm -rf $(QUICKSTART)/work runs/quickstart
+
+test: $(INSTALLED) ## run the tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(INSTALLED) ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(INSTALLED) ## put the sources into the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .

@@ -1,0 +1,282 @@
+"""One file's tokenised rows on disk: flat arrays that are memory-mapped, so opening costs nothing per row."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from shardtune.batch import Sample
+
+LAYOUT_VERSION = 1
+_KEPT_NOTES = 100
+# File -> element type. The loss weights of a row are runs of equal values: most rows have two or three.
+_ARRAYS = {
+    "tokens": np.dtype("<i4"),
+    "lengths": np.dtype("<i4"),
+    "offsets": np.dtype("<i8"),
+    "run_values": np.dtype("<f4"),
+    "run_lengths": np.dtype("<i4"),
+    "run_offsets": np.dtype("<i8"),
+    "numbers": np.dtype("<i8"),
+    "hashes": np.dtype("<u8"),
+    "prompts": np.dtype("<i4"),
+    "prompt_offsets": np.dtype("<i8"),
+    "references": np.dtype("<u1"),
+    "reference_offsets": np.dtype("<i8"),
+}
+_WEIGHT = np.dtype("<f8")
+
+
+@dataclass(slots=True)
+class Notes:
+    """Rows that something happened to: how many, and row number and reason of the first hundred."""
+
+    count: int = 0
+    first: list[tuple[int, str]] = field(default_factory=list)
+
+    def add(self, number: int, reason: str) -> None:
+        self.count += 1
+        if len(self.first) < _KEPT_NOTES:
+            self.first.append((number, reason))
+
+    def extend(self, other: Notes) -> None:
+        self.count += other.count
+        self.first.extend(other.first[: _KEPT_NOTES - len(self.first)])
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of the rows of a file.
+
+    Attributes:
+        rows: rows read, usable or not.
+        kept: rows in the data set.
+        truncated: kept, but cut at `data.max_length`.
+        too_long: dropped as `data.on_too_long: drop` asks.
+        no_target: dropped because no token of them is trained.
+        filtered: dropped by `data.transform`.
+        bad: not usable.
+    """
+
+    rows: int = 0
+    kept: int = 0
+    truncated: Notes = field(default_factory=Notes)
+    too_long: Notes = field(default_factory=Notes)
+    no_target: Notes = field(default_factory=Notes)
+    filtered: Notes = field(default_factory=Notes)
+    bad: Notes = field(default_factory=Notes)
+
+    def extend(self, other: Tally) -> None:
+        self.rows += other.rows
+        self.kept += other.kept
+        for name in ("truncated", "too_long", "no_target", "filtered", "bad"):
+            getattr(self, name).extend(getattr(other, name))
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Tally:
+        def read(value: Any) -> Any:
+            if not isinstance(value, Mapping):
+                return value
+            return Notes(value["count"], [(number, reason) for number, reason in value["first"]])
+
+        return cls(**{key: read(value) for key, value in content.items()})
+
+
+@dataclass(slots=True)
+class EncodedRows:
+    """Consecutive encoded rows as flat arrays: what a worker process hands back. The keys are those of `_ARRAYS`,
+    with counts per row (`run_counts`, `prompt_counts`, `reference_counts`) in place of offsets."""
+
+    arrays: dict[str, np.ndarray]
+    terms: dict[str, np.ndarray]
+    tally: Tally
+
+    @classmethod
+    def pack(cls, rows: Sequence[EncodedRow], tally: Tally) -> EncodedRows:
+        runs = [_runs(row.sample.loss_weights) for row in rows]
+        prompts = [_prompt(row.sample) for row in rows]
+        references = [np.frombuffer((row.sample.reference or "").encode(), np.uint8) for row in rows]
+        names = sorted({name for row in rows for name in row.weights})
+        arrays = {
+            "tokens": _joined([row.sample.input_ids for row in rows], "tokens"),
+            "lengths": np.array([row.sample.length for row in rows], _ARRAYS["lengths"]),
+            "run_values": _joined([values for values, _ in runs], "run_values"),
+            "run_lengths": _joined([lengths for _, lengths in runs], "run_lengths"),
+            "run_counts": np.array([len(values) for values, _ in runs], np.int64),
+            "numbers": np.array([row.number for row in rows], _ARRAYS["numbers"]),
+            "hashes": np.array([row.digest for row in rows], _ARRAYS["hashes"]),
+            "prompts": _joined(prompts, "prompts"),
+            "prompt_counts": np.array([len(prompt) for prompt in prompts], np.int64),
+            "references": _joined(references, "references"),
+            "reference_counts": np.array([len(reference) for reference in references], np.int64),
+        }
+        terms = {name: np.array([row.weights.get(name, 0.0) for row in rows], _WEIGHT) for name in names}
+        return cls(arrays, terms, tally)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRow:
+    """One encoded row with its number in the file, the hash of its content, and its weight in each loss term."""
+
+    number: int
+    digest: int
+    sample: Sample
+    weights: Mapping[str, float]
+
+
+def _joined(pieces: Sequence[np.ndarray], name: str) -> np.ndarray:
+    return np.concatenate([*pieces, np.empty(0, _ARRAYS[name])]).astype(_ARRAYS[name], copy=False)
+
+
+def _prompt(sample: Sample) -> np.ndarray:
+    return np.empty(0, np.int32) if sample.prompt_ids is None else sample.prompt_ids
+
+
+def _runs(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The values of the runs of equal weights, and how long each is."""
+    if not len(weights):
+        return weights, np.empty(0, np.int32)
+    starts = np.concatenate([[0], np.flatnonzero(weights[1:] != weights[:-1]) + 1])
+    return weights[starts], np.diff(starts, append=len(weights)).astype(np.int32)
+
+
+class EntryWriter:
+    """Writes an entry into a directory of its own, piece by piece, in bounded memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, IO[bytes]] = {}
+        self._ends = {"offsets": 0, "run_offsets": 0, "prompt_offsets": 0, "reference_offsets": 0}
+        self._terms: dict[str, list[np.ndarray]] = {}
+        self.tally = Tally()
+        for name in self._ends:
+            self._append(name, np.zeros(1, np.int64))
+
+    def add(self, rows: EncodedRows) -> None:
+        counts = {
+            "offsets": rows.arrays["lengths"],
+            "run_offsets": rows.arrays["run_counts"],
+            "prompt_offsets": rows.arrays["prompt_counts"],
+            "reference_offsets": rows.arrays["reference_counts"],
+        }
+        for name in _ARRAYS:
+            if name in counts:
+                ends = self._ends[name] + np.cumsum(counts[name], dtype=np.int64)
+                self._ends[name] = int(ends[-1]) if len(ends) else self._ends[name]
+                self._append(name, ends)
+            else:
+                self._append(name, rows.arrays[name])
+        kept = len(rows.arrays["lengths"])
+        for name in self._terms.keys() | rows.terms.keys():
+            earlier = self._terms.setdefault(name, [np.zeros(self.tally.kept)])
+            earlier.append(rows.terms.get(name, np.zeros(kept)))
+        self.tally.extend(rows.tally)
+
+    def finish(self, about: Mapping[str, Any]) -> None:
+        """Makes everything durable; the description comes last, so that an entry without one is torn."""
+        for name, pieces in sorted(self._terms.items()):
+            self._append(f"term_{name}", np.concatenate(pieces).astype(_WEIGHT))
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        self.close()
+        sizes = {name: (self._folder / f"{name}.bin").stat().st_size for name in self._files}
+        content = {"layout": LAYOUT_VERSION, "sizes": sizes, "tally": asdict(self.tally), **about}
+        with (self._folder / "entry.json").open("w", encoding="utf-8") as file:
+            json.dump(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(self._folder)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def _append(self, name: str, values: np.ndarray) -> None:
+        if name not in self._files:
+            self._files[name] = (self._folder / f"{name}.bin").open("wb")
+        self._files[name].write(np.ascontiguousarray(values).data)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a directory durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Entry:
+    """An entry on disk, opened by mapping its files; cheap to open in every process.
+
+    Attributes:
+        key: what names it.
+        lengths: int32 [rows]. numbers: int64 [rows], the row's number in its file. hashes: uint64 [rows].
+        terms: float64 [rows] per loss term.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises `ValueError` or `OSError` for an entry that is torn or of another layout."""
+        content = json.loads((folder / "entry.json").read_text(encoding="utf-8"))
+        if content["layout"] != LAYOUT_VERSION:
+            raise ValueError(f"layout {content['layout']}")
+        sizes: dict[str, int] = content["sizes"]
+        for name, size in sizes.items():
+            if (folder / f"{name}.bin").stat().st_size != size:
+                raise ValueError(f"{name} is torn")
+        arrays = {name: _map(folder / f"{name}.bin", dtype) for name, dtype in _ARRAYS.items()}
+        self.folder = folder
+        self.key = folder.name
+        self.tally = Tally.from_json(content["tally"])
+        self.lengths = arrays["lengths"]
+        self.numbers = arrays["numbers"]
+        self.hashes = arrays["hashes"]
+        self.terms = {
+            name.removeprefix("term_"): _map(folder / f"{name}.bin", _WEIGHT)
+            for name in sizes
+            if name.startswith("term_")
+        }
+        self._arrays = arrays
+        self._tokens, self._offsets = arrays["tokens"], arrays["offsets"]
+        self._values, self._runs, self._run_offsets = (
+            arrays[name] for name in ("run_values", "run_lengths", "run_offsets")
+        )
+        self._has_prompts = len(arrays["prompts"]) > 0
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __reduce__(self) -> tuple[type[Entry], tuple[Path]]:
+        return Entry, (self.folder,)
+
+    def row(self, index: int) -> Sample:
+        """Row `index`; its tokens are a view of the file."""
+        tokens = self._tokens[self._offsets[index] : self._offsets[index + 1]]
+        first, last = self._run_offsets[index], self._run_offsets[index + 1]
+        weights = np.repeat(self._values[first:last], self._runs[first:last])
+        if not self._has_prompts:
+            return Sample(tokens, weights)
+        return Sample(tokens, weights, *self._prompt(index))
+
+    def _prompt(self, index: int) -> tuple[np.ndarray | None, str | None]:
+        arrays = self._arrays
+        start, stop = arrays["prompt_offsets"][index : index + 2]
+        if start == stop:
+            return None, None
+        begin, end = arrays["reference_offsets"][index : index + 2]
+        return arrays["prompts"][start:stop], arrays["references"][begin:end].tobytes().decode()
+
+
+def _map(path: Path, dtype: np.dtype) -> np.ndarray:
+    with path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return np.empty(0, dtype)
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype)

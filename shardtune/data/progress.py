@@ -1,0 +1,55 @@
+"""How far tokenising a file is: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+_LINE_SECONDS = 10.0
+
+
+class BuildProgress:
+    """Progress of one file; use it through `show_progress`."""
+
+    def __init__(self, label: str, say: Callable[[str], None], bar: tuple[Progress, TaskID] | None) -> None:
+        self._label = label
+        self._say = say
+        self._bar = bar
+        self._began = self._spoken = time.monotonic()
+
+    def update(self, rows: int, share: float) -> None:
+        """`rows` are read; `share` of the file, 0 where that is not known."""
+        now = time.monotonic()
+        if self._bar is not None:
+            bar, task = self._bar
+            bar.update(task, completed=share, rows=rows)
+        elif now - self._spoken >= _LINE_SECONDS:
+            self._spoken = now
+            part = f"{share:.0%}, " if share else ""
+            self._say(f"data: tokenising {self._label}: {part}{rows:,} rows, {rows / (now - self._began):,.0f} rows/s")
+
+    def finish(self, rows: int) -> None:
+        seconds = time.monotonic() - self._began
+        rate = f", {rows / seconds:,.0f} rows/s" if seconds > 0.5 else ""
+        self._say(f"data: tokenised {self._label}: {rows:,} rows in {seconds:.1f} s{rate}")
+
+
+@contextmanager
+def show_progress(label: str, say: Callable[[str], None]) -> Iterator[BuildProgress]:
+    """A bar that disappears when done where the error stream is a terminal; a line now and then where it is not."""
+    if not sys.stderr.isatty():
+        yield BuildProgress(label, say, None)
+        return
+    columns = (
+        TextColumn("tokenising {task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[rows]:,} rows"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield BuildProgress(label, say, (bar, bar.add_task(label, total=1.0, rows=0)))

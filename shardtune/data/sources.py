@@ -1,0 +1,324 @@
+"""From what the recipe names to the files there are: files, lists, globs, directories, data sets of the Hub."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pydantic import BaseModel
+
+from shardtune.data import hub
+from shardtune.data.encoder import Row, RowError
+from shardtune.data.formats import FORMATS_BY_NAME, read_example, recognise, rename_columns
+from shardtune.data.readers import SUPPORTED, kind_of, read_rows
+from shardtune.data.storage import cache_root, print_line, spool_rows
+from shardtune.errors import DataError
+from shardtune.functions import load_function
+
+Purpose = Literal["train", "eval"]
+ENTRY_KEYS = ("path", "name", "weight", "max_samples", "columns", "format", "split")
+_SNIFFED_ROWS = 20
+_GLOB = re.compile(r"[*?\[]")
+
+
+class DataOptions(Protocol):
+    """What of the recipe's `data` section finding the sources needs."""
+
+    @property
+    def columns(self) -> Mapping[str, str]: ...
+    @property
+    def transform(self) -> str | None: ...
+    @property
+    def cache_dir(self) -> Any: ...
+    @property
+    def on_bad_row(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file of rows; `label` is its name in messages, `kind` how it is read."""
+
+    path: Path
+    kind: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """The user's function of `data.transform`; `digest` is the hash of the file it stands in."""
+
+    spec: str
+    function: Callable[[dict[str, Any]], Mapping[str, Any] | None]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One entry of the recipe's data paths.
+
+    Attributes:
+        name: unique among the sources; in logs and in `TokenDataset.sources`.
+        files: the files it stands for, in the order in which their rows count.
+        weight: how often an epoch holds its rows.
+        max_samples: only the first so many usable rows, in file order.
+        columns: names known here -> the file's own names.
+        format: the row format the recipe names, None to recognise each row.
+        title: the format of the first rows, for the log.
+        transform: applied to each row before `columns`.
+    """
+
+    name: str
+    files: tuple[SourceFile, ...]
+    weight: float = 1.0
+    max_samples: int | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    format: str | None = None
+    title: str = ""
+    transform: Transform | None = None
+
+
+def resolve_sources(
+    spec: Any,
+    data: DataOptions,
+    *,
+    purpose: Purpose = "train",
+    name_format: Callable[[Row], str] | None = None,
+    say: Callable[[str], None] = print_line,
+) -> list[Source]:
+    """The sources that `data.train_data_paths` or `data.eval_data_paths` names, each checked by its first rows.
+
+    Args:
+        spec: a file, directory, glob or Hub name; an entry `{path, name, weight, …}`; rows in memory (a list of
+            dictionaries or a `datasets.Dataset`); or a list of these.
+        purpose: which split is taken where several exist and none is named.
+        name_format: names a row's format for the log, raising `RowError`; by default the formats of `formats`.
+        say: told one line per source.
+    """
+    transform = load_transform(data.transform) if data.transform else None
+    entries = [_entry(item) for item in _items(spec)]
+    if not entries:
+        raise DataError("no data is named", where="data", remedy="set data.train_data_paths to a file or directory")
+    sources: list[Source] = []
+    for entry in entries:
+        files, name = _find(entry["path"], entry.get("split"), purpose, data)
+        name = _unique(entry.get("name") or name, [source.name for source in sources])
+        source = Source(
+            name=name,
+            files=tuple(files),
+            weight=1.0 if entry.get("weight") is None else float(entry["weight"]),
+            max_samples=entry.get("max_samples"),
+            columns=dict(data.columns if entry.get("columns") is None else entry["columns"]),
+            format=entry.get("format"),
+            transform=transform,
+        )
+        title = _check_first_rows(source, name_format or _title(source), data.on_bad_row)
+        sources.append(replace(source, title=title))
+        say(f"data: {name}: {title}, {len(files)} file{'s' if len(files) > 1 else ''} ({files[0].label})")
+    return sources
+
+
+def named_sets(spec: Any) -> dict[str, Any]:
+    """`data.eval_data_paths` by name: what the recipe names, or everything under the name ""; nothing for null."""
+    if isinstance(spec, Mapping) and "path" not in spec:
+        return dict(spec)
+    return {} if spec is None else {"": spec}
+
+
+def load_transform(spec: str) -> Transform:
+    """The function that `data.transform` names as `file.py:function`."""
+    function = load_function(spec, f"data.transform: {spec}")
+    digest = blake2b(Path(spec.rpartition(":")[0]).read_bytes(), digest_size=20).hexdigest()
+    return Transform(spec, function, digest)
+
+
+# -- what the recipe may name --------------------------------------------------------------------------------------
+
+
+def _items(spec: Any) -> list[Any]:
+    if isinstance(spec, (str, Path, Mapping, BaseModel)) or hub.is_dataset(spec):
+        return [spec]
+    if not isinstance(spec, Sequence):
+        raise DataError(
+            f"data cannot be read from {type(spec).__name__}",
+            where="data",
+            remedy="name a file, directory, glob or Hub name, or give a list of dictionaries or a datasets.Dataset",
+        )
+    rows = [item for item in spec if isinstance(item, Mapping) and not _is_entry(item)]
+    if rows and len(rows) < len(spec):
+        raise DataError("the list mixes rows and paths", where="data", remedy="give either rows or paths")
+    return [spec] if rows else list(spec)
+
+
+def _is_entry(item: Mapping[str, Any]) -> bool:
+    return "path" in item and set(item) <= set(ENTRY_KEYS)
+
+
+def _entry(item: Any) -> dict[str, Any]:
+    if isinstance(item, BaseModel):
+        item = item.model_dump()
+    if not isinstance(item, Mapping):
+        return {"path": item}
+    unknown = [key for key in item if key not in ENTRY_KEYS]
+    if unknown or item.get("path") is None:
+        what = f"a data entry has the unknown key {unknown[0]!r}" if unknown else "a data entry names no path"
+        raise DataError(what, where=f"data: {dict(item)}", remedy=f"its keys are {', '.join(ENTRY_KEYS)}")
+    entry = dict(item)
+    where = f"data: {entry['path']}"
+    form, most = entry.get("format"), entry.get("max_samples")
+    if form is not None and form not in FORMATS_BY_NAME:
+        raise DataError(f"the format {form!r} is not known", where=where, remedy=f"one of {', '.join(FORMATS_BY_NAME)}")
+    if most is not None and (not isinstance(most, int) or most < 1):
+        raise DataError(f"max_samples is {most!r}", where=where, remedy="a whole number of at least 1, or null")
+    weight = entry.get("weight")
+    if weight is not None and (not isinstance(weight, (int, float)) or not 0 < weight < float("inf")):
+        raise DataError(f"weight is {weight!r}", where=where, remedy="a number above 0")
+    return entry
+
+
+def _unique(name: str, taken: list[str]) -> str:
+    candidate, count = name, 1
+    while candidate in taken:
+        count += 1
+        candidate = f"{name}-{count}"
+    return candidate
+
+
+def _find(spec: Any, split: str | None, purpose: Purpose, data: DataOptions) -> tuple[list[SourceFile], str]:
+    """The files behind one path, and a name for them."""
+    root = cache_root(data.cache_dir)
+    if hub.is_dataset(spec):
+        return [SourceFile(hub.spool_dataset(spec, root), "parquet", "rows in memory")], "memory"
+    if isinstance(spec, Sequence) and not isinstance(spec, str):
+        return [SourceFile(spool_rows(spec, root), "jsonl", "rows in memory")], "memory"
+    if not isinstance(spec, (str, Path)):
+        raise DataError(f"a data path is {type(spec).__name__}, not text", where=f"data: {spec!r}")
+    path = Path(spec).expanduser()
+    if path.is_file():
+        return [_file(path)], _stem(path)
+    if path.is_dir():
+        return _directory(path, split, purpose, root), path.resolve().name
+    if _GLOB.search(str(spec)):
+        return _matches(str(path)), _GLOB.split(path.name)[0].strip("-_.") or path.parent.name
+    name, config = hub.parse_name(str(spec))
+    if config is not None and Path(name).is_dir():
+        return _hub_files(name, config, split, purpose, root), Path(name).name
+    if hub.is_name(str(spec)):
+        return _hub_files(name, config, split, purpose, root), name.rpartition("/")[2]
+    raise _missing(path)
+
+
+def _stem(path: Path) -> str:
+    return path.name.partition(".")[0] or path.name
+
+
+def _missing(path: Path) -> DataError:
+    siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, siblings, n=1)
+    if near:
+        remedy = f"did you mean {path.parent / near[0]}?"
+    elif siblings:
+        remedy = "check the name; relative paths are relative to the recipe's directory"
+    else:
+        remedy = f"the directory {path.parent} does not exist or is empty either"
+    return DataError(f"the data file {str(path)!r} does not exist", where="data", remedy=remedy)
+
+
+def _file(path: Path, label: str | None = None) -> SourceFile:
+    kind = kind_of(path)
+    if kind is None:
+        raise DataError(f"the kind of the file {path.name!r} is not known", where=str(path), remedy=f"use {SUPPORTED}")
+    if path.stat().st_size == 0:
+        raise DataError("the data file is empty", where=str(path))
+    return SourceFile(path, kind, label or str(path))
+
+
+def _matches(pattern: str) -> list[SourceFile]:
+    paths = [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
+    files = [path for path in paths if path.is_file() and not path.name.startswith(".")]
+    if not files:
+        raise DataError(
+            f"nothing matches {pattern!r}", where="data", remedy="check the pattern; ** crosses directories"
+        )
+    return [_file(path) for path in files]
+
+
+def _directory(path: Path, split: str | None, purpose: Purpose, root: Path) -> list[SourceFile]:
+    """A directory written by `datasets`, one laid out as on the Hub, or one of data files."""
+    saved = hub.saved_files(path, split, purpose)
+    if saved is not None:
+        return [SourceFile(file, "arrow", str(file)) for file in saved]
+    if hub.has_card(path):
+        return _hub_files(str(path), None, split, purpose, root)
+    found = [file for file in sorted(path.rglob("*")) if file.is_file() and _is_data(file, path)]
+    if not found:
+        raise DataError("the directory holds no data file", where=str(path), remedy=f"files named {SUPPORTED}")
+    return [_file(file) for file in hub.choose_files(found, path, split, purpose)]
+
+
+def _is_data(file: Path, folder: Path) -> bool:
+    hidden = any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
+    return not hidden and kind_of(file) is not None
+
+
+def _hub_files(name: str, config: str | None, split: str | None, purpose: Purpose, root: Path) -> list[SourceFile]:
+    chosen, files = hub.load_files(name, config, split, purpose, root)
+    label = ":".join([name, *([config] if config else [])]) + f" ({chosen})"
+    return [SourceFile(file, "arrow", f"{label} {file.name}" if len(files) > 1 else label) for file in files]
+
+
+# -- the first rows ------------------------------------------------------------------------------------------------
+
+
+def _title(source: Source) -> Callable[[Row], str]:
+    def read(row: Row) -> str:
+        read_example(row, source.format)
+        return (recognise(row) if source.format is None else FORMATS_BY_NAME[source.format]).title
+
+    return read
+
+
+def prepare_row(row: Row, source: Source) -> Row | None:
+    """The row as the encoder takes it: transformed, its columns renamed; None where the transform drops it."""
+    if source.transform is not None:
+        try:
+            changed = source.transform.function(dict(row))
+        except Exception as error:
+            raise RowError(f"data.transform raised {type(error).__name__}: {error}") from error
+        if changed is None:
+            return None
+        if not isinstance(changed, Mapping):
+            raise RowError(f"data.transform gave {type(changed).__name__}, not a row or None")
+        row = changed
+    return rename_columns(row, source.columns)
+
+
+def _check_first_rows(source: Source, title: Callable[[Row], str], on_bad_row: str) -> str:
+    """The format of the first row, or with `on_bad_row: skip` of the first that can be used."""
+    first: DataError | None = None
+    for file in source.files:
+        seen = 0
+        for number, row in read_rows(file.path, file.kind):
+            seen += 1
+            try:
+                if isinstance(row, RowError):
+                    raise row
+                prepared = prepare_row(row, source)
+                if prepared is not None:
+                    return title(prepared)
+            except RowError as error:
+                first = first or DataError(error.reason, where=f"{file.label}: row {number:,}")
+                if on_bad_row == "fail":
+                    raise first from error
+            if seen == _SNIFFED_ROWS:
+                break
+        if seen == 0:
+            raise DataError("the data file holds no rows", where=file.label)
+    raise first or DataError(
+        f"data.transform drops each of the first {_SNIFFED_ROWS} rows", where=source.files[0].label
+    )

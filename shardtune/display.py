@@ -1,0 +1,246 @@
+"""What a person sees of a run: a first screen, progress while it goes, a summary at its end. Plain lines where no terminal is."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from shardtune.batch import Sample
+
+PLAIN_SECONDS = 10.0
+"""Without a terminal, a line at most this often."""
+PREVIEW_TOKENS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the first screen tells.
+
+    Attributes:
+        model: the model's class.
+        parameters: how many, and how many of them are trained.
+        trainable: of them, how many are trained.
+        dtypes: what weights, computation and optimizer are held in.
+        ranks: and where they compute.
+        attention: how rows share a forward.
+        rows: of an epoch.
+        tokens: of an epoch.
+        targets: of an epoch.
+        steps_per_epoch: optimizer steps of the first epoch.
+        total_steps: the horizon.
+        evaluation: rows of each evaluation set.
+        notes: what is worth saying besides.
+    """
+
+    model: str
+    parameters: int
+    trainable: int
+    dtypes: str
+    ranks: str
+    attention: str
+    rows: int
+    tokens: int
+    targets: float
+    steps_per_epoch: int
+    total_steps: int
+    evaluation: Mapping[str, int]
+    notes: Sequence[str] = ()
+
+
+def trained_text(sample: Sample, tokenizer: PreTrainedTokenizerBase, *, color: bool) -> Text:
+    """A row as the model sees it, its trained tokens marked: in green, or between ⟦ and ⟧ where there is no color."""
+    text = Text()
+    ids, weights = sample.input_ids, sample.loss_weights
+    shown = min(len(ids), PREVIEW_TOKENS)
+    cuts = [0, *(np.flatnonzero(np.diff(weights[:shown] > 0)) + 1).tolist(), shown]
+    for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
+        part = str(tokenizer.decode(ids[start:stop].tolist()))
+        trained = bool(weights[start] > 0)
+        if trained and not color:
+            part = f"⟦{part}⟧"
+        text.append(part, style="bold green" if trained else "dim")
+    if shown < len(ids):
+        text.append(f" … {len(ids) - shown} more tokens", style="dim italic")
+    return text
+
+
+class Display:
+    """Prints a run for a person; made on rank 0 alone.
+
+    Args:
+        console: where to; by default standard error where that is a terminal or not, as logs go there.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+        self._live = self.console.is_terminal
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._total = 0
+        self._spoken = -math.inf
+        self._began = time.monotonic()
+        self._began_at = 0
+
+    def say(self, text: str) -> None:
+        self.console.print(Text(text))
+
+    said = say
+
+    def first_screen(self, facts: Facts, sample: Sample, tokenizer: PreTrainedTokenizerBase, run_dir: Path) -> None:
+        table = Table.grid(padding=(0, 2))
+        share = facts.trainable / max(1, facts.parameters)
+        lines = [
+            ("model", f"{facts.model}, {count(facts.parameters)} parameters, {share:.2%} trained"),
+            ("numbers", facts.dtypes),
+            ("ranks", facts.ranks),
+            ("packing", facts.attention),
+            (
+                "epoch",
+                f"{facts.rows:,} rows, {facts.tokens:,} tokens ({facts.targets:,.0f} trained), "
+                f"{facts.steps_per_epoch:,} steps",
+            ),
+            ("training", f"{facts.total_steps:,} steps"),
+        ]
+        sets = ", ".join(f"{name or 'eval'} {rows:,} rows" for name, rows in facts.evaluation.items())
+        if sets:
+            lines.append(("evaluation", sets))
+        lines += [("note", note) for note in facts.notes]
+        lines.append(("run", str(run_dir)))
+        for name, value in lines:
+            table.add_row(Text(name, style="bold"), Text(value))
+        self.console.print(table)
+        self.show_row(sample, tokenizer, "the first row; trained tokens are " + ("green" if self._live else "in ⟦ ⟧"))
+
+    def show_row(self, sample: Sample, tokenizer: PreTrainedTokenizerBase, title: str) -> None:
+        text = trained_text(sample, tokenizer, color=self._live)
+        if self._live:
+            self.console.print(Panel(text, title=title, title_align="left"))
+        else:
+            self.console.print(Text(f"{title}:"))
+            self.console.print(text)
+
+    # Progress.
+
+    def started(self, step: int, total_steps: int) -> None:
+        self._total, self._began, self._began_at = total_steps, time.monotonic(), step
+        if not self._live:
+            return
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[metrics]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        self._progress.start()
+        self._task = self._progress.add_task("training", total=total_steps, completed=step, metrics="")
+
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+        text = (
+            f"loss {metrics['train/loss']:.4f}  grad {metrics['train/grad_norm']:.2f}  "
+            f"lr {metrics['train/learning_rate']:.2e}  {metrics['perf/tokens_per_second']:,.0f} tok/s"
+        )
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=step, metrics=text)
+            return
+        now = time.monotonic()
+        if now - self._spoken < PLAIN_SECONDS and step < self._total:
+            return
+        self._spoken = now
+        done = max(1, step - self._began_at)
+        left = (now - self._began) / done * max(0, self._total - step)
+        self.say(f"step {step}/{self._total}  {text}  {duration(left)} to go")
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        shown = "  ".join(f"{key.removeprefix('eval/')} {number(value)}" for key, value in metrics.items())
+        self.say(f"step {step}: evaluation  {shown}")
+
+    def saved(self, step: int, path: Path) -> None:
+        self.say(f"step {step}: saved {path}")
+
+    def finished(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    # The end.
+
+    def summary(
+        self,
+        run_dir: Path,
+        before: Mapping[str, float],
+        after: Mapping[str, float],
+        samples: Sequence[Mapping[str, Any]],
+        recipe_command: str,
+    ) -> None:
+        final = run_dir / "final"
+        self.console.print()
+        if after:
+            table = Table(title=f"{final}, loaded and evaluated afresh", title_justify="left", title_style="bold")
+            table.add_column("metric")
+            if before:
+                table.add_column("before", justify="right")
+            table.add_column("after", justify="right")
+            for key, value in after.items():
+                cells = [number(before[key]) if key in before else "", number(value)] if before else [number(value)]
+                table.add_row(key, *cells)
+            self.console.print(table)
+        for sample in samples:
+            verdict = {True: "right", False: "wrong", None: "no answer found"}[sample["correct"]]
+            self.console.print(Text(f"{last_turn(sample['prompt'])}", style="dim"))
+            self.console.print(Text(f"  -> {sample['answer']}  [{verdict}; expected {sample['reference']}]"))
+        self.console.print(Text("next:", style="bold"))
+        for command in (
+            f'shardtune generate {run_dir} --prompt "…"',
+            f"shardtune chat {run_dir}",
+            f"shardtune eval {run_dir}",
+            f"shardtune export {run_dir} --to my-model",
+            f"tensorboard --logdir {run_dir}",
+        ):
+            self.console.print(Text(f"  {command}"))
+
+
+def last_turn(prompt: str) -> str:
+    """The end of a rendered prompt, on one line."""
+    flat = " ".join(prompt.split())
+    return flat if len(flat) <= 160 else "… " + flat[-158:]
+
+
+def count(value: float) -> str:
+    """1,234,567 as 1.23M."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.2f}{unit}"
+    return f"{value:.0f}"
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) and abs(value) >= 10 else f"{value:.4f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 1 h 02 min, 3 min 20 s or 12 s."""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    if whole >= 60:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole} s"
+
+
+def is_terminal() -> bool:
+    return sys.stderr.isatty()

@@ -1,0 +1,60 @@
+"""A user's own code: plugins, and functions named as `file.py:function`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shardtune.errors import ConfigError
+
+
+def import_file(path: Path, where: str) -> ModuleType:
+    """Import a file under a name of its own, once per process."""
+    name = f"shardtune_user_{path.stem}_{abs(hash(str(path.resolve())))}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if not path.is_file():
+        raise ConfigError(f"{path} is not a file", where=where, remedy="give the path of a Python file")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}", where=where) from error
+    return module
+
+
+def load_function(spec: str, where: str) -> Callable[..., Any]:
+    """The function that `file.py:function` names."""
+    file, _, name = spec.rpartition(":")
+    module = import_file(Path(file), where)
+    function = vars(module).get(name)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ConfigError(f"{file} has no function {name!r}", where=where, remedy=f"it has {', '.join(known) or 'none'}")
+    return function
+
+
+def import_plugins(plugins: Sequence[str]) -> None:
+    """Import the recipe's plugins, files or modules, before anything else."""
+    for plugin in plugins:
+        if plugin.endswith(".py"):
+            import_file(Path(plugin), "plugins")
+            continue
+        try:
+            importlib.import_module(plugin)
+        except ImportError as error:
+            raise ConfigError(
+                f"the plugin {plugin!r} cannot be imported: {error}",
+                where="plugins",
+                remedy="give a file (my_worker.py, relative to the recipe) or an importable module",
+            ) from error

@@ -1,0 +1,76 @@
+"""Looking before leaping: a recipe's rows as the model will see them, and a dry run that trains one step and keeps nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from shardtune.config import load_recipe
+from shardtune.data.prepare import PreparedData, prepare_data
+from shardtune.display import Display, count
+from shardtune.functions import import_plugins
+from shardtune.models.registry import load_tokenizer
+from shardtune.parallel.mesh import leave_ranks
+from shardtune.run import facts
+from shardtune.run_directory import plan_run
+from shardtune.sft_worker import SFTWorker
+
+SHOWN_ROWS = 2
+
+
+def dry_run(recipe: str | Path | Mapping[str, Any] | DictConfig | None, *overrides: str) -> dict[str, float]:
+    """Do everything of a training run up to and including its first step, on one rank, and write no run.
+
+    Returns:
+        The metrics of the step.
+    """
+    loaded = load_recipe(recipe, overrides)
+    import_plugins(loaded.plugins)
+    display = Display()
+    plan = plan_run(loaded)
+    worker = SFTWorker(loaded, say=display.say)
+    try:
+        worker.setup()
+        assert worker.prepared.train is not None
+        assert worker.tokenizer is not None
+        display.first_screen(facts(worker), worker.prepared.train.row(0), worker.tokenizer, plan.run_dir)
+        for index in range(1, min(SHOWN_ROWS, len(worker.prepared.train))):
+            row = worker.prepared.train.row(index)
+            display.show_row(row, worker.tokenizer, worker.prepared.train.locate(index))
+        metrics = worker.run_training()
+        tokens = count(metrics["train/tokens"] * worker.total_steps())
+        display.say(
+            f"one step: loss {metrics['train/loss']:.4f}, gradient norm {metrics['train/grad_norm']:.3f}, "
+            f"{metrics['train/tokens']:,.0f} tokens; to come: {worker.total_steps():,} steps, about {tokens} tokens"
+        )
+        for note in plan.notes:
+            display.say(note)
+        display.say("dry run: nothing was written but the cache of tokenised rows")
+        return metrics
+    finally:
+        leave_ranks(worker.ranks)
+
+
+def preview(
+    recipe: str | Path | Mapping[str, Any] | DictConfig | None, *overrides: str, rows: int = 3, start: int = 0
+) -> None:
+    """Show rows of the training data as the model will see them, the trained tokens marked."""
+    loaded = load_recipe(recipe, overrides)
+    import_plugins(loaded.plugins)
+    display = Display()
+    source = loaded.actor.tokenizer.tokenizer_model or loaded.actor.model.model_path
+    assert source is not None
+    tokenizer = load_tokenizer(source, trust_remote_code=loaded.actor.model.trust_remote_code)
+    prepared: PreparedData = prepare_data(loaded, tokenizer, say=display.say)
+    data = prepared.train
+    assert data is not None
+    lengths = data.lengths
+    display.say(
+        f"{len(data):,} rows, {int(lengths.sum(dtype='int64')):,} tokens, {data.term_weights['ce'].sum():,.0f} trained; "
+        f"longest {int(lengths.max()):,}, median {sorted(lengths.tolist())[len(data) // 2]:,}"
+    )
+    for index in range(start, min(start + rows, len(data))):
+        display.show_row(data.row(index), tokenizer, data.locate(index))

@@ -1,0 +1,292 @@
+"""A run directory: whether it is fresh, to be continued or finished, and what may have changed since."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO, Any
+
+from shardtune.checkpoint.durable import read_json, write_json, write_text
+from shardtune.checkpoint.store import CheckpointStore, open_checkpoint
+from shardtune.config import Recipe, flatten, load_recipe
+from shardtune.errors import CheckpointError, ConfigError
+
+MANIFEST = "manifest.json"
+CONFIG = "config.yaml"
+FINAL = "final"
+LOCK = ".lock"
+LOCK_WAIT_SECONDS = 5.0
+"""A killed run's ranks notice within a second or two that they are alone."""
+
+FREE = (
+    "runner.resume_dir",
+    "runner.allow_changes",
+    "runner.overwrite",
+    "runner.val_check_interval",
+    "runner.save_interval",
+    "runner.eval_before_training",
+    "runner.keep_last",
+    "runner.keep_every",
+    "runner.async_save",
+    "runner.profile_steps",
+    "runner.device",
+    "runner.nproc_per_node",
+    "runner.num_workers",
+    "runner.launcher",
+    "runner.master_port",
+    "runner.logger",
+    "actor.training_backend",
+    "actor.micro_batch_size",
+    "actor.max_tokens_per_micro_batch",
+    "actor.eval_micro_batch_size",
+    "actor.model.gradient_checkpointing",
+    "actor.parallel",
+    "actor.fsdp_config",
+    "data.num_workers",
+    "data.cache_dir",
+)
+"""Keys that change where, how fast or how visibly a run goes, but not its numbers."""
+LARGER = ("runner.max_epochs", "runner.max_steps")
+"""Keys that may grow: the run goes on for longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What a `train` command will do with its run directory.
+
+    Attributes:
+        run_dir: where.
+        resume_from: the checkpoint it goes on from; None: from the start.
+        finished: the run is complete and nothing is to be done.
+        move_aside: an older run is moved out of the way first.
+        notes: what the user is told.
+    """
+
+    run_dir: Path
+    resume_from: Path | None = None
+    finished: bool = False
+    move_aside: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def run_directory(recipe: Recipe) -> Path:
+    logger = recipe.runner.logger
+    return Path(logger.log_path) / str(logger.experiment_name)
+
+
+def plan_run(recipe: Recipe) -> RunPlan:
+    """Decide, and write nothing. Raises `CheckpointError` or `ConfigError` where the directory cannot be used."""
+    run_dir = run_directory(recipe)
+    _check_writable(run_dir)
+    runner = recipe.runner
+    if runner.overwrite:
+        return RunPlan(run_dir, move_aside=(run_dir / MANIFEST).exists())
+    if runner.resume_dir not in (None, "auto"):
+        checkpoint = open_checkpoint(str(runner.resume_dir))
+        source = _run_of(checkpoint)
+        if (run_dir / MANIFEST).exists() and source != run_dir.resolve():
+            raise _occupied(run_dir)
+        notes = _check_changes(source, recipe) if source is not None else ()
+        return RunPlan(run_dir, resume_from=checkpoint, notes=notes)
+    if not (run_dir / MANIFEST).exists():
+        return RunPlan(run_dir)
+    if runner.resume_dir is None:
+        raise _occupied(run_dir)
+    notes = _check_changes(run_dir, recipe)
+    checkpoint = CheckpointStore(run_dir / "checkpoints").latest()
+    grown = any(_grown(key, load_config(run_dir), recipe) for key in LARGER)
+    finished = "finished" in read_json(run_dir / MANIFEST) and (run_dir / FINAL).is_dir() and not grown
+    return RunPlan(run_dir, resume_from=checkpoint, finished=finished, notes=notes)
+
+
+def _occupied(run_dir: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{run_dir} already holds a run",
+        where="runner.logger",
+        remedy=(
+            "choose another runner.logger.experiment_name, continue it with runner.resume_dir=auto, or move it aside "
+            "with runner.overwrite=true"
+        ),
+    )
+
+
+def _run_of(checkpoint: Path) -> Path | None:
+    """The run directory that a checkpoint lies in."""
+    candidate = checkpoint.resolve().parent.parent
+    return candidate if (candidate / MANIFEST).exists() else None
+
+
+def _check_writable(run_dir: Path) -> None:
+    existing = run_dir.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise CheckpointError(
+            f"{run_dir} cannot be written: {existing} is {'read-only' if existing.is_dir() else 'not a directory'}",
+            where="runner.logger.log_path",
+            remedy="set runner.logger.log_path to a directory that can be written",
+        )
+
+
+def load_config(run_dir: Path) -> Recipe:
+    """The recipe a run was made with."""
+    if not (run_dir / CONFIG).is_file():
+        raise CheckpointError(
+            f"{run_dir} is not a run directory: it has no {CONFIG}",
+            remedy="give the directory that shardtune train made (runs/<experiment_name>)",
+        )
+    in_memory = read_json(run_dir / MANIFEST).get("in_memory", []) if (run_dir / MANIFEST).exists() else []
+    return load_recipe(run_dir / CONFIG, in_memory=in_memory, files_must_exist=False)
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or key.startswith(free + ".") for free in FREE)
+
+
+def _grown(key: str, old: Recipe, new: Recipe) -> bool:
+    before, now = flatten(old.to_dict())[key], flatten(new.to_dict())[key]
+    return before > 0 and (now > before or now == -1)
+
+
+def _check_changes(run_dir: Path, recipe: Recipe) -> tuple[str, ...]:
+    """Refuse changes that would make the run another one; returns what is worth saying about the others."""
+    old = load_config(run_dir)
+    before, now = flatten(old.to_dict()), flatten(recipe.to_dict())
+    allowed = recipe.runner.allow_changes
+    refused, notes = [], []
+    for key in sorted(before.keys() | now.keys()):
+        was, is_now = before.get(key), now.get(key)
+        if was == is_now or _is_free(key):
+            continue
+        if key in LARGER and _grown(key, old, recipe):
+            notes.append(f"{key}: {was} -> {is_now}; the schedule's horizon moves with it")
+        elif any(key == name or key.startswith(name + ".") for name in allowed):
+            notes.append(f"{key}: {was} -> {is_now} (allowed by runner.allow_changes)")
+        else:
+            refused.append(f"{key}: {was} -> {is_now}")
+    if refused:
+        raise CheckpointError(
+            "the recipe is not the one this run was made with:\n    " + "\n    ".join(refused),
+            where=str(run_dir),
+            remedy=(
+                "choose another runner.logger.experiment_name, or continue all the same with "
+                f"runner.allow_changes=[{','.join(line.split(':')[0] for line in refused)}], or start over with "
+                "runner.overwrite=true"
+            ),
+        )
+    return tuple(notes)
+
+
+def check_same_data(run_dir: Path, files: Sequence[Mapping[str, Any]], allowed: Sequence[str]) -> None:
+    """Refuse to continue on other data than the run was trained on so far.
+
+    Args:
+        run_dir: with the manifest of the run.
+        files: as `data_files` describes the data now.
+        allowed: `runner.allow_changes`.
+    """
+    before = read_json(run_dir / MANIFEST).get("data", {}).get("train")
+    if before is None or list(before) == list(files) or "data.train_data_paths" in allowed:
+        return
+    old = {entry["file"]: entry for entry in before}
+    new = {entry["file"]: entry for entry in files}
+    changed = [
+        f"{file}: {old[file]['rows']:,} rows -> {new[file]['rows']:,} rows, other content"
+        for file in old
+        if file in new and old[file] != new[file]
+    ]
+    changed += [f"{file}: gone" for file in old if file not in new]
+    changed += [f"{file}: new" for file in new if file not in old]
+    raise CheckpointError(
+        "the training data is not what this run was trained on so far:\n    " + "\n    ".join(changed or ["reordered"]),
+        where=str(run_dir / MANIFEST),
+        remedy=(
+            "put the data back, choose another runner.logger.experiment_name, or go on all the same with "
+            "runner.allow_changes=[data.train_data_paths]"
+        ),
+    )
+
+
+class RunLock:
+    """Keeps two runs out of one directory; it ends with the process that holds it, however that ends."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / LOCK
+        self._file: IO[str] | None = None
+
+    def acquire(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self._path, "a+")  # noqa: SIM115 (held as long as the run)
+        until = time.monotonic() + LOCK_WAIT_SECONDS
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError:
+                if time.monotonic() > until:
+                    self.release()
+                    raise CheckpointError(
+                        f"another process is training in {self._path.parent}",
+                        remedy="wait for it, stop it, or choose another runner.logger.experiment_name",
+                    ) from None
+            time.sleep(0.2)
+
+    def release(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def check_unlocked(run_dir: Path) -> None:
+    """Refuse a directory that another run is using; changes nothing."""
+    if (run_dir / LOCK).exists():
+        lock = RunLock(run_dir)
+        lock.acquire()
+        lock.release()
+
+
+def begin_run(plan: RunPlan, recipe: Recipe, manifest: Mapping[str, Any]) -> None:
+    """Make the run directory with its resolved recipe and manifest; an older run moves aside first."""
+    if plan.move_aside:
+        aside = plan.run_dir.with_name(f"{plan.run_dir.name}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+        try:
+            plan.run_dir.rename(aside)
+        except OSError as error:
+            raise ConfigError(f"{plan.run_dir} cannot be moved aside: {error.strerror}", where="runner.overwrite") from error
+    plan.run_dir.mkdir(parents=True, exist_ok=True)
+    write_text(plan.run_dir / CONFIG, recipe.to_yaml())
+    write_json(plan.run_dir / MANIFEST, dict(manifest))
+
+
+def finish_run(run_dir: Path, outcome: Mapping[str, Any]) -> None:
+    """Note in the manifest that the run is complete."""
+    write_json(run_dir / MANIFEST, {**read_json(run_dir / MANIFEST), "finished": dict(outcome)})
+
+
+def environment() -> dict[str, Any]:
+    """Versions of what the numbers depend on, for the manifest and for bug reports."""
+    packages = ("shardtune", "torch", "transformers", "tokenizers", "safetensors", "datasets", "numpy")
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **{name: version(name) for name in packages},
+        "git": _git(),
+    }
+
+
+def _git() -> str | None:
+    """The commit of the working directory, with a mark if it has changes; None outside a repository."""
+    try:
+        describe = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return describe.stdout.strip() if describe.returncode == 0 else None

@@ -1,0 +1,232 @@
+"""Checkpoint folders: atomic, complete or ignored, few, and found by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardtune.checkpoint import durable
+from shardtune.checkpoint.store import CheckpointStore, open_checkpoint, read_state
+from shardtune.errors import CheckpointError
+
+
+def save(store: CheckpointStore, step: int, *, best: bool = False) -> Path:
+    folder = store.begin(step)
+    (folder / "model").mkdir()
+    (folder / "model" / "weights.bin").write_bytes(bytes([step % 256]) * 100)
+    return store.commit(folder, step, {"step": step, "rows": step * 3}, best=best)
+
+
+def entries(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_committed_checkpoint_is_found_with_its_state(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    assert store.latest() is None
+    assert store.steps() == []
+    made = save(store, 10)
+    assert store.latest() == made == store.path(10)
+    assert read_state(made) == {"step": 10, "rows": 30}
+    assert entries(store.folder) == {"global_step_10", "latest"}
+
+
+def test_state_floats_come_back_bitwise(tmp_path: Path) -> None:
+    value = 0.1 + 0.2
+    durable.write_json(tmp_path / "x.json", {"a": [value, 1e-310, float("inf")]})
+    assert durable.read_json(tmp_path / "x.json") == {"a": [value, 1e-310, float("inf")]}
+
+
+def test_retention_keeps_the_last_the_multiples_the_latest_and_the_best(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=2, keep_every=40)
+    for step in range(10, 110, 10):
+        save(store, step, best=step == 30)
+    assert store.steps() == [30, 40, 80, 90, 100]
+    store.mark_best(100)
+    save(store, 110)
+    assert store.steps() == [40, 80, 100, 110]
+    assert store.best() == store.path(100)
+
+
+def test_latest_stays_although_a_later_step_exists(tmp_path: Path) -> None:
+    """A run taken up again at an older checkpoint saves steps below those of the abandoned future."""
+    store = CheckpointStore(tmp_path, keep_last=1)
+    save(store, 50)
+    save(store, 20)
+    assert store.latest() == store.path(20)
+    assert store.steps() == [20, 50]
+
+
+def test_best_is_swapped_and_never_written_in_place(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1, best=True)
+    save(store, 2)
+    before = (tmp_path / "best" / "model" / "weights.bin").read_bytes()
+    assert before == b"\x01" * 100
+    store.mark_best(2)
+    assert store.resolve("best") == store.path(2)
+    assert (store.path(1) / "model" / "weights.bin").read_bytes() == before
+    with pytest.raises(CheckpointError):
+        store.mark_best(3)
+    assert store.resolve("best") == store.path(2)
+
+
+@pytest.mark.parametrize("which", ["latest", "2", 2, "global_step_2", "latest/", "{folder}/global_step_2/", "{folder}"])
+def test_resolve(tmp_path: Path, which: str | int) -> None:
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    save(store, 1)
+    save(store, 2)
+    asked = which.format(folder=store.folder) if isinstance(which, str) else which
+    assert store.resolve(asked) == store.path(2)
+    assert open_checkpoint(f"{tmp_path}/run/") == store.path(2)
+
+
+@pytest.mark.parametrize("which", ["best", "7", "nowhere/at/all", "global_step_9"])
+def test_resolve_lists_what_there_is(tmp_path: Path, which: str) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 3)
+    save(store, 4)
+    with pytest.raises(CheckpointError) as caught:
+        store.resolve(which)
+    assert which in str(caught.value)
+    assert "3, 4" in str(caught.value)
+    assert caught.value.remedy
+
+
+def test_a_truncated_file_makes_a_checkpoint_torn(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    save(store, 2)
+    os.truncate(store.path(2) / "model" / "weights.bin", 60)
+    assert store.steps() == [1]
+    assert store.latest() == store.path(1)
+    with pytest.raises(CheckpointError, match=r"weights\.bin has 60 bytes instead of 100: it is torn"):
+        store.resolve(2)
+    save(store, 3)
+    assert entries(tmp_path) == {"global_step_1", "global_step_3", "latest"}
+
+
+@pytest.mark.parametrize("damage", ["state.json", "model/weights.bin"])
+def test_a_missing_file_makes_a_checkpoint_torn(tmp_path: Path, damage: str) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    (store.path(1) / damage).unlink()
+    assert store.latest() is None
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(tmp_path)
+    assert "complete" in str(caught.value)
+    with pytest.raises(CheckpointError, match=Path(damage).name):
+        open_checkpoint(store.path(1))
+
+
+def test_temporary_folders_are_ignored_and_removed_by_the_next_save(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    CheckpointStore(tmp_path).begin(2)
+    assert store.steps() == [1]
+    save(store, 3)
+    assert entries(tmp_path) == {"global_step_1", "global_step_3", "latest"}
+
+
+def test_two_saves_of_one_store_may_overlap(tmp_path: Path) -> None:
+    """An asynchronous save is still being written while the next begins."""
+    store = CheckpointStore(tmp_path)
+    first = store.begin(1)
+    second = store.begin(2)
+    (first / "a").write_text("1")
+    store.commit(first, 1, {})
+    store.abandon(second)
+    assert store.steps() == [1]
+    assert entries(tmp_path) == {"global_step_1", "latest"}
+
+
+def test_the_same_step_is_replaced(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    folder = store.begin(1)
+    (folder / "new").write_text("new")
+    store.commit(folder, 1, {"again": True})
+    assert read_state(store.path(1)) == {"again": True}
+    assert entries(store.path(1)) == {"new", "state.json"}
+    assert entries(tmp_path) == {"global_step_1", "latest"}
+
+
+def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "not" / "there")
+    with pytest.raises(CheckpointError, match=r"1000 TB needed, .* free"):
+        store.begin(1, needed_bytes=10**15)
+    assert not (tmp_path / "not").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_the_users_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError) as caught:
+        CheckpointStore(tmp_path / "file" / "checkpoints").begin(1)
+    assert str(tmp_path / "file") in str(caught.value)
+
+
+# Commits steps 1 (twice) and 2 over older ones and dies at the n-th change to the file system.
+CRASH = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from shardtune.checkpoint.store import CheckpointStore
+left = int(sys.argv[2])
+def hook(event, args):
+    global left
+    if event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink") or (
+        event == "open" and isinstance(args[1], str) and "w" in args[1]
+    ):
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(hook)
+for step, best in ((1, True), (1, False), (2, True), (3, False)):
+    store = CheckpointStore(sys.argv[1], keep_last=1)
+    folder = store.begin(step)
+    (folder / "data").write_text(str(step) * 50)
+    store.commit(folder, step, {{"step": step}}, best=best)
+    print(step, flush=True)
+"""
+
+
+def test_killed_at_any_change_to_the_disk_a_complete_checkpoint_remains(tmp_path: Path) -> None:
+    script = CRASH.format(root=str(Path(__file__).parents[2]))
+    killed = 0
+    for moment in range(1, 200):
+        folder = tmp_path / str(moment)
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", script, str(folder), str(moment)], capture_output=True, text=True, check=False
+        )
+        committed = len(done.stdout.split())
+        if done.returncode == 0:
+            break
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        killed += 1
+        check_survivor(folder, committed)
+    assert done.returncode == 0
+    assert killed > 30
+
+
+def check_survivor(folder: Path, committed: int) -> None:
+    """After a crash: what was committed is there, whole, and the next save leaves nothing else behind."""
+    steps = [1, 1, 2, 3]
+    store = CheckpointStore(folder, keep_last=1)
+    store.clean()
+    latest = store.latest()
+    if committed:
+        assert latest is not None
+        state = json.loads((latest / "state.json").read_text())
+        assert state["step"] in (steps[committed - 1], steps[min(committed, 3)])
+        assert (latest / "data").read_text() == str(state["step"]) * 50
+        assert store.best() is not None
+    marked = store.best()
+    save(store, 9)
+    expected = {"global_step_9", "latest"} | ({"best", marked.name} if marked is not None else set())
+    assert entries(folder) == expected

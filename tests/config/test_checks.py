@@ -1,0 +1,102 @@
+"""Values that contradict each other, and features to come, are refused before anything starts."""
+
+import pytest
+
+from shardtune.config import KEYS
+from shardtune.config.checks import NOT_YET
+from shardtune.errors import ConfigError
+
+EVAL = "data.eval_data_paths=eval.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["actor.global_batch_size=8", "actor.global_batch_tokens=4096"], "exclude each other"),
+        (["actor.global_batch_size=null"], "how large an optimizer step is"),
+        (["actor.micro_batch_size=null"], "leaves a forward without a limit"),
+        (["actor.max_tokens_per_micro_batch=1024"], "data.max_length (2048 tokens) is more than one forward may hold"),
+        (["actor.optim.min_lr=1e-4"], "is above actor.optim.lr (1e-05)"),
+        (["actor.optim.lr_warmup_steps=5", "actor.optim.lr_warmup_steps_ratio=0.1"], "both say how long"),
+        (["actor.optim.lr_scheduler=constant", "actor.optim.min_lr=1e-6"], "has no effect"),
+        (["actor.optim.decay_ratio=0.2"], "has no effect with actor.optim.lr_scheduler: cosine"),
+        (["runner.max_epochs=-1"], "training would not end"),
+        (["eval.generate=true"], "eval.generate: True needs evaluation data"),
+        (["runner.val_check_interval=10"], "runner.val_check_interval: 10 needs evaluation data"),
+        (["runner.val_check_interval=epoch"], "runner.val_check_interval: 'epoch' needs evaluation data"),
+        (["runner.eval_before_training=true"], "needs evaluation data"),
+        (["runner.early_stop.enabled=true"], "runner.early_stop.enabled: True needs evaluation data"),
+        (["runner.best.monitor=eval/loss"], "runner.best.monitor: 'eval/loss' needs evaluation data"),
+        (["runner.early_stop.enabled=true", EVAL], "needs evaluations during training"),
+        (["data.eval_split=0.1", EVAL], "both say what to evaluate on"),
+    ],
+)
+def test_contradictions(load, overrides, expected):
+    with pytest.raises(ConfigError) as error:
+        load(*overrides)
+    assert expected in str(error.value)
+    assert f"where:  override {overrides[-1]}" in str(error.value) or f"override {overrides[0]}" in str(error.value)
+    assert "remedy: " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["actor.global_batch_tokens=4096"],
+        ["actor.global_batch_size=null", "actor.global_batch_tokens=4096"],
+        ["actor.micro_batch_size=null", "actor.max_tokens_per_micro_batch=2048"],
+        ["actor.optim.lr_scheduler=wsd", "actor.optim.decay_ratio=1.0", "actor.optim.min_lr=1e-5"],
+        ["runner.max_epochs=-1", "runner.max_steps=10"],
+        ["eval.generate=true", "data.eval_split=0.1"],
+        ["runner.early_stop.enabled=true", "runner.val_check_interval=epoch", EVAL],
+        ["runner.best.monitor=eval/math/loss", "data.eval_data_paths={math: a.jsonl}"],
+        ["runner.best.monitor=train/loss"],
+        ["actor.model.freeze=['embed','layers\\.0\\.']"],
+        ["actor.model.model_type=my_registered_model"],
+        ["actor.parallel.data_shard=2", "runner.nproc_per_node=2"],
+    ],
+)
+def test_what_fits_together_passes(load, overrides):
+    assert load(*overrides).to_dict()
+
+
+def test_several_contradictions_come_together(load):
+    with pytest.raises(ConfigError) as error:
+        load("eval.generate=true", "runner.max_epochs=-1", "actor.optim.min_lr=1", "actor.model.is_lora=true")
+    assert str(error.value).startswith("4 mistakes")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "actor.model.is_lora=true",
+        "actor.model.lora.r=8",
+        "actor.model.lora.target_modules=[q_proj]",
+        "actor.model.lora.adapter_path=org/adapter",
+        "actor.model.model_type=vision_language",
+        "actor.model.model_type=vision_language_action",
+        "actor.training_backend=ddp",
+        "actor.training_backend=fsdp1",
+        "actor.parallel.data_replicate=2",
+        "actor.parallel.tensor=2",
+        "actor.parallel.sequence=2",
+        "actor.parallel.expert=2",
+        "actor.fsdp_config.cpu_offload=true",
+        "runner.launcher=ray",
+        "runner.num_workers=4",
+    ],
+)
+def test_features_to_come_are_refused_not_ignored(load, override):
+    key, _, _ = override.partition("=")
+    if key not in {item.key for item in NOT_YET}:
+        pytest.skip(f"{key} is supported by now")
+    with pytest.raises(ConfigError, match="is not supported in this version") as error:
+        load(override)
+    assert str(error.value).startswith(f"{key}: ")
+    assert f"where:  override {override}" in str(error.value)
+
+
+def test_the_table_of_features_to_come_names_keys_whose_default_is_allowed():
+    for item in NOT_YET:
+        field = KEYS[item.key].field
+        assert not item.refuses(field.get_default(call_default_factory=True, validated_data={})), item.key

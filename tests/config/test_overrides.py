@@ -1,0 +1,207 @@
+"""Words on the command line: Hydra's grammar, config groups, HALOs' names."""
+
+import pytest
+
+from shardtune.config import load_recipe
+from shardtune.config.overrides import GROUPS, options
+from shardtune.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "expected"),
+    [
+        ("actor.optim.lr=3e-5", "actor.optim.lr", 3e-5),
+        ("+actor.optim.lr=3e-5", "actor.optim.lr", 3e-5),
+        ("++actor.optim.lr=1", "actor.optim.lr", 1.0),
+        ("actor.optim.clip_grad=null", "actor.optim.clip_grad", None),
+        ("runner.save_interval=epoch", "runner.save_interval", "epoch"),
+        ("runner.overwrite=true", "runner.overwrite", True),
+        ("runner.best={mode: max}", "runner.best.mode", "max"),
+        (
+            "runner.allow_changes=[actor.optim.lr,data.max_length]",
+            "runner.allow_changes",
+            ["actor.optim.lr", "data.max_length"],
+        ),
+        ("runner.logger.experiment_name='007'", "runner.logger.experiment_name", "007"),
+        ("actor.optim.args.momentum=0.9", "actor.optim.args", {"momentum": 0.9}),
+        ("+actor.model.options.a.b=[1,{c: x}]", "actor.model.options", {"a": {"b": [1, {"c": "x"}]}}),
+        ("actor.fsdp_config.reduce='every micro-batch'", "actor.fsdp_config.reduce", "every"),
+        (r'eval.answer_pattern="#### (-?[0-9]+)"', "eval.answer_pattern", "#### (-?[0-9]+)"),
+        ("data.system_prompt=", None, None),
+        ("lr=3e-5", "actor.optim.lr", 3e-5),
+        ("n_epochs=3", "runner.max_epochs", 3),
+        ("exp_name=mine", "runner.logger.experiment_name", "mine"),
+        ("++cache_dir=/models", "runner.logger.log_path", "/models"),
+        ("datasets=[org/name]", "data.train_data_paths", ["org/name"]),
+        ("model.name_or_path=org/other", "actor.model.model_path", "org/other"),
+        ("++model.batch_size=64", "actor.global_batch_size", 64),
+        ("++model.use_peft=false", "actor.model.is_lora", False),
+        ("++model.peft.lora_r=16", "actor.model.lora.r", 16),
+        ("++model.peft.lora_alpha=32", "actor.model.lora.alpha", 32),
+        ("++model.peft.lora_dropout=0", "actor.model.lora.dropout", 0),
+        ("wandb.enabled=true", "runner.logger.logger_backends", ["jsonl", "tensorboard", "wandb"]),
+        ("++wandb.enabled=false", "runner.logger.logger_backends", ["jsonl", "tensorboard"]),
+    ],
+)
+def test_an_override_sets_its_key(load, override, key, expected):
+    if key is None:
+        with pytest.raises(ConfigError, match="system_prompt"):
+            load(override)
+        return
+    recipe = load(override)
+    value = recipe.as_dict_config()
+    for part in key.split("."):
+        value = value[part]
+    assert value == expected
+    assert recipe.where(key) == f"override {override}" or key == "data.train_data_paths" or "args" in key
+
+
+def test_overrides_win_over_the_recipe_and_later_ones_over_earlier(load_text):
+    text = """
+actor: {model: {model_path: m/m}, optim: {lr: 1e-4, args: {momentum: 0.9, nesterov: true}}}
+data: {train_data_paths: {path: a.jsonl, weight: 2}}
+"""
+    recipe = load_text(
+        text,
+        "actor.optim.lr=2e-4",
+        "actor.optim.lr=3e-4",
+        "actor.optim.args={momentum: 0.5}",
+        "data.train_data_paths={path: b.jsonl}",
+    )
+    assert recipe.actor.optim.lr == 3e-4
+    assert recipe.actor.optim.args == {"momentum": 0.5, "nesterov": True}
+    assert recipe.data.train_data_paths.weight == 1.0  # a source is replaced whole
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("actor.lr=1", "did you mean actor.optim.lr?"),
+        ("actor.optim.learning_rate=1", "did you mean actor.optim.lr?"),
+        ("runer.seed=1", "did you mean runner?"),
+        ("model.foo=1", "unknown key model"),
+        ("actor.optim.lr=abc", "actor.optim.lr: 'abc' is not allowed"),
+        ("actor.optim.lr.x=1", "actor.optim.lr: {'x': 1} is not allowed"),
+        ("actor=3", "actor is a section, not 3"),
+        ("~actor.optim.lr", "deletes a key"),
+        ("actor.optim.lr=1,2", "gives several values"),
+        ("actor.optim.lr=range(1,3)", "gives several values"),
+        ("actor.optim.lr@x=1", "names a package"),
+        ("actor.optim.lr", "is not an override"),
+        ("actor.optim.lr==1", "cannot be read"),
+        ("data.system_prompt=be (brief", "cannot be read"),
+        ("wandb.enabled=maybe", "wandb.enabled: 'maybe' is not allowed"),
+        ("lr=abc", "actor.optim.lr: 'abc' is not allowed"),
+        ("model=lama", "did you mean llama?"),
+        ("loss=dpo", "the config group loss has no 'dpo'"),
+        ("model=[llama,qwen]", "the config group model has no ['llama', 'qwen']"),
+        ("datasets=[ultrachatt]", "did you mean ultrachat?"),
+    ],
+)
+def test_a_wrong_override_is_quoted(load, override, expected):
+    with pytest.raises(ConfigError) as error:
+        load(override)
+    assert expected in str(error.value)
+    assert override in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ours"),
+    [
+        (["lr=1e-5", "actor.optim.lr=1e-5"], "actor.optim.lr"),
+        (["runner.max_epochs=2", "n_epochs=2"], "runner.max_epochs"),
+        (["datasets=[a.jsonl]", "data.train_data_paths=b.jsonl"], "data.train_data_paths"),
+        (["wandb.enabled=true", "runner.logger.logger_backends=[jsonl]"], "runner.logger.logger_backends"),
+    ],
+)
+def test_both_names_of_a_key_are_an_error(load, overrides, ours):
+    with pytest.raises(ConfigError, match="two names of") as error:
+        load(*overrides)
+    assert ours in str(error.value)
+    assert all(override in str(error.value) for override in overrides)
+
+
+def test_the_wandb_switch_works_on_the_recipes_own_backends(load_text):
+    text = (
+        "runner: {logger: {logger_backends: [%s]}}\nactor: {model: {model_path: m/m}}\ndata: {train_data_paths: a.json}"
+    )
+    on = load_text(text % "jsonl", "wandb.enabled=true")
+    off = load_text(text % "wandb, jsonl", "wandb.enabled=false")
+    assert on.runner.logger.logger_backends == ["jsonl", "wandb"]
+    assert off.runner.logger.logger_backends == ["jsonl"]
+
+
+HALOS_SFT = [
+    "loss=sft",
+    "model=llama",
+    "datasets=[ultrachat]",
+    "exp_name=llama3-8B-sft",
+    "++cache_dir=/models",
+    "++model.name_or_path=meta-llama/Meta-Llama-3-8B",
+]
+
+
+def test_the_sft_command_of_halos_runs_without_a_recipe():
+    recipe = load_recipe(None, HALOS_SFT)
+    assert recipe.runner.task_type == "sft"
+    assert recipe.actor.model.model_path == "meta-llama/Meta-Llama-3-8B"
+    assert recipe.runner.logger.log_path == "/models"
+    assert recipe.runner.logger.experiment_name == "llama3-8B-sft"
+    (source,) = recipe.data.train_data_paths
+    assert (source.path, source.split) == ("HuggingFaceH4/ultrachat_200k", "train_sft")
+
+
+def test_the_lora_command_of_halos_is_understood_and_says_what_is_missing():
+    words = [*HALOS_SFT, "++model.use_peft=true", "++model.peft.lora_r=64", "++model.peft.lora_alpha=256"]
+    with pytest.raises(ConfigError) as error:
+        load_recipe(None, words)
+    for key in ("actor.model.is_lora: True", "actor.model.lora.r: 64", "actor.model.lora.alpha: 256"):
+        assert f"{key}" in str(error.value)
+    assert "unknown key" not in str(error.value)
+
+
+def test_groups_name_the_run_and_go_over_the_recipe(load):
+    assert load_recipe(None, ["loss=sft", "model=qwen", "datasets=[gsm8k]"]).runner.logger.experiment_name == "sft-qwen"
+    recipe = load("model=mistral", "datasets=[gsm8k,./mine,alpaca,{path: x.jsonl, weight: 2}]")
+    assert recipe.runner.logger.experiment_name == "recipe"
+    assert recipe.actor.model.model_path == "mistralai/Mistral-7B-Instruct-v0.3"
+    gsm8k, mine, alpaca, entry = recipe.data.train_data_paths
+    assert (gsm8k.path, gsm8k.name) == ("openai/gsm8k", "main")
+    assert mine.startswith("/")
+    assert mine.endswith("/mine")
+    assert (alpaca.path, entry.weight) == ("tatsu-lab/alpaca", 2)
+
+
+@pytest.mark.parametrize("group", ["loss", "model"])
+def test_every_choice_of_a_group_is_a_valid_recipe(load, group):
+    assert options(group)
+    for option in options(group):
+        assert load(f"{group}={option}").where("actor.model.model_path" if group == "model" else "runner.task_type")
+
+
+def test_every_data_set_of_the_group_is_a_valid_source(load):
+    names = options("datasets")
+    sources = load(f"datasets=[{','.join(names)}]").data.train_data_paths
+    assert [source.path for source in sources] == [
+        load(f"datasets={name}").data.train_data_paths[0].path for name in names
+    ]
+    assert all(source.path.count("/") == 1 for source in sources)
+
+
+def test_without_recipe_and_groups_there_is_nothing_to_run():
+    with pytest.raises(ConfigError, match="there is no recipe"):
+        load_recipe(None, ["actor.optim.lr=1"])
+    with pytest.raises(ConfigError, match=r"data\.train_data_paths is required"):
+        load_recipe(None, ["model=llama"])
+
+
+def test_a_hydra_application_that_calls_us_keeps_its_own_state(load, tmp_path):
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    (tmp_path / "theirs.yaml").write_text("a: 1\n")
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        assert load("model=llama").actor.model.model_path.startswith("meta-llama/")
+        assert compose("theirs") == {"a": 1}
+    assert not GlobalHydra.instance().is_initialized()
+    assert load(*(f"{group}={options(group)[0]}" for group in GROUPS)).runner.task_type == "sft"
