@@ -28,7 +28,9 @@ app.add_typer(data_app, name="data")
 
 RecipeArgument = Annotated[
     list[str] | None,
-    typer.Argument(metavar="RECIPE.yaml [key=value …]", help="A recipe, then keys of it to override (Hydra's grammar)."),
+    typer.Argument(
+        metavar="RECIPE.yaml [key=value …]", help="A recipe, then keys of it to override (Hydra's grammar)."
+    ),
 ]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, as shardtune train makes it.")]
 Checkpoint = Annotated[str, typer.Option(help="final | latest | best | a step | a checkpoint's path")]
@@ -77,7 +79,9 @@ def evaluate(
 @app.command()
 def generate(
     run: RunArgument,
-    prompt: Annotated[list[str] | None, typer.Option(help="A user's turn to answer; may be given several times.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A user's turn to answer; may be given several times.")
+    ] = None,
     file: Annotated[
         Path | None, typer.Option(help="A JSONL file of rows: {prompt}, {question} or {messages}, answered in order.")
     ] = None,
@@ -177,7 +181,7 @@ def env() -> None:
 def main() -> None:
     """Run the command line; exit with 0, 1, 2 (the user's to mend) or 75 (stopped after saving)."""
     try:
-        app(standalone_mode=False)
+        app()
     except SystemExit:
         raise
     except BaseException as error:
@@ -186,15 +190,7 @@ def main() -> None:
 
 def _end(error: BaseException) -> NoReturn:
     """Say what went wrong, once, and leave with the exit code that tells which kind it is."""
-    import click
-
     rank = int(os.environ.get("RANK", "0"))
-    if isinstance(error, click.exceptions.Exit):
-        sys.exit(error.exit_code)
-    if isinstance(error, (click.ClickException, click.Abort)):
-        if isinstance(error, click.ClickException):
-            error.show()
-        sys.exit(2 if isinstance(error, click.ClickException) else 130)
     if isinstance(error, KeyboardInterrupt):
         sys.exit(130)
     launched = "SHARDTUNE_REPORT_DIR" in os.environ

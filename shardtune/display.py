@@ -185,7 +185,6 @@ class Display:
         before: Mapping[str, float],
         after: Mapping[str, float],
         samples: Sequence[Mapping[str, Any]],
-        recipe_command: str,
     ) -> None:
         final = run_dir / "final"
         self.console.print()

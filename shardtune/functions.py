@@ -40,7 +40,9 @@ def load_function(spec: str, where: str) -> Callable[..., Any]:
     function = vars(module).get(name)
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ConfigError(f"{file} has no function {name!r}", where=where, remedy=f"it has {', '.join(known) or 'none'}")
+        raise ConfigError(
+            f"{file} has no function {name!r}", where=where, remedy=f"it has {', '.join(known) or 'none'}"
+        )
     return function
 
 

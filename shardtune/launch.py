@@ -137,7 +137,9 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
     while True:
         codes = [rank.poll() for rank in ranks]
         if first is None:
-            first = next((rank for rank, code in enumerate(codes) if code not in (None, 0, Interrupted.exit_code)), None)
+            first = next(
+                (rank for rank, code in enumerate(codes) if code not in (None, 0, Interrupted.exit_code)), None
+            )
             if first is not None:
                 failed_at = time.monotonic()
         if all(code is not None for code in codes):

@@ -111,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total, correct
 
     @staticmethod
-    def backward(ctx, grad_total, _):
+    def backward(ctx, grad_total, _):  # pyright: ignore[reportIncompatibleMethodOverride]
         grads = [
             None if grad is None else grad.mul_(grad_total.to(grad.dtype)).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)

@@ -97,7 +97,7 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimConfig)
         for (rate, decay), members in groups.items()
     ]
     try:
-        return kind(settings, lr=config.lr, **arguments)
+        return kind(settings, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"torch.optim.{config.name} refuses its arguments: {error}", where="actor.optim") from error
 

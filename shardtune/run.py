@@ -403,9 +403,7 @@ class Run:
             [encoder.prompt(messages) for messages in conversations], sampling or Sampling()
         )
 
-    def export(
-        self, to: str | Path, *, checkpoint: str = "final", dtype: str = "auto", check: bool = True
-    ) -> Path:
+    def export(self, to: str | Path, *, checkpoint: str = "final", dtype: str = "auto", check: bool = True) -> Path:
         """Write a checkpoint as a Hugging Face directory, then load it in a fresh process and compare its logits.
 
         Raises:
@@ -413,7 +411,9 @@ class Run:
         """
         target = Path(to).expanduser().absolute()
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise CheckpointError(f"{target} is not empty", where="--to", remedy="name a directory that is not there yet")
+            raise CheckpointError(
+                f"{target} is not empty", where="--to", remedy="name a directory that is not there yet"
+            )
         target.parent.mkdir(parents=True, exist_ok=True)
         worker = self.worker(checkpoint, *NO_EVALUATION)
         temporary = target.with_name(f".{target.name}.tmp-{uuid.uuid4().hex[:8]}")

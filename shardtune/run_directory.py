@@ -259,7 +259,9 @@ def begin_run(plan: RunPlan, recipe: Recipe, manifest: Mapping[str, Any]) -> Non
         try:
             plan.run_dir.rename(aside)
         except OSError as error:
-            raise ConfigError(f"{plan.run_dir} cannot be moved aside: {error.strerror}", where="runner.overwrite") from error
+            raise ConfigError(
+                f"{plan.run_dir} cannot be moved aside: {error.strerror}", where="runner.overwrite"
+            ) from error
     plan.run_dir.mkdir(parents=True, exist_ok=True)
     write_text(plan.run_dir / CONFIG, recipe.to_yaml())
     write_json(plan.run_dir / MANIFEST, dict(manifest))

@@ -173,6 +173,7 @@ class SFTWorker(FSDPSftWorker):
         return self.model(batch.to(self.device))
 
     def get_eval_model_output(self, batch: Batch) -> Mapping[str, Metric]:
+        assert isinstance(self.model, AdapterRoot)
         result = self.model.evaluate(batch.to(self.device))
         return {
             **{name: Metric(float(term.total), term.weight) for name, term in result.losses.items()},
@@ -233,6 +234,7 @@ class SFTWorker(FSDPSftWorker):
         self.samples = []
         for index, answer, verdict in zip(indices, answers, verdicts, strict=True):
             sample = rows.row(index)
+            assert sample.prompt_ids is not None
             self.samples.append(
                 {
                     "row": rows.locate(index),

@@ -59,7 +59,7 @@ class WeightsAndBiases:
 
     def __init__(self, run_dir: Path, project: str, name: str, config: Mapping[str, Any], resumed: bool) -> None:
         try:
-            import wandb
+            import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ConfigError(
                 "runner.logger.logger_backends names wandb, which is not installed",

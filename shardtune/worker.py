@@ -143,8 +143,8 @@ class FSDPSftWorker(ABC):
 
     def release(self) -> None:
         """Let go of model, optimizer and loaders; the worker is of no more use."""
-        for name in ("model", "weights", "optimizer", "loader", "_data_iter", "eval_loaders"):
-            self.__dict__.pop(name, None)
+        for name in {"model", "weights", "optimizer", "loader", "_data_iter", "eval_loaders"} & vars(self).keys():
+            delattr(self, name)
 
     def prove(self) -> None:
         """Prove what the task relies on, once the weights are there; by default nothing."""
@@ -182,7 +182,7 @@ class FSDPSftWorker(ABC):
                 raise ConfigError(
                     "a model in memory trains on one rank", remedy="save it and give its directory as model_path"
                 )
-            model.to(device=self.device)
+            nn.Module.to(model, device=self.device)
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(dtype)
         elif config.from_scratch:
@@ -419,7 +419,9 @@ class FSDPSftWorker(ABC):
 
     def _background_group(self) -> dist.ProcessGroup | None:
         if self.ranks.mesh is not None and self._async_group is None:
-            self._async_group = dist.new_group(backend="gloo")
+            group = dist.new_group(backend="gloo")
+            assert isinstance(group, dist.ProcessGroup)
+            self._async_group = group
         return self._async_group
 
     def load_checkpoint(self, path: str | Path) -> int:

@@ -27,7 +27,8 @@ def probe_ids(vocabulary: int) -> torch.Tensor:
 def logits_of(directory: Path) -> torch.Tensor:
     """The logits of a directory's model on the probe, by transformers alone."""
     model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
-    return model(input_ids=probe_ids(model.config.get_text_config().vocab_size), use_cache=False).logits
+    rows = next(model.get_input_embeddings().parameters()).shape[0]
+    return model(input_ids=probe_ids(rows), use_cache=False).logits
 
 
 @torch.no_grad()
@@ -56,7 +57,7 @@ def check_reload(model: PreTrainedModel, directory: Path) -> float:
     for parameter in model.parameters():  # buffers keep their dtype, as they do in from_pretrained
         parameter.data = parameter.data.to(fresh.dtype)
     model.set_attn_implementation("eager")
-    own = model(input_ids=probe_ids(model.config.get_text_config().vocab_size), use_cache=False).logits
+    own = model(input_ids=probe_ids(fresh.shape[-1]), use_cache=False).logits
     difference = float((own.double() - fresh.double()).abs().max())
     if not difference <= TOLERANCE * max(1.0, float(fresh.abs().max())):
         raise CheckpointError(

@@ -85,7 +85,9 @@ class ChatEncoder:
         }
         return hashlib.blake2b(json.dumps(options).encode(), digest_size=20).hexdigest()
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]] | None = None) -> np.ndarray:
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]] | None = None
+    ) -> np.ndarray:
         """int32 [length]: a conversation that the assistant is to go on, up to where its turn begins."""
         if self.template is None:
             raise missing_template("data.chat_template")

@@ -82,9 +82,9 @@ class BatchMaker:
     def micro_batches(self, rows: np.ndarray) -> tuple[Batch, ...]:
         """This rank's micro-batches of a step of `rows`, fillers included."""
         lengths = np.asarray(self._data.lengths[rows])
-        hands = deal(
-            lengths, self._num_ranks, max_rows=self._limits.max_rows, max_tokens=self._limits.max_tokens
-        )[self._rank]
+        hands = deal(lengths, self._num_ranks, max_rows=self._limits.max_rows, max_tokens=self._limits.max_tokens)[
+            self._rank
+        ]
         return tuple(self._pack(rows[hand]) for hand in hands)
 
     def _pack(self, rows: np.ndarray) -> Batch:

@@ -12,9 +12,7 @@ from shardtune.batch import Batch, Sample
 from shardtune.errors import ConfigError
 
 
-def deal(
-    lengths: np.ndarray, num_ranks: int, *, max_rows: int | None, max_tokens: int | None
-) -> list[list[list[int]]]:
+def deal(lengths: np.ndarray, num_ranks: int, *, max_rows: int | None, max_tokens: int | None) -> list[list[list[int]]]:
     """Deal a step's rows to (rank, micro-batch), longest first, each to the bin with the fewest tokens.
 
     Every rank gets the same number of micro-batches, the smallest for which both limits hold; a bin may stay empty.

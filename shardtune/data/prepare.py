@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -138,20 +137,19 @@ class WeighedRows:
 
     def __init__(self, rows: TokenDataset, terms: Mapping[str, float | None]) -> None:
         self._rows = rows
-        self._terms = dict(terms)
+        stored = rows.term_weights
+        self._weights = {
+            name: stored[name] if value is None else np.broadcast_to(np.float64(value), len(rows))
+            for name, value in terms.items()
+        }
 
-    @cached_property
+    @property
     def lengths(self) -> np.ndarray:
         return self._rows.lengths
 
-    @cached_property
+    @property
     def term_weights(self) -> Mapping[str, np.ndarray]:
-        stored = self._rows.term_weights
-        constant = {name: value for name, value in self._terms.items() if value is not None}
-        return {
-            name: np.broadcast_to(np.float64(constant[name]), len(self._rows)) if name in constant else stored[name]
-            for name in self._terms
-        }
+        return self._weights
 
     def row(self, index: int) -> Sample:
         return self._rows.row(index)

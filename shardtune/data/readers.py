@@ -5,7 +5,6 @@ from __future__ import annotations
 import bz2
 import csv
 import gzip
-import importlib
 import io
 import json
 import lzma
@@ -125,19 +124,13 @@ def _open(path: Path) -> Any:
         case ".xz":
             return lzma.open(path, "rb")
         case ".zst":
-            return _zstandard(path).open(path, "rb")
+            return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))
     return path.open("rb")
 
 
-def _zstandard(path: Path) -> Any:
-    try:
-        return importlib.import_module("zstandard")
-    except ImportError as error:
-        raise DataError(
-            "reading .zst files needs the package zstandard, which is not installed",
-            where=str(path),
-            remedy="pip install zstandard, or decompress the file",
-        ) from error
+def _content(path: Path) -> bytes:
+    with _open(path) as file:
+        return file.read()
 
 
 def _read_jsonl(path: Path) -> Iterator[Chunk]:
@@ -183,8 +176,7 @@ def _excerpt(text: str, place: int) -> str:
 
 def _read_json(path: Path) -> Iterator[Chunk]:
     """A list of objects, `{"data": [...]}`, or JSON lines under the name `.json`."""
-    with _open(path) as file:
-        text = file.read().decode("utf-8-sig")
+    text = _content(path).decode("utf-8-sig")
     start = _skip_space(text, 0)
     if text.startswith("[", start):
         yield from _list_chunks(text, start, path)
@@ -238,7 +230,7 @@ def _skip_space(text: str, place: int) -> int:
 
 def _read_parquet(path: Path) -> Iterator[Chunk]:
     compressed = path.suffix.lower() in COMPRESSIONS
-    source = io.BytesIO(_open(path).read()) if compressed else path
+    source = io.BytesIO(_content(path)) if compressed else path
     with pq.ParquetFile(source) as file:
         yield from _table_chunks(file.iter_batches(batch_size=_CHUNK_ROWS), file.metadata.num_rows)
 
@@ -246,17 +238,17 @@ def _read_parquet(path: Path) -> Iterator[Chunk]:
 def _read_arrow(path: Path) -> Iterator[Chunk]:
     """Arrow IPC as a stream (what `datasets` writes) or as a file."""
     if path.suffix.lower() in COMPRESSIONS:
-        source: Any = pa.BufferReader(_open(path).read())
+        source: Any = pa.BufferReader(_content(path))
     else:
         source = pa.memory_map(str(path))
     with source:
         try:
-            reader: Any = pa.ipc.open_stream(source)
+            batches: Any = pa.ipc.open_stream(source)
         except pa.ArrowInvalid:
             source.seek(0)
-            reader = pa.ipc.open_file(source)
-            reader = (reader.get_batch(index) for index in range(reader.num_record_batches))
-        yield from _table_chunks(reader, None)
+            file = pa.ipc.open_file(source)
+            batches = (file.get_batch(index) for index in range(file.num_record_batches))
+        yield from _table_chunks(batches, None)
 
 
 def _table_chunks(batches: Any, total: int | None) -> Iterator[Chunk]:

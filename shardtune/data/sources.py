@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import glob
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel
@@ -19,7 +21,6 @@ from shardtune.data.formats import FORMATS_BY_NAME, read_example, recognise, ren
 from shardtune.data.readers import SUPPORTED, kind_of, read_rows
 from shardtune.data.storage import cache_root, print_line, spool_rows
 from shardtune.errors import DataError
-from shardtune.functions import load_function
 
 Purpose = Literal["train", "eval"]
 ENTRY_KEYS = ("path", "name", "weight", "max_samples", "columns", "format", "split")
@@ -131,10 +132,36 @@ def named_sets(spec: Any) -> dict[str, Any]:
 
 
 def load_transform(spec: str) -> Transform:
-    """The function that `data.transform` names as `file.py:function`."""
-    function = load_function(spec, f"data.transform: {spec}")
-    digest = blake2b(Path(spec.rpartition(":")[0]).read_bytes(), digest_size=20).hexdigest()
+    """The function that `data.transform` names as `file.py:function`, from the very bytes whose hash is the key.
+
+    Imported anew whenever the file has changed, so that a notebook never mixes an old function with a new key.
+    """
+    path, _, name = spec.rpartition(":")
+    where = f"data.transform: {spec}"
+    try:
+        code = Path(path).read_bytes()
+    except OSError as error:
+        remedy = "write file.py:function; relative paths are relative to the recipe's directory"
+        raise DataError(f"{path or spec!r} cannot be read: {error.strerror}", where=where, remedy=remedy) from error
+    digest = blake2b(code, digest_size=20).hexdigest()
+    function: Any = vars(_import_code(code, path, f"shardtune_transform_{digest}", where)).get(name)
+    if not callable(function):
+        raise DataError(f"{path} has no function {name!r}", where=where)
     return Transform(spec, function, digest)
+
+
+def _import_code(code: bytes, path: str, name: str, where: str) -> ModuleType:
+    if name in sys.modules:
+        return sys.modules[name]
+    module = ModuleType(name)
+    module.__file__ = path
+    sys.modules[name] = module  # so that what is defined in it can be found by name
+    try:
+        exec(compile(code, path, "exec"), vars(module))
+    except Exception as error:
+        del sys.modules[name]
+        raise DataError(f"importing {path} raised {type(error).__name__}: {error}", where=where) from error
+    return module
 
 
 # -- what the recipe may name --------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ _MARK = "\ue0f5\ue0f6"
 # A template that prints today's date would render the same row differently tomorrow.
 _FROZEN_DATE = datetime(2025, 1, 1)
 _SHORT = 24  # content shorter than this may stand in the rendering by chance
+_OPENING = 5  # that many characters of a turn's opening are enough to know it again
 _REASONING = re.compile(r"</?think>")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _DATE_CALL = re.compile(r"strftime_now\(\s*(\"[^\"]*\"|'[^']*')\s*\)")
@@ -285,9 +286,7 @@ class ChatTemplate:
         stop = len(text) - len(rest)
         if not mark or not text.startswith(head) or not text.endswith(rest) or stop < len(head):
             raise self._unstable(index)
-        start = len(head)
-        if before is not None and text.startswith(before) and len(before) <= start:
-            start = len(before)
+        start = _start_of_turn(head, before) if before is not None else len(head)
         if not rest.lstrip().startswith(self.end_of_turn):
             raise self._unstable(index)
         return Span(index, start, text.index(self.end_of_turn, stop) + len(self.end_of_turn))
@@ -350,6 +349,17 @@ class ChatTemplate:
         for call in message.get("tool_calls") or ():
             if call["function"]["name"] not in turn:
                 raise RowError(f"message {span.message + 1}: the chat template does not render tool calls")
+
+
+def _start_of_turn(head: str, before: str) -> int:
+    """Where the turn begins in `head`, which goes up to its own words; `before` is how such a turn is opened."""
+    if head.startswith(before):
+        return len(before)
+    # Blanks that the opening does not end in belong to the turn, as in Mistral's "[/INST] answer".
+    bare, opening = head.rstrip(), before.rstrip()
+    if bare.endswith(opening[-_OPENING:]) and head[len(bare) :].startswith(before[len(opening) :]):
+        return len(bare) + len(before) - len(opening)
+    return len(head)
 
 
 def _freeze_dates(text: str) -> str:

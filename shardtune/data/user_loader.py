@@ -229,4 +229,3 @@ def _tokens(batch: Any) -> int:
         if isinstance(ids, torch.Tensor):
             return ids.numel()
     return int(targets_of(batch, False))
-

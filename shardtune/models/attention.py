@@ -54,7 +54,9 @@ def document_attention(
         ([1, tokens, heads, value_dim], None).
     """
     if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None:
-        raise ValueError(f"{DOCUMENTS} needs document boundaries and no mask: the model did not hand them to its layers")
+        raise ValueError(
+            f"{DOCUMENTS} needs document boundaries and no mask: the model did not hand them to its layers"
+        )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     plain = softcap is None and s_aux is None

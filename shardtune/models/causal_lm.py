@@ -63,13 +63,15 @@ class CausalLM(Adapter):
         self._transform = _declared_transform(config)
         self._through_own_head = False
         text = config.get_text_config().to_dict()
-        self._balance_factor = float(text.get("router_aux_loss_coef") or 0.0) if text.get("output_router_logits") else 0.0
+        self._balance_factor = (
+            float(text.get("router_aux_loss_coef") or 0.0) if text.get("output_router_logits") else 0.0
+        )
         self._experts_per_token = int(text.get("num_experts_per_tok") or 0)
 
     def build(self) -> PreTrainedModel:
         model = self._model if self._model is not None else self._from_config()
         takes = inspect.signature(model.base_model.forward).parameters
-        self._own_attention = model.config._attn_implementation
+        self._own_attention = model.config._attn_implementation or "eager"
         self.packs = "position_ids" in takes and any(p.kind is p.VAR_KEYWORD for p in takes.values())
         self._attention = self._own_attention
         if self._asked == "auto":
@@ -107,7 +109,7 @@ class CausalLM(Adapter):
                 remedy="check the model directory's config.json and actor.model.attn_implementation",
             ) from error
 
-    def one_row_per_forward(self, model: PreTrainedModel) -> None:
+    def one_row_per_forward(self, model: nn.Module) -> None:
         """Give up packing: from now on each forward holds one row, under the model's own attention."""
         self.packs, self._attention = False, self._own_attention
         _set_attention(model, self._attention)
@@ -129,7 +131,7 @@ class CausalLM(Adapter):
         return self._measure(model, batch, count_correct=True)
 
     def _measure(self, model: nn.Module, batch: Batch, *, count_correct: bool) -> Evaluation:
-        arguments = (batch.targets, batch.target_weights)
+        model, arguments = _hf(model), (batch.targets, batch.target_weights)
         if self._through_own_head:
             outputs = self._call(model, batch, logits_to_keep=batch.target_positions)
             total, correct = head_cross_entropy(
@@ -138,7 +140,7 @@ class CausalLM(Adapter):
         else:
             outputs = self._call(model.base_model, batch)
             hidden = outputs[0][0].index_select(0, batch.target_positions)
-            head = model.get_output_embeddings()
+            head = _head(model)
             if type(head) is nn.Linear:
                 total, correct = linear_cross_entropy(
                     hidden, head.weight, *arguments, bias=head.bias, transform=self._transform,
@@ -173,10 +175,11 @@ class CausalLM(Adapter):
         return module(input_ids=batch.input_ids[None], use_cache=False, **further)
 
     def logits(self, model: nn.Module, batch: Batch, positions: torch.Tensor) -> torch.Tensor:
+        model = _hf(model)
         if self._through_own_head:
             return self._call(model, batch, logits_to_keep=positions).logits[0]
         hidden = self._call(model.base_model, batch)[0][0]
-        return self._transform(model.get_output_embeddings()(hidden.index_select(0, positions)))
+        return self._transform(_head(model)(hidden.index_select(0, positions)))
 
     def reference_logits(self, model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         with _attention(model, "eager"):
@@ -187,8 +190,10 @@ class CausalLM(Adapter):
     def generate(
         self, model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, arguments: Mapping[str, object]
     ) -> torch.Tensor:
+        model = _hf(model)
         with _attention(model, self._own_attention), torch.compiler.set_stance("force_eager"):
-            return model.generate(input_ids=input_ids, attention_mask=attention_mask, **arguments)
+            generate: Any = model.generate
+            return generate(input_ids=input_ids, attention_mask=attention_mask, **arguments)
 
 
 def declared_units(model: nn.Module, wrap: list[str] | None = None) -> list[nn.Module]:
@@ -211,6 +216,19 @@ def declared_units(model: nn.Module, wrap: list[str] | None = None) -> list[nn.M
     return list(max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()))) if stacks else []
 
 
+def _hf(model: nn.Module) -> PreTrainedModel:
+    """What this adapter built, as the type that it is."""
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _head(model: PreTrainedModel) -> nn.Module:
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ModelError(f"{type(model).__name__} has no language-model head", where="actor.model.model_path")
+    return head
+
+
 def _same(logits: torch.Tensor) -> torch.Tensor:
     return logits
 
@@ -224,16 +242,14 @@ def _declared_transform(config: PreTrainedConfig) -> LogitTransform:
 
 
 def _set_attention(model: nn.Module, name: str) -> None:
-    assert isinstance(model, PreTrainedModel)
-    if model.config._attn_implementation != name:
-        model.set_attn_implementation(name)
+    if _hf(model).config._attn_implementation != name:
+        _hf(model).set_attn_implementation(name)
 
 
 @contextmanager
 def _attention(model: nn.Module, name: str) -> Iterator[None]:
     """Another attention implementation for a while."""
-    assert isinstance(model, PreTrainedModel)
-    before = model.config._attn_implementation
+    before = _hf(model).config._attn_implementation or "eager"
     _set_attention(model, name)
     try:
         yield

@@ -68,7 +68,9 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
         )
 
 
-def causal_lm(config: ModelConfig, *, wrap: list[str] | None = None, overrides: Mapping[str, Any] | None = None) -> CausalLM:
+def causal_lm(
+    config: ModelConfig, *, wrap: list[str] | None = None, overrides: Mapping[str, Any] | None = None
+) -> CausalLM:
     """The adapter of a recipe's causal language model."""
     if config.model_type not in MODEL_TYPES:
         raise ConfigError(
@@ -86,7 +88,9 @@ def causal_lm(config: ModelConfig, *, wrap: list[str] | None = None, overrides: 
     )
 
 
-def get_model(cfg: ModelConfig | Mapping[str, Any], override_config_kwargs: Mapping[str, Any] | None = None) -> nn.Module:
+def get_model(
+    cfg: ModelConfig | Mapping[str, Any], override_config_kwargs: Mapping[str, Any] | None = None
+) -> nn.Module:
     """The model of `actor.model`, its parameters on the meta device; its own forward takes `labels` and returns a loss.
 
     Args:

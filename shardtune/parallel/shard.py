@@ -81,9 +81,7 @@ class Weights:
         self._root = root
         self._ranks = ranks
         self._reduce_each = reduce_each
-        self._buffers = {
-            name: buffer for name, buffer in model.named_buffers() if name in _persistent_names(model)
-        }
+        self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in _persistent_names(model)}
         compute, master = COMPUTE_DTYPE[precision], MASTER_DTYPE[precision]
         self._computed = dict(model.named_parameters())
         self.parameters: dict[str, nn.Parameter] = self._computed

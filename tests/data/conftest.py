@@ -12,12 +12,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-SPECIAL = """<pad> <s> </s> <|im_start|> <|im_end|> <|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>
+_SPECIAL = """<pad> <s> </s> <|im_start|> <|im_end|> <|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>
 <|eom_id|> <|python_tag|> [INST] [/INST] [TOOL_CALLS] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS]
 [/TOOL_RESULTS] <bos> <eos> <start_of_turn> <end_of_turn> <|user|> <|assistant|> <|system|> <|end|> <|endoftext|>
 <|tool_call|> <|/tool_call|> <|tool_response|> <|tool|> <|/tool|> <｜begin▁of▁sentence｜> <｜end▁of▁sentence｜>
 <｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜>
-<｜tool▁sep｜> <｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> <｜tool▁output▁begin｜> <｜tool▁output▁end｜>""".split()
+<｜tool▁sep｜> <｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> <｜tool▁output▁begin｜> <｜tool▁output▁end｜>"""
 CORPUS = [
     "Hi there Hello! What is two and two? It is 4. Weather in Oslo? It is 3 degrees. Be brief.",
     '{"name": "get_weather", "arguments": {"city": "Oslo"}} assistant\n user\n system\n tool\n\n {"temp": 3}',
@@ -41,7 +41,7 @@ def backend() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        vocab_size=400, special_tokens=_SPECIAL.split(), initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS * 20, trainer)
     return tokenizer

@@ -202,7 +202,8 @@ class TestUnstableTemplates:
 {%- for message in messages %}
 {%- if message.role == 'assistant' %}{%- set parts = message.content.split('</think>') %}
 {{- '<|im_start|>assistant\\n' }}
-{%- if loop.last %}{{- '<think>' + (parts[0].split('<think>')[-1] if parts | length > 1 else '') + '</think>' }}{% endif %}
+{%- set thought = parts[0].split('<think>')[-1] if parts | length > 1 else '' %}
+{%- if loop.last %}{{- '<think>' + thought + '</think>' }}{% endif %}
 {{- parts[-1] + '<|im_end|>\\n' }}
 {%- else %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endif %}
 {%- endfor %}
@@ -232,7 +233,7 @@ class TestUnstableTemplates:
     def test_what_cannot_be_told_apart_is_an_error(self, make_tokenizer):
         tokenizer = make_tokenizer(eos_token="</s>")
         # The number of turns stands in front, and answers are written twice.
-        template = "{{ messages | length }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ m.content }}</s>{% endfor %}"
+        template = "{{ messages | length }}{% for m in messages %}<|{{ m.role }}|>{{ m.content * 2 }}</s>{% endfor %}"
         with pytest.raises(RowError, match=r"message 2: .*put \{% generation %\}"):
             ChatEncoder(tokenizer, template).encode({"messages": MULTI})
 
