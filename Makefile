@@ -1,7 +1,7 @@
 # The commands of this project. `make help` lists them.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n auto --maxprocesses 4
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,9 +19,10 @@ help: ## list these targets
 
 venv: $(INSTALLED) ## make .venv and install shardtune with the pinned versions of constraints.txt
 
+# A .venv that works is used again; one whose Python is gone is made anew.
 $(INSTALLED): constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'shardtune needs Python 3.11 or newer: make PYTHON=/path/to/python3.11'; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
@@ -37,14 +38,15 @@ quickstart: $(DATA) $(MODEL) ## teach a small model arithmetic on this machine: 
 clean-quickstart: ## forget the quickstart's data, model and run
 	rm -rf $(QUICKSTART)/work runs/quickstart
 
+# One thread each: several processes with all cores each would only wait for one another. No test needs the network.
 test: $(INSTALLED) ## run the tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(INSTALLED) ## check style and types
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m pyright
 
 format: $(INSTALLED) ## put the sources into the project's format
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .

@@ -54,7 +54,18 @@ class CheckpointError(ShardtuneError):
     """A checkpoint or run directory cannot be read, written or continued."""
 
 
-class Interrupted(Exception):
-    """The run was stopped by SIGTERM or SIGINT after it had saved; the same command continues it."""
+class Interrupted(BaseException):
+    """The run was stopped by SIGTERM or SIGINT and has saved what there was to save; the same command continues it.
+
+    Like `KeyboardInterrupt` it is no `Exception`: it may arise anywhere, and no `except Exception` is meant for it.
+
+    Args:
+        message: for the user.
+        together: all ranks stopped at the same place, so that they can end in order.
+    """
 
     exit_code = 75
+
+    def __init__(self, message: str, *, together: bool = False) -> None:
+        super().__init__(message)
+        self.together = together

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import numpy as np
 import torch
 
 from shardtune.batch import Batch, Metric
+from shardtune.config import RunnerConfig
 from shardtune.data.loader import BatchMaker
+from shardtune.errors import ConfigError
 from shardtune.parallel.mesh import Ranks
 
 BLOCK_MICRO_BATCHES = 16
@@ -59,3 +61,21 @@ def summarize(sums: dict[str, Metric], token_term: str = "ce") -> dict[str, floa
         metrics["perplexity"] = math.exp(min(terms[token_term], 700.0))
     metrics["token_accuracy"] = sums["token_accuracy"].mean
     return metrics
+
+
+def check_monitors(config: RunnerConfig, known: Collection[str] | None) -> None:
+    """Refuse to watch a metric that no evaluation gives.
+
+    Args:
+        config: says what early stopping and the best checkpoint watch.
+        known: the names that evaluations give; None where that shows only in the first one.
+    """
+    watched = {"best": config.best.monitor, "early_stop": config.early_stop.monitor if config.early_stop.enabled else None}
+    for section, monitor in watched.items():
+        if monitor is None or known is None or monitor in known:
+            continue
+        remedy = f"use one of {', '.join(sorted(known))}" if known else "give data.eval_data_paths or data.eval_split"
+        if monitor.rpartition("/")[2] in ("eval_accuracy", "unparsed"):
+            remedy += "; answers are counted with eval.generate: true"
+        key = f"runner.{section}.monitor"
+        raise ConfigError(f"{key}: no evaluation of this run gives {monitor!r}", where=key, remedy=remedy)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +17,8 @@ from shardtune.errors import ConfigError
 
 def import_file(path: Path, where: str) -> ModuleType:
     """Import a file under a name of its own, once per process."""
-    name = f"shardtune_user_{path.stem}_{abs(hash(str(path.resolve())))}"
+    digest = blake2b(str(path.resolve()).encode(), digest_size=8).hexdigest()  # the same in every process
+    name = f"shardtune_user_{path.stem}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
     if not path.is_file():
@@ -27,10 +30,22 @@ def import_file(path: Path, where: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}", where=where) from error
+        raise ConfigError(
+            f"{path} cannot be imported: {type(error).__name__}: {error}",
+            where=f"{where}: {path}{_line_in(path, error)}",
+            remedy=f"python {path} shows the whole error",
+        ) from error
     return module
+
+
+def _line_in(path: Path, error: BaseException) -> str:
+    """`:12`, the last line of a file that an error came through; "" where it did not."""
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return f":{error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f":{lines[-1]}" if lines else ""
 
 
 def load_function(spec: str, where: str) -> Callable[..., Any]:
@@ -41,7 +56,9 @@ def load_function(spec: str, where: str) -> Callable[..., Any]:
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ConfigError(
-            f"{file} has no function {name!r}", where=where, remedy=f"it has {', '.join(known) or 'none'}"
+            f"{file} has no function {name!r}",
+            where=f"{where}: {spec}",
+            remedy=f"its functions are: {', '.join(known)}" if known else "write it into that file",
         )
     return function
 
@@ -54,9 +71,9 @@ def import_plugins(plugins: Sequence[str]) -> None:
             continue
         try:
             importlib.import_module(plugin)
-        except ImportError as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(
-                f"the plugin {plugin!r} cannot be imported: {error}",
+                f"the plugin {plugin!r} cannot be imported: {type(error).__name__}: {error}",
                 where="plugins",
                 remedy="give a file (my_worker.py, relative to the recipe) or an importable module",
             ) from error

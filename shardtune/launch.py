@@ -8,6 +8,7 @@ everything is as under torchrun.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -16,22 +17,41 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardtune.errors import Interrupted, ParallelError, ShardtuneError
+from shardtune.interrupt import LAUNCHER_PID, StopSignal, listening
 
 REPORT_DIR = "SHARDTUNE_REPORT_DIR"
 """Where a rank leaves the error it ends with, for its launcher to show."""
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 5.0
-"""How long ranks may take to notice that another one failed before they are killed."""
+"""How long ranks may take to notice that another one ended before they are killed."""
+LOST_PEER = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "gloo/transport",
+    "remote process exited",
+    "connection was likely closed",
+    "failed to recv, got 0 bytes",
+)
+"""What torch's backends say when the process at the other end is gone."""
 
 
 class RankFailed(Exception):
     """A rank ended with an error; the message is the first one's, with its rank."""
 
     exit_code = 1
+
+
+class ReportedError(ShardtuneError):
+    """A mistake in the user's input that a rank found."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,28 +62,33 @@ class RankReport:
         rank: which one.
         time: when, in seconds since the epoch.
         user_error: whether it is the user's to mend.
+        consequence: whether it only says that another rank is gone.
         message: what is shown.
     """
 
     rank: int
     time: float
     user_error: bool
+    consequence: bool
     message: str
 
 
-def write_report(rank: int, error: BaseException, traceback_text: str) -> None:
+def lost_a_peer(error: BaseException) -> bool:
+    """Whether an error only says that another rank ended before its time."""
+    text = str(error).lower()
+    return not isinstance(error, ShardtuneError) and any(sign in text for sign in LOST_PEER)
+
+
+def write_report(rank: int, error: BaseException, message: str) -> None:
     """Leave an error for the launcher, where there is one."""
     folder = os.environ.get(REPORT_DIR)
     if folder is None:
         return
-    mine = isinstance(error, ShardtuneError)
-    report = {
-        "rank": rank,
-        "time": time.time(),
-        "user_error": mine,
-        "message": str(error) if mine else traceback_text,
-    }
-    Path(folder, f"rank_{rank}.json").write_text(json.dumps(report))
+    report = RankReport(rank, time.time(), isinstance(error, ShardtuneError), lost_a_peer(error), message)
+    file = Path(folder, f"rank_{rank}.json")
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(asdict(report)))
+    partial.replace(file)
 
 
 def free_port(wanted: int | None) -> int:
@@ -90,27 +115,18 @@ def run_ranks(arguments: Sequence[str], num_ranks: int, *, master_port: int | No
         RankFailed: a rank failed otherwise; the others have been ended.
     """
     port = free_port(master_port)
-    with tempfile.TemporaryDirectory(prefix="shardtune-ranks-") as folder:
-        ranks = [_start(arguments, rank, num_ranks, port, folder) for rank in range(num_ranks)]
-        previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-
-        def forward(number: int, frame: object) -> None:
-            for rank in ranks:
-                if rank.poll() is None:
-                    rank.send_signal(signal.SIGTERM)
-
-        for number in previous:
-            signal.signal(number, forward)
+    with listening() as stop, tempfile.TemporaryDirectory(prefix="shardtune-ranks-") as folder, stop.deferred():
+        ranks: list[subprocess.Popen[bytes]] = []
         try:
-            first = _watch(ranks)
+            for rank in range(num_ranks):
+                ranks.append(_start(arguments, rank, num_ranks, port, folder))
+            codes = _watch(ranks, stop)
         finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
             for rank in ranks:
                 if rank.poll() is None:
                     rank.kill()
                 rank.wait()
-        _raise_outcome([rank.returncode for rank in ranks], first, _reports(Path(folder)))
+        _raise_outcome(codes, _reports(Path(folder)), told=stop.asked)
 
 
 def _start(arguments: Sequence[str], rank: int, num_ranks: int, port: int, folder: str) -> subprocess.Popen[bytes]:
@@ -125,27 +141,29 @@ def _start(arguments: Sequence[str], rank: int, num_ranks: int, port: int, folde
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         REPORT_DIR: folder,
+        LAUNCHER_PID: str(os.getpid()),
     }
     # A process group of their own: Ctrl-C reaches this process alone, which passes it on once.
     return subprocess.Popen([sys.executable, "-m", "shardtune", *arguments], env=environment, start_new_session=True)
 
 
-def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Wait until all have ended; returns the first rank that failed. The others then have a few seconds to end themselves."""
-    failed_at: float | None = None
-    first: int | None = None
+def _watch(ranks: Sequence[subprocess.Popen[bytes]], stop: StopSignal) -> list[int | None]:
+    """Wait until all have ended, or some moments after the first that did not end well.
+
+    Returns:
+        The exit codes of those that ended by themselves.
+    """
+    until, told = math.inf, False
     while True:
+        if stop.asked and not told:
+            told = True
+            for rank in ranks:
+                rank.send_signal(signal.SIGTERM)
         codes = [rank.poll() for rank in ranks]
-        if first is None:
-            first = next(
-                (rank for rank, code in enumerate(codes) if code not in (None, 0, Interrupted.exit_code)), None
-            )
-            if first is not None:
-                failed_at = time.monotonic()
-        if all(code is not None for code in codes):
-            return first
-        if failed_at is not None and time.monotonic() - failed_at > GRACE_SECONDS:
-            return first
+        if until == math.inf and any(codes):
+            until = time.monotonic() + GRACE_SECONDS
+        if None not in codes or time.monotonic() > until:
+            return codes
         time.sleep(POLL_SECONDS)
 
 
@@ -154,27 +172,32 @@ def _reports(folder: Path) -> list[RankReport]:
     return sorted(found, key=lambda report: report.time)
 
 
-def _raise_outcome(codes: Sequence[int], first: int | None, reports: Sequence[RankReport]) -> None:
-    """Turn exit codes and reports into the one error that the user sees."""
-    if first is None:
-        if any(code == Interrupted.exit_code for code in codes):
-            raise Interrupted("stopped after saving; the same command continues")
-        return
-    if codes[first] < 0:  # ended by a signal: what the others report is only the consequence
-        name = signal.Signals(-codes[first]).name
-        hint = " (out of memory?)" if name == "SIGKILL" else ""
-        raise RankFailed(f"rank {first} was ended by {name}{hint}; the other ranks have been ended")
-    if not reports:
-        raise RankFailed(f"rank {first} ended with exit code {codes[first]}; the other ranks have been ended")
-    report = next((report for report in reports if report.user_error), reports[0])
-    if report.user_error:
-        raise ReportedError(report.message, report.rank)
-    raise RankFailed(f"rank {report.rank} failed:\n{report.message}")
+def _raise_outcome(codes: Sequence[int | None], reports: Sequence[RankReport], *, told: bool) -> None:
+    """Turn exit codes and reports into the one error that the user sees: the first, not what followed from it.
 
-
-class ReportedError(ShardtuneError):
-    """A mistake in the user's input that a rank found."""
-
-    def __init__(self, message: str, rank: int) -> None:
-        super().__init__(message)
-        self.rank = rank
+    Args:
+        codes: of each rank; None for one that had to be killed.
+        reports: in order of time.
+        told: whether the ranks were asked to stop.
+    """
+    causes = [report for report in reports if not report.consequence]
+    mistake = next((report for report in causes if report.user_error), None)
+    if mistake is not None:
+        raise ReportedError(mistake.message, mistake.rank)
+    # An abort may follow from the error of another rank; SIGTERM before a rank could listen is a stop like any other.
+    followed = {-signal.SIGABRT} if causes else set()
+    stopped = {Interrupted.exit_code, -signal.SIGTERM} if told else {Interrupted.exit_code}
+    for rank, code in enumerate(codes):
+        if code is not None and code < 0 and code not in followed | stopped:
+            name = signal.Signals(-code).name
+            hint = " (out of memory?)" if name == "SIGKILL" else ""
+            raise RankFailed(f"rank {rank} was ended by {name}{hint}; the other ranks have been ended")
+    if causes:
+        raise RankFailed(f"rank {causes[0].rank} failed:\n{causes[0].message}")
+    if stopped & set(codes):
+        raise Interrupted("stopped; all that was trained is saved, the same command continues", together=True)
+    if reports:
+        raise RankFailed(f"rank {reports[0].rank} failed:\n{reports[0].message}")
+    failed = next((rank for rank, code in enumerate(codes) if code), None)
+    if failed is not None:
+        raise RankFailed(f"rank {failed} ended with exit code {codes[failed]}; the other ranks have been ended")

@@ -30,10 +30,11 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and key not in ("Optimizer", *REFUSED)
     }
     if name in REFUSED:
-        raise ConfigError(f"actor.optim.name = {name} cannot be used: {REFUSED[name]}", remedy="use AdamW")
+        raise ConfigError(f"actor.optim.name = {name} cannot be used: {REFUSED[name]}", where="actor.optim.name", remedy="use AdamW")
     if name not in known:
         raise ConfigError(
             f"actor.optim.name = {name} is not an optimizer of torch.optim",
+            where="actor.optim.name",
             remedy=f"use one of {', '.join(sorted(known))}",
         )
     return known[name]
@@ -52,7 +53,8 @@ def _arguments(kind: type[torch.optim.Optimizer], config: OptimConfig) -> dict[s
     for key, value in config.args.items():
         if key not in accepted:
             raise ConfigError(
-                f"actor.optim.args.{key} is not an argument of torch.optim.{kind.__name__}",
+                f"actor.optim.args.{key} = {value!r}: torch.optim.{kind.__name__} has no such argument",
+                where="actor.optim.args",
                 remedy=f"it takes {', '.join(sorted(accepted))}",
             )
         values[key] = tuple(value) if isinstance(value, list) else value
@@ -81,6 +83,7 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimConfig)
         if not any(re.search(group.pattern, name) for name in parameters):
             raise ConfigError(
                 f"actor.optim.groups: the pattern {group.pattern!r} matches no trainable parameter",
+                where="actor.optim.groups",
                 remedy=f"names look like {', '.join(list(parameters)[:3])}",
             )
     groups: dict[tuple[float, float], list[tuple[str, nn.Parameter]]] = {}
@@ -99,7 +102,11 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimConfig)
     try:
         return kind(settings, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"torch.optim.{config.name} refuses its arguments: {error}", where="actor.optim") from error
+        raise ConfigError(
+            f"torch.optim.{config.name} refuses its arguments: {error}",
+            where=f"actor.optim.args = {config.args}",
+            remedy=f"the documentation of torch.optim.{config.name} says what each may be",
+        ) from error
 
 
 def rate_factor(step: int, total_steps: int, config: OptimConfig) -> float:

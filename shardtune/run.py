@@ -28,9 +28,8 @@ from shardtune.errors import CheckpointError, ConfigError
 from shardtune.functions import import_plugins
 from shardtune.generate import Sampling
 from shardtune.interrupt import StopSignal, end_with_parent
-from shardtune.launch import run_ranks
-from shardtune.models.registry import load_config as load_model_config
-from shardtune.parallel.mesh import leave_ranks
+from shardtune.launch import free_port, run_ranks
+from shardtune.parallel.mesh import choose_device, leave_ranks
 from shardtune.parallel.shard import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.run_directory import (
     FINAL,
@@ -40,6 +39,7 @@ from shardtune.run_directory import (
     begin_run,
     check_same_data,
     check_unlocked,
+    check_writable,
     environment,
     finish_run,
     load_config,
@@ -120,8 +120,10 @@ def _launch(recipe: Recipe, plan: RunPlan, objects: Objects, display: Display) -
             where=f"runner.nproc_per_node = {recipe.runner.nproc_per_node}",
             remedy="save them and name them in the recipe, or set runner.nproc_per_node: 1",
         )
-    load_model_config(recipe.actor.model)
+    free_port(recipe.runner.master_port)
+    choose_device(recipe.runner.device, recipe.runner.nproc_per_node - 1)
     worker = SFTWorker(recipe, say=display.say)
+    worker.check()
     if plan.resume_from is not None:
         check_same_data(plan.run_dir, worker.prepared.files(), recipe.runner.allow_changes)
     del worker
@@ -173,10 +175,11 @@ def _train_rank(recipe: Recipe, objects: Objects) -> Run:
                 return Run(plan.run_dir)
             if plan.resume_from is not None:
                 check_same_data(plan.run_dir, worker.prepared.files(), recipe.runner.allow_changes)
-            lock = _begin(recipe, objects, plan, worker)
             runner = SFTRunner(
                 recipe, worker, run_dir=plan.run_dir, observer=display, stop=stop, resume_from=plan.resume_from
             )
+            runner.prepare()
+            lock = _begin(recipe, objects, plan, worker)
             worker.samples_dir = plan.run_dir / "samples"
             runner.on_start = lambda: _show_start(display, plan, worker)
             runner.run()
@@ -372,6 +375,7 @@ class Run:
         if not path.is_dir():
             raise CheckpointError(
                 f"{self.dir} has no {FINAL}/ yet",
+                where="--checkpoint final",
                 remedy="finish the run, or take a checkpoint of it: --checkpoint latest",
             )
         worker = SFTWorker(_from_directory(recipe, path), eval_data=eval_data, training=False, say=_silent)
@@ -382,7 +386,7 @@ class Run:
         """The evaluation metrics of a checkpoint, measured now."""
         worker = self.worker(checkpoint, *overrides, eval_data=eval_data)
         if not worker.eval_loaders:
-            raise ConfigError("there is nothing to evaluate on", remedy="set data.eval_data_paths")
+            raise _nothing_to_evaluate()
         return worker.run_eval()
 
     def generate(
@@ -411,11 +415,11 @@ class Run:
         """
         target = Path(to).expanduser().absolute()
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise CheckpointError(
-                f"{target} is not empty", where="--to", remedy="name a directory that is not there yet"
-            )
-        target.parent.mkdir(parents=True, exist_ok=True)
+            what = "is not empty" if target.is_dir() else "is a file"
+            raise CheckpointError(f"{target} {what}", where="--to", remedy="name a directory that is not there yet")
+        check_writable(target, "--to")
         worker = self.worker(checkpoint, *NO_EVALUATION)
+        target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f".{target.name}.tmp-{uuid.uuid4().hex[:8]}")
         try:
             worker.export(temporary, dtype)
@@ -455,10 +459,18 @@ def evaluate(target: str | Path, *overrides: str, checkpoint: str = "final") -> 
         worker.setup_evaluation()
     try:
         if not worker.eval_loaders:
-            raise ConfigError("there is nothing to evaluate on", remedy="set data.eval_data_paths or data.eval_split")
+            raise _nothing_to_evaluate()
         return worker.run_eval()
     finally:
         leave_ranks(worker.ranks)
+
+
+def _nothing_to_evaluate() -> ConfigError:
+    return ConfigError(
+        "there is nothing to evaluate on: data.eval_data_paths is null",
+        where="data.eval_data_paths",
+        remedy="set data.eval_data_paths or data.eval_split",
+    )
 
 
 EVERYTHING = ("actor.model.model_path", "data.train_data_paths", "data.eval_data_paths")

@@ -84,7 +84,7 @@ def run_directory(recipe: Recipe) -> Path:
 def plan_run(recipe: Recipe) -> RunPlan:
     """Decide, and write nothing. Raises `CheckpointError` or `ConfigError` where the directory cannot be used."""
     run_dir = run_directory(recipe)
-    _check_writable(run_dir)
+    check_writable(run_dir, "runner.logger.log_path")
     runner = recipe.runner
     if runner.overwrite:
         return RunPlan(run_dir, move_aside=(run_dir / MANIFEST).exists())
@@ -123,15 +123,21 @@ def _run_of(checkpoint: Path) -> Path | None:
     return candidate if (candidate / MANIFEST).exists() else None
 
 
-def _check_writable(run_dir: Path) -> None:
-    existing = run_dir.absolute()
+def check_writable(folder: Path, key: str) -> None:
+    """Refuse a folder, there or yet to be made, that cannot be written.
+
+    Args:
+        folder: where files are going to be written.
+        key: what named it.
+    """
+    existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise CheckpointError(
-            f"{run_dir} cannot be written: {existing} is {'read-only' if existing.is_dir() else 'not a directory'}",
-            where="runner.logger.log_path",
-            remedy="set runner.logger.log_path to a directory that can be written",
+            f"{folder} cannot be written: {existing} is {'read-only' if existing.is_dir() else 'not a directory'}",
+            where=key,
+            remedy=f"set {key} to a directory that can be written",
         )
 
 
@@ -140,6 +146,7 @@ def load_config(run_dir: Path) -> Recipe:
     if not (run_dir / CONFIG).is_file():
         raise CheckpointError(
             f"{run_dir} is not a run directory: it has no {CONFIG}",
+            where=str(run_dir),
             remedy="give the directory that shardtune train made (runs/<experiment_name>)",
         )
     in_memory = read_json(run_dir / MANIFEST).get("in_memory", []) if (run_dir / MANIFEST).exists() else []
@@ -234,6 +241,7 @@ class RunLock:
                     self.release()
                     raise CheckpointError(
                         f"another process is training in {self._path.parent}",
+                        where=str(self._path),
                         remedy="wait for it, stop it, or choose another runner.logger.experiment_name",
                     ) from None
             time.sleep(0.2)
@@ -260,7 +268,9 @@ def begin_run(plan: RunPlan, recipe: Recipe, manifest: Mapping[str, Any]) -> Non
             plan.run_dir.rename(aside)
         except OSError as error:
             raise ConfigError(
-                f"{plan.run_dir} cannot be moved aside: {error.strerror}", where="runner.overwrite"
+                f"{plan.run_dir} cannot be moved aside: {error.strerror}",
+                where="runner.overwrite",
+                remedy="give write permission to the directory around it, or choose another experiment_name",
             ) from error
     plan.run_dir.mkdir(parents=True, exist_ok=True)
     write_text(plan.run_dir / CONFIG, recipe.to_yaml())

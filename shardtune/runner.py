@@ -6,17 +6,21 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 from omegaconf import DictConfig
 
+from shardtune.checkpoint.durable import require_space
 from shardtune.checkpoint.sharded import PendingSave
 from shardtune.checkpoint.store import CheckpointStore, read_state
 from shardtune.config import Recipe, load_recipe
-from shardtune.errors import ConfigError, Interrupted
+from shardtune.errors import Interrupted
+from shardtune.evaluate import check_monitors
 from shardtune.interrupt import StopSignal
 from shardtune.track import Tracker, open_tracker
 from shardtune.worker import FSDPSftWorker
+
+T = TypeVar("T")
 
 
 class Observer(Protocol):
@@ -126,12 +130,25 @@ class SFTRunner:
         self._line: dict[str, float] = {}
         self._tracker = Tracker([])
         self.on_start: Callable[[], None] = lambda: None  # called once all is built, before the first step
+        self._prepared = False
+        self._resumed_at: int | None = None
+
+    def prepare(self) -> None:
+        """Build all that training needs, and find what is wrong with it; nothing is written yet. `run` begins with it."""
+        if self._prepared:
+            return
+        self._actor.setup()
+        check_monitors(self._recipe.runner, self._actor.evaluation_metrics())
+        needed = self._actor.checkpoint_bytes()
+        self._on_main(lambda: require_space(self.run_dir, needed))
+        self._resumed_at = self._resume()
+        self._prepared = True
 
     def run(self) -> dict[str, float]:
         """Train to the end; returns the metrics of the last evaluation. Raises `Interrupted` once a signal's checkpoint is written."""
         actor, runner = self._actor, self._recipe.runner
-        actor.setup()
-        resumed_at = self._resume()
+        self.prepare()
+        resumed_at = self._resumed_at
         total = actor.total_steps()
         if self._ranks.is_main:
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -230,12 +247,7 @@ class SFTRunner:
         """Evaluate all sets into the step's line; returns whether the watched metric is the best so far."""
         step = self._actor.step
         metrics = self._actor.run_eval()
-        for watch in (self._early, self._best):
-            if watch is not None and watch.monitor not in metrics:
-                raise ConfigError(
-                    f"the monitor {watch.monitor!r} is not a metric of this run",
-                    remedy=f"use one of {', '.join(sorted(metrics))}",
-                )
+        check_monitors(self._recipe.runner, metrics)
         if self._early is not None:
             self._early.update(metrics[self._early.monitor], step)
         self._evaluated_at, self._last_eval = step, metrics
@@ -273,9 +285,9 @@ class SFTRunner:
         path = self._on_main(lambda: self._store.commit(temporary, step, state, best=best))
         self._observer.saved(step, path)
 
-    def _on_main(self, action: Callable[[], Path]) -> Path:
+    def _on_main(self, action: Callable[[], T]) -> T:
         """Do something on rank 0; its result, or its error, is every rank's."""
-        outcome: Path | Exception = Path()
+        outcome: T | Exception | None = None
         if self._ranks.is_main:
             try:
                 outcome = action()
@@ -284,7 +296,7 @@ class SFTRunner:
         outcome = self._ranks.broadcast(outcome)
         if isinstance(outcome, Exception):
             raise outcome
-        return outcome
+        return cast(T, outcome)
 
     def _state(self) -> dict[str, Any]:
         return {

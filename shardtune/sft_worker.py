@@ -16,22 +16,23 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.batch import Batch, LossSum, Metric
-from shardtune.checkpoint.huggingface import save_pretrained
+from shardtune.checkpoint.huggingface import check_weights, save_pretrained
 from shardtune.config import Recipe, load_recipe
 from shardtune.data.dataset import TokenDataset
 from shardtune.data.loader import BatchMaker, Limits, StepLoader
 from shardtune.data.order import DataOrder, OrderSource
 from shardtune.data.prepare import PreparedData, WeighedRows, prepare_data
-from shardtune.errors import ConfigError
-from shardtune.evaluate import BLOCK_MICRO_BATCHES, evaluation_batches, sum_evaluation, summarize
+from shardtune.errors import ConfigError, ModelError
+from shardtune.evaluate import BLOCK_MICRO_BATCHES, check_monitors, evaluation_batches, sum_evaluation, summarize
 from shardtune.functions import load_function
 from shardtune.generate import Generator, Matcher, Sampling
 from shardtune.models.adapter import AdapterRoot
 from shardtune.models.causal_lm import TOKENS, CausalLM
 from shardtune.models.probe import probe_packing
-from shardtune.models.registry import causal_lm, check_vocabulary, load_tokenizer
+from shardtune.models.registry import causal_lm, check_vocabulary, load_tokenizer, model_directory, no_model_path
+from shardtune.optim import build_optimizer
 from shardtune.parallel.shard import COMPUTE_DTYPE
-from shardtune.worker import FSDPSftWorker
+from shardtune.worker import FSDPSftWorker, freeze
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 GENERATION_ROWS = 64
@@ -82,11 +83,6 @@ class SFTWorker(FSDPSftWorker):
     ) -> None:
         recipe = cfg if isinstance(cfg, Recipe) else load_recipe(cfg)
         config = recipe.actor.model
-        if tokenizer is None:
-            source = recipe.actor.tokenizer.tokenizer_model or config.model_path
-            if source is None:
-                raise ConfigError("actor.model.model_path is not set", remedy="give the model's directory or Hub name")
-            tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
         self.adapter: CausalLM = (
             causal_lm(config, wrap=recipe.actor.fsdp_config.wrap)
             if model is None
@@ -99,17 +95,63 @@ class SFTWorker(FSDPSftWorker):
                 model=model,
             )
         )
+        if tokenizer is None:
+            source = recipe.actor.tokenizer.tokenizer_model or config.model_path
+            if source is None:
+                raise no_model_path()
+            tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
         check_vocabulary(tokenizer, self.adapter.config)
+        self._matcher = _matcher(recipe)
         self.prepared: PreparedData = prepared or prepare_data(
             recipe, tokenizer, train_data=train_data, eval_data=eval_data, training=training, say=say
         )
+        self._check_lengths()
         super().__init__(recipe)
         self.tokenizer = tokenizer
         self.say = say
         self.notes: list[str] = []
         self.samples: list[dict[str, Any]] = []
         self.samples_dir: Path | None = None
-        self._matcher = _matcher(recipe)
+
+    def _check_lengths(self) -> None:
+        """Refuse rows of more tokens than the model has positions for."""
+        text = self.adapter.config.get_text_config()
+        own_name = text.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+        positions = text.to_dict().get(own_name)
+        for rows in (self.prepared.train, *self.prepared.evals.values()):
+            if rows is None or not isinstance(positions, int):
+                continue
+            longest = int(rows.lengths.argmax())
+            if rows.lengths[longest] > positions:
+                raise ModelError(
+                    f"a row has {int(rows.lengths[longest]):,} tokens, the model takes {positions:,} "
+                    f"({own_name})",
+                    where=rows.locate(longest),
+                    remedy=f"lower data.max_length to {positions}",
+                )
+
+    def check(self) -> None:
+        """Find what is wrong with model, weights, optimizer and monitors; builds nothing that takes memory.
+
+        For a process that starts ranks: what they would find one after the other is known before.
+        """
+        config = self.recipe.actor.model
+        model = self.adapter.build()
+        freeze(model, config.freeze)
+        self.adapter.shard_units(model)
+        if not config.from_scratch:
+            assert config.model_path is not None
+            check_weights(model, model_directory(config.model_path))
+        trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        build_optimizer(trainable, self.recipe.actor.optim)
+        check_monitors(self.recipe.runner, self.evaluation_metrics())
+
+    def evaluation_metrics(self) -> list[str]:
+        terms = self.adapter.terms()
+        names = ["loss", "perplexity", "token_accuracy", *(f"loss/{term}" for term in terms if len(terms) > 1)]
+        if self.recipe.eval.generate:
+            names += ["eval_accuracy", "unparsed"]
+        return [f"eval/{name}/{key}" if name else f"eval/{key}" for name in self.prepared.evals for key in names]
 
     def model_provider_func(self) -> nn.Module:
         return AdapterRoot(self.adapter, self.adapter.build())
@@ -142,7 +184,7 @@ class SFTWorker(FSDPSftWorker):
         rows = self.prepared.train
         actor, data = self.recipe.actor, self.recipe.data
         if rows is None:
-            raise ConfigError("this worker was made to evaluate: it has no training rows")
+            raise ConfigError("this worker was made to evaluate: it has no training rows", where="training=False")
         order = DataOrder(
             [OrderSource(span.name, span.start, span.stop, span.weight) for span in rows.sources],
             seed=self.recipe.runner.seed,

@@ -28,7 +28,7 @@ from shardtune.data.loader import DataState, Step, StepLoader
 from shardtune.data.user_loader import BatchLoader
 from shardtune.errors import CheckpointError, ConfigError, DataError, ModelError
 from shardtune.models.causal_lm import declared_units
-from shardtune.models.registry import get_model
+from shardtune.models.registry import get_model, model_directory
 from shardtune.optim import build_optimizer, set_learning_rate
 from shardtune.parallel.mesh import Ranks, join_ranks
 from shardtune.parallel.shard import MASTER_DTYPE, Weights, shard
@@ -189,7 +189,7 @@ class FSDPSftWorker(ABC):
             initialise_weights(model, self.recipe.runner.seed, dtype=dtype, device=self.device, root=self.model)
         else:
             assert config.model_path is not None
-            load_weights(model, config.model_path, dtype=dtype, device=self.device, root=self.model)
+            load_weights(model, model_directory(config.model_path), dtype=dtype, device=self.device, root=self.model)
 
     def _build_loaders(self) -> None:
         data = self.recipe.data
@@ -223,6 +223,10 @@ class FSDPSftWorker(ABC):
         if isinstance(spec, dict):
             return {name: _paths(paths) for name, paths in spec.items()}
         return {"": _paths(spec)}
+
+    def evaluation_metrics(self) -> list[str] | None:
+        """The names that `run_eval` will give, where they are known before it is called; None otherwise."""
+        return None
 
     def build_evaluation(self, name: str, paths: list[str]) -> tuple[Any, dict[str, Any]]:
         """The loader of one evaluation set."""
@@ -477,12 +481,17 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             names = [name for name, _ in model.named_parameters()]
             raise ConfigError(
                 f"actor.model.freeze: the pattern {pattern!r} matches no parameter",
+                where="actor.model.freeze",
                 remedy=f"names look like {', '.join(names[:3])}",
             )
         for parameter in matched:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError("actor.model.freeze leaves nothing to train", remedy="freeze less")
+        raise ConfigError(
+            f"actor.model.freeze: {list(patterns)} leaves nothing to train",
+            where="actor.model.freeze",
+            remedy="freeze less",
+        )
 
 
 def _paths(spec: Any) -> list[str]:

@@ -27,6 +27,7 @@ from shardtune.errors import ModelError
 
 __all__ = [
     "LoadReport",
+    "check_weights",
     "init_empty_weights",
     "initialise_weights",
     "load_weights",
@@ -72,18 +73,7 @@ def load_weights(
     Raises:
         ModelError: weights missing, torn, of another shape, or quantised; tied weights that differ.
     """
-    if model.config.to_dict().get("quantization_config"):
-        raise ModelError(
-            f"the weights at '{model_path}' are quantised",
-            where=f"{Path(model_path) / 'config.json'}: quantization_config",
-            remedy="fine-tune the unquantised model",
-        )
-    stored = find_weights(model_path)
-    targets = _targets(model)
-    assignments, unexpected = assign(model, stored, targets)
-    unexpected = _worth_saying(model, unexpected)
-    _check_complete(model, targets, assignments, Path(model_path))
-    _check_shapes(assignments, targets)
+    assignments, unexpected = check_weights(model, model_path)
     materialise(root if root is not None else model, dtype=dtype, device=torch.device(device))
     targets = _targets(model)
     loaded = _fill_all(model, assignments, targets)
@@ -98,6 +88,27 @@ def load_weights(
             _few(unexpected),
         )
     return LoadReport(loaded, tuple(unexpected))
+
+
+def check_weights(model: PreTrainedModel, model_path: str | Path) -> tuple[list[Assignment], list[str]]:
+    """What of a directory goes where in the model, and the names it has no place for; reads headers, takes no memory.
+
+    Raises:
+        ModelError: weights missing, torn, of another shape, or quantised.
+    """
+    if model.config.to_dict().get("quantization_config"):
+        raise ModelError(
+            f"the weights at '{model_path}' are quantised",
+            where=f"{Path(model_path) / 'config.json'}: quantization_config",
+            remedy="fine-tune the unquantised model",
+        )
+    stored = find_weights(model_path)
+    targets = _targets(model)
+    assignments, unexpected = assign(model, stored, targets)
+    unexpected = _worth_saying(model, unexpected)
+    _check_complete(model, targets, assignments, Path(model_path))
+    _check_shapes(assignments, targets)
+    return assignments, unexpected
 
 
 def _targets(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,10 @@ NOT_YET = (
         _other_than(f"actor.parallel.{axis}", 1, "leave it at 1: actor.parallel.data_shard uses the ranks")
         for axis in ("data_replicate", "tensor", "sequence", "expert")
     ),
+    _other_than("actor.model.adapter", None, "use actor.model.model_type: causal_lm, or a worker of your own"),
+    _other_than("actor.model.options", {}, "leave them out: nothing of causal_lm reads them"),
+    _other_than("runner.profile_steps", [], "leave it out, and use torch.profiler around shardtune.train"),
+    _flag("runner.deterministic", "leave it false: on a CPU runs repeat bitwise in any case"),
     _flag("actor.fsdp_config.cpu_offload", "leave it false"),
     _any_of("runner.launcher", ("ray",), RANKS),
     _other_than("runner.num_workers", None, RANKS),
@@ -112,6 +117,22 @@ def _required(facts: Facts) -> Iterator[ConfigError]:
             yield facts.problem(
                 key, f"{key} is required: {what}", f"add it to the recipe, or {key}=… on the command line"
             )
+
+
+def check_ranks(recipe: Recipe) -> list[ConfigError]:
+    """What does not fit the number of ranks that are, or will be, started."""
+    shards = recipe.actor.parallel.data_shard
+    ranks = int(os.environ.get("WORLD_SIZE", recipe.runner.nproc_per_node))
+    if shards in (-1, ranks):
+        return []
+    key = "actor.parallel.data_shard"
+    return [
+        ConfigError(
+            f"{key}: {shards} does not fit {ranks} rank{'s' if ranks > 1 else ''}",
+            where=recipe.where(key),
+            remedy=f"set it to -1 (what is left), or runner.nproc_per_node to {shards}",
+        )
+    ]
 
 
 def _batches(facts: Facts) -> Iterator[ConfigError]:

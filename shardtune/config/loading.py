@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from shardtune.config.checks import check
+from shardtune.config.checks import check, check_ranks
 from shardtune.config.keys import KEYS, allowed
 from shardtune.config.layers import Layer, Merged, merge, raise_all
 from shardtune.config.overrides import GROUPS, read_overrides
@@ -70,7 +70,7 @@ def load_recipe(
     result = _absolute(tree, _base(recipe), merged.origins)
     problems += check(result, merged, in_memory)
     if files_must_exist:
-        problems += _missing_files(result)
+        problems += _missing_files(result) + check_ranks(result)
     raise_all(problems)
     return result
 
@@ -98,7 +98,10 @@ def _read(recipe: RecipeSource | None, overrides: Sequence[str]) -> Layer:
     chosen = {override.lstrip("+").partition("=")[0] for override in overrides}
     if not chosen & set(GROUPS):
         groups = "loss=sft model=llama datasets=[ultrachat]"
-        raise ConfigError("there is no recipe", remedy=f"name a YAML file, or config groups: {groups}")
+        given = " ".join(overrides) or "nothing"
+        raise ConfigError(
+            "there is no recipe", where=f"given: {given}", remedy=f"name a YAML file, or config groups: {groups}"
+        )
     return Layer({}, "config groups")
 
 

@@ -79,10 +79,13 @@ def _parse(texts: Sequence[str]) -> list[Override]:
         if text.startswith("~"):
             raise ConfigError(
                 f"override {text} deletes a key, which a recipe does not allow",
+                where=" ".join(texts),
                 remedy="to switch a key off, set it: key=null",
             )
         if "=" not in text:
-            raise ConfigError(f"{text!r} is not an override", remedy="write key=value, e.g. actor.optim.lr=3e-5")
+            raise ConfigError(
+                f"{text!r} is not an override", where=" ".join(texts), remedy="write key=value, e.g. actor.optim.lr=3e-5"
+            )
         try:
             override = parser.parse_override(text)
             several = override.is_sweep_override()
@@ -90,14 +93,20 @@ def _parse(texts: Sequence[str]) -> list[Override]:
             reason = str(error).splitlines()[0]
             raise ConfigError(
                 f"override {text} cannot be read: {reason}",
+                where=" ".join(texts),
                 remedy="quote values with spaces or special characters for the shell and again inside: "
                 "'key=\"a value\"'",
             ) from error
         if override.package is not None:
-            raise ConfigError(f"override {text} names a package (@), and a recipe has none", remedy="write key=value")
+            raise ConfigError(
+                f"override {text} names a package (@), and a recipe has none",
+                where=" ".join(texts),
+                remedy="write key=value",
+            )
         if several:
             raise ConfigError(
                 f"override {text} gives several values, and a run takes one",
+                where=" ".join(texts),
                 remedy="write a list in brackets, key=[a,b], or text with a comma in quotes, 'key=\"a,b\"'",
             )
         parsed.append(Override(text, override.key_or_group, override.value()))

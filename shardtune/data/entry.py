@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,7 +17,8 @@ from shardtune.batch import Sample
 
 LAYOUT_VERSION = 1
 _KEPT_NOTES = 100
-# File -> element type. The loss weights of a row are runs of equal values: most rows have two or three.
+_ALIGNMENT = 64
+# Array -> element type. The loss weights of a row are runs of equal values: most rows have two or three.
 _ARRAYS = {
     "tokens": np.dtype("<i4"),
     "lengths": np.dtype("<i4"),
@@ -180,15 +182,26 @@ class EntryWriter:
         self.tally.extend(rows.tally)
 
     def finish(self, about: Mapping[str, Any]) -> None:
-        """Makes everything durable; the description comes last, so that an entry without one is torn."""
+        """Joins the arrays into one file, so that opening takes one mapping, and makes it durable.
+
+        The description comes last: an entry without one is torn.
+        """
         for name, pieces in sorted(self._terms.items()):
             self._append(f"term_{name}", np.concatenate(pieces).astype(_WEIGHT))
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
         self.close()
-        sizes = {name: (self._folder / f"{name}.bin").stat().st_size for name in self._files}
-        content = {"layout": LAYOUT_VERSION, "sizes": sizes, "tally": asdict(self.tally), **about}
+        places: dict[str, tuple[int, int]] = {}
+        with (self._folder / "rows.bin").open("wb") as rows:
+            for name in self._files:
+                rows.write(bytes(-rows.tell() % _ALIGNMENT))
+                start, piece = rows.tell(), self._folder / f"{name}.part"
+                with piece.open("rb") as file:
+                    shutil.copyfileobj(file, rows, 1 << 20)
+                piece.unlink()
+                places[name] = (start, rows.tell() - start)
+            size = rows.tell()
+            rows.flush()
+            os.fsync(rows.fileno())
+        content = {"layout": LAYOUT_VERSION, "size": size, "arrays": places, "tally": asdict(self.tally), **about}
         with (self._folder / "entry.json").open("w", encoding="utf-8") as file:
             json.dump(content, file)
             file.flush()
@@ -201,7 +214,7 @@ class EntryWriter:
 
     def _append(self, name: str, values: np.ndarray) -> None:
         if name not in self._files:
-            self._files[name] = (self._folder / f"{name}.bin").open("wb")
+            self._files[name] = (self._folder / f"{name}.part").open("wb")
         self._files[name].write(np.ascontiguousarray(values).data)
 
 
@@ -228,22 +241,21 @@ class Entry:
         content = json.loads((folder / "entry.json").read_text(encoding="utf-8"))
         if content["layout"] != LAYOUT_VERSION:
             raise ValueError(f"layout {content['layout']}")
-        sizes: dict[str, int] = content["sizes"]
-        for name, size in sizes.items():
-            if (folder / f"{name}.bin").stat().st_size != size:
-                raise ValueError(f"{name} is torn")
-        arrays = {name: _map(folder / f"{name}.bin", dtype) for name, dtype in _ARRAYS.items()}
+        whole = _map(folder / "rows.bin", content["size"])
+        places: dict[str, tuple[int, int]] = content["arrays"]
+
+        def array(name: str, dtype: np.dtype) -> np.ndarray:
+            start, size = places[name]
+            return whole[start : start + size].view(dtype)
+
+        arrays = {name: array(name, dtype) for name, dtype in _ARRAYS.items()}
         self.folder = folder
         self.key = folder.name
         self.tally = Tally.from_json(content["tally"])
         self.lengths = arrays["lengths"]
         self.numbers = arrays["numbers"]
         self.hashes = arrays["hashes"]
-        self.terms = {
-            name.removeprefix("term_"): _map(folder / f"{name}.bin", _WEIGHT)
-            for name in sizes
-            if name.startswith("term_")
-        }
+        self.terms = {name.removeprefix("term_"): array(name, _WEIGHT) for name in places if name.startswith("term_")}
         self._arrays = arrays
         self._tokens, self._offsets = arrays["tokens"], arrays["offsets"]
         self._values, self._runs, self._run_offsets = (
@@ -275,8 +287,9 @@ class Entry:
         return arrays["prompts"][start:stop], arrays["references"][begin:end].tobytes().decode()
 
 
-def _map(path: Path, dtype: np.dtype) -> np.ndarray:
+def _map(path: Path, size: int) -> np.ndarray:
+    """The bytes of a file that must have `size` of them."""
     with path.open("rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            return np.empty(0, dtype)
-        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype)
+        if os.fstat(file.fileno()).st_size != size:
+            raise ValueError("the file is torn")
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)

@@ -5,16 +5,27 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shardtune.data.storage import spool, writable
 from shardtune.errors import DataError
 
+Purpose = Literal["train", "eval"]
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?")
 # Which split is meant when several exist and none is named, in order of preference.
 _PREFERRED = {"train": ("train",), "eval": ("validation", "valid", "val", "dev", "eval", "test")}
 _SPLIT = re.compile(r"(?:^|[._-])(train|validation|valid|val|dev|eval|test)(?=[._-]|$)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which part of a data set is meant: its `name` is that of a configuration where the data set has such a one."""
+
+    name: str | None
+    split: str | None
+    purpose: Purpose
 
 
 def is_name(spec: str) -> bool:
@@ -49,13 +60,17 @@ def has_card(folder: Path) -> bool:
     return header is not None and re.search(r"^(configs|dataset_info):", header[1], re.MULTILINE) is not None
 
 
-def load_files(name: str, config: str | None, split: str | None, purpose: str, root: Path) -> tuple[str, list[Path]]:
-    """The chosen split of a data set and its Arrow files, downloaded or converted where needed."""
+def load_files(name: str, config: str | None, wanted: Wanted, root: Path) -> tuple[str, list[Path]]:
+    """What is loaded of a data set, in words, and its Arrow files; downloaded or converted where needed."""
     import datasets
     from datasets.exceptions import DatasetsError
 
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     where = f"data: {name}" + (f":{config}" if config else "")
     try:
+        if config is None and wanted.name in datasets.get_dataset_config_names(name):
+            config = wanted.name
         loaded = datasets.load_dataset(name, config, cache_dir=str(writable(root / "hub")))
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise DataError(
@@ -64,17 +79,18 @@ def load_files(name: str, config: str | None, split: str | None, purpose: str, r
             remedy="check the name (owner/name or owner/name:configuration), the configuration and the network",
         ) from error
     splits = {str(key): dataset for key, dataset in loaded.items()}
-    chosen = choose_split(list(splits), split, purpose, where)
-    return chosen, [Path(file["filename"]) for file in splits[chosen].cache_files]
+    chosen = choose_split(list(splits), wanted, where)
+    label = (f"{name}:{config}" if config else name) + f" ({chosen})"
+    return label, [Path(file["filename"]) for file in splits[chosen].cache_files]
 
 
-def saved_files(folder: Path, split: str | None, purpose: str) -> list[Path] | None:
+def saved_files(folder: Path, wanted: Wanted) -> list[Path] | None:
     """The Arrow files of a directory that `save_to_disk` wrote; None for any other directory."""
     splits, state = folder / "dataset_dict.json", folder / "state.json"
     try:
         if splits.is_file():
             names = json.loads(splits.read_text())["splits"]
-            chosen = choose_split(names, split, purpose, str(folder))
+            chosen = choose_split(names, wanted, str(folder))
             folder = folder / chosen
             state = folder / "state.json"
         elif not state.is_file():
@@ -88,19 +104,19 @@ def saved_files(folder: Path, split: str | None, purpose: str) -> list[Path] | N
     return files
 
 
-def choose_split(names: list[str], split: str | None, purpose: str, where: str) -> str:
+def choose_split(names: list[str], wanted: Wanted, where: str) -> str:
     """The split that the recipe names; otherwise the only one, or the one usual for training or for evaluation."""
-    if split is not None:
-        if split in names:
-            return split
+    if wanted.split is not None:
+        if wanted.split in names:
+            return wanted.split
         raise DataError(
-            f"there is no split {split!r}",
+            f"there is no split {wanted.split!r}",
             where=where,
             remedy=f"its splits are {', '.join(names)}; for a part of one use max_samples",
         )
     if len(names) == 1:
         return names[0]
-    for preferred in _PREFERRED[purpose]:
+    for preferred in _PREFERRED[wanted.purpose]:
         if preferred in names:
             return preferred
     raise DataError(
@@ -108,7 +124,7 @@ def choose_split(names: list[str], split: str | None, purpose: str, where: str) 
     )
 
 
-def choose_files(files: list[Path], folder: Path, split: str | None, purpose: str) -> list[Path]:
+def choose_files(files: list[Path], folder: Path, wanted: Wanted) -> list[Path]:
     """Of a directory's files those of one split, where their names or folders tell splits apart."""
     splits: dict[str, list[Path]] = {}
     for file in files:
@@ -116,8 +132,8 @@ def choose_files(files: list[Path], folder: Path, split: str | None, purpose: st
         found = [match[1].lower() for part in parts for match in [_SPLIT.search(part)] if match]
         splits.setdefault(found[-1] if found else "", []).append(file)
     named = [name for name in splits if name]
-    if split is None and len(named) < 2:
+    if wanted.split is None and len(named) < 2:
         return files
-    if split is not None and not named:
-        raise DataError(f"the file names tell no splits apart, so there is no {split!r}", where=str(folder))
-    return splits[choose_split(named, split, purpose, str(folder))]
+    if wanted.split is not None and not named:
+        raise DataError(f"the file names tell no splits apart, so there is no {wanted.split!r}", where=str(folder))
+    return splits[choose_split(named, wanted, str(folder))]

@@ -11,18 +11,18 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol, cast
 
 from pydantic import BaseModel
 
 from shardtune.data import hub
 from shardtune.data.encoder import Row, RowError
 from shardtune.data.formats import FORMATS_BY_NAME, read_example, recognise, rename_columns
+from shardtune.data.hub import Purpose, Wanted
 from shardtune.data.readers import SUPPORTED, kind_of, read_rows
 from shardtune.data.storage import cache_root, print_line, spool_rows
 from shardtune.errors import DataError
 
-Purpose = Literal["train", "eval"]
 ENTRY_KEYS = ("path", "name", "weight", "max_samples", "columns", "format", "split")
 _SNIFFED_ROWS = 20
 _GLOB = re.compile(r"[*?\[]")
@@ -50,12 +50,15 @@ class SourceFile:
     label: str
 
 
+RowFunction = Callable[[dict[str, Any]], Mapping[str, Any] | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Transform:
     """The user's function of `data.transform`; `digest` is the hash of the file it stands in."""
 
     spec: str
-    function: Callable[[dict[str, Any]], Mapping[str, Any] | None]
+    function: RowFunction
     digest: str
 
 
@@ -107,14 +110,14 @@ def resolve_sources(
         raise DataError("no data is named", where="data", remedy="set data.train_data_paths to a file or directory")
     sources: list[Source] = []
     for entry in entries:
-        files, name = _find(entry["path"], entry.get("split"), purpose, data)
+        files, name = _find(entry["path"], Wanted(entry.get("name"), entry.get("split"), purpose), data)
         name = _unique(entry.get("name") or name, [source.name for source in sources])
         source = Source(
             name=name,
             files=tuple(files),
             weight=1.0 if entry.get("weight") is None else float(entry["weight"]),
             max_samples=entry.get("max_samples"),
-            columns=dict(data.columns if entry.get("columns") is None else entry["columns"]),
+            columns={**data.columns, **(entry.get("columns") or {})},
             format=entry.get("format"),
             transform=transform,
         )
@@ -147,7 +150,7 @@ def load_transform(spec: str) -> Transform:
     function: Any = vars(_import_code(code, path, f"shardtune_transform_{digest}", where)).get(name)
     if not callable(function):
         raise DataError(f"{path} has no function {name!r}", where=where)
-    return Transform(spec, function, digest)
+    return Transform(spec, cast(RowFunction, function), digest)
 
 
 def _import_code(code: bytes, path: str, name: str, where: str) -> ModuleType:
@@ -216,7 +219,7 @@ def _unique(name: str, taken: list[str]) -> str:
     return candidate
 
 
-def _find(spec: Any, split: str | None, purpose: Purpose, data: DataOptions) -> tuple[list[SourceFile], str]:
+def _find(spec: Any, wanted: Wanted, data: DataOptions) -> tuple[list[SourceFile], str]:
     """The files behind one path, and a name for them."""
     root = cache_root(data.cache_dir)
     if hub.is_dataset(spec):
@@ -229,14 +232,14 @@ def _find(spec: Any, split: str | None, purpose: Purpose, data: DataOptions) -> 
     if path.is_file():
         return [_file(path)], _stem(path)
     if path.is_dir():
-        return _directory(path, split, purpose, root), path.resolve().name
+        return _directory(path, wanted, root), path.resolve().name
     if _GLOB.search(str(spec)):
         return _matches(str(path)), _GLOB.split(path.name)[0].strip("-_.") or path.parent.name
     name, config = hub.parse_name(str(spec))
     if config is not None and Path(name).is_dir():
-        return _hub_files(name, config, split, purpose, root), Path(name).name
+        return _hub_files(name, config, wanted, root), Path(name).name
     if hub.is_name(str(spec)):
-        return _hub_files(name, config, split, purpose, root), name.rpartition("/")[2]
+        return _hub_files(name, config, wanted, root), name.rpartition("/")[2]
     raise _missing(path)
 
 
@@ -275,17 +278,17 @@ def _matches(pattern: str) -> list[SourceFile]:
     return [_file(path) for path in files]
 
 
-def _directory(path: Path, split: str | None, purpose: Purpose, root: Path) -> list[SourceFile]:
+def _directory(path: Path, wanted: Wanted, root: Path) -> list[SourceFile]:
     """A directory written by `datasets`, one laid out as on the Hub, or one of data files."""
-    saved = hub.saved_files(path, split, purpose)
+    saved = hub.saved_files(path, wanted)
     if saved is not None:
         return [SourceFile(file, "arrow", str(file)) for file in saved]
     if hub.has_card(path):
-        return _hub_files(str(path), None, split, purpose, root)
+        return _hub_files(str(path), None, wanted, root)
     found = [file for file in sorted(path.rglob("*")) if file.is_file() and _is_data(file, path)]
     if not found:
         raise DataError("the directory holds no data file", where=str(path), remedy=f"files named {SUPPORTED}")
-    return [_file(file) for file in hub.choose_files(found, path, split, purpose)]
+    return [_file(file) for file in hub.choose_files(found, path, wanted)]
 
 
 def _is_data(file: Path, folder: Path) -> bool:
@@ -293,9 +296,8 @@ def _is_data(file: Path, folder: Path) -> bool:
     return not hidden and kind_of(file) is not None
 
 
-def _hub_files(name: str, config: str | None, split: str | None, purpose: Purpose, root: Path) -> list[SourceFile]:
-    chosen, files = hub.load_files(name, config, split, purpose, root)
-    label = ":".join([name, *([config] if config else [])]) + f" ({chosen})"
+def _hub_files(name: str, config: str | None, wanted: Wanted, root: Path) -> list[SourceFile]:
+    label, files = hub.load_files(name, config, wanted, root)
     return [SourceFile(file, "arrow", f"{label} {file.name}" if len(files) > 1 else label) for file in files]
 
 

@@ -84,6 +84,7 @@ class CausalLM(Adapter):
             if not model.supports_gradient_checkpointing:
                 raise ModelError(
                     f"{type(model).__name__} does not support gradient checkpointing",
+                    where="actor.model.gradient_checkpointing: true",
                     remedy="set actor.model.gradient_checkpointing: false",
                 )
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -105,7 +106,7 @@ class CausalLM(Adapter):
         except (ValueError, ImportError, KeyError) as error:
             raise ModelError(
                 f"transformers cannot build a causal language model of type {self.config.model_type!r}: {error}",
-                where="actor.model.model_path",
+                where=f"actor.model.model_path, actor.model.attn_implementation: {self._asked}",
                 remedy="check the model directory's config.json and actor.model.attn_implementation",
             ) from error
 
@@ -208,6 +209,7 @@ def declared_units(model: nn.Module, wrap: list[str] | None = None) -> list[nn.M
     if wrap and not units:
         raise ModelError(
             f"actor.fsdp_config.wrap: no module of the model is a {' or a '.join(sorted(declared))}",
+            where="actor.fsdp_config.wrap",
             remedy=f"class names here are {', '.join(sorted({type(m).__name__ for m in model.modules()}))}",
         )
     if units:
@@ -225,7 +227,11 @@ def _hf(model: nn.Module) -> PreTrainedModel:
 def _head(model: PreTrainedModel) -> nn.Module:
     head = model.get_output_embeddings()
     if head is None:
-        raise ModelError(f"{type(model).__name__} has no language-model head", where="actor.model.model_path")
+        raise ModelError(
+            f"{type(model).__name__} has no language-model head",
+            where="actor.model.model_path",
+            remedy="give the directory of a causal language model",
+        )
     return head
 
 

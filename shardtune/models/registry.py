@@ -2,52 +2,105 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shardtune.config import ModelConfig
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.causal_lm import CausalLM
 
 MODEL_TYPES = {"causal_lm": "any causal language model of transformers, by its config.json"}
+MODEL_PATH = "actor.model.model_path"
+OVERRIDES = "actor.model.config_overrides"
+GIVE_A_MODEL = "give the directory (or Hub name) of a model: config.json, weights and tokenizer, as save_pretrained writes them"
+SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
+"""What of a Hub model is fetched besides weights."""
 
 
 def load_config(config: ModelConfig, overrides: Mapping[str, Any] | None = None) -> PreTrainedConfig:
     """The model's own config with `actor.model.config_overrides`."""
     path = config.model_path
     if path is None:
-        raise ConfigError("actor.model.model_path is not set", remedy="give the directory (or Hub name) of the model")
+        raise no_model_path()
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise ModelError(f"{path} holds no config.json, so it is no model", where=MODEL_PATH, remedy=GIVE_A_MODEL)
     try:
         loaded = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ModelError(
-            f"{path} holds no model that transformers knows: {_first_line(error)}",
-            where="actor.model.model_path",
-            remedy="give a directory with a config.json and weights",
+            f"{path} holds no config.json that transformers knows: {_first_line(error)}",
+            where=MODEL_PATH,
+            remedy=GIVE_A_MODEL,
         ) from error
-    text = loaded.get_text_config()
-    for key, value in {**config.config_overrides, **(overrides or {})}.items():
-        if key not in text.to_dict():
-            raise ConfigError(
-                f"actor.model.config_overrides.{key} is not a setting of {type(loaded).__name__}",
-                remedy=f"it has {', '.join(sorted(text.to_dict()))}",
-            )
-        setattr(text, key, value)
+    _override(loaded, {**config.config_overrides, **(overrides or {})})
     return loaded
+
+
+def _override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
+    """Set `actor.model.config_overrides`, and check that the settings agree with each other."""
+    text = config.get_text_config()
+    known = text.to_dict()
+    for key, value in overrides.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            raise ConfigError(
+                f"actor.model.config_overrides.{key} is not a setting of {type(config).__name__}",
+                where=OVERRIDES,
+                remedy=f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(known))}",
+            )
+    try:
+        for key, value in overrides.items():
+            setattr(text, key, value)
+        text.validate()
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{OVERRIDES} = {dict(overrides)}: {_last_line(error)}"
+            if overrides
+            else f"the model's config.json contradicts itself: {_last_line(error)}",
+            where=OVERRIDES if overrides else MODEL_PATH,
+            remedy=f"choose values of actor.model.config_overrides that {type(config).__name__} takes",
+        ) from error
+
+
+def no_model_path() -> ConfigError:
+    return ConfigError(
+        "actor.model.model_path is not set", where=MODEL_PATH, remedy="give the directory (or Hub name) of the model"
+    )
+
+
+def model_directory(path: str) -> Path:
+    """The directory with a model's files: the one that is named, or the copy of what a Hub name names."""
+    if Path(path).is_dir() or Path(path).is_absolute():
+        return Path(path)
+    try:
+        folder = Path(snapshot_download(path, allow_patterns=[*SETTINGS, "*.safetensors"]))
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(path, allow_patterns=[*SETTINGS, "*.bin"]))
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ModelError(
+            f"the weights of {path} cannot be fetched from the Hub: {_first_line(error)}",
+            where=MODEL_PATH,
+            remedy="check the name, your access (huggingface-cli login) and the network, or give a directory",
+        ) from error
+    return folder
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a directory or Hub name."""
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # tokenizers raises plain Exceptions for a torn file
         raise ModelError(
-            f"{path} holds no tokenizer: {_first_line(error)}",
-            where="actor.tokenizer.tokenizer_model" if Path(path).is_dir() else "actor.model.model_path",
+            f"{path} holds no tokenizer that can be read: {_first_line(error)}",
+            where="actor.tokenizer.tokenizer_model",
             remedy="give the directory of one as actor.tokenizer.tokenizer_model",
         ) from error
 
@@ -75,10 +128,22 @@ def causal_lm(
     if config.model_type not in MODEL_TYPES:
         raise ConfigError(
             f"actor.model.model_type = {config.model_type} is not known",
-            remedy=f"use one of {', '.join(MODEL_TYPES)} (shardtune models lists them)",
+            where="actor.model.model_type",
+            remedy=(
+                f"use one of {', '.join(MODEL_TYPES)} (shardtune models lists them), or name the file that registers "
+                "it in plugins"
+            ),
+        )
+    loaded = load_config(config, overrides)
+    covered = type(loaded) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (loaded.to_dict().get("auto_map") or {})
+    if not covered:
+        raise ModelError(
+            f"{config.model_path} holds a model of type {loaded.model_type!r}, which is no causal language model",
+            where=f"{MODEL_PATH}: config.json",
+            remedy="give one of the architectures that shardtune models lists",
         )
     return CausalLM(
-        load_config(config, overrides),
+        loaded,
         attn_implementation=config.attn_implementation,
         wrap=wrap,
         trust_remote_code=config.trust_remote_code,
@@ -106,10 +171,12 @@ def get_model(
 
 def known_architectures() -> list[str]:
     """The `model_type`s of config.json files that `causal_lm` covers."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _last_line(error: BaseException) -> str:
+    return next(reversed(str(error).strip().splitlines()), type(error).__name__).strip()

@@ -93,11 +93,16 @@ def choose_device(device: str, local_rank: int) -> torch.device:
     if device == "cpu" or (device == "auto" and not available):
         return torch.device("cpu")
     if not available:
-        raise ParallelError("runner.device is cuda, but torch sees no CUDA device", remedy="set runner.device: auto")
+        raise ParallelError(
+            "runner.device is cuda, but torch sees no CUDA device",
+            where="runner.device = cuda",
+            remedy="set runner.device: auto, or install a driver and a torch with CUDA (shardtune env shows both)",
+        )
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise ParallelError(
-            f"rank with local number {local_rank} has no GPU: torch sees {count}",
+            f"rank {local_rank} of this machine has no GPU: {local_rank + 1} ranks, and torch sees {count}",
+            where="runner.nproc_per_node",
             remedy=f"start at most {count} ranks on this machine (runner.nproc_per_node={count})",
         )
     return torch.device("cuda", local_rank)

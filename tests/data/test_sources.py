@@ -212,6 +212,10 @@ class TestDatasetsLibrary:
         (minus,) = resolve(f"{folder}:minus")
         assert all_rows([minus]) == ROWS[10:14]
         assert minus.name == "arithmetic"
+        (named,) = resolve({"path": str(folder), "name": "minus"})
+        assert all_rows([named]) == ROWS[10:14]
+        assert all_rows(resolve({"path": str(folder), "name": "my own name"})) == ROWS[:7]
+        resolve(f"{folder}:minus")
         assert f"{folder}:minus (train)" in said[-1]
         with pytest.raises(DataError, match=r"(?s)cannot be loaded.*times.*minus"):
             resolve(f"{folder}:times")
@@ -259,6 +263,9 @@ class TestColumnsAndTransform:
         data.columns = {"question": "problem", "answer": "solution"}
         (source,) = resolve(path)
         assert prepare_row({"problem": "1?", "solution": "2"}, source) == {"question": "1?", "answer": "2"}
+        (entry,) = resolve({"path": str(path), "columns": {"answer": "problem"}})
+        assert entry.columns == {"question": "problem", "answer": "problem"}
+        data.columns = {}
         (entry,) = resolve({"path": str(path), "columns": {"text": "problem"}})
         assert entry.title == "plain text"
 

@@ -1,0 +1,375 @@
+"""Tokens per second, peak memory and start-up of shardtune, of the flat script's step and of TRL, as ratios in one run.
+
+Each contender is a process of its own that trains the same rows, of the same length limit, with the same model and
+precision. They take turns: a contender trains a few steps while the others wait, so that a machine whose speed drifts
+slows all alike. Reported are medians over the turns and the ratios of turns that lie next to each other.
+
+    python bench/throughput.py --data gsm8k_train.jsonl [--precision fp32|bf16] [--turns 7]
+
+TRL runs as a user would configure it: its defaults (completion-only loss on prompt-completion rows), once without and
+once with `packing=True`; `gradient_checkpointing=False` too, so that nobody has to guess what that costs. It needs
+`pip install -c constraints.txt trl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from results import machine, table, write_section
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+ROWS_PER_STEP = 8  # TRL's default batch
+MAX_LENGTH = 1024  # TRL's default, too
+CONTENDERS = ("shardtune", "flat", "trl", "trl-no-checkpointing", "trl-packing")
+
+
+def read_rows(file: Path, count: int) -> list[dict[str, str]]:
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[:count]]
+    return [{"prompt": row["question"], "completion": row["answer"]} for row in rows]
+
+
+def make_inputs(folder: Path, data: Path, count: int, width: int, layers: int, vocabulary: int) -> None:
+    """A model, a tokenizer trained on the rows, and the rows as chats."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    rows = read_rows(data, count)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((text for row in rows for text in row.values()), trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    fast.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(fast),
+        hidden_size=width,
+        intermediate_size=width * 3,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=max(1, width // 128),
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=False,
+        eos_token_id=fast.eos_token_id,
+        pad_token_id=fast.pad_token_id,
+        bos_token_id=None,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder / "model")
+    chats = [
+        {
+            "prompt": [{"role": "user", "content": row["prompt"]}],
+            "completion": [{"role": "assistant", "content": row["completion"]}],
+        }
+        for row in rows
+    ]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, chats)) + "\n")
+
+
+class Turns:
+    """One contender's side of taking turns: `step_done` after each step; waits for its turn where one is over."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._done = 0
+        self._tokens = 0.0
+        self._began = time.perf_counter()
+        self._first = True
+
+    def step_done(self, tokens: float) -> None:
+        self._done += 1
+        self._tokens += tokens
+        if self._first:  # the first step is start-up
+            self._say({"started": time.time()})
+            self._first = False
+        elif self._done >= self._steps:
+            self._say({"tokens": self._tokens, "seconds": time.perf_counter() - self._began})
+        else:
+            return
+        if not sys.stdin.readline().strip():
+            os._exit(0)
+        self._done, self._tokens, self._began = 0, 0.0, time.perf_counter()
+
+    def _say(self, what: dict[str, float]) -> None:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+        print("@" + json.dumps({**what, "peak_gb": peak}), flush=True)
+
+
+def recipe(folder: Path, precision: str) -> dict[str, Any]:
+    return {
+        "runner": {"logger": {"log_path": str(folder / "runs"), "experiment_name": "bench"}, "max_epochs": 1000},
+        "actor": {
+            "micro_batch_size": ROWS_PER_STEP,
+            "global_batch_size": ROWS_PER_STEP,
+            "model": {"model_path": str(folder / "model"), "precision": precision},
+            "optim": {"lr": 2.0e-5, "lr_scheduler": "linear", "weight_decay": 0.0, "args": {"fused": True}},
+        },
+        "data": {
+            "train_data_paths": str(folder / "rows.jsonl"),
+            "max_length": MAX_LENGTH,
+            "cache_dir": str(folder / "cache"),
+        },
+    }
+
+
+def run_shardtune(folder: Path, precision: str, turns: Turns) -> None:
+    from shardtune import SFTRunner, SFTWorker
+    from shardtune.config import load_recipe
+
+    loaded = load_recipe(recipe(folder, precision))
+    worker = SFTWorker(loaded, say=lambda text: None)
+
+    class Watch:
+        def started(self, step: int, total_steps: int) -> None: ...
+        def evaluated(self, step: int, metrics: Any) -> None: ...
+        def saved(self, step: int, path: Path) -> None: ...
+        def said(self, text: str) -> None: ...
+        def finished(self) -> None: ...
+        def stepped(self, step: int, metrics: Any) -> None:
+            turns.step_done(metrics["train/tokens"])
+
+    SFTRunner(loaded, worker, observer=Watch()).run()
+
+
+def run_flat(folder: Path, precision: str, turns: Turns) -> None:
+    """The step of plain PyTorch with the same arithmetic: rows end to end, one attention call per row, head on targets."""
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+    from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+
+    bounds: list[int] = []
+
+    def per_row(module, query, key, value, mask, scaling=None, dropout=0.0, **_):
+        parts = zip(*(tensor.split(bounds, dim=2) for tensor in (query, key, value)), strict=True)
+        grouped = query.shape[1] != key.shape[1]
+        out = [
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped) for q, k, v in parts
+        ]
+        return torch.cat(out, dim=2).transpose(1, 2), None
+
+    AttentionInterface.register("per_row", per_row)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="per_row")
+    half = precision == "bf16"
+    masters = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+    if half:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+    trained = masters if half else list(model.parameters())
+    optimizer = torch.optim.AdamW(trained, lr=2e-5, weight_decay=0.0, fused=True)
+    rows = []
+    for line in (folder / "rows.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+        whole = tokenizer.apply_chat_template([*row["prompt"], *row["completion"]], return_dict=False)[:MAX_LENGTH]
+        rows.append((whole, len(prompt)))
+    model.train()
+    order = np.random.default_rng(0).permutation(len(rows))
+    while True:
+        for start in range(0, len(order) - ROWS_PER_STEP, ROWS_PER_STEP):
+            chosen = [rows[index] for index in order[start : start + ROWS_PER_STEP]]
+            bounds[:] = [len(ids) for ids, _ in chosen]
+            ids = torch.tensor([token for ids, _ in chosen for token in ids])
+            positions = torch.cat([torch.arange(length) for length in bounds])
+            offset, where = 0, []
+            for tokens, prompt in chosen:
+                where.append(torch.arange(offset + prompt - 1, offset + len(tokens) - 2))
+                offset += len(tokens)
+            targets = torch.cat(where)
+            hidden = model.model(input_ids=ids[None], position_ids=positions[None], use_cache=False)[0][0]
+            logits = model.lm_head(hidden[targets]).float()
+            (F.cross_entropy(logits, ids[targets + 1], reduction="sum") / len(targets)).backward()
+            if half:
+                for master, parameter in zip(masters, model.parameters(), strict=True):
+                    master.grad, parameter.grad = parameter.grad.float(), None
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if half:
+                with torch.no_grad():
+                    for master, parameter in zip(masters, model.parameters(), strict=True):
+                        parameter.copy_(master)
+            turns.step_done(len(ids))
+
+
+def run_trl(folder: Path, precision: str, turns: Turns, **options: Any) -> None:
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+
+    class Watch(TrainerCallback):
+        seen = 0.0
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            turns.step_done(counted[0])
+            counted[0] = 0.0
+
+    counted = [0.0]
+
+    class Counting(SFTTrainer):
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            mask = inputs.get("attention_mask")
+            counted[0] += float(mask.sum() if mask is not None else inputs["input_ids"].numel())
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    arguments = SFTConfig(
+        output_dir=str(folder / "trl"),
+        bf16=precision == "bf16",
+        use_cpu=True,
+        num_train_epochs=1000,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        max_length=MAX_LENGTH,
+        learning_rate=2e-5,
+        model_init_kwargs={"dtype": "float32"},
+        **options,
+    )
+    trainer = Counting(
+        model=str(folder / "model"), args=arguments, train_dataset=Dataset.from_list(rows), callbacks=[Watch()]
+    )
+    trainer.train()
+
+
+RUN: dict[str, Callable[[Path, str, Turns], None]] = {
+    "shardtune": run_shardtune,
+    "flat": run_flat,
+    "trl": run_trl,
+    "trl-no-checkpointing": lambda folder, precision, turns: run_trl(
+        folder, precision, turns, gradient_checkpointing=False
+    ),
+    "trl-packing": lambda folder, precision, turns: run_trl(folder, precision, turns, packing=True),
+}
+
+
+class Contender:
+    """A contender's process, seen from the referee."""
+
+    def __init__(self, name: str, folder: Path, precision: str, steps: int, threads: int) -> None:
+        self.name = name
+        self._began = time.time()
+        command = [sys.executable, __file__, "--contender", name, "--folder", str(folder), "--precision", precision]
+        self._log = open(folder / f"{name}.log", "w")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [*command, "--steps", str(steps)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        )
+        self.startup = self._answer()["started"] - self._began
+        self.rates: list[float] = []
+        self.peak = 0.0
+
+    def _answer(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("@"):
+                return json.loads(line[1:])
+        raise SystemExit(f"{self.name} ended early:\n{Path(self._log.name).read_text()[-3000:]}")
+
+    def turn(self) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        answer = self._answer()
+        self.peak = answer["peak_gb"]
+        return answer["tokens"] / answer["seconds"]
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="JSONL rows with question and answer (GSM8K)")
+    parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=8, help="steps of one turn")
+    parser.add_argument("--rows", type=int, default=2000)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--only", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--save", action="store_true", help="write the result into docs/benchmarks.md")
+    parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.contender:
+        RUN[arguments.contender](arguments.folder, arguments.precision, Turns(arguments.steps))
+        return
+    if arguments.data is None:
+        parser.error("--data is needed: GSM8K's train.jsonl, or any rows with question and answer")
+    with tempfile.TemporaryDirectory(prefix="shardtune-bench-") as name:
+        folder = Path(name)
+        make_inputs(folder, arguments.data, arguments.rows, arguments.width, arguments.layers, arguments.vocabulary)
+        contenders = []
+        for contender in arguments.only:  # one after the other: start-up is measured, too
+            contenders.append(Contender(contender, folder, arguments.precision, arguments.steps, arguments.threads))
+            contenders[-1].turn()  # warm-up, not counted
+        for _ in range(arguments.turns):
+            for contender in contenders:
+                contender.rates.append(contender.turn())
+        for contender in contenders:
+            contender.end()
+    report(contenders, arguments)
+
+
+def report(contenders: list[Contender], arguments: argparse.Namespace) -> None:
+    first = contenders[0]
+    rows = []
+    for contender in contenders:
+        ratios = [a / b for a, b in zip(first.rates, contender.rates, strict=True)]
+        rows.append(
+            [
+                contender.name,
+                f"{statistics.median(contender.rates):,.0f}",
+                f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})",
+                f"{contender.peak:.2f}",
+                f"{first.peak / contender.peak:.2f}",
+                f"{contender.startup:.1f}",
+                f"{first.startup / contender.startup:.2f}",
+            ]
+        )
+    heads = ["", "tokens/s", f"{first.name} is faster by", "peak GB", "memory ratio", "start-up s", "start-up ratio"]
+    text = (
+        f"{machine()}; {arguments.threads} threads; Qwen2 {arguments.layers} x {arguments.width}, vocabulary "
+        f"{arguments.vocabulary:,}, {arguments.precision}; {ROWS_PER_STEP} rows a step, at most {MAX_LENGTH} tokens; medians "
+        f"of {arguments.turns} turns of {arguments.steps} steps each, in turn.\n\n" + table(heads, rows)
+    )
+    print(text)
+    if arguments.save:
+        write_section(f"throughput-{arguments.precision}", text)
+
+
+if __name__ == "__main__":
+    main()
