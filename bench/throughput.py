@@ -28,65 +28,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from results import machine, table, write_section
+from workload import make_inputs
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROWS_PER_STEP = 8  # TRL's default batch
 MAX_LENGTH = 1024  # TRL's default, too
 CONTENDERS = ("shardtune", "flat", "trl", "trl-no-checkpointing", "trl-packing")
-
-
-def read_rows(file: Path, count: int) -> list[dict[str, str]]:
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[:count]]
-    return [{"prompt": row["question"], "completion": row["answer"]} for row in rows]
-
-
-def make_inputs(folder: Path, data: Path, count: int, width: int, layers: int, vocabulary: int) -> None:
-    """A model, a tokenizer trained on the rows, and the rows as chats."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-    rows = read_rows(data, count)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((text for row in rows for text in row.values()), trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    fast.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-        "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    fast.save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(fast),
-        hidden_size=width,
-        intermediate_size=width * 3,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 64,
-        num_key_value_heads=max(1, width // 128),
-        max_position_embeddings=MAX_LENGTH,
-        tie_word_embeddings=False,
-        eos_token_id=fast.eos_token_id,
-        pad_token_id=fast.pad_token_id,
-        bos_token_id=None,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder / "model")
-    chats = [
-        {
-            "prompt": [{"role": "user", "content": row["prompt"]}],
-            "completion": [{"role": "assistant", "content": row["completion"]}],
-        }
-        for row in rows
-    ]
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, chats)) + "\n")
 
 
 class Turns:
@@ -167,7 +114,8 @@ def run_flat(folder: Path, precision: str, turns: Turns) -> None:
         parts = zip(*(tensor.split(bounds, dim=2) for tensor in (query, key, value)), strict=True)
         grouped = query.shape[1] != key.shape[1]
         out = [
-            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped) for q, k, v in parts
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+            for q, k, v in parts
         ]
         return torch.cat(out, dim=2).transpose(1, 2), None
 
@@ -331,11 +279,20 @@ def main() -> None:
         parser.error("--data is needed: GSM8K's train.jsonl, or any rows with question and answer")
     with tempfile.TemporaryDirectory(prefix="shardtune-bench-") as name:
         folder = Path(name)
-        make_inputs(folder, arguments.data, arguments.rows, arguments.width, arguments.layers, arguments.vocabulary)
+        make_inputs(
+            folder,
+            arguments.data,
+            count=arguments.rows,
+            width=arguments.width,
+            layers=arguments.layers,
+            vocabulary=arguments.vocabulary,
+            max_length=MAX_LENGTH,
+        )
         contenders = []
         for contender in arguments.only:  # one after the other: start-up is measured, too
             contenders.append(Contender(contender, folder, arguments.precision, arguments.steps, arguments.threads))
             contenders[-1].turn()  # warm-up, not counted
+            print(f"{contender}: started in {contenders[-1].startup:.1f} s", file=sys.stderr, flush=True)
         for _ in range(arguments.turns):
             for contender in contenders:
                 contender.rates.append(contender.turn())

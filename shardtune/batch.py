@@ -18,7 +18,7 @@ class Sample:
         input_ids: int32 [length].
         loss_weights: float32 [length]; how much token t counts as a target, 0 where it is not supervised.
             Token 0 has no token before it that could predict it, so its weight never counts.
-        prompt_ids: int32 [prompt_length], the conversation up to the answer that is to be generated; only in evaluation rows.
+        prompt_ids: int32 [prompt_length], the conversation up to the answer to generate; only in evaluation rows.
         reference: the answer expected for `prompt_ids`.
     """
 
@@ -92,9 +92,9 @@ class Batch:
 
 
 class LossSum(NamedTuple):
-    """A loss before its division; a step's gradient is that of `total / weight`, both summed over ranks and micro-batches.
+    """A loss before its division.
 
-    A tuple, so that the hooks of sharded modules find the tensor in what a forward returns.
+    A step's gradient is that of `total / weight`, both summed over ranks and micro-batches. A tuple, so that the hooks of sharded modules find the tensor in what a forward returns.
 
     Attributes:
         total: scalar tensor with a graph, the weighted sum of the loss over its targets.

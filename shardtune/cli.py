@@ -7,23 +7,32 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from shardtune.errors import Interrupted, ShardtuneError
+from shardtune.errors import ConfigError, Interrupted, ShardtuneError
+from shardtune.interrupt import end_with_parent, listening
+
+UsageError: Any = typer.BadParameter.__mro__[1]
+"""A command line that cannot be read: click's class, of whichever copy of click typer uses."""
 
 app = typer.Typer(
     help=(
         "Supervised fine-tuning of any Hugging Face model, sharded with FSDP2, with numbers that a command proves.\n\n"
-        "Start with: shardtune train recipe.yaml --dry-run. Any key of a recipe may be overridden: actor.optim.lr=3e-5."
+        "**Start with**\n\n"
+        "    shardtune train recipe.yaml --dry-run\n"
+        "    shardtune train recipe.yaml\n"
+        '    shardtune generate runs/recipe --prompt "What is 2 plus 3?"\n\n'
+        "Any key of a recipe may be overridden on the command line: actor.optim.lr=3e-5.\n\n"
+        "**Exit codes**: 0 done; 2 your input is wrong, the message says where; 75 stopped by a signal after saving, "
+        "run the same command to go on; 1 anything else."
     ),
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-data_app = typer.Typer(help="Look at the data as the model will see it.", no_args_is_help=True)
+data_app = typer.Typer(help="Look at the data as the model will see it.")
 app.add_typer(data_app, name="data")
 
 RecipeArgument = Annotated[
@@ -34,14 +43,27 @@ RecipeArgument = Annotated[
 ]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, as shardtune train makes it.")]
 Checkpoint = Annotated[str, typer.Option(help="final | latest | best | a step | a checkpoint's path")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens of one answer at most.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")]
+TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw from the tokens that make up this much.")]
+Seed = Annotated[int, typer.Option(help="Of the draws: the same seed gives the same answers.")]
+
+
+@data_app.callback(invoke_without_command=True)
+@app.callback(invoke_without_command=True)
+def _help(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 def _split(arguments: list[str] | None) -> tuple[str | None, list[str]]:
-    """The recipe, if one is named, and the overrides."""
+    """The recipe, if one is named, and the overrides; the recipe is the first word that is no `key=value`."""
     given = arguments or []
-    if given and "=" not in given[0]:
-        return given[0], given[1:]
-    return None, given
+    recipe = next((word for word in given if "=" not in word or Path(word).is_file()), None)
+    if recipe is None:
+        return None, given
+    place = given.index(recipe)
+    return recipe, [*given[:place], *given[place + 1 :]]
 
 
 @app.command()
@@ -51,28 +73,59 @@ def train(
         bool, typer.Option("--dry-run", help="Check everything, show the first rows, do one step, write no run.")
     ] = False,
 ) -> None:
-    """Fine-tune as a recipe says; run it again to continue where it stopped."""
+    """Fine-tune as a recipe says; run it again to continue where it stopped.
+
+    **Examples**
+
+    ```text
+    shardtune train recipe.yaml --dry-run
+    shardtune train recipe.yaml actor.optim.lr=3e-5 runner.max_epochs=3
+    shardtune train recipe.yaml runner.nproc_per_node=2
+    shardtune train loss=sft model=llama datasets=[ultrachat] ++model.name_or_path=path/to/model
+    torchrun --nproc-per-node 2 -m shardtune train recipe.yaml
+    ```
+    """
     path, overrides = _split(recipe)
     if dry_run:
         from shardtune.rehearse import dry_run as rehearse
 
         rehearse(path, *overrides)
         return
-    from shardtune.run import train as run_training
+    with listening():  # from before torch is imported, which takes seconds
+        from shardtune.run import train as run_training
 
-    run_training(path, *overrides)
+        run_training(path, *overrides)
 
 
 @app.command("eval")
 def evaluate(
-    target: Annotated[list[str], typer.Argument(metavar="RUN_OR_RECIPE [key=value …]")],
+    target: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN_OR_RECIPE [key=value …]", help="A run, or a recipe; then keys to override."),
+    ],
     checkpoint: Checkpoint = "final",
 ) -> None:
-    """Evaluate a run, or the model that a recipe names, on the recipe's evaluation sets."""
+    """Evaluate a run, or the model that a recipe names, on the recipe's evaluation sets; prints JSON.
+
+    **Examples**
+
+    ```text
+    shardtune eval runs/recipe
+    shardtune eval runs/recipe --checkpoint best data.eval_data_paths=other.jsonl
+    shardtune eval recipe.yaml eval.generate=true
+    ```
+    """
+    path, overrides = _split(target)
+    if path is None:
+        raise ConfigError(
+            f"there is nothing to evaluate: {' '.join(target)} names neither a run nor a recipe",
+            where="RUN_OR_RECIPE",
+            remedy="shardtune eval runs/recipe, or shardtune eval recipe.yaml",
+        )
     from shardtune.run import evaluate as run_evaluation
 
-    metrics = run_evaluation(target[0], *target[1:], checkpoint=checkpoint)
-    if os.environ.get("RANK", "0") == "0":
+    metrics = run_evaluation(path, *overrides, checkpoint=checkpoint)
+    if metrics and os.environ.get("RANK", "0") == "0":
         typer.echo(json.dumps(metrics, indent=2))
 
 
@@ -87,21 +140,37 @@ def generate(
     ] = None,
     checkpoint: Checkpoint = "final",
     system: Annotated[str | None, typer.Option(help="A system turn before each prompt.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one answer at most.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw from the tokens that make up this much.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Go on from the prompt as it stands, without the chat template.")
+    ] = False,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
 ) -> None:
-    """Answer prompts: one answer per line for --prompt, JSON lines for --file."""
+    """Answer prompts: one answer per line for --prompt, JSON lines for --file.
+
+    **Examples**
+
+    ```text
+    shardtune generate runs/recipe --prompt "What is 2 plus 3?"
+    shardtune generate runs/recipe --file questions.jsonl > answers.jsonl
+    shardtune generate runs/recipe --prompt "A rhyme, please." --temperature 0.8 --top-p 0.9 --seed 7
+    ```
+    """
+    if (not prompt) == (file is None):
+        raise ConfigError(
+            "give either --prompt or --file" if file is None else "--prompt and --file exclude each other",
+            where="shardtune generate",
+            remedy='shardtune generate RUN --prompt "…", or --file prompts.jsonl',
+        )
     from shardtune.conversation import read_prompts
     from shardtune.generate import Sampling
     from shardtune.run import load_run
 
-    if (prompt is None) == (file is None):
-        raise typer.BadParameter("give either --prompt or --file")
     prompts = read_prompts(file) if file else (prompt or [])
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    answers = load_run(run).generate(prompts, checkpoint=checkpoint, system=system, sampling=sampling)
+    answers = load_run(run).generate(prompts, checkpoint=checkpoint, system=system, sampling=sampling, raw=raw)
     for asked, answer in zip(prompts, answers, strict=True):
         typer.echo(json.dumps({"prompt": asked, "answer": answer}, ensure_ascii=False) if file else answer)
 
@@ -111,12 +180,20 @@ def chat(
     run: RunArgument,
     checkpoint: Checkpoint = "final",
     system: Annotated[str | None, typer.Option(help="The system turn.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
-    seed: Annotated[int, typer.Option()] = 0,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
 ) -> None:
-    """Talk to a run's model; /reset forgets the conversation, an empty line or Ctrl-D ends it."""
+    """Talk to a run's model; /reset forgets the conversation, an empty line or Ctrl-D ends it.
+
+    **Examples**
+
+    ```text
+    shardtune chat runs/recipe
+    shardtune chat runs/recipe --checkpoint best --system "Be brief." --temperature 0.7
+    ```
+    """
     from shardtune.conversation import chat as talk
     from shardtune.generate import Sampling
     from shardtune.run import load_run
@@ -127,15 +204,23 @@ def chat(
 @app.command()
 def export(
     run: RunArgument,
-    to: Annotated[Path, typer.Option(help="The directory to write; must not be there yet.")],
+    to: Annotated[Path, typer.Option(help="The directory to write; must not be there yet, or be empty.")],
     checkpoint: Checkpoint = "final",
     dtype: Annotated[str, typer.Option(help="auto (the base model's) | fp32 | bf16 | fp16")] = "auto",
 ) -> None:
-    """Write a Hugging Face directory, then load it in a fresh process and compare its logits."""
+    """Write a Hugging Face directory, then load it in a fresh process and compare its logits.
+
+    **Examples**
+
+    ```text
+    shardtune export runs/recipe --to my-model
+    shardtune export runs/recipe --to my-model --checkpoint best --dtype bf16
+    ```
+    """
+    if dtype not in ("auto", "fp32", "bf16", "fp16"):
+        raise ConfigError(f"{dtype} is not a dtype to export in", where="--dtype", remedy="auto, fp32, bf16 or fp16")
     from shardtune.run import load_run
 
-    if dtype not in ("auto", "fp32", "bf16", "fp16"):
-        raise typer.BadParameter(f"--dtype {dtype}: use auto, fp32, bf16 or fp16")
     path = load_run(run).export(to, checkpoint=checkpoint, dtype=dtype)
     typer.echo(f"{path}: loaded afresh, gives the same logits")
 
@@ -144,9 +229,17 @@ def export(
 def preview(
     recipe: RecipeArgument = None,
     rows: Annotated[int, typer.Option(min=1, help="How many rows to show.")] = 3,
-    start: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
+    start: Annotated[int, typer.Option(min=0, help="The first of them, counted from 0.")] = 0,
 ) -> None:
-    """Show rows as the model will see them, the trained tokens marked, and what became of the others."""
+    """Show rows as the model will see them, the trained tokens marked, and what became of the others.
+
+    **Examples**
+
+    ```text
+    shardtune data preview recipe.yaml
+    shardtune data preview recipe.yaml --rows 10 --start 500 data.max_length=512
+    ```
+    """
     from shardtune.rehearse import preview as show
 
     path, overrides = _split(recipe)
@@ -155,7 +248,15 @@ def preview(
 
 @app.command()
 def models() -> None:
-    """List what actor.model.model_type may be, and the architectures it covers."""
+    """List what actor.model.model_type may be, and the architectures it covers.
+
+    **Examples**
+
+    ```text
+    shardtune models
+    shardtune models | grep -o "qwen[^,]*"
+    ```
+    """
     from shardtune.models.registry import MODEL_TYPES, known_architectures
 
     for name, meaning in MODEL_TYPES.items():
@@ -166,7 +267,14 @@ def models() -> None:
 
 @app.command()
 def env() -> None:
-    """Print versions and devices, for a bug report."""
+    """Print versions and devices, for a bug report.
+
+    **Examples**
+
+    ```text
+    shardtune env
+    ```
+    """
     import torch
 
     from shardtune.run_directory import environment
@@ -174,33 +282,47 @@ def env() -> None:
     for name, value in environment().items():
         typer.echo(f"{name}: {value}")
     typer.echo(f"cpu threads: {torch.get_num_threads()}")
+    typer.echo(f"cuda devices: {torch.cuda.device_count()}")
     for number in range(torch.cuda.device_count()):
         typer.echo(f"cuda:{number}: {torch.cuda.get_device_name(number)}")
 
 
 def main() -> None:
     """Run the command line; exit with 0, 1, 2 (the user's to mend) or 75 (stopped after saving)."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        end_with_parent()
     try:
-        app()
-    except SystemExit:
-        raise
+        code = app(standalone_mode=False)
+    except UsageError as error:
+        _end(_usage(error))
     except BaseException as error:
+        if isinstance(error, SystemExit):
+            raise
         _end(error)
+    _leave(code if isinstance(code, int) else 0)
+
+
+def _usage(error: Any) -> ConfigError:
+    """A command line that cannot be read, in the form of all other mistakes."""
+    command = error.ctx.command_path if error.ctx is not None else "shardtune"
+    return ConfigError(
+        error.format_message(),
+        where=" ".join(["shardtune", *sys.argv[1:]]),
+        remedy=f"{command} --help shows what it takes",
+    )
 
 
 def _end(error: BaseException) -> NoReturn:
     """Say what went wrong, once, and leave with the exit code that tells which kind it is."""
     rank = int(os.environ.get("RANK", "0"))
-    if isinstance(error, KeyboardInterrupt):
-        sys.exit(130)
     launched = "SHARDTUNE_REPORT_DIR" in os.environ
     code = 1
     if isinstance(error, (ShardtuneError, Interrupted)):
         code, text = error.exit_code, str(error)
+    elif isinstance(error, (KeyboardInterrupt, typer.Abort)):
+        code, text = 130, "interrupted"
     else:
-        from shardtune.memory import explain_out_of_memory
-
-        text = explain_out_of_memory(error) or "".join(traceback.format_exception(error))
+        text = _explain(error)
     if launched and not isinstance(error, Interrupted):
         from shardtune.launch import write_report
 
@@ -209,8 +331,28 @@ def _end(error: BaseException) -> NoReturn:
         kind = "stopped" if isinstance(error, Interrupted) else "error"
         prefix = f"rank {rank}: " if "RANK" in os.environ and not launched else ""
         print(f"{prefix}{kind}: {text}", file=sys.stderr)
+    _leave(code)
+
+
+def _explain(error: BaseException) -> str:
+    """What is shown of an error that is not the user's to mend."""
+    from shardtune.launch import RankFailed, lost_a_peer
+    from shardtune.memory import explain_out_of_memory
+
+    if isinstance(error, RankFailed):
+        return str(error)
+    if lost_a_peer(error):
+        return f"another rank has ended; what it says is the cause ({str(error).strip().splitlines()[-1][:200]})"
+    return explain_out_of_memory(error) or "".join(traceback.format_exception(error))
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process; a rank without taking the interpreter down.
+
+    The threads of its process group may be beyond an orderly end (they abort the process), and others must not wait for it.
+    """
     sys.stderr.flush()
     sys.stdout.flush()
-    if "RANK" in os.environ and not isinstance(error, Interrupted):
-        os._exit(code)  # the process group may be beyond an orderly end; the others must not wait for it
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        os._exit(code)
     sys.exit(code)

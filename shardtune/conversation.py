@@ -14,29 +14,42 @@ from shardtune.generate import Sampling
 from shardtune.run import NO_EVALUATION, Run
 
 PROMPT_KEYS = ("messages", "prompt", "question", "instruction")
+ROWS = f"give JSON lines whose rows have one of {', '.join(PROMPT_KEYS)}: text, or messages with role and content"
 
 
 def read_prompts(file: Path) -> list[Any]:
     """The prompts of a JSONL file: the first of `messages`, `prompt`, `question`, `instruction` that a row has."""
     if not file.is_file():
-        raise DataError(f"{file} is not a file", where="--file")
+        raise DataError(f"{file} is not a file", where="--file", remedy=ROWS)
     prompts: list[Any] = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"this is not JSON: {error}", where=f"{file}:{number}") from error
-        key = next((key for key in PROMPT_KEYS if isinstance(row, dict) and key in row), None)
-        if key is None:
-            raise DataError(
-                "a row has no prompt", where=f"{file}:{number}", remedy=f"give one of {', '.join(PROMPT_KEYS)}"
-            )
-        prompts.append(row[key])
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                prompts.append(_prompt(line, f"{file}:{number}"))
     if not prompts:
-        raise DataError(f"{file} has no rows", where="--file")
+        raise DataError(f"{file} has no rows", where="--file", remedy=ROWS)
     return prompts
+
+
+def _prompt(line: str, where: str) -> str | list[dict[str, Any]]:
+    """A user's turn, or a whole conversation that ends in one."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"this is not JSON: {error}", where=where, remedy=ROWS) from error
+    key = next((key for key in PROMPT_KEYS if isinstance(row, dict) and key in row), None)
+    if key is None:
+        raise DataError("a row has no prompt", where=where, remedy=ROWS)
+    prompt = row[key]
+    if isinstance(prompt, str):
+        return prompt
+    turns = prompt if isinstance(prompt, list) else []
+    good = [turn for turn in turns if isinstance(turn, dict) and isinstance(turn.get("role"), str)]
+    if not turns or len(good) < len(turns) or not all(isinstance(turn.get("content"), str) for turn in good):
+        raise DataError(
+            f"the prompt is {json.dumps(prompt)[:80]}, neither text nor a list of messages", where=where, remedy=ROWS
+        )
+    return turns
 
 
 def chat(run: Run, checkpoint: str, system: str | None, sampling: Sampling) -> None:
@@ -56,7 +69,11 @@ def chat(run: Run, checkpoint: str, system: str | None, sampling: Sampling) -> N
         if text == "/reset":
             messages = list(opening)
             continue
-        messages.append({"role": "user", "content": text})
+        asked = [*messages, {"role": "user", "content": text}]
         streamer = TextStreamer(worker.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        answer = generator.answers([encoder.prompt(messages)], sampling, streamer=streamer)[0]
-        messages.append({"role": "assistant", "content": answer})
+        try:
+            answer = generator.answers([encoder.prompt(asked)], sampling, streamer=streamer)[0]
+        except KeyboardInterrupt:  # this answer is not wanted; the conversation goes on as if it had not been asked
+            console.print()
+            continue
+        messages = [*asked, {"role": "assistant", "content": answer}]

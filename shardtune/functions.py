@@ -16,13 +16,17 @@ from shardtune.errors import ConfigError
 
 
 def import_file(path: Path, where: str) -> ModuleType:
-    """Import a file under a name of its own, once per process."""
-    digest = blake2b(str(path.resolve()).encode(), digest_size=8).hexdigest()  # the same in every process
-    name = f"shardtune_user_{path.stem}_{digest}"
+    """Import a file under a name of its own, once per process, and again only when it has changed."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}", where=where, remedy="give the path of a Python file"
+        ) from error
+    digest = blake2b(str(path.resolve()).encode() + b"\0" + content, digest_size=8).hexdigest()
+    name = f"shardtune_user_{path.stem}_{digest}"  # the same in every process
     if name in sys.modules:
         return sys.modules[name]
-    if not path.is_file():
-        raise ConfigError(f"{path} is not a file", where=where, remedy="give the path of a Python file")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

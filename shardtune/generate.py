@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from shardtune.data.order import derive_seed
+from shardtune.errors import ConfigError
 from shardtune.models.adapter import AdapterRoot
 from shardtune.parallel.mesh import Ranks
 
@@ -79,8 +80,11 @@ class Generator:
             streamer: a transformers streamer, for a single prompt.
         """
         order = sorted(range(len(prompts)), key=lambda number: (-len(prompts[number]), number))
-        batches = [order[start : start + self._batch_rows] for start in range(0, len(order), self._batch_rows)]
         num_ranks = self._ranks.world_size
+        rows = self._batch_rows
+        if sampling.temperature == 0:  # draws belong to a batch, so with them batches are the same on any ranks
+            rows = max(1, min(rows, -(-len(prompts) // num_ranks)))
+        batches = [order[start : start + rows] for start in range(0, len(order), rows)]
         mine: list[tuple[int, str]] = []
         was_training = self._root.training
         self._root.eval()
@@ -158,11 +162,23 @@ class Matcher:
         if wanted is None:
             wanted = reference.strip()
         if callable(self.match):
-            return bool(self.match(got, wanted))
+            return self._ask(self.match, got, wanted)
         if self.match == "numeric":
             left, right = _number(got), _number(wanted)
             return left is not None and left == right
         return got == wanted
+
+    @staticmethod
+    def _ask(match: Callable[[str, str], bool], got: str, wanted: str) -> bool:
+        """The user's own function."""
+        try:
+            return bool(match(got, wanted))
+        except Exception as error:
+            raise ConfigError(
+                f"the function of eval.match raised {type(error).__name__}: {error}",
+                where=f"eval.match: the answer {got[:60]!r}, the reference {wanted[:60]!r}",
+                remedy="let it return True or False for any two texts",
+            ) from error
 
 
 def _number(text: str) -> Decimal | None:

@@ -1,4 +1,4 @@
-"""Token cross-entropy through a linear head without ever holding all logits, and the router's balance loss; always as sums."""
+"""Token cross-entropy through a head without ever holding all logits, and the router's balance loss; always as sums."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`a @ b` with the result in the accumulation dtype: half-precision factors are multiplied exactly and summed in fp32."""
+    """`a @ b` in the accumulation dtype: half-precision factors are multiplied exactly and summed in fp32."""
     out_dtype = accumulation_dtype(a.dtype)
     if out_dtype == a.dtype:
         return a @ b
@@ -62,8 +62,9 @@ def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 class _LinearCrossEntropy(torch.autograd.Function):
     """Weighted sum of the cross-entropy of `transform(hidden @ weight.T + bias)`, chunk by chunk.
 
-    The gradients are taken in the forward pass, while a chunk's logits exist, and only scaled in the backward pass: three
-    matrix products per chunk, as with stored logits. The head's gradient is summed over chunks in fp32 and rounded once.
+    The gradients are taken in the forward pass, while a chunk's logits exist, and only scaled in the backward pass:
+    three matrix products per chunk, as with stored logits. The head's gradient is summed over chunks in fp32 and
+    rounded once.
     """
 
     @staticmethod
@@ -93,11 +94,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 correct += ((logits.argmax(-1, keepdim=True) == index) & (scale > 0)).sum()
             if not (needs_hidden or needs_weight or needs_bias):
                 continue
-            keep = logits.clone() if transform.softcap is not None else logits
-            grad = logits.sub_(log_normalizer).exp_() if transform.softcap is None else (logits - log_normalizer).exp_()
+            # A soft cap's own gradient needs the logits once more; without one they give way to their gradient.
+            grad = logits - log_normalizer if transform.softcap is not None else logits.sub_(log_normalizer)
+            grad.exp_()
             grad.scatter_add_(1, index, torch.full_like(scale, -1.0))
             grad.mul_(scale)
-            grad = transform.backward_(grad, keep)
+            grad = transform.backward_(grad, logits)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
             grad = grad.to(inputs.dtype)
@@ -157,7 +159,7 @@ def head_cross_entropy(
     transform: LogitTransform = IDENTITY,
     count_correct: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `linear_cross_entropy`, for a head that is more than one matrix: its chunks are computed again in the backward pass.
+    """As `linear_cross_entropy`, for a head that is more than one matrix; its chunks are computed twice.
 
     Args:
         hidden: [targets, width].
@@ -172,10 +174,11 @@ def head_cross_entropy(
         correct = ((logits.argmax(-1) == index) & (scale > 0)).sum() if count_correct else index.new_zeros(())
         return total, correct
 
-    total = hidden.to(acc).sum() * 0  # keeps a micro-batch without targets in the graph
+    total = hidden.new_zeros((), dtype=acc)
     correct = targets.new_zeros(())
     chunk = max(1, LOGITS_PER_CHUNK // vocabulary)
-    for start in range(0, hidden.shape[0], chunk):
+    # Without targets the head still runs, on no rows: its weights must have a gradient on every rank or on none.
+    for start in range(0, max(1, hidden.shape[0]), chunk):
         part = slice(start, start + chunk)
         arguments = (hidden[part], targets[part], target_weights[part])
         part_total, part_correct = checkpoint(chunk_sum, *arguments, use_reentrant=False)
@@ -189,10 +192,10 @@ def router_balance(
     document_weights: torch.Tensor,
     top_k: int,
 ) -> torch.Tensor:
-    """The load-balancing loss of Switch Transformer (arXiv:2101.03961, eqs. 4 to 6) of each document, summed over documents.
+    """The sum over documents of the load-balancing loss of Switch Transformer (arXiv:2101.03961, eqs. 4 to 6).
 
-    It is not a sum over tokens (of a batch it is not the mean of its parts), so it is taken per document, over all layers
-    together as transformers does, and averaged over documents.
+    It is not a sum over tokens (of a batch it is not the mean of its parts), so it is taken per document, over all
+    layers together as transformers does, and averaged over documents.
 
     Args:
         router_logits: per layer [tokens, experts].

@@ -20,6 +20,11 @@ REFUSED = {
     "LBFGS": "it evaluates the loss several times per step",
     "SparseAdam": "it takes sparse gradients only",
 }
+NOT_SHARDED = {
+    "Adafactor": "torch's works on whole matrices",
+    "Rprop": "torch's writes to single elements, which sharded weights do not allow",
+}
+"""Optimizers of torch that fail on weights of which each rank has a part."""
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
@@ -30,7 +35,9 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and key not in ("Optimizer", *REFUSED)
     }
     if name in REFUSED:
-        raise ConfigError(f"actor.optim.name = {name} cannot be used: {REFUSED[name]}", where="actor.optim.name", remedy="use AdamW")
+        raise ConfigError(
+            f"actor.optim.name = {name} cannot be used: {REFUSED[name]}", where="actor.optim.name", remedy="use AdamW"
+        )
     if name not in known:
         raise ConfigError(
             f"actor.optim.name = {name} is not an optimizer of torch.optim",
@@ -41,24 +48,49 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def _arguments(kind: type[torch.optim.Optimizer], config: OptimConfig) -> dict[str, Any]:
-    """The recipe's values as arguments of this optimizer."""
+    """The recipe's values as arguments of this optimizer; what it cannot take is refused where it was given."""
     accepted = set(inspect.signature(kind).parameters) - {"self", "params"}
-    values: dict[str, Any] = {}
-    if "betas" in accepted:
-        values["betas"] = (config.adam_beta1, config.adam_beta2)
-    if "eps" in accepted and kind.__name__ != "Adafactor":  # its eps is a pair with another meaning
-        values["eps"] = config.adam_eps
-    if "weight_decay" in accepted:
-        values["weight_decay"] = config.weight_decay
+    adam, decays = "betas" in accepted, "weight_decay" in accepted
+    values: dict[str, Any] = {"weight_decay": config.weight_decay} if decays else {}
+    if adam:
+        values |= {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
+    further = accepted - {"lr", *values}
+    unused = {"adam_beta1": adam, "adam_beta2": adam, "adam_eps": adam, "weight_decay": decays}
+    changed = config.model_dump(exclude_defaults=True)
+    for key in [key for key, used in unused.items() if not used and key in changed]:
+        raise ConfigError(
+            f"actor.optim.{key} = {changed[key]:g} has no effect: torch.optim.{kind.__name__} does not take it",
+            where=f"actor.optim.{key}",
+            remedy=f"leave it out; actor.optim.args may hold {', '.join(sorted(further))}",
+        )
     for key, value in config.args.items():
-        if key not in accepted:
+        if key not in further:
+            has = "takes that from keys of their own" if key in accepted else "has no such argument"
             raise ConfigError(
-                f"actor.optim.args.{key} = {value!r}: torch.optim.{kind.__name__} has no such argument",
+                f"actor.optim.args.{key} = {value!r}: torch.optim.{kind.__name__} {has}",
                 where="actor.optim.args",
-                remedy=f"it takes {', '.join(sorted(accepted))}",
+                remedy=f"it takes {', '.join(sorted(further))}; lr, weight_decay and adam_* stand in actor.optim",
             )
         values[key] = tuple(value) if isinstance(value, list) else value
     return values
+
+
+def check_optimizer(config: OptimConfig, num_ranks: int) -> None:
+    """Refuse, before anything is launched, an optimizer or arguments that cannot work.
+
+    Args:
+        config: the recipe's `actor.optim`.
+        num_ranks: that the weights are sharded over.
+    """
+    kind = optimizer_class(config.name)
+    if num_ranks > 1 and config.name in NOT_SHARDED:
+        raise ConfigError(
+            f"actor.optim.name = {config.name} cannot train on {num_ranks} ranks: {NOT_SHARDED[config.name]}",
+            where="actor.optim.name",
+            remedy="use AdamW, or one rank",
+        )
+    stand_in = nn.Parameter(torch.zeros(1, 1))
+    _make(kind, [{"params": [stand_in], "lr": config.lr}], _arguments(kind, config))
 
 
 def _group_of(name: str, parameter: nn.Parameter, config: OptimConfig) -> tuple[float, float]:
@@ -99,13 +131,19 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimConfig)
         }
         for (rate, decay), members in groups.items()
     ]
+    return _make(kind, settings, arguments)
+
+
+def _make(
+    kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]], arguments: Mapping[str, Any]
+) -> torch.optim.Optimizer:
     try:
-        return kind(settings, **arguments)
+        return kind(groups, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"torch.optim.{config.name} refuses its arguments: {error}",
-            where=f"actor.optim.args = {config.args}",
-            remedy=f"the documentation of torch.optim.{config.name} says what each may be",
+            f"torch.optim.{kind.__name__} refuses its parameters or arguments: {error}",
+            where="actor.optim",
+            remedy=f"the documentation of torch.optim.{kind.__name__} says what each may be; AdamW takes any",
         ) from error
 
 

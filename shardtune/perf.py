@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import resource
 import sys
+from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12, "L4": 121e12}
 """Dense bf16 operations per second by the name of the device, from the vendors' data sheets."""
@@ -27,6 +29,48 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     return next((flops for part, flops in PEAK_FLOPS.items() if part in name.replace("-", " ").split()), None)
 
 
-def train_flops_per_token(num_parameters: int, num_layers: int, width: int, mean_length: float) -> float:
+def train_flops_per_token(num_parameters: float, num_layers: int, width: int, mean_length: float) -> float:
     """Operations of forward and backward per token: 6 per parameter, and attention to half of the row (PaLM, app. B)."""
     return 6.0 * num_parameters + 6.0 * num_layers * width * mean_length
+
+
+@dataclass(frozen=True, slots=True)
+class Utilisation:
+    """How much of what the devices could do at best is done.
+
+    Attributes:
+        parameters: that a token is multiplied with: of a mixture of experts those it is routed to, and of the embeddings
+            only the head.
+        layers: of the model.
+        width: of its hidden states.
+        peak: operations per second of all ranks' devices together.
+    """
+
+    parameters: float
+    layers: int
+    width: int
+    peak: float
+
+    @classmethod
+    def known(cls, model: PreTrainedModel, device: torch.device, precision: str, num_ranks: int) -> Utilisation | None:
+        """For a model on `num_ranks` such devices; None where the peak of the device is not known."""
+        peak = peak_flops(device, precision)
+        if peak is None:
+            return None
+        text = model.config.get_text_config()
+        facts = text.to_dict()
+        experts = facts.get("num_local_experts") or facts.get("num_experts")
+        share = facts.get("num_experts_per_tok", 1) / experts if experts else 1.0
+        tied = bool(facts.get("tie_word_embeddings"))
+        embedding = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
+        parameters = sum(
+            parameter.numel() * (share if ".experts." in name else 1.0)
+            for name, parameter in model.named_parameters()
+            if tied or id(parameter) not in embedding
+        )
+        return cls(parameters, int(text.num_hidden_layers), int(text.hidden_size), peak * num_ranks)
+
+    def of(self, tokens_per_second: float, mean_length: float) -> float:
+        """The share, between 0 and 1, of a step."""
+        per_token = train_flops_per_token(self.parameters, self.layers, self.width, mean_length)
+        return tokens_per_second * per_token / self.peak

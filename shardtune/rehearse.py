@@ -6,17 +6,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import DictConfig
 
 from shardtune.config import load_recipe
+from shardtune.data.dataset import TokenDataset
 from shardtune.data.prepare import PreparedData, prepare_data
 from shardtune.display import Display, count
+from shardtune.errors import ConfigError
 from shardtune.functions import import_plugins
-from shardtune.models.registry import load_tokenizer
+from shardtune.models.registry import load_tokenizer, no_model_path
 from shardtune.parallel.mesh import leave_ranks
-from shardtune.run import facts
 from shardtune.run_directory import plan_run
 from shardtune.sft_worker import SFTWorker
+from shardtune.training import facts
 
 SHOWN_ROWS = 2
 
@@ -54,23 +57,44 @@ def dry_run(recipe: str | Path | Mapping[str, Any] | DictConfig | None, *overrid
         leave_ranks(worker.ranks)
 
 
+def describe(rows: TokenDataset) -> str:
+    """How many rows, tokens and targets there are, and how long the rows are."""
+    lengths = rows.lengths
+    return (
+        f"{len(rows):,} rows, {int(lengths.sum(dtype='int64')):,} tokens, {rows.term_weights['ce'].sum():,.0f} trained; "
+        f"longest {int(lengths.max()):,}, median {int(np.median(lengths)):,}"
+    )
+
+
 def preview(
     recipe: str | Path | Mapping[str, Any] | DictConfig | None, *overrides: str, rows: int = 3, start: int = 0
 ) -> None:
-    """Show rows of the training data as the model will see them, the trained tokens marked."""
+    """Show rows of the training data as the model will see them, the trained tokens marked, and what became of the rest.
+
+    Args:
+        recipe: as for training.
+        overrides: as for training.
+        rows: how many are shown.
+        start: the number of the first of them, from 0, in the order of the files.
+    """
     loaded = load_recipe(recipe, overrides)
     import_plugins(loaded.plugins)
     display = Display()
     source = loaded.actor.tokenizer.tokenizer_model or loaded.actor.model.model_path
-    assert source is not None
+    if source is None:
+        raise no_model_path()
     tokenizer = load_tokenizer(source, trust_remote_code=loaded.actor.model.trust_remote_code)
     prepared: PreparedData = prepare_data(loaded, tokenizer, say=display.say)
     data = prepared.train
     assert data is not None
-    lengths = data.lengths
-    display.say(
-        f"{len(data):,} rows, {int(lengths.sum(dtype='int64')):,} tokens, {data.term_weights['ce'].sum():,.0f} trained; "
-        f"longest {int(lengths.max()):,}, median {sorted(lengths.tolist())[len(data) // 2]:,}"
-    )
+    display.say(f"training rows: {describe(data)}")
+    for name, evaluation in prepared.evals.items():
+        display.say(f"evaluation set {name or 'eval'}: {describe(evaluation)}")
+    if start >= len(data):
+        raise ConfigError(
+            f"there is no row {start}: the data has {len(data):,} rows",
+            where=f"--start {start}",
+            remedy=f"give a number below {len(data):,}",
+        )
     for index in range(start, min(start + rows, len(data))):
         display.show_row(data.row(index), tokenizer, data.locate(index))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import re
+import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -13,8 +15,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
-from shardtune.checkpoint.durable import read_json, write_json, write_text
+from shardtune.checkpoint.durable import read_json, recover, write_json, write_text
 from shardtune.checkpoint.store import CheckpointStore, open_checkpoint
+from shardtune.checkpoint.training import read_training_state
 from shardtune.config import Recipe, flatten, load_recipe
 from shardtune.errors import CheckpointError, ConfigError
 
@@ -65,12 +68,14 @@ class RunPlan:
         run_dir: where.
         resume_from: the checkpoint it goes on from; None: from the start.
         finished: the run is complete and nothing is to be done.
+        resumed_from: the checkpoint that the user asked to begin from, of this run or another; None: none.
         move_aside: an older run is moved out of the way first.
         notes: what the user is told.
     """
 
     run_dir: Path
     resume_from: Path | None = None
+    resumed_from: str | None = None
     finished: bool = False
     move_aside: bool = False
     notes: tuple[str, ...] = ()
@@ -81,29 +86,54 @@ def run_directory(recipe: Recipe) -> Path:
     return Path(logger.log_path) / str(logger.experiment_name)
 
 
+def holds_run(run_dir: Path) -> bool:
+    """Whether a directory holds a run, finished or not."""
+    return (run_dir / MANIFEST).exists() and (run_dir / CONFIG).exists()
+
+
 def plan_run(recipe: Recipe) -> RunPlan:
     """Decide, and write nothing. Raises `CheckpointError` or `ConfigError` where the directory cannot be used."""
     run_dir = run_directory(recipe)
     check_writable(run_dir, "runner.logger.log_path")
     runner = recipe.runner
     if runner.overwrite:
-        return RunPlan(run_dir, move_aside=(run_dir / MANIFEST).exists())
-    if runner.resume_dir not in (None, "auto"):
-        checkpoint = open_checkpoint(str(runner.resume_dir))
-        source = _run_of(checkpoint)
-        if (run_dir / MANIFEST).exists() and source != run_dir.resolve():
-            raise _occupied(run_dir)
-        notes = _check_changes(source, recipe) if source is not None else ()
-        return RunPlan(run_dir, resume_from=checkpoint, notes=notes)
-    if not (run_dir / MANIFEST).exists():
-        return RunPlan(run_dir)
+        return RunPlan(run_dir, move_aside=holds_run(run_dir))
+    wanted = None if runner.resume_dir in (None, "auto") else open_checkpoint(str(runner.resume_dir))
+    if not holds_run(run_dir):
+        notes = () if wanted is None else _check_changes(_run_of(wanted), recipe)
+        return RunPlan(run_dir, resume_from=wanted, resumed_from=str(wanted) if wanted else None, notes=notes)
     if runner.resume_dir is None:
         raise _occupied(run_dir)
-    notes = _check_changes(run_dir, recipe)
-    checkpoint = CheckpointStore(run_dir / "checkpoints").latest()
+    began_from = read_json(run_dir / MANIFEST).get("resumed_from")
+    if wanted is None or str(wanted) == began_from or wanted == _newest(run_dir):
+        return _continue(run_dir, recipe, began_from)
+    if _run_of(wanted) != run_dir.resolve():
+        raise _occupied(run_dir)
+    notes = (*_check_changes(run_dir, recipe), f"going back to {wanted}; later checkpoints go with the next save")
+    return RunPlan(run_dir, resume_from=wanted, resumed_from=str(wanted), notes=notes)
+
+
+def _continue(run_dir: Path, recipe: Recipe, began_from: str | None) -> RunPlan:
+    """Go on with a run where it stands; where it has saved nothing yet, begin it again."""
+    store = CheckpointStore(run_dir / "checkpoints")
+    notes = [f"passed over the checkpoint {name}: {fault}" for name, fault in store.torn().items()]
+    checkpoint = _newest(run_dir)
+    if checkpoint is None and began_from is not None:
+        checkpoint = open_checkpoint(began_from)
+    if checkpoint is None and not notes:
+        return RunPlan(run_dir, notes=("the run in this directory had saved nothing yet: it begins again",))
+    notes += _check_changes(run_dir, recipe)
+    if checkpoint is None:
+        notes.append("no checkpoint is complete: the run begins again")
     grown = any(_grown(key, load_config(run_dir), recipe) for key in LARGER)
     finished = "finished" in read_json(run_dir / MANIFEST) and (run_dir / FINAL).is_dir() and not grown
-    return RunPlan(run_dir, resume_from=checkpoint, finished=finished, notes=notes)
+    return RunPlan(run_dir, resume_from=checkpoint, resumed_from=began_from, finished=finished, notes=tuple(notes))
+
+
+def _newest(run_dir: Path) -> Path | None:
+    """The checkpoint that a run goes on from, as `open_checkpoint` would give it."""
+    latest = CheckpointStore(run_dir / "checkpoints").latest()
+    return None if latest is None else latest.resolve()
 
 
 def _occupied(run_dir: Path) -> CheckpointError:
@@ -120,7 +150,7 @@ def _occupied(run_dir: Path) -> CheckpointError:
 def _run_of(checkpoint: Path) -> Path | None:
     """The run directory that a checkpoint lies in."""
     candidate = checkpoint.resolve().parent.parent
-    return candidate if (candidate / MANIFEST).exists() else None
+    return candidate if holds_run(candidate) else None
 
 
 def check_writable(folder: Path, key: str) -> None:
@@ -162,8 +192,15 @@ def _grown(key: str, old: Recipe, new: Recipe) -> bool:
     return before > 0 and (now > before or now == -1)
 
 
-def _check_changes(run_dir: Path, recipe: Recipe) -> tuple[str, ...]:
-    """Refuse changes that would make the run another one; returns what is worth saying about the others."""
+def _check_changes(run_dir: Path | None, recipe: Recipe) -> tuple[str, ...]:
+    """Refuse changes that would make the run another one; returns what is worth saying about the others.
+
+    Args:
+        run_dir: of the run that is continued; None: a checkpoint that lies in none, of which no recipe is known.
+        recipe: as it is now.
+    """
+    if run_dir is None:
+        return ()
     old = load_config(run_dir)
     before, now = flatten(old.to_dict()), flatten(recipe.to_dict())
     allowed = recipe.runner.allow_changes
@@ -191,16 +228,16 @@ def _check_changes(run_dir: Path, recipe: Recipe) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def check_same_data(run_dir: Path, files: Sequence[Mapping[str, Any]], allowed: Sequence[str]) -> None:
-    """Refuse to continue on other data than the run was trained on so far.
+def check_same_data(checkpoint: Path, files: Sequence[Mapping[str, Any]], allowed: Sequence[str]) -> None:
+    """Refuse to continue on other data than a checkpoint was trained on.
 
     Args:
-        run_dir: with the manifest of the run.
-        files: as `data_files` describes the data now.
+        checkpoint: knows its data.
+        files: as `PreparedData.files` describes the data now.
         allowed: `runner.allow_changes`.
     """
-    before = read_json(run_dir / MANIFEST).get("data", {}).get("train")
-    if before is None or list(before) == list(files) or "data.train_data_paths" in allowed:
+    before = read_training_state(checkpoint)["data_files"]
+    if list(before) == list(files) or "data.train_data_paths" in allowed:
         return
     old = {entry["file"]: entry for entry in before}
     new = {entry["file"]: entry for entry in files}
@@ -213,7 +250,7 @@ def check_same_data(run_dir: Path, files: Sequence[Mapping[str, Any]], allowed: 
     changed += [f"{file}: new" for file in new if file not in old]
     raise CheckpointError(
         "the training data is not what this run was trained on so far:\n    " + "\n    ".join(changed or ["reordered"]),
-        where=str(run_dir / MANIFEST),
+        where=str(checkpoint),
         remedy=(
             "put the data back, choose another runner.logger.experiment_name, or go on all the same with "
             "runner.allow_changes=[data.train_data_paths]"
@@ -228,9 +265,21 @@ class RunLock:
         self._path = run_dir / LOCK
         self._file: IO[str] | None = None
 
+    @property
+    def held(self) -> bool:
+        return self._file is not None
+
     def acquire(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._path, "a+")  # noqa: SIM115 (held as long as the run)
+        """Hold the directory, which is made; waits some seconds for another to let go of it.
+
+        Raises:
+            CheckpointError: another holds it, or it cannot be written.
+        """
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self._path, "a+")  # noqa: SIM115 (held as long as the run)
+        except OSError as error:
+            raise _unwritable(self._path.parent, error) from error
         until = time.monotonic() + LOCK_WAIT_SECONDS
         while True:
             try:
@@ -244,7 +293,12 @@ class RunLock:
                         where=str(self._path),
                         remedy="wait for it, stop it, or choose another runner.logger.experiment_name",
                     ) from None
-            time.sleep(0.2)
+            time.sleep(0.1)
+
+    def acquire_existing(self) -> None:
+        """Hold the directory if a run was there before."""
+        if self._path.exists() or holds_run(self._path.parent):
+            self.acquire()
 
     def release(self) -> None:
         if self._file is not None:
@@ -254,14 +308,36 @@ class RunLock:
 
 def check_unlocked(run_dir: Path) -> None:
     """Refuse a directory that another run is using; changes nothing."""
-    if (run_dir / LOCK).exists():
-        lock = RunLock(run_dir)
-        lock.acquire()
-        lock.release()
+    lock = RunLock(run_dir)
+    lock.acquire_existing()
+    lock.release()
 
 
-def begin_run(plan: RunPlan, recipe: Recipe, manifest: Mapping[str, Any]) -> None:
-    """Make the run directory with its resolved recipe and manifest; an older run moves aside first."""
+def tidy(run_dir: Path) -> None:
+    """Undo what a killed process left half done; the directory is held."""
+    if not run_dir.is_dir():
+        return
+    CheckpointStore(run_dir / "checkpoints").clean()
+    recover(run_dir)
+    for left in run_dir.glob(".*"):
+        if re.fullmatch(rf"\.{FINAL}\.(tmp|removed)-\w+", left.name) or ".removed-" in left.name:
+            shutil.rmtree(left, ignore_errors=True)
+        elif re.fullmatch(rf"\.({re.escape(MANIFEST)}|{re.escape(CONFIG)})\.\w+", left.name):
+            left.unlink(missing_ok=True)
+
+
+def begin_run(plan: RunPlan, recipe: Recipe, manifest: Mapping[str, Any], lock: RunLock) -> RunLock:
+    """Make the run directory with its resolved recipe and manifest; an older run moves aside first.
+
+    Args:
+        plan: what to do.
+        recipe: as it is now.
+        manifest: what is known of the run.
+        lock: of the directory, held if a run was there before.
+
+    Returns:
+        The lock that is held from now on.
+    """
     if plan.move_aside:
         aside = plan.run_dir.with_name(f"{plan.run_dir.name}.old-{time.strftime('%Y%m%d-%H%M%S')}")
         try:
@@ -272,9 +348,32 @@ def begin_run(plan: RunPlan, recipe: Recipe, manifest: Mapping[str, Any]) -> Non
                 where="runner.overwrite",
                 remedy="give write permission to the directory around it, or choose another experiment_name",
             ) from error
-    plan.run_dir.mkdir(parents=True, exist_ok=True)
-    write_text(plan.run_dir / CONFIG, recipe.to_yaml())
-    write_json(plan.run_dir / MANIFEST, dict(manifest))
+        lock.release()
+    if not lock.held:
+        lock = RunLock(plan.run_dir)
+        lock.acquire()
+        if holds_run(plan.run_dir):
+            lock.release()
+            raise CheckpointError(
+                f"another process has made a run in {plan.run_dir} meanwhile",
+                where="runner.logger",
+                remedy="choose another runner.logger.experiment_name, or run the same command again to continue that run",
+            )
+    try:
+        # The manifest first: without its recipe a new directory is no run yet, and of an old one it drops "finished".
+        write_json(plan.run_dir / MANIFEST, {**manifest, "resumed_from": plan.resumed_from})
+        write_text(plan.run_dir / CONFIG, recipe.to_yaml())
+    except OSError as error:
+        raise _unwritable(plan.run_dir, error) from error
+    return lock
+
+
+def _unwritable(run_dir: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{run_dir} cannot be written: {error.strerror}",
+        where="runner.logger.log_path",
+        remedy="set runner.logger.log_path to a directory that can be written",
+    )
 
 
 def finish_run(run_dir: Path, outcome: Mapping[str, Any]) -> None:

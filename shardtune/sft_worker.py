@@ -30,7 +30,8 @@ from shardtune.models.adapter import AdapterRoot
 from shardtune.models.causal_lm import TOKENS, CausalLM
 from shardtune.models.probe import probe_packing
 from shardtune.models.registry import causal_lm, check_vocabulary, load_tokenizer, model_directory, no_model_path
-from shardtune.optim import build_optimizer
+from shardtune.optim import build_optimizer, check_optimizer
+from shardtune.parallel.mesh import num_ranks
 from shardtune.parallel.shard import COMPUTE_DTYPE
 from shardtune.worker import FSDPSftWorker, freeze
 
@@ -101,6 +102,7 @@ class SFTWorker(FSDPSftWorker):
                 raise no_model_path()
             tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
         check_vocabulary(tokenizer, self.adapter.config)
+        check_optimizer(recipe.actor.optim, num_ranks(recipe.runner.nproc_per_node))
         self._matcher = _matcher(recipe)
         self.prepared: PreparedData = prepared or prepare_data(
             recipe, tokenizer, train_data=train_data, eval_data=eval_data, training=training, say=say
@@ -145,6 +147,9 @@ class SFTWorker(FSDPSftWorker):
         trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         build_optimizer(trainable, self.recipe.actor.optim)
         check_monitors(self.recipe.runner, self.evaluation_metrics())
+
+    def data_files(self) -> list[dict[str, Any]]:
+        return self.prepared.files()
 
     def evaluation_metrics(self) -> list[str]:
         terms = self.adapter.terms()
@@ -232,11 +237,11 @@ class SFTWorker(FSDPSftWorker):
 
     # Answers.
 
-    def generator(self, batch_rows: int = GENERATION_ROWS) -> Generator:
+    def generator(self) -> Generator:
         """Answers prompts with the model as it stands."""
         assert isinstance(self.model, AdapterRoot)
         assert self.tokenizer is not None
-        return Generator(self.model, self.tokenizer, self.prepared.encoder.stop_token_ids, self.ranks, batch_rows)
+        return Generator(self.model, self.tokenizer, self.prepared.encoder.stop_token_ids, self.ranks, GENERATION_ROWS)
 
     def _generated(self, name: str, rows: TokenDataset) -> dict[str, float]:
         """Answer the set's rows and compare; answers in which the pattern is not found count as wrong."""

@@ -49,12 +49,14 @@ class StepResult:
     Attributes:
         losses: per term, the sum of its totals over all ranks divided by the step's weight of that term.
         gradient_norm: before clipping, over all ranks.
-        updated: False where the gradient was not finite: no weight, optimizer state or learning rate has moved.
+        updated: False where no weight, optimizer state or learning rate has moved.
+        problem: why that is so.
     """
 
     losses: dict[str, float]
     gradient_norm: float
     updated: bool
+    problem: str = ""
 
     @property
     def loss(self) -> float:
@@ -135,9 +137,12 @@ def optimizer_step(
 ) -> StepResult:
     """One step of the optimizer on all ranks.
 
-    A gradient that is not finite moves nothing, on any rank: with fp16 the same micro-batches are computed again at half the
-    loss scale, otherwise the result says `updated=False`.
+    A gradient that is not finite moves nothing, on any rank: with fp16 the same micro-batches are computed again at
+    half the loss scale, otherwise the result says `updated=False`. So it does of a step without a target: momentum and
+    weight decay alone would move the weights.
     """
+    if not any(denominators.values()):
+        return StepResult(dict.fromkeys(denominators, 0.0), 0.0, updated=False, problem="no row has a target")
     for _ in range(MAX_HALVINGS):
         scale = loss_scale.value if loss_scale else 1.0
         weights.zero_gradients()
@@ -155,7 +160,7 @@ def optimizer_step(
     }
     if not math.isfinite(norm):
         weights.zero_gradients()
-        return StepResult(losses, norm, updated=False)
+        return StepResult(losses, norm, updated=False, problem="the gradient was not finite")
     factor = 1.0 if clip is None else min(1.0, clip / (norm + CLIP_EPSILON))
     weights.scale_gradients(factor / scale)
     optimizer.step()

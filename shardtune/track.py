@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +14,7 @@ from typing import Any, Protocol
 from shardtune.errors import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
+SAMPLES = "samples"
 
 
 class Backend(Protocol):
@@ -37,13 +40,15 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Event files under `tensorboard/`; after a resume, what lies past the checkpoint is hidden."""
+    """Event files under `tensorboard/`; what they hold past step `done` is purged by those who read them."""
 
-    def __init__(self, run_dir: Path, resumed_at: int | None) -> None:
+    def __init__(self, run_dir: Path, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and only needed here
 
-        purge = None if resumed_at is None else resumed_at + 1
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
+        folder = run_dir / "tensorboard"
+        if done < 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._writer = SummaryWriter(str(folder), purge_step=done + 1 if done >= 0 else None)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for key, value in metrics.items():
@@ -100,20 +105,37 @@ class Tracker:
 
 
 def open_tracker(
-    run_dir: Path, names: Sequence[str], *, project: str, name: str, config: Mapping[str, Any], resumed_at: int | None
+    run_dir: Path, names: Sequence[str], *, project: str, name: str, config: Mapping[str, Any], done: int
 ) -> Tracker:
-    """The backends of `runner.logger.logger_backends`, their logs cut back to the step that a run resumes at."""
-    if resumed_at is not None:
-        cut_back(run_dir / METRICS_FILE, resumed_at)
+    """The backends of `runner.logger.logger_backends`, their logs cut back.
+
+    Args:
+        run_dir: the run directory.
+        names: of the backends.
+        project: under which Weights & Biases files the run.
+        name: of the run.
+        config: the recipe, for Weights & Biases.
+        done: the last step whose line stays; -1: the run starts.
+    """
+    cut_back(run_dir / METRICS_FILE, done)
+    cut_samples(run_dir / SAMPLES, done)
     backends: list[Backend] = []
     for backend in names:
         if backend == "jsonl":
             backends.append(JsonLines(run_dir))
         elif backend == "tensorboard":
-            backends.append(TensorBoard(run_dir, resumed_at))
+            backends.append(TensorBoard(run_dir, done))
         else:
-            backends.append(WeightsAndBiases(run_dir, project, name, config, resumed_at is not None))
+            backends.append(WeightsAndBiases(run_dir, project, name, config, resumed=done >= 0))
     return Tracker(backends)
+
+
+def cut_samples(folder: Path, done: int) -> None:
+    """Remove the answers of evaluations past step `done`."""
+    for file in folder.glob("step_*.jsonl"):
+        found = re.match(r"step_(\d+)", file.name)
+        if found and int(found[1]) > done:
+            file.unlink()
 
 
 def cut_back(file: Path, step: int, block: int = 1 << 16) -> None:
@@ -143,6 +165,15 @@ def _step_of(line: bytes) -> float:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf  # torn or foreign: removed
+
+
+def first_metrics(run_dir: Path) -> dict[str, Any]:
+    """The first line of a run's metrics."""
+    file = run_dir / METRICS_FILE
+    if not file.exists():
+        return {}
+    with open(file, encoding="utf-8") as lines:
+        return json.loads(next(lines, "{}"))
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

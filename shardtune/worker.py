@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from abc import ABC, abstractmethod
@@ -21,21 +20,38 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from shardtune.batch import LossSum, Metric
 from shardtune.checkpoint.huggingface import initialise_weights, load_weights
 from shardtune.checkpoint.materialise import materialise
-from shardtune.checkpoint.optimizer import load_optimizer_tensors, optimizer_tensors
-from shardtune.checkpoint.sharded import PendingSave, async_save_tensors, load_tensors, save_tensors
+from shardtune.checkpoint.sharded import PendingSave
+from shardtune.checkpoint.training import (
+    load_training,
+    load_weights_only,
+    model_bytes,
+    save_training,
+    training_bytes,
+)
 from shardtune.config import Recipe, load_recipe
 from shardtune.data.loader import DataState, Step, StepLoader
 from shardtune.data.user_loader import BatchLoader
-from shardtune.errors import CheckpointError, ConfigError, DataError, ModelError
+from shardtune.errors import ConfigError, ModelError
+from shardtune.evaluate import sum_user_batches
 from shardtune.models.causal_lm import declared_units
 from shardtune.models.registry import get_model, model_directory
-from shardtune.optim import build_optimizer, set_learning_rate
-from shardtune.parallel.mesh import Ranks, join_ranks
+from shardtune.optim import build_optimizer, check_optimizer, set_learning_rate
+from shardtune.parallel.mesh import Ranks, join_ranks, num_ranks
 from shardtune.parallel.shard import MASTER_DTYPE, Weights, shard
-from shardtune.perf import peak_memory_gb
+from shardtune.perf import Utilisation, peak_memory_gb
 from shardtune.step import LossScale, StepResult, optimizer_step
 
-STATE_FILE = "worker.json"
+TRAIN_METRICS = (
+    "train/loss",
+    "train/grad_norm",
+    "train/learning_rate",
+    "train/tokens",
+    "train/supervised_tokens",
+    "perf/tokens_per_second",
+    "perf/data_wait",
+    "perf/peak_memory_gb",
+)
+"""What every step measures."""
 MAX_SKIPPED = 10
 """Steps in a row that may be skipped for a gradient that is not finite."""
 
@@ -67,6 +83,7 @@ class FSDPSftWorker(ABC):
     def __init__(self, cfg: DictConfig | Recipe) -> None:
         self.recipe: Recipe = cfg if isinstance(cfg, Recipe) else load_recipe(cfg)
         self.cfg: DictConfig = self.recipe.as_dict_config()
+        check_optimizer(self.recipe.actor.optim, num_ranks(self.recipe.runner.nproc_per_node))
         self.ranks: Ranks = join_ranks(self.recipe.runner.device)
         self.device: torch.device = self.ranks.device
         self.amp_context: AbstractContextManager[None] = nullcontext()
@@ -74,9 +91,10 @@ class FSDPSftWorker(ABC):
         self.step = 0
         self.data_state = DataState()
         self.skipped_steps = 0
+        self.problem = ""  # why the last skipped step was
         self.poll: Callable[[], None] = _nothing  # the runner's: called where all ranks may stop together
         self._loss_scale = LossScale() if self.recipe.actor.model.precision == "fp16" else None
-        self._async_group: dist.ProcessGroup | None = None
+        self._groups: list[dist.ProcessGroup | None] = []
 
     # The task: what a subclass gives.
 
@@ -116,7 +134,11 @@ class FSDPSftWorker(ABC):
         self._build_model()
         self._load_initial_weights(self.hf_model())
         self._hold_weights()
-        self.optimizer = build_optimizer(self.weights.trainable(), self.recipe.actor.optim)
+        actor = self.recipe.actor
+        self.optimizer = build_optimizer(self.weights.trainable(), actor.optim)
+        self._utilisation = Utilisation.known(
+            self.hf_model(), self.device, actor.model.precision, self.ranks.world_size
+        )
         self.model.train()
         self.prove()
         self._build_loaders()
@@ -209,8 +231,7 @@ class FSDPSftWorker(ABC):
             info,
             global_batch_size=actor.global_batch_size,
             micro_batch_size=actor.micro_batch_size,
-            rank=self.ranks.rank,
-            num_ranks=self.ranks.world_size,
+            ranks=self.ranks,
             shifted="ForCausalLM" in type(self.hf_model()).__name__,
             seed=self.recipe.runner.seed,
         )
@@ -310,9 +331,22 @@ class FSDPSftWorker(ABC):
             "perf/data_wait": waited,
             "perf/peak_memory_gb": self.ranks.largest(peak_memory_gb(self.device)),
         }
+        if self._utilisation is not None:
+            mean_length = step.num_tokens / max(1, len(step.rows))
+            metrics["perf/mfu"] = self._utilisation.of(step.num_tokens / seconds, mean_length)
         if self.skipped_steps:
             metrics["train/skipped_steps"] = float(self.skipped_steps)
-        return metrics
+        return metrics | self._user_metrics(step)
+
+    def _user_metrics(self, step: Step) -> dict[str, float]:
+        """What a subclass returned beside its loss, averaged over the step's targets (rows, where it has no labels)."""
+        if not isinstance(self.loader, BatchLoader):
+            return {}
+        sums: dict[str, Metric] = {}
+        for batch in step.micro_batches:
+            for name, metric in batch.metrics.items():
+                sums[name] = sums.get(name, Metric(0.0, 0.0)) + metric
+        return {f"train/{name}": metric.mean for name, metric in self.ranks.reduce_metrics(sums).items()}
 
     def _horizon(self) -> int:
         if self._total_steps is None:
@@ -329,10 +363,11 @@ class FSDPSftWorker(ABC):
             self._skipped_in_a_row = 0
             return
         self.skipped_steps += 1
+        self.problem = result.problem
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= MAX_SKIPPED:
             raise ModelError(
-                f"the gradient was not finite in {MAX_SKIPPED} steps in a row; the last held the rows "
+                f"{MAX_SKIPPED} steps in a row were passed over, the last as {result.problem}; it held the rows "
                 f"{step.rows[:8].tolist()}{' …' if len(step.rows) > 8 else ''}",
                 where=f"after step {self.step}",
                 remedy="lower actor.optim.lr, or look at these rows with shardtune data preview",
@@ -362,30 +397,22 @@ class FSDPSftWorker(ABC):
 
     def evaluate_set(self, name: str, loader: Iterable[Any], info: Mapping[str, Any]) -> dict[str, float]:
         """The metrics of one evaluation set, from `get_eval_model_output` of each batch."""
-        sums: dict[str, Metric] = {}
-        seen = 0
-        with torch.no_grad():
-            for number, batch in enumerate(loader):
-                self.poll()
-                if not info.get("sharded") and number % self.ranks.world_size != self.ranks.rank:
-                    continue
-                size = _batch_size(batch)
-                seen += size
-                output = self.get_eval_model_output(batch)
-                found = output if isinstance(output, Mapping) else {"eval_accuracy": (float(output), float(size))}
-                for key, pair in found.items():
-                    metric = pair if isinstance(pair, Metric) else Metric(float(pair[0]), float(pair[1]))
-                    sums[key] = sums.get(key, Metric(0.0, 0.0)) + metric
-        total = int(self.ranks.sum([seen])[0])
-        if "num_samples" in info and total < int(info["num_samples"]):
-            raise DataError(
-                f"evaluation saw {total} samples of the {info['num_samples']} that build_dataloader announced",
-                where=f"evaluation set {name or 'eval'}",
-                remedy="build the evaluation loader with drop_last=False",
-            )
-        return {key: metric.mean for key, metric in self.ranks.reduce_metrics(sums).items()}
+        evaluated = sum_user_batches(
+            self.get_eval_model_output,
+            loader,
+            self.ranks,
+            sharded=bool(info.get("sharded")),
+            num_samples=info.get("num_samples"),
+            name=name or "eval",
+            poll=self.poll,
+        )
+        return {key: metric.mean for key, metric in evaluated.items()}
 
     # Checkpoints.
+
+    def data_files(self) -> list[dict[str, Any]]:
+        """What the training rows come from; a resumed run must have the same."""
+        return []
 
     def save_checkpoint(self, path: str | Path, step: int, *, background: bool = False) -> list[PendingSave]:
         """Write model, optimizer and state into a folder; every rank calls it.
@@ -395,47 +422,32 @@ class FSDPSftWorker(ABC):
             step: optimizer steps done.
             background: return once the tensors are copied; the caller waits for what is returned.
         """
-        folder = Path(path)
-        tensors = self.weights.tensors()
-        names = {parameter: name for name, parameter in self.weights.trainable().items()}
-        states, groups = optimizer_tensors(self.optimizer, names)
         state = {
             "step": step,
             "data": asdict(self.data_state),
+            "data_files": self.data_files(),
             "skipped_steps": self.skipped_steps,
             "loss_scale": asdict(self._loss_scale) if self._loss_scale else None,
-            "optimizer": groups,
-            "total_steps": self._horizon(),
             "world_size": self.ranks.world_size,
         }
-        if self.ranks.is_main:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / STATE_FILE).write_text(json.dumps(state))
-        if background:
-            group = self._background_group()
-            return [
-                async_save_tensors(folder / "model", tensors, process_group=group),
-                async_save_tensors(folder / "optimizer", states, process_group=group),
-            ]
-        save_tensors(folder / "model", tensors)
-        save_tensors(folder / "optimizer", states)
-        return []
+        return save_training(
+            Path(path),
+            self.weights,
+            self.optimizer,
+            state,
+            writes_state=self.ranks.is_main,
+            background=self._saving_groups() if background else None,
+        )
 
-    def _background_group(self) -> dist.ProcessGroup | None:
-        if self.ranks.mesh is not None and self._async_group is None:
-            group = dist.new_group(backend="gloo")
-            assert isinstance(group, dist.ProcessGroup)
-            self._async_group = group
-        return self._async_group
+    def _saving_groups(self) -> list[dist.ProcessGroup | None]:
+        """Connections for saving in the background, one set for the model and one for the optimizer."""
+        if not self._groups:
+            self._groups = [self.ranks.new_group(), self.ranks.new_group()]
+        return self._groups
 
     def load_checkpoint(self, path: str | Path) -> int:
         """Continue from a folder that `save_checkpoint` wrote, on any number of ranks; returns its step."""
-        folder = Path(path)
-        state = self.load_model(folder)
-        names = {parameter: name for name, parameter in self.weights.trainable().items()}
-        # The recipe's options hold, not the checkpoint's: they are the same unless the user allowed a change.
-        kept = {key for group in self.optimizer.param_groups for key in group}
-        load_optimizer_tensors(folder / "optimizer", self.optimizer, names, state["optimizer"], keep=kept)
+        state = load_training(Path(path), self.weights, self.optimizer)
         self.step = int(state["step"])
         self.data_state = DataState(**state["data"])
         self.skipped_steps = int(state["skipped_steps"])
@@ -446,27 +458,15 @@ class FSDPSftWorker(ABC):
 
     def load_model(self, path: str | Path) -> dict[str, Any]:
         """Take the model's weights from a checkpoint, and nothing else; returns the checkpoint's state."""
-        folder = Path(path)
-        try:
-            state = json.loads((folder / STATE_FILE).read_text())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"the checkpoint's state cannot be read: {error}",
-                where=str(folder / STATE_FILE),
-                remedy="continue from another checkpoint",
-            ) from error
-        load_tensors(folder / "model", self.weights.tensors())
-        self.weights.publish()
-        return state
+        return load_weights_only(Path(path), self.weights)
 
     def checkpoint_bytes(self) -> int:
         """The size of a checkpoint on all ranks together, before it is written."""
-        tensors = [*self.weights.tensors().values()]
-        states = optimizer_tensors(self.optimizer, {p: n for n, p in self.weights.trainable().items()})[0].values()
-        size = sum(tensor.numel() * tensor.element_size() for tensor in [*tensors, *states])
-        if not states:  # before the first step: as the common optimizers will have it
-            size += 2 * sum(p.numel() * p.element_size() for p in self.weights.trainable().values())
-        return size
+        return training_bytes(self.weights, self.optimizer)
+
+    def model_bytes(self) -> int:
+        """The size of the model's weights on all ranks together."""
+        return model_bytes(self.weights)
 
 
 def _nothing() -> None:
@@ -499,14 +499,3 @@ def _paths(spec: Any) -> list[str]:
         return []
     entries = spec if isinstance(spec, list) else [spec]
     return [entry if isinstance(entry, str) else entry.path for entry in entries]
-
-
-def _batch_size(batch: Any) -> int:
-    """Samples in a user's batch: the first dimension of its first tensor, or the length of its first list."""
-    if isinstance(batch, Mapping):
-        for value in batch.values():
-            if isinstance(value, torch.Tensor) and value.ndim:
-                return value.shape[0]
-            if isinstance(value, (list, tuple)):
-                return len(value)
-    return len(batch) if isinstance(batch, Sequence) else 1

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
+import tempfile
+import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -176,15 +182,79 @@ def recorded_rows() -> Iterator[list[list[int]]]:
         StepLoader.steps = original
 
 
-def stop_after(step: int, number: int) -> Any:
-    """A stand-in for `SFTRunner._after_step` that sends this process a signal once a step is done."""
+@contextmanager
+def signal_after(step: int, number: int = signal.SIGTERM, times: int = 1) -> Iterator[None]:
+    """Meanwhile a signal reaches this process when the runner has done a step."""
     from shardtune.runner import SFTRunner
 
     original = SFTRunner._after_step
 
     def after(self: SFTRunner, **known: Any) -> None:
         if self._actor.step == step:
-            os.kill(os.getpid(), number)
+            for _ in range(times):
+                os.kill(os.getpid(), number)
         original(self, **known)
 
-    return after
+    SFTRunner._after_step = after
+    try:
+        yield
+    finally:
+        SFTRunner._after_step = original
+
+
+def train_on_ranks(num_ranks: int, jobs: list[dict[str, Any]], timeout: float = 120.0) -> list[list[list[int]]]:
+    """Train each recipe of `jobs` in turn on several ranks, which are started once.
+
+    Returns:
+        Of each job, the rows of its steps, as rank 0 saw them.
+    """
+    context = get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        given = (num_ranks, free_ports(len(jobs)), jobs, folder)
+        ranks = [context.Process(target=_rank_main, args=(rank, *given)) for rank in range(num_ranks)]
+        for process in ranks:
+            process.start()
+        until = time.monotonic() + timeout
+        try:
+            while any(process.is_alive() for process in ranks) and time.monotonic() < until:
+                if any(process.exitcode for process in ranks):
+                    until = min(until, time.monotonic() + 2)
+                time.sleep(0.02)
+            codes = [process.exitcode for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+        told = "\n".join(file.read_text() for file in sorted(Path(folder).glob("*.error")))
+        assert codes == [0] * num_ranks, f"exit codes {codes}\n{told}"
+        return json.loads((Path(folder) / "rows.json").read_text())
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports that are free now, all different."""
+    probes = [socket.socket() for _ in range(number)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def _rank_main(rank: int, num_ranks: int, ports: list[int], jobs: list[dict[str, Any]], folder: str) -> None:
+    import shardtune
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1")
+    try:
+        seen = []
+        for port, job in zip(ports, jobs, strict=True):
+            os.environ["MASTER_PORT"] = str(port)
+            with recorded_rows() as rows_of_steps:
+                shardtune.train(job)
+            seen.append(rows_of_steps)
+        if rank == 0:
+            (Path(folder) / "rows.json").write_text(json.dumps(seen))
+    except BaseException:
+        (Path(folder) / f"{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}")
+        os._exit(1)

@@ -88,7 +88,9 @@ def quietly() -> Iterator[None]:
     yield
 
 
-def make_tokenizer(*, template: str | None = CHATML, eos: str | None = END, pad: str | None = PAD) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    *, template: str | None = CHATML, eos: str | None = END, pad: str | None = PAD
+) -> PreTrainedTokenizerFast:
     """Each byte is a token, and so are the three special ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))

@@ -114,6 +114,25 @@ class CheckpointStore:
             raise _unwritable(temporary, problem) from problem
         return target
 
+    def update(self, step: int, state: Mapping[str, Any], *, best: bool = False) -> Path:
+        """Replaces what a complete checkpoint says of the run, whose tensors are still those of its step (rank 0).
+
+        Args:
+            step: of the checkpoint.
+            state: as for `commit`.
+            best: also point `best` at it.
+
+        Raises:
+            CheckpointError: there is none of `step`.
+        """
+        target = open_checkpoint(self.path(step))
+        known = read_json(target / STATE)
+        if known["state"] != dict(state):
+            write_json(target / STATE, {**known, "state": dict(state)})
+        if best:
+            self.mark_best(step)
+        return target
+
     def mark_best(self, step: int) -> None:
         """Points `best` at a complete checkpoint.
 
@@ -122,6 +141,24 @@ class CheckpointStore:
         """
         target = open_checkpoint(self.path(step))
         swap_link(self.folder / "best", target.name)
+
+    def go_back_to(self, step: int) -> None:
+        """Makes the checkpoint of `step` the latest: later ones are another course of the run, and go with the next save.
+
+        Raises:
+            CheckpointError: there is none of `step`.
+        """
+        name = open_checkpoint(self.path(step)).name
+        if self._pointed() != self.path(step):
+            write_text(self.folder / "latest", name + "\n")
+        best = self.best()
+        if best is not None and _step_of(best) > step:
+            (self.folder / "best").unlink()
+
+    def torn(self) -> dict[str, str]:
+        """The checkpoints that are not complete: name to what they lack."""
+        faults = {path.name: _fault(path) for _, path in sorted(self._folders().items())}
+        return {name: fault for name, fault in faults.items() if fault is not None}
 
     def abandon(self, temporary: Path) -> None:
         """Removes a checkpoint that was begun and will not be committed."""
@@ -142,9 +179,13 @@ class CheckpointStore:
                 left.unlink(missing_ok=True)
 
     def prune(self) -> None:
-        """Removes checkpoints beyond `keep_last` and `keep_every`, and torn ones; never the latest or the best."""
-        steps = self.steps()
-        protected = {path.name for path in (self.latest(), self.best()) if path is not None}
+        """Removes checkpoints beyond `keep_last` and `keep_every`, torn ones, and those of a course that was given up.
+
+        The latest and the best stay in any case.
+        """
+        latest = self.latest()
+        steps = [step for step in self.steps() if latest is None or step <= _step_of(latest)]
+        protected = {path.name for path in (latest, self.best()) if path is not None}
         kept = set(steps[-self.keep_last :] if self.keep_last > 0 else ())
         if self.keep_every:
             kept |= {step for step in steps if step % self.keep_every == 0}
@@ -250,6 +291,10 @@ def _fault(checkpoint: Path) -> str | None:
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes instead of {size}: it is torn"
     return None
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("_")[2])
 
 
 def _files(folder: Path) -> list[Path]:

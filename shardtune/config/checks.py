@@ -63,7 +63,6 @@ NOT_YET = (
     ),
     _other_than("actor.model.adapter", None, "use actor.model.model_type: causal_lm, or a worker of your own"),
     _other_than("actor.model.options", {}, "leave them out: nothing of causal_lm reads them"),
-    _other_than("runner.profile_steps", [], "leave it out, and use torch.profiler around shardtune.train"),
     _flag("runner.deterministic", "leave it false: on a CPU runs repeat bitwise in any case"),
     _flag("actor.fsdp_config.cpu_offload", "leave it false"),
     _any_of("runner.launcher", ("ray",), RANKS),

@@ -84,7 +84,9 @@ def _parse(texts: Sequence[str]) -> list[Override]:
             )
         if "=" not in text:
             raise ConfigError(
-                f"{text!r} is not an override", where=" ".join(texts), remedy="write key=value, e.g. actor.optim.lr=3e-5"
+                f"{text!r} is not an override",
+                where=" ".join(texts),
+                remedy="write key=value, e.g. actor.optim.lr=3e-5",
             )
         try:
             override = parser.parse_override(text)

@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from shardtune.data.encoder import Encoder, Row, RowDropped, RowError
+from shardtune.data.encoder import Encoder, Row, RowDropped, RowError, bad_row
 from shardtune.data.entry import EncodedRow, EncodedRows, EntryWriter, Tally
 from shardtune.data.formats import as_row, read_example
 from shardtune.data.progress import BuildProgress
@@ -64,7 +64,7 @@ def build_entry(task: BuildTask, folder: Path, num_workers: int, progress: Build
                     break
         _check_bad(task, writer.tally)
         if not writer.tally.rows:
-            raise DataError("the data file holds no rows", where=task.file.label)
+            raise DataError("the data file holds no rows", where=task.file.label, remedy="write rows into it")
         writer.finish({"made_from": task.file.label})
     finally:
         writer.close()
@@ -83,15 +83,6 @@ def too_many_bad(label: str, tally: Tally, most: int) -> DataError:
         f"{tally.bad.count:,} rows cannot be used, data.max_bad_rows is {most:,}. The first: {rows}",
         where=label,
         remedy="mend the rows, name their format or columns, or raise data.max_bad_rows",
-    )
-
-
-def bad_row(label: str, number: int, reason: str) -> DataError:
-    """The error for a bad row where `data.on_bad_row` is `fail`."""
-    return DataError(
-        reason,
-        where=f"{label}: row {number:,}",
-        remedy="mend the row, or set data.on_bad_row=skip to leave such rows out",
     )
 
 

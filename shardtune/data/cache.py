@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from shardtune.data.builder import BuildTask, bad_row, build_entry, too_many_bad
+from shardtune.data.builder import BuildTask, build_entry, too_many_bad
 from shardtune.data.dataset import Part, TokenDataset
-from shardtune.data.encoder import Encoder
+from shardtune.data.encoder import Encoder, bad_row
 from shardtune.data.entry import LAYOUT_VERSION, Entry, sync_folder
 from shardtune.data.lock import HeartbeatLock
 from shardtune.data.progress import show_progress
@@ -86,7 +86,9 @@ class EntryCache:
         try:
             key = entry_key(source, file, encoder, limit, self._root)
         except OSError as error:
-            raise DataError(f"the data file cannot be read: {error.strerror}", where=file.label) from error
+            raise DataError(
+                f"the data file cannot be read: {error.strerror}", where=file.label, remedy="check its permissions"
+            ) from error
         folder = self._root / "entries" / key[:2] / key
         entry = _open_entry(folder)
         if entry is None:

@@ -94,6 +94,10 @@ class ChatEncoder:
         turns = self._with_system(Chat(tuple(dict(turn) for turn in messages), (None,) * len(messages)))
         return self._tokens(self.template.render(turns.messages, tools, prompt=True))[0]
 
+    def text_prompt(self, text: str) -> np.ndarray:
+        """int32 [length]: a text to go on from, as rows of plain text begin."""
+        return self._opened(self._tokens(text)[0])
+
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """The tokens at which a trained answer ends: the template's end-of-turn first, then the end of sequence."""

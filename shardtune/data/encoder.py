@@ -21,6 +21,15 @@ class RowError(Exception):
         self.reason = reason
 
 
+def bad_row(label: str, number: int, reason: str) -> DataError:
+    """The error for a bad row where `data.on_bad_row` is `fail`."""
+    return DataError(
+        reason,
+        where=f"{label}: row {number:,}",
+        remedy="mend the row, or set data.on_bad_row=skip to leave such rows out",
+    )
+
+
 class RowDropped(Exception):
     """This row is left out as the recipe asks (`data.on_too_long: drop`); it is counted, not an error."""
 

@@ -19,6 +19,9 @@ _PREFERRED = {"train": ("train",), "eval": ("validation", "valid", "val", "dev",
 _SPLIT = re.compile(r"(?:^|[._-])(train|validation|valid|val|dev|eval|test)(?=[._-]|$)", re.IGNORECASE)
 
 
+_SAVE_AGAIN = "copy it completely, or save it again with save_to_disk"
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """Which part of a data set is meant: its `name` is that of a configuration where the data set has such a one."""
@@ -97,10 +100,11 @@ def saved_files(folder: Path, wanted: Wanted) -> list[Path] | None:
             return None
         files = [folder / file["filename"] for file in json.loads(state.read_text())["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"the saved data set is torn: {error}", where=str(state)) from error
+        raise DataError(f"the saved data set is torn: {error}", where=str(state), remedy=_SAVE_AGAIN) from error
     missing = [file for file in files if not file.is_file()]
     if missing or not files:
-        raise DataError(f"the saved data set lacks {missing[0].name if missing else 'its files'}", where=str(folder))
+        lacking = missing[0].name if missing else "its files"
+        raise DataError(f"the saved data set lacks {lacking}", where=str(folder), remedy=_SAVE_AGAIN)
     return files
 
 
@@ -135,5 +139,9 @@ def choose_files(files: list[Path], folder: Path, wanted: Wanted) -> list[Path]:
     if wanted.split is None and len(named) < 2:
         return files
     if wanted.split is not None and not named:
-        raise DataError(f"the file names tell no splits apart, so there is no {wanted.split!r}", where=str(folder))
+        raise DataError(
+            f"the file names tell no splits apart, so there is no {wanted.split!r}",
+            where=str(folder),
+            remedy="leave split out, or name the file itself",
+        )
     return splits[choose_split(named, wanted, str(folder))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -40,7 +40,7 @@ class Step:
         state: where the data stands before it.
         after: where the data stands after it.
         rows: int64 [rows], the data set's rows of the whole step on all ranks, in order.
-        micro_batches: this rank's share; as many on every rank.
+        micro_batches: this rank's share, `Batch`es or what else the worker takes; as many on every rank.
         denominators: per loss term, the weight of all rows of the step.
         num_tokens: input tokens of the step on all ranks.
         num_targets: the supervised weight of the step on all ranks, or 0 where no term counts tokens.
@@ -49,7 +49,7 @@ class Step:
     state: DataState
     after: DataState
     rows: np.ndarray
-    micro_batches: tuple[Batch, ...]
+    micro_batches: tuple[Any, ...]
     denominators: Mapping[str, float]
     num_tokens: int
     num_targets: float

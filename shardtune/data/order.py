@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardtune.errors import ConfigError
+
 ROUNDS = 6
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
@@ -104,6 +106,12 @@ class DataOrder:
         self._lengths = lengths
         self._ends = np.cumsum([source.rows_per_epoch for source in self._sources], dtype=np.int64)
         self._steps: dict[int, int] = {}
+        if not self.rows_per_epoch:
+            raise ConfigError(
+                "an epoch would hold no row: the weights of the data sources round to none of their rows",
+                where=", ".join(f"{s.name}: weight {s.weight:g} of {s.stop - s.start} rows" for s in self._sources),
+                remedy="raise a weight in data.train_data_paths",
+            )
 
     @property
     def rows_per_epoch(self) -> int:
@@ -124,7 +132,10 @@ class DataOrder:
         return rows
 
     def _choose(self, source: OrderSource, epoch: int, place: np.ndarray) -> np.ndarray:
-        """The rows of one source that an epoch holds: with weight 2.5 each row twice and half of them, drawn anew each epoch, once more."""
+        """The rows of one source that an epoch holds; with weight 2.5 each row twice, and half of them once more.
+
+        Which half is drawn anew each epoch.
+        """
         size = source.stop - source.start
         if source.rows_per_epoch == size or not self._shuffle or not place.size:
             return place % max(size, 1)
@@ -135,7 +146,8 @@ class DataOrder:
         """The rows of the step that begins after `start` rows of an epoch; empty at its end."""
         if self._batch_rows is not None:
             return self.rows(epoch, start, start + self._batch_rows)
-        assert self._lengths is not None and self._batch_tokens is not None
+        assert self._lengths is not None
+        assert self._batch_tokens is not None
         taken = np.empty(0, dtype=np.int64)
         block = 64
         while True:
@@ -147,12 +159,13 @@ class DataOrder:
             block *= 2
 
     def num_steps(self, epoch: int) -> int:
-        """Steps of an epoch: arithmetic for a batch of rows; one pass over the lengths, remembered, for a batch of tokens."""
+        """Steps of an epoch: arithmetic for a batch of rows, one pass over the lengths for a batch of tokens."""
         size = self.rows_per_epoch
         if self._batch_rows is not None:
             return -(-size // self._batch_rows)
         if epoch not in self._steps:
-            assert self._lengths is not None and self._batch_tokens is not None
+            assert self._lengths is not None
+            assert self._batch_tokens is not None
             tokens = np.cumsum(self._lengths[self.rows(epoch, 0, size)], dtype=np.int64)
             start = steps = 0
             while start < size:

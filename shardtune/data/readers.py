@@ -101,7 +101,11 @@ def read_chunks(path: Path, kind: str) -> Iterator[Chunk]:
     try:
         yield from _READERS[kind](path)
     except (OSError, EOFError, lzma.LZMAError, pa.ArrowException) as error:
-        raise DataError(f"the file cannot be read as {kind}: {error}", where=str(path)) from error
+        raise DataError(
+            f"the file cannot be read as {kind}: {error}",
+            where=str(path),
+            remedy="its name says how it is read: rename it, or write it again",
+        ) from error
     except UnicodeDecodeError as error:
         raise DataError(
             f"the file is not UTF-8 text: {error}", where=str(path), remedy="convert it to UTF-8"
@@ -204,6 +208,7 @@ def _list_chunks(text: str, start: int, path: Path) -> Iterator[Chunk]:
             raise DataError(
                 f"broken JSON: {error.msg} at line {error.lineno}: {_excerpt(text, error.pos)!r}",
                 where=f"{path}: row {number:,}",
+                remedy="mend the file, or write one object per line (.jsonl): there data.on_bad_row=skip helps",
             ) from error
         row: Row | RowError = value if isinstance(value, dict) else RowError("the row is not a JSON object")
         numbered.append((number, row))
@@ -214,6 +219,7 @@ def _list_chunks(text: str, start: int, path: Path) -> Iterator[Chunk]:
             raise DataError(
                 f"broken JSON: expected , or ] after this row, found {_excerpt(text, place)!r}",
                 where=f"{path}: row {number:,}",
+                remedy="mend the file, or write one object per line (.jsonl): there data.on_bad_row=skip helps",
             )
         if len(numbered) >= _CHUNK_ROWS:
             yield RowChunk(numbered, place / len(text))
@@ -286,7 +292,9 @@ def _read_csv(path: Path) -> Iterator[Chunk]:
                     yield RowChunk(numbered, 0.0)
                     numbered = []
         except csv.Error as error:
-            raise DataError(f"broken CSV: {error}", where=f"{path}: line {lines.line_num}") from error
+            raise DataError(
+                f"broken CSV: {error}", where=f"{path}: line {lines.line_num}", remedy="mend that line of the file"
+            ) from error
     if numbered:
         yield RowChunk(numbered, 1.0)
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 from pydantic import BaseModel
 
 from shardtune.data import hub
-from shardtune.data.encoder import Row, RowError
+from shardtune.data.encoder import Row, RowError, bad_row
 from shardtune.data.formats import FORMATS_BY_NAME, read_example, recognise, rename_columns
 from shardtune.data.hub import Purpose, Wanted
 from shardtune.data.readers import SUPPORTED, kind_of, read_rows
@@ -25,6 +25,7 @@ from shardtune.errors import DataError
 
 ENTRY_KEYS = ("path", "name", "weight", "max_samples", "columns", "format", "split")
 _SNIFFED_ROWS = 20
+_FILL = "write rows into it, or take it out of data.train_data_paths and data.eval_data_paths"
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -149,7 +150,11 @@ def load_transform(spec: str) -> Transform:
     digest = blake2b(code, digest_size=20).hexdigest()
     function: Any = vars(_import_code(code, path, f"shardtune_transform_{digest}", where)).get(name)
     if not callable(function):
-        raise DataError(f"{path} has no function {name!r}", where=where)
+        raise DataError(
+            f"{path} has no function {name!r}",
+            where=where,
+            remedy="write `def name(row)` into it, returning a row or None",
+        )
     return Transform(spec, cast(RowFunction, function), digest)
 
 
@@ -163,7 +168,11 @@ def _import_code(code: bytes, path: str, name: str, where: str) -> ModuleType:
         exec(compile(code, path, "exec"), vars(module))
     except Exception as error:
         del sys.modules[name]
-        raise DataError(f"importing {path} raised {type(error).__name__}: {error}", where=where) from error
+        raise DataError(
+            f"importing {path} raised {type(error).__name__}: {error}",
+            where=where,
+            remedy=f"python {path} shows the whole error",
+        ) from error
     return module
 
 
@@ -227,7 +236,11 @@ def _find(spec: Any, wanted: Wanted, data: DataOptions) -> tuple[list[SourceFile
     if isinstance(spec, Sequence) and not isinstance(spec, str):
         return [SourceFile(spool_rows(spec, root), "jsonl", "rows in memory")], "memory"
     if not isinstance(spec, (str, Path)):
-        raise DataError(f"a data path is {type(spec).__name__}, not text", where=f"data: {spec!r}")
+        raise DataError(
+            f"a data path is {type(spec).__name__}, not text",
+            where=f"data: {spec!r}",
+            remedy="name a file or directory",
+        )
     path = Path(spec).expanduser()
     if path.is_file():
         return [_file(path)], _stem(path)
@@ -264,7 +277,7 @@ def _file(path: Path, label: str | None = None) -> SourceFile:
     if kind is None:
         raise DataError(f"the kind of the file {path.name!r} is not known", where=str(path), remedy=f"use {SUPPORTED}")
     if path.stat().st_size == 0:
-        raise DataError("the data file is empty", where=str(path))
+        raise DataError("the data file is empty", where=str(path), remedy=_FILL)
     return SourceFile(path, kind, label or str(path))
 
 
@@ -341,13 +354,15 @@ def _check_first_rows(source: Source, title: Callable[[Row], str], on_bad_row: s
                 if prepared is not None:
                     return title(prepared)
             except RowError as error:
-                first = first or DataError(error.reason, where=f"{file.label}: row {number:,}")
+                first = first or bad_row(file.label, number, error.reason)
                 if on_bad_row == "fail":
                     raise first from error
             if seen == _SNIFFED_ROWS:
                 break
         if seen == 0:
-            raise DataError("the data file holds no rows", where=file.label)
+            raise DataError("the data file holds no rows", where=file.label, remedy=_FILL)
     raise first or DataError(
-        f"data.transform drops each of the first {_SNIFFED_ROWS} rows", where=source.files[0].label
+        f"data.transform drops each of the first {_SNIFFED_ROWS} rows",
+        where=source.files[0].label,
+        remedy="let it return the rows that are to be kept, None only for the others",
     )

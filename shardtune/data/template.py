@@ -10,8 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from shardtune.data.encoder import RowError
 from shardtune.data.formats import Chat
@@ -82,17 +83,31 @@ def load_template(choice: str | None, tokenizer: PreTrainedTokenizerBase) -> str
     """
     if choice is None:
         own = tokenizer.chat_template
-        return own.get("default") if isinstance(own, dict) else own
+        return _valid(own.get("default") if isinstance(own, dict) else own, f"the tokenizer {tokenizer.name_or_path}")
     if choice == "chatml":
         return _chatml(tokenizer)
     try:
-        return Path(choice).read_text(encoding="utf-8")
+        return _valid(Path(choice).read_text(encoding="utf-8"), choice)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"the chat template {choice!r} cannot be read: {error}",
             where="data.chat_template",
             remedy="null (the tokenizer's own), chatml, or the path of a Jinja file",
         ) from error
+
+
+def _valid(template: str | None, where: str) -> str | None:
+    """The template, once it is known to be Jinja."""
+    if template is not None:
+        try:
+            _compile_jinja_template(template)
+        except TemplateSyntaxError as error:
+            raise DataError(
+                f"the chat template is not valid Jinja: {error.message}",
+                where=f"data.chat_template: {where}, line {error.lineno}",
+                remedy="mend that line, or choose another with data.chat_template",
+            ) from error
+    return template
 
 
 def _chatml(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -161,7 +176,11 @@ class ChatTemplate:
         try:
             _, mark, tail = self.render(messages, None).partition(_MARK)
         except RowError as error:
-            raise DataError(f"{error.reason} (a user turn and an answer)", where="the chat template") from error
+            raise DataError(
+                f"{error.reason} (a user turn and an answer)",
+                where="the chat template",
+                remedy="mend it, or choose another with data.chat_template",
+            ) from error
         if not mark:
             raise DataError(
                 "the chat template leaves out the assistant's answer",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -15,6 +16,7 @@ from shardtune.batch import LossSum, Metric
 from shardtune.data.loader import DataState, Step
 from shardtune.data.order import derive_seed
 from shardtune.errors import ConfigError, DataError, ModelError
+from shardtune.parallel.mesh import Ranks
 
 logger = logging.getLogger(__name__)
 TERM = "loss"
@@ -43,7 +45,7 @@ def targets_of(batch: Any, shifted: bool) -> float:
 
     Args:
         batch: a mapping, whose `labels` (if any) are int64 [rows, length] with -100 for what is not a target.
-        shifted: whether the model compares logits with the next label, so that the first label of a row is never a target.
+        shifted: whether the model compares logits with the next label, so that a row's first label is never a target.
     """
     if not isinstance(batch, Mapping):
         raise DataError(
@@ -64,39 +66,42 @@ def targets_of(batch: Any, shifted: bool) -> float:
 class BatchLoader:
     """Cuts a user's loader into optimizer steps.
 
-    Every rank goes through the same batches, and batch i of a step belongs to rank i mod ranks; a loader that is already
-    sharded yields this rank's batches alone. A resumed run goes through the epoch's first batches again to find its place.
+    Every rank goes through the same batches, and batch i of a step belongs to rank i mod ranks; a loader that is
+    already sharded yields this rank's batches alone, on some ranks perhaps fewer. A resumed run goes through the
+    epoch's first batches again to find its place.
 
     Args:
         loader: yields batches, anew at each `iter`.
-        batches_per_step: of one step, on all ranks together.
+        ranks: over which a step's batches are spread; every rank makes its loader and goes through it alike.
+        batches_per_rank: of one step, on each rank.
         rows_per_batch: rows of a full batch.
-        rank: this data-parallel rank.
-        num_ranks: data-parallel ranks.
         sharded: whether the loader yields this rank's batches alone.
         shifted: whether the model shifts labels itself.
-        seed: of the run; a loader that shuffles draws from it and the epoch.
+        seed: of the run; what a loader draws is a function of it, the epoch and the batch's number.
     """
 
     def __init__(
         self,
         loader: SizedLoader,
+        ranks: Ranks,
         *,
-        batches_per_step: int,
+        batches_per_rank: int,
         rows_per_batch: int,
-        rank: int = 0,
-        num_ranks: int = 1,
         sharded: bool = False,
         shifted: bool = True,
         seed: int = 0,
     ) -> None:
         self._loader = loader
-        self._per_step = batches_per_step
+        self._ranks = ranks
         self._rows = rows_per_batch
-        self._rank, self._num_ranks = rank, num_ranks
         self._sharded = sharded
         self._shifted = shifted
         self._seed = seed
+        # In turns: a batch of the loader each, on all ranks at once where it is sharded.
+        self._turns_per_step = batches_per_rank if sharded else batches_per_rank * ranks.world_size
+        self._rows_per_turn = rows_per_batch * ranks.world_size if sharded else rows_per_batch
+        self._turns = int(ranks.largest(len(loader))) if sharded else len(loader)
+        self._spare: Any = None
 
     @classmethod
     def of(
@@ -104,10 +109,9 @@ class BatchLoader:
         loader: Any,
         info: Mapping[str, Any],
         *,
+        ranks: Ranks,
         global_batch_size: int | None,
         micro_batch_size: int | None,
-        rank: int,
-        num_ranks: int,
         shifted: bool,
         seed: int,
     ) -> BatchLoader:
@@ -121,75 +125,96 @@ class BatchLoader:
             raise ConfigError(
                 "a worker with a loader of its own needs actor.global_batch_size and actor.micro_batch_size in rows"
             )
-        unit = micro_batch_size * num_ranks
+        unit = micro_batch_size * ranks.world_size
         if global_batch_size % unit:
             below, above = global_batch_size // unit * unit, -(-global_batch_size // unit) * unit
             near = f"{below} or {above}" if below else f"{above}"
             raise ConfigError(
                 f"actor.global_batch_size = {global_batch_size} is not divisible by actor.micro_batch_size = "
-                f"{micro_batch_size} times {num_ranks} ranks",
+                f"{micro_batch_size} times {ranks.world_size} ranks",
                 remedy=f"set actor.global_batch_size to {near}",
             )
         return cls(
             loader,
-            batches_per_step=global_batch_size // micro_batch_size,
+            ranks,
+            batches_per_rank=global_batch_size // unit,
             rows_per_batch=micro_batch_size,
-            rank=rank,
-            num_ranks=num_ranks,
             sharded=bool(info.get("sharded")),
             shifted=shifted,
             seed=seed,
         )
 
     @property
-    def _take(self) -> int:
-        """Batches of one step that this rank's loader yields."""
-        return self._per_step // self._num_ranks if self._sharded else self._per_step
-
-    @property
     def rows_per_epoch(self) -> int:
-        return len(self._loader) * self._rows
+        return self._turns * self._rows_per_turn
 
     def num_steps(self, epoch: int) -> int:
-        return -(-len(self._loader) // self._take)
+        return -(-self._turns // self._turns_per_step)
 
     def steps(self, state: DataState) -> Iterator[Step]:
         """Steps without end from `state` on."""
-        epoch, done = state.epoch, state.rows_consumed // self._rows
+        epoch, done = state.epoch, state.rows_consumed // self._rows_per_turn
         while True:
-            torch.manual_seed(derive_seed(self._seed, epoch, "loader"))
-            batches = iter(self._loader)
-            if done:
-                logger.info("going through the first %d batches of epoch %d again to find the place", done, epoch)
-                next(islice(batches, done - 1, None), None)
-            empty = True
-            while taken := list(islice(batches, self._take)):
-                empty = False
-                before, done = done, done + len(taken)
-                ended = done >= len(self._loader)
-                after = DataState(epoch + 1, 0) if ended else DataState(epoch, done * self._rows)
-                yield self._step(taken, DataState(epoch, before * self._rows), after)
-            if empty and not done:
-                raise DataError("the loader yields no batch", where="build_dataloader")
+            batches = self._batches(epoch, done)
+            while done < self._turns:
+                turns = min(self._turns_per_step, self._turns - done)
+                taken = list(islice(batches, turns))
+                if not self._sharded and len(taken) < turns:
+                    raise DataError(
+                        f"the loader ended after {done + len(taken)} batches, its length is {self._turns}",
+                        where="build_dataloader",
+                        remedy="let __len__ say how many batches the loader yields",
+                    )
+                before, done = done, done + turns
+                after = DataState(epoch + 1, 0) if done == self._turns else self._state(epoch, done)
+                yield self._step(taken, turns, self._state(epoch, before), after)
             epoch, done = epoch + 1, 0
 
-    def _step(self, batches: list[Any], state: DataState, after: DataState) -> Step:
+    def _state(self, epoch: int, done: int) -> DataState:
+        return DataState(epoch, done * self._rows_per_turn)
+
+    def _batches(self, epoch: int, done: int) -> Iterator[Any]:
+        """An epoch's batches from number `done` on; what they draw depends on their number, not on where it begins."""
+        _seed_all(derive_seed(self._seed, epoch, "loader"))
+        batches = iter(self._loader)
+        if done:
+            logger.info("going through the first %d batches of epoch %d again to find the place", done, epoch)
+        number = 0
+        while True:
+            _seed_all(derive_seed(self._seed, epoch, number, "batch"))
+            try:
+                batch = next(batches)
+            except StopIteration:
+                break
+            self._spare = batch
+            if number >= done:
+                yield batch
+            number += 1
+        if self._spare is None:
+            raise DataError("the loader yields no batch", where="build_dataloader")
+
+    def _step(self, batches: list[Any], turns: int, state: DataState, after: DataState) -> Step:
+        """A step of the batches taken in so many turns, of which a sharded loader may have fewer."""
         weights = [targets_of(batch, self._shifted) for batch in batches]
-        count = len(batches) if self._sharded else -(-len(batches) // self._num_ranks)
-        mine = []
-        for turn in range(count):
-            number = turn if self._sharded else turn * self._num_ranks + self._rank
-            # A rank without a batch in the last turn repeats the step's first one with weight 0.
-            weight = weights[number] if number < len(batches) else 0.0
-            mine.append(UserBatch(batches[number if number < len(batches) else 0], {TERM: weight}, {}))
+        if self._sharded:
+            mine = list(zip(batches, weights, strict=True))
+            mine += [(None, 0.0)] * (turns - len(mine))
+        else:
+            dealt = [*zip(batches, weights, strict=True)][self._ranks.rank :: self._ranks.world_size]
+            mine = dealt + [(None, 0.0)] * (-(-turns // self._ranks.world_size) - len(dealt))
+        # A mean over no targets is 0 / 0: a batch without any repeats another with weight 0, as does a missing batch.
+        counted = next((batch for batch, weight in zip(batches, weights, strict=True) if weight), self._spare)
+        micro_batches = [UserBatch(batch if weight else counted, {TERM: weight}, {}) for batch, weight in mine]
+        tokens = float(sum(_tokens(batch) for batch in batches))
+        total, tokens = self._ranks.sum([sum(weights), tokens]) if self._sharded else (sum(weights), tokens)
         return Step(
             state=state,
             after=after,
             rows=np.empty(0, dtype=np.int64),
-            micro_batches=tuple(mine),
-            denominators={TERM: sum(weights)},
-            num_tokens=sum(_tokens(batch) for batch in batches),
-            num_targets=sum(weights),
+            micro_batches=tuple(micro_batches),
+            denominators={TERM: total},
+            num_tokens=int(tokens),
+            num_targets=total,
         )
 
     def losses(self, output: Any, batch: UserBatch) -> dict[str, LossSum]:
@@ -197,7 +222,8 @@ class BatchLoader:
         weight = batch.weights[TERM]
         if isinstance(output, tuple) and not isinstance(output, LossSum) and isinstance(output[-1], Mapping):
             output, metrics = output
-            batch.metrics.update({name: _metric(value, weight) for name, value in metrics.items()})
+            if weight:
+                batch.metrics.update({name: _metric(value, weight) for name, value in metrics.items()})
         if isinstance(output, LossSum):
             return {TERM: output}
         if isinstance(output, (list, tuple)):
@@ -207,11 +233,18 @@ class BatchLoader:
                 f"get_train_model_output returned {_describe(output)}, not a scalar loss with a graph",
                 remedy="return outputs.loss",
             )
-        return {TERM: LossSum(output.reshape(()) * weight if weight else output.reshape(()) * 0.0, weight)}
+        return {TERM: LossSum(output.reshape(()) * weight, weight)}
 
 
 def _metric(value: Any, weight: float) -> Metric:
     return value if isinstance(value, Metric) else Metric(float(value) * weight, weight)
+
+
+def _seed_all(seed: int) -> None:
+    """Set every generator that a user's loader may draw from."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def _describe(value: Any) -> str:

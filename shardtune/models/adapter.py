@@ -1,4 +1,4 @@
-"""What a model is to the rest of the system: how it is built, how a row is encoded, what its loss is, what shards as a unit."""
+"""What a model is to the rest of the system: how it is built, what its loss is, what shards as a unit."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class CausalLM(Adapter):
         trust_remote_code: let the config's own code define the model.
         compile: compile the units.
         gradient_checkpointing: compute the units again in the backward pass.
-        precision: bf16 | fp16 | fp32 | fp64; no grouped kernel of experts takes fp64, so there each expert is one product.
+        precision: bf16 | fp16 | fp32 | fp64; no grouped kernel takes fp64, so there experts are computed one by one.
         model: a model in memory instead of one built from `config`.
     """
 
@@ -89,7 +89,7 @@ class CausalLM(Adapter):
                 )
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if self._compile:
-            for unit in self.shard_units(model):
+            for unit in _outermost(self.shard_units(model)):
                 unit.compile(dynamic=True)
         return model
 
@@ -109,6 +109,19 @@ class CausalLM(Adapter):
                 where=f"actor.model.model_path, actor.model.attn_implementation: {self._asked}",
                 remedy="check the model directory's config.json and actor.model.attn_implementation",
             ) from error
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether tokens go to experts, in groups whose sizes depend on all tokens of a forward."""
+        return self._experts_per_token > 0
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The tokens that a layer with a sliding window sees; None where all layers see all."""
+        text = self.config.get_text_config().to_dict()
+        if not text.get("use_sliding_window", True):
+            return None
+        return text.get("sliding_window")
 
     def one_row_per_forward(self, model: nn.Module) -> None:
         """Give up packing: from now on each forward holds one row, under the model's own attention."""
@@ -140,8 +153,8 @@ class CausalLM(Adapter):
             )
         else:
             outputs = self._call(model.base_model, batch)
-            hidden = outputs[0][0].index_select(0, batch.target_positions)
             head = _head(model)
+            hidden = _for_head(outputs[0][0].index_select(0, batch.target_positions), head)
             if type(head) is nn.Linear:
                 total, correct = linear_cross_entropy(
                     hidden, head.weight, *arguments, bias=head.bias, transform=self._transform,
@@ -179,11 +192,11 @@ class CausalLM(Adapter):
         model = _hf(model)
         if self._through_own_head:
             return self._call(model, batch, logits_to_keep=positions).logits[0]
-        hidden = self._call(model.base_model, batch)[0][0]
-        return self._transform(_head(model)(hidden.index_select(0, positions)))
+        hidden, head = self._call(model.base_model, batch)[0][0], _head(model)
+        return self._transform(head(_for_head(hidden.index_select(0, positions), head)))
 
     def reference_logits(self, model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        with _attention(model, "eager"):
+        with _attention(model, "eager"), torch.compiler.set_stance("force_eager"):
             if "logits_to_keep" in inspect.signature(model.forward).parameters:
                 return model(input_ids=input_ids[None], use_cache=False, logits_to_keep=positions).logits[0]
             return model(input_ids=input_ids[None], use_cache=False).logits[0].index_select(0, positions)
@@ -198,7 +211,7 @@ class CausalLM(Adapter):
 
 
 def declared_units(model: nn.Module, wrap: list[str] | None = None) -> list[nn.Module]:
-    """The modules that shard as a unit: those of the classes in `wrap`, else as the model declares, else its longest list.
+    """The modules that shard as a unit: of the classes in `wrap`, else as the model declares, else its largest list.
 
     Args:
         model: a model of transformers.
@@ -213,9 +226,15 @@ def declared_units(model: nn.Module, wrap: list[str] | None = None) -> list[nn.M
             remedy=f"class names here are {', '.join(sorted({type(m).__name__ for m in model.modules()}))}",
         )
     if units:
-        return units
+        return units if wrap else _outermost(units)
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
     return list(max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()))) if stacks else []
+
+
+def _outermost(units: list[nn.Module]) -> list[nn.Module]:
+    """Those that are not inside another."""
+    inside = {module for unit in units for module in unit.modules() if module is not unit}
+    return [unit for unit in units if unit not in inside]
 
 
 def _hf(model: nn.Module) -> PreTrainedModel:
@@ -233,6 +252,11 @@ def _head(model: PreTrainedModel) -> nn.Module:
             remedy="give the directory of a causal language model",
         )
     return head
+
+
+def _for_head(hidden: torch.Tensor, head: nn.Module) -> torch.Tensor:
+    """In the head's dtype: models that add up their residuals in fp32 (Mamba) leave them so."""
+    return hidden.to(next(head.parameters(), hidden).dtype)
 
 
 def _same(logits: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,10 @@ from shardtune.models.causal_lm import CausalLM
 MODEL_TYPES = {"causal_lm": "any causal language model of transformers, by its config.json"}
 MODEL_PATH = "actor.model.model_path"
 OVERRIDES = "actor.model.config_overrides"
-GIVE_A_MODEL = "give the directory (or Hub name) of a model: config.json, weights and tokenizer, as save_pretrained writes them"
+GIVE_A_MODEL = (
+    "give the directory (or Hub name) of a model: config.json, weights and tokenizer, as save_pretrained writes them"
+)
+TRUST = "read that code; if you trust it, set actor.model.trust_remote_code=true"
 SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
 """What of a Hub model is fetched besides weights."""
 
@@ -38,7 +41,7 @@ def load_config(config: ModelConfig, overrides: Mapping[str, Any] | None = None)
         raise ModelError(
             f"{path} holds no config.json that transformers knows: {_first_line(error)}",
             where=MODEL_PATH,
-            remedy=GIVE_A_MODEL,
+            remedy=TRUST if "trust_remote_code" in str(error) else GIVE_A_MODEL,
         ) from error
     _override(loaded, {**config.config_overrides, **(overrides or {})})
     return loaded
@@ -135,7 +138,9 @@ def causal_lm(
             ),
         )
     loaded = load_config(config, overrides)
-    covered = type(loaded) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (loaded.to_dict().get("auto_map") or {})
+    covered = type(loaded) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (
+        loaded.to_dict().get("auto_map") or {}
+    )
     if not covered:
         raise ModelError(
             f"{config.model_path} holds a model of type {loaded.model_type!r}, which is no causal language model",

@@ -72,6 +72,14 @@ class Ranks:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
+    def new_group(self) -> dist.ProcessGroup | None:
+        """Connections of their own between all ranks, for what goes on beside training; every rank calls it."""
+        if self.mesh is None:
+            return None
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
     def barrier(self) -> None:
         if self.mesh is not None:
             dist.barrier()
@@ -108,8 +116,14 @@ def choose_device(device: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def num_ranks(to_launch: int) -> int:
+    """The ranks of this run: those that a launcher has started, otherwise those that are about to be."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    return started if started > 1 else to_launch
+
+
 def join_ranks(device: str) -> Ranks:
-    """Become the rank that RANK, WORLD_SIZE and LOCAL_RANK say (as torchrun sets them); without them a single process."""
+    """Become the rank that RANK, WORLD_SIZE and LOCAL_RANK name (as torchrun does); without them a single process."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     chosen = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
     if chosen.type == "cuda":

@@ -27,12 +27,12 @@ def shard(
 ) -> None:
     """Shard `root` in place over all ranks with FSDP2; a single process keeps the plain module.
 
-    Gradients are summed over ranks, not averaged: losses are divided by the step's weight beforehand. FSDP2 averages unless
-    told otherwise on every one of its modules (on the root alone it is silently wrong), and gloo can only sum.
+    Gradients are summed over ranks, not averaged: losses are divided by the step's weight beforehand. FSDP2 averages
+    unless told otherwise on every one of its modules (on the root alone it is silently wrong), and gloo can only sum.
 
     Args:
         root: the module that is called, on the meta device.
-        units: modules that are gathered and freed as one.
+        units: modules that are gathered and freed as one; one inside another is gathered by itself.
         ranks: all of them share the shards.
         precision: bf16 | fp16 | fp32 | fp64.
         reshard_after_forward: False keeps a unit's weights between forward and backward.
@@ -44,7 +44,8 @@ def shard(
     policy = MixedPrecisionPolicy(
         param_dtype=compute if compute != MASTER_DTYPE[precision] else None, reduce_dtype=MASTER_DTYPE[precision]
     )
-    for unit in units:
+    innermost_first = [module for module in reversed(list(root.modules())) if module in set(units)]
+    for unit in innermost_first:
         fully_shard(unit, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fully_shard(root, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=False)
     for module in root.modules():
@@ -63,9 +64,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 class Weights:
     """A model's weights in full precision: what the optimizer moves, what checkpoints and exports hold.
 
-    With FSDP2, or when the model computes in full precision, they are the model's own parameters. A single process that
-    computes in half precision keeps them beside the model, with FSDP2's arithmetic: half-precision weights and gradients,
-    gradients summed over micro-batches and applied in fp32.
+    With FSDP2, or when the model computes in full precision, they are the model's own parameters. A single process
+    that computes in half precision keeps them beside the model, with FSDP2's arithmetic: half-precision weights and
+    gradients, gradients summed over micro-batches and applied in fp32.
 
     Args:
         root: the module that is called.
@@ -104,7 +105,14 @@ class Weights:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Hand changed weights to the model; to be called after each change of `parameters`."""
+        """Hand changed weights to the model; to be called after each change of `parameters`.
+
+        After a forward without a backward (the probe, an evaluation) FSDP2 keeps the root's weights gathered, and the
+        next forward would take those instead of the changed ones.
+        """
+        for module in self._root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         if self._apart:
             for name, parameter in self.parameters.items():
                 self._computed[name].copy_(parameter)

@@ -54,13 +54,38 @@ def test_retention_keeps_the_last_the_multiples_the_latest_and_the_best(tmp_path
     assert store.best() == store.path(100)
 
 
-def test_latest_stays_although_a_later_step_exists(tmp_path: Path) -> None:
-    """A run taken up again at an older checkpoint saves steps below those of the abandoned future."""
-    store = CheckpointStore(tmp_path, keep_last=1)
-    save(store, 50)
-    save(store, 20)
+def test_going_back_gives_up_the_later_checkpoints_with_the_next_save(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=2)
+    for step in (10, 20, 50):
+        save(store, step, best=step == 50)
+    store.keep_last = 3
+    store.go_back_to(20)
     assert store.latest() == store.path(20)
-    assert store.steps() == [20, 50]
+    assert store.best() is None, "the best of a course that is given up is not the best of this one"
+    assert store.steps() == [20, 50], "until something new is saved one may still go on there"
+    save(store, 30)
+    assert store.latest() == store.path(30)
+    assert store.steps() == [20, 30]
+
+
+def test_what_a_checkpoint_says_of_the_run_is_replaced_and_its_tensors_are_not(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    before = (store.path(1) / "model" / "weights.bin").read_bytes()
+    store.update(1, {"line": {}}, best=True)
+    assert read_state(store.path(1)) == {"line": {}}
+    assert store.best() == store.path(1)
+    assert (store.path(1) / "model" / "weights.bin").read_bytes() == before
+    assert store.steps() == [1]
+
+
+def test_torn_checkpoints_are_named_with_what_they_lack(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    save(store, 2)
+    (store.path(2) / "model" / "weights.bin").write_bytes(b"")
+    assert list(store.torn()) == ["global_step_2"]
+    assert "torn" in store.torn()["global_step_2"]
 
 
 def test_best_is_swapped_and_never_written_in_place(tmp_path: Path) -> None:

@@ -1,0 +1,224 @@
+"""What one rank does of a training command, from the run directory's lock to `final/`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from shardtune.config import Recipe
+from shardtune.display import Display, Facts
+from shardtune.errors import Interrupted
+from shardtune.final import FinalScore, silent, write_final
+from shardtune.interrupt import StopSignal, end_with_parent, listening
+from shardtune.parallel.mesh import leave_ranks
+from shardtune.parallel.shard import COMPUTE_DTYPE, MASTER_DTYPE
+from shardtune.run_directory import (
+    RunLock,
+    RunPlan,
+    begin_run,
+    check_same_data,
+    environment,
+    plan_run,
+    run_directory,
+    tidy,
+)
+from shardtune.runner import SFTRunner
+from shardtune.saver import on_main
+from shardtune.sft_worker import SFTWorker
+from shardtune.track import SAMPLES, first_metrics
+
+SHOWN_SAMPLES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Objects:
+    """What a caller holds in memory instead of naming it in the recipe."""
+
+    model: PreTrainedModel | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    train_data: Any = None
+    eval_data: Any = None
+
+    def keys(self) -> list[str]:
+        """The recipe keys that they stand for."""
+        given = {
+            "actor.model.model_path": self.model is not None,
+            "data.train_data_paths": self.train_data is not None,
+            "data.eval_data_paths": self.eval_data is not None,
+        }
+        return [key for key, present in given.items() if present]
+
+
+NOTHING = Objects()
+
+
+def train_rank(recipe: Recipe, objects: Objects = NOTHING) -> Path:
+    """One rank of training (or all of it, on one rank); returns the run directory."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        end_with_parent()
+    main = os.environ.get("RANK", "0") == "0"
+    display = Display() if main else None
+    run_dir = run_directory(recipe)
+    lock = RunLock(run_dir)
+    try:
+        with listening() as stop, deterministic(recipe.runner.deterministic):
+            if main:
+                lock.acquire_existing()
+                tidy(run_dir)
+            # Every rank finds the mistakes that can be found here, so that none waits for another that has ended.
+            plan = plan_run(recipe)
+            worker = SFTWorker(
+                recipe,
+                model=objects.model,
+                tokenizer=objects.tokenizer,
+                train_data=objects.train_data,
+                eval_data=objects.eval_data,
+                say=display.say if display else silent,
+            )
+            with _together(worker):
+                plan = worker.ranks.broadcast(plan)
+                if not plan.finished:
+                    lock = _train(recipe, objects, plan, worker, display, stop, lock)
+    finally:
+        lock.release()
+    return run_dir
+
+
+@contextmanager
+def deterministic(asked: bool) -> Iterator[None]:
+    """Let torch choose only kernels that repeat bit by bit, for a while."""
+    if not asked:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product is computed
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+
+
+@contextmanager
+def _together(worker: SFTWorker) -> Iterator[None]:
+    """End in order with the other ranks, unless something went wrong here alone: they may be waiting elsewhere."""
+    try:
+        yield
+    except Interrupted as stopped:
+        if stopped.together:
+            leave_ranks(worker.ranks)
+        raise
+    leave_ranks(worker.ranks)
+
+
+def _train(
+    recipe: Recipe,
+    objects: Objects,
+    plan: RunPlan,
+    worker: SFTWorker,
+    display: Display | None,
+    stop: StopSignal,
+    lock: RunLock,
+) -> RunLock:
+    """Train to the end of the recipe; returns the lock on the run directory, which is held on rank 0."""
+    if plan.resume_from is not None:
+        check_same_data(plan.resume_from, worker.prepared.files(), recipe.runner.allow_changes)
+    runner = SFTRunner(recipe, worker, run_dir=plan.run_dir, observer=display, stop=stop, resume_from=plan.resume_from)
+    runner.prepare()
+    held = [lock]
+
+    def begin() -> None:
+        held[0] = begin_run(plan, recipe, _manifest(recipe, objects, worker), lock)
+
+    on_main(worker.ranks, begin)
+    try:
+        worker.samples_dir = plan.run_dir / SAMPLES
+        if display is not None:
+            runner.on_start = lambda: _show_start(display, plan, worker)
+        runner.run()
+        if display is not None:
+            display.say(f"writing {plan.run_dir / 'final'}")
+        score = write_final(recipe, plan.run_dir, worker)
+    except BaseException:
+        held[0].release()
+        raise
+    if display is not None:
+        _show_end(display, plan.run_dir, score)
+    return held[0]
+
+
+def _manifest(recipe: Recipe, objects: Objects, worker: SFTWorker) -> dict[str, Any]:
+    precision = recipe.actor.model.precision
+    return {
+        "versions": environment(),
+        "data": worker.prepared.describe(),
+        "in_memory": objects.keys(),
+        "dtypes": {
+            "weights": _name(MASTER_DTYPE[precision]),
+            "compute": _name(COMPUTE_DTYPE[precision]),
+            "optimizer": _name(MASTER_DTYPE[precision]),
+        },
+        "world_size": worker.ranks.world_size,
+        "trainable": sorted(worker.weights.trainable()),
+    }
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _show_start(display: Display, plan: RunPlan, worker: SFTWorker) -> None:
+    for note in plan.notes:
+        display.say(note)
+    rows = worker.prepared.train
+    assert rows is not None
+    assert worker.tokenizer is not None
+    display.first_screen(facts(worker), rows.row(0), worker.tokenizer, plan.run_dir)
+
+
+def _show_end(display: Display, run_dir: Path, score: FinalScore) -> None:
+    first = first_metrics(run_dir)
+    before = {key: value for key, value in first.items() if key.startswith("eval/")} if first.get("step") == 0 else {}
+    wrong: Sequence[dict[str, Any]] = [sample for sample in score.samples if sample["correct"] is not True]
+    display.summary(run_dir, before, score.metrics, [*wrong[:1], *score.samples][:SHOWN_SAMPLES])
+
+
+def facts(worker: SFTWorker) -> Facts:
+    """What the first screen tells of a worker that is set up."""
+    precision = worker.recipe.actor.model.precision
+    rows = worker.prepared.train
+    assert rows is not None
+    weights = worker.weights
+    master, compute = _name(MASTER_DTYPE[precision]), _name(COMPUTE_DTYPE[precision])
+    share = worker.loader.rows_per_epoch / len(rows)
+    notes = list(worker.notes)
+    if worker.recipe.runner.deterministic:
+        notes.append("deterministic kernels: bitwise repeatable, and on CUDA slower than those left out")
+    return Facts(
+        model=type(worker.hf_model()).__name__.removeprefix("FSDP"),
+        parameters=sum(p.numel() for p in weights.parameters.values()),
+        trainable=sum(p.numel() for p in weights.trainable().values()),
+        dtypes=f"{master} weights and optimizer, {compute} compute, {master} gradients",
+        ranks=f"{worker.ranks.world_size} on {worker.device.type}",
+        attention=(
+            "rows end to end, each attends to itself alone (proved on two rows)"
+            if worker.adapter.packs
+            else "one row per forward"
+        ),
+        rows=worker.loader.rows_per_epoch,
+        tokens=round(float(rows.lengths.sum(dtype="int64")) * share),
+        targets=float(rows.term_weights["ce"].sum()) * share,
+        steps_per_epoch=worker.loader.num_steps(0),
+        total_steps=worker.total_steps(),
+        evaluation={name: len(data) for name, data in worker.prepared.evals.items()},
+        notes=notes,
+    )

@@ -1,0 +1,105 @@
+"""The metrics that early stopping and the best checkpoint are decided by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardtune.config import RunnerConfig
+
+
+@dataclass(slots=True)
+class Watch:
+    """The best value of a metric so far.
+
+    Attributes:
+        monitor: the metric's name.
+        mode: min or max.
+        min_delta: how much better counts as better.
+        best: the best value, None before the first.
+        best_step: where it was measured.
+        bad: measurements since then.
+    """
+
+    monitor: str
+    mode: str
+    min_delta: float = 0.0
+    best: float | None = None
+    best_step: int = -1
+    bad: int = 0
+
+    def update(self, value: float, step: int) -> bool:
+        """Take a new value; returns whether it is the best."""
+        gain = -math.inf if math.isnan(value) else math.inf
+        if self.best is not None and not math.isnan(value):
+            gain = self.best - value if self.mode == "min" else value - self.best
+        if gain > self.min_delta:
+            self.best, self.best_step, self.bad = value, step, 0
+            return True
+        self.bad += 1
+        return False
+
+    def forget(self) -> None:
+        """Start anew: the checkpoint that was the best is gone."""
+        self.best, self.best_step, self.bad = None, -1, 0
+
+    def restore(self, saved: Mapping[str, Any] | None) -> None:
+        """Take over what a checkpoint knows, if it watched the same metric in the same direction."""
+        if saved is not None and (saved["monitor"], saved["mode"]) == (self.monitor, self.mode):
+            self.best, self.best_step, self.bad = saved["best"], saved["best_step"], saved["bad"]
+
+
+def direction(mode: str, monitor: str) -> str:
+    """min or max; `auto` reads it off the name: accuracies grow, everything else falls."""
+    if mode != "auto":
+        return mode
+    return "max" if "accuracy" in monitor else "min"
+
+
+class Watches:
+    """Early stopping and the best checkpoint of a run.
+
+    Args:
+        config: says what they watch.
+
+    Attributes:
+        early: for early stopping; None where it is off.
+        best: for the best checkpoint; None where none is kept.
+    """
+
+    def __init__(self, config: RunnerConfig) -> None:
+        early, best = config.early_stop, config.best
+        self._patience = early.patience
+        self.early: Watch | None = None
+        if early.enabled:
+            self.early = Watch(early.monitor, direction(early.mode, early.monitor), early.min_delta)
+        self.best: Watch | None = None
+        if best.monitor is not None:
+            self.best = Watch(best.monitor, direction(best.mode, best.monitor))
+
+    @property
+    def stop(self) -> bool:
+        """Whether the run has stopped improving."""
+        return self.early is not None and self.early.bad >= self._patience
+
+    def update(self, metrics: Mapping[str, float], step: int) -> bool:
+        """Take the values of a step; returns whether its checkpoint is the best so far."""
+        if self.early is not None:
+            self.early.update(metrics[self.early.monitor], step)
+        return self.best is not None and self.best.update(metrics[self.best.monitor], step)
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {
+            "early": asdict(self.early) if self.early else None,
+            "best": asdict(self.best) if self.best else None,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """From a checkpoint."""
+        if self.early is not None:
+            self.early.restore(state.get("early"))
+        if self.best is not None:
+            self.best.restore(state.get("best"))

@@ -1,0 +1,186 @@
+"""What the documentation tells people to type works."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from transformers import AutoTokenizer
+from typer.core import TyperGroup
+
+from shardtune.cli import app
+from shardtune.config import load_recipe
+from tests.docs.blocks import PAGES, ROOT, Block, blocks
+from tests.workspace import make_workspace, run_cli
+
+KNOWN = {"python", "yaml", "json", "console", ""}
+REQUIRED = {"actor.model.model_path": "model", "data.train_data_paths": "train.jsonl"}
+EXECUTED = ("README.md", "docs/getting-started.md", "docs/export.md")
+"""Pages whose commands are not only parsed: they are run, from top to bottom, in one directory each."""
+RECIPE = """\
+actor:
+  global_batch_size: 8
+  micro_batch_size: 4
+  model: {model_path: model, precision: fp32}
+  optim: {lr: 1.0e-3}
+data:
+  train_data_paths: train.jsonl
+  eval_data_paths: eval.jsonl
+  max_length: 128
+  num_workers: 0
+  cache_dir: cache
+runner:
+  max_epochs: 2
+  eval_before_training: true
+"""
+COMMAND = typer.main.get_command(app)
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory as a reader of the documentation has it: recipe.yaml, train.jsonl, eval.jsonl, a tiny model in model/."""
+    folder = make_workspace(tmp_path / "sandbox")
+    (folder / "recipe.yaml").write_text(RECIPE)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # Each of the many exports would start a process to load itself again, which has its own tests.
+    monkeypatch.setattr("shardtune.run.check_reload", lambda *_: None)
+    return folder
+
+
+def named(*languages: str) -> list[Any]:
+    return [pytest.param(block, id=str(block)) for block in blocks(*languages)]
+
+
+def test_every_block_has_a_language_that_is_checked():
+    found = {block.language: str(block) for block in blocks(*KNOWN, "bash", "sh", "py", "text", "yml", "shell", "jinja")}
+    assert set(found) <= KNOWN, f"use console for commands, python, yaml or json: {found}"
+    assert {"python", "yaml", "console"} <= set(found)
+    assert all(list(ROOT.glob(pattern)) for pattern in PAGES)
+
+
+def test_excuses_are_few():
+    excused = [str(block) for block in blocks(*KNOWN) if block.excuse]
+    assert len(excused) <= 6, f"run what can be run: {excused}"
+
+
+# -- Python ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", named("python"))
+def test_python_blocks_run(block: Block, sandbox: Path):
+    if block.excuse:
+        pytest.skip(block.excuse)
+    names: dict[str, Any] = {
+        "__name__": "documentation",
+        "recipe": load_recipe("recipe.yaml"),
+        "tokenizer": AutoTokenizer.from_pretrained("model"),
+    }
+    if "runs/recipe" in block.text:
+        assert run_cli("train", "recipe.yaml", "runner.max_steps=2").code == 0
+    exec(compile(block.text, str(block), "exec"), names)
+
+
+# -- YAML and JSON -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", named("yaml"))
+def test_yaml_blocks_are_recipes(block: Block, tmp_path: Path):
+    if block.excuse:
+        pytest.skip(block.excuse)
+    content = yaml.safe_load(block.text)
+    assert set(content) <= {"plugins", "runner", "actor", "data", "eval"}, f"{block} is no recipe: excuse it"
+    missing = [key for key in REQUIRED if not _has(content, key)]
+    # What a fragment watches needs rows to be measured on.
+    if not _has(content, "data.eval_data_paths") and "eval/" in block.text:
+        missing.append("data.eval_data_paths")
+    recipe = load_recipe(content, ["++runner.logger.experiment_name=documentation"], in_memory=missing, files_must_exist=False)
+    assert recipe.to_dict()["runner"]["logger"]["experiment_name"] == "documentation"
+
+
+def _has(content: Mapping[str, Any], key: str) -> bool:
+    value: Any = content
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return False
+        value = value[part]
+    return True
+
+
+@pytest.mark.parametrize("block", named("json"))
+def test_json_blocks_are_json(block: Block):
+    for line in block.text.splitlines():
+        json.loads(line)
+
+
+# -- Commands ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", named("console"))
+def test_commands_parse(block: Block):
+    if block.excuse:
+        pytest.skip(block.excuse)
+    assert block.commands, f"{block}: begin commands with '$ '"
+    for command in block.commands:
+        _parse(shlex.split(command))
+
+
+def _parse(words: list[str]) -> None:
+    """Refuse a command that does not exist, or that its program would refuse."""
+    program, arguments = words[0].removeprefix(".venv/bin/"), words[1:]
+    if program == "make":
+        subprocess.run(["make", "-n", *arguments], cwd=ROOT, check=True, capture_output=True)
+    elif program == "python":
+        assert (ROOT / arguments[0]).is_file(), words
+    elif program == "torchrun":
+        place = arguments.index("-m")
+        assert arguments[place + 1] == "shardtune"
+        _parse(arguments[place + 1 :])
+    else:
+        assert program == "shardtune", f"{words}: excuse what cannot be checked"
+        _parse_shardtune(arguments)
+
+
+def _parse_shardtune(arguments: list[str]) -> None:
+    command: Any = COMMAND
+    name, rest = "shardtune", list(arguments)
+    while isinstance(command, TyperGroup):
+        name, *rest = rest
+        assert name in command.commands, f"there is no command {name}"
+        command = command.commands[name]
+    command.make_context(name, rest)
+    overrides = [word for word in arguments if re.match(r"[\w.]+=", word)]
+    load_recipe(
+        {"actor": {"model": {"model_path": "model"}}, "data": {"train_data_paths": "a", "eval_data_paths": "b"}},
+        ["++runner.logger.experiment_name=documentation", *(word for word in overrides if "experiment_name" not in word)],
+        files_must_exist=False,
+    )
+
+
+@pytest.mark.parametrize("page", EXECUTED)
+def test_commands_run_in_their_order(page: str, sandbox: Path, monkeypatch: pytest.MonkeyPatch):
+    """From top to bottom; those of several ranks (tested elsewhere) and the project's own make targets are left out."""
+    monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115 (closed with the process)
+    ran = []
+    if page == "docs/export.md":
+        assert run_cli("train", "recipe.yaml").code == 0
+    for block in blocks("console"):
+        if block.page != page or block.excuse:
+            continue
+        for command in block.commands:
+            words = shlex.split(command)
+            if not words[0].endswith("shardtune") or "nproc_per_node" in command:
+                continue
+            outcome = run_cli(*words[1:])
+            assert outcome.code == 0, f"{block}: {command}\n{outcome.err}"
+            ran.append(command)
+    assert len(ran) >= 2

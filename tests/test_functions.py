@@ -1,0 +1,81 @@
+"""The user's own code: imported once per process, from the parent, the ranks and the processes that read data."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardtune.errors import ConfigError
+from shardtune.functions import import_file, import_plugins, load_function
+from tests.dist.ranks import run_ranks
+
+
+def names_in_ranks(file: str) -> tuple[str, bytes]:
+    """The module's name in this process, and an object of a class of it, pickled."""
+    import_plugins([file])
+    module = import_file(Path(file), "plugins")
+    return module.__name__, pickle.dumps(module.Box(7))
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Path:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from pathlib import Path\n"
+        "count = Path(__file__).with_suffix('.count')\n"
+        "count.write_text(count.read_text() + 'x' if count.exists() else 'x')\n"
+        "class Box:\n"
+        "    def __init__(self, value): self.value = value\n"
+        "def double(value): return 2 * value\n"
+    )
+    return file
+
+
+def test_a_file_is_imported_once(plugin: Path) -> None:
+    import_plugins([str(plugin)])
+    assert load_function(f"{plugin}:double", "eval.match")(4) == 8
+    assert plugin.with_suffix(".count").read_text() == "x"
+
+
+def test_its_objects_travel_between_processes(plugin: Path) -> None:
+    import_plugins([str(plugin)])
+    for name, pickled in run_ranks(names_in_ranks, 2, str(plugin)):
+        assert name in sys.modules
+        assert pickle.loads(pickled).value == 7
+
+
+def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(f"def here(): return {folder!r}\n")
+    assert [load_function(f"{tmp_path / folder}/mine.py:here", "x")() for folder in "ab"] == ["a", "b"]
+
+
+def test_a_module_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "installed_plugin_of_mine.py").write_text("loaded = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import_plugins(["installed_plugin_of_mine"])
+    assert sys.modules["installed_plugin_of_mine"].loaded
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import math\n\nmath.sine(1)\n", r"AttributeError: .*'sine'(?s:.*)mine\.py:3"),
+        ("def f(:\n", r"SyntaxError(?s:.*)mine\.py:1"),
+        ("import sys\nsys.exit(3)\n", r"SystemExit: 3(?s:.*)mine\.py:2"),
+    ],
+)
+def test_what_does_not_import_is_told_with_its_line(tmp_path: Path, code: str, said: str) -> None:
+    (tmp_path / "mine.py").write_text(code)
+    for _ in range(2):  # a module that failed is not left half-made
+        with pytest.raises(ConfigError, match=said):
+            import_plugins([str(tmp_path / "mine.py")])
+
+
+def test_a_function_that_is_not_there_names_those_that_are(plugin: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no function 'triple'(?s:.*)double"):
+        load_function(f"{plugin}:triple", "eval.match")
