@@ -16,6 +16,8 @@ from shardtune.interrupt import end_with_parent, listening
 
 UsageError: Any = typer.BadParameter.__mro__[1]
 """A command line that cannot be read: click's class, of whichever copy of click typer uses."""
+CTRL_C = 130
+"""What typer makes of a KeyboardInterrupt."""
 
 app = typer.Typer(
     help=(
@@ -292,7 +294,9 @@ def main() -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         end_with_parent()
     try:
-        code = app(standalone_mode=False)
+        code = app(standalone_mode=False, prog_name="shardtune")
+        if code == CTRL_C:
+            _end(KeyboardInterrupt())
     except UsageError as error:
         _end(_usage(error))
     except BaseException as error:
@@ -320,7 +324,7 @@ def _end(error: BaseException) -> NoReturn:
     if isinstance(error, (ShardtuneError, Interrupted)):
         code, text = error.exit_code, str(error)
     elif isinstance(error, (KeyboardInterrupt, typer.Abort)):
-        code, text = 130, "interrupted"
+        text = "interrupted"
     else:
         text = _explain(error)
     if launched and not isinstance(error, Interrupted):
@@ -349,7 +353,7 @@ def _explain(error: BaseException) -> str:
 def _leave(code: int) -> NoReturn:
     """End the process; a rank without taking the interpreter down.
 
-    The threads of its process group may be beyond an orderly end (they abort the process), and others must not wait for it.
+    The threads of its process group may be beyond an orderly end (they abort the process), and others must not wait.
     """
     sys.stderr.flush()
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a first screen, progress while it goes, a summary at its end. Plain lines where no terminal is."""
+"""What a person sees of a run: a first screen, progress, a summary at its end; plain lines where no terminal is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def trained_text(sample: Sample, tokenizer: PreTrainedTokenizerBase, *, color: b
     ids, weights = sample.input_ids, sample.loss_weights
     shown = min(len(ids), PREVIEW_TOKENS)
     cuts = [0, *(np.flatnonzero(np.diff(weights[:shown] > 0)) + 1).tolist(), shown]
-    for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
+    for start, stop in pairwise(cuts):
         part = str(tokenizer.decode(ids[start:stop].tolist()))
         trained = bool(weights[start] > 0)
         if trained and not color:
@@ -87,6 +88,7 @@ class Display:
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True, highlight=False, soft_wrap=True)
         self._live = self.console.is_terminal
+        self._color = self._live and not self.console.no_color
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._total = 0
@@ -122,10 +124,10 @@ class Display:
         for name, value in lines:
             table.add_row(Text(name, style="bold"), Text(value))
         self.console.print(table)
-        self.show_row(sample, tokenizer, "the first row; trained tokens are " + ("green" if self._live else "in ⟦ ⟧"))
+        self.show_row(sample, tokenizer, "the first row; trained tokens are " + ("green" if self._color else "in ⟦ ⟧"))
 
     def show_row(self, sample: Sample, tokenizer: PreTrainedTokenizerBase, title: str) -> None:
-        text = trained_text(sample, tokenizer, color=self._live)
+        text = trained_text(sample, tokenizer, color=self._color)
         if self._live:
             self.console.print(Panel(text, title=title, title_align="left"))
         else:

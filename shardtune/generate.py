@@ -70,8 +70,8 @@ class Generator:
     ) -> list[str]:
         """The text of each answer, in the order of the prompts, on every rank.
 
-        Prompts are dealt to ranks by length, so that a batch holds prompts of about one length; a rank without prompts in
-        the last round answers one of another rank's and throws the answer away, as it has to join the gathering of weights.
+        Prompts are dealt to ranks by length, so that a batch holds prompts of about one length; a rank without prompts
+        in the last round answers another rank's and throws the answers away: it has to join the gathering of weights.
 
         Args:
             prompts: int [length] each.
@@ -137,8 +137,8 @@ class Matcher:
     """Decides whether an answer is right.
 
     Attributes:
-        pattern: regular expression searched in answer and reference, the last match counts; group 1 (or the whole match)
-            is compared. None compares the whole texts.
+        pattern: regular expression searched in answer and reference, the last match counts; group 1 (or the whole
+            match) is compared. None compares the whole texts.
         match: "exact", "numeric", or a function (answer, reference) -> bool.
     """
 

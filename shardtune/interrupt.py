@@ -21,9 +21,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class StopSignal:
     """Whether SIGTERM or SIGINT has asked this process to stop, and what it does then.
 
-    While nothing is there to be saved (start-up, tokenising, writing `final/`) the signal raises `Interrupted` wherever the
-    main thread stands. Inside `deferred` it is only noted: training asks for it where all ranks can stop together. The
-    second SIGINT raises `KeyboardInterrupt` at once in any case.
+    While nothing is there to be saved (start-up, tokenising, writing `final/`) the signal raises `Interrupted` wherever
+    the main thread stands. Inside `deferred` it is only noted: training asks for it where all ranks can stop together.
+    The second SIGINT raises `KeyboardInterrupt` at once in any case.
 
     Attributes:
         asked: whether a signal came.
@@ -34,7 +34,7 @@ class StopSignal:
         self._deferred = False
 
     def check(self) -> None:
-        """Raise `Interrupted` if a signal came: the exception of its handler may have been lost in somebody's `except`."""
+        """Raise `Interrupted` if a signal came: what its handler raised may have been lost in somebody's `except`."""
         if self.asked:
             raise Interrupted("stopped; all that was trained is saved, the same command continues")
 

@@ -1,8 +1,8 @@
 """Several ranks on this machine: started, watched and ended together.
 
-torch's elastic agent gives its processes thirty seconds after SIGTERM and takes any exit code but 0 for a crash. A run that
-is asked to stop saves first, however long that takes, and exits with 75, so the ranks are watched here; inside them
-everything is as under torchrun.
+torch's elastic agent gives its processes thirty seconds after SIGTERM and takes any exit code but 0 for a crash. A run
+that is asked to stop saves first, however long that takes, and exits with 75, so the ranks are watched here; inside
+them everything is as under torchrun.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def train_flops_per_token(num_parameters: float, num_layers: int, width: int, mean_length: float) -> float:
-    """Operations of forward and backward per token: 6 per parameter, and attention to half of the row (PaLM, app. B)."""
+    """Operations of forward and backward per token: 6 per parameter, and attention to half the row (PaLM, app. B)."""
     return 6.0 * num_parameters + 6.0 * num_layers * width * mean_length
 
 
@@ -39,8 +39,8 @@ class Utilisation:
     """How much of what the devices could do at best is done.
 
     Attributes:
-        parameters: that a token is multiplied with: of a mixture of experts those it is routed to, and of the embeddings
-            only the head.
+        parameters: that a token is multiplied with: of a mixture of experts those it is routed to, and of the
+            embeddings only the head.
         layers: of the model.
         width: of its hidden states.
         peak: operations per second of all ranks' devices together.

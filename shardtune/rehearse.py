@@ -1,4 +1,4 @@
-"""Looking before leaping: a recipe's rows as the model will see them, and a dry run that trains one step and keeps nothing."""
+"""Looking before leaping: rows as the model will see them, and a dry run that trains one step and keeps nothing."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def dry_run(recipe: str | Path | Mapping[str, Any] | DictConfig | None, *overrid
 
 def describe(rows: TokenDataset) -> str:
     """How many rows, tokens and targets there are, and how long the rows are."""
-    lengths = rows.lengths
+    lengths, targets = rows.lengths, rows.term_weights["ce"].sum()
     return (
-        f"{len(rows):,} rows, {int(lengths.sum(dtype='int64')):,} tokens, {rows.term_weights['ce'].sum():,.0f} trained; "
+        f"{len(rows):,} rows, {int(lengths.sum(dtype='int64')):,} tokens, {targets:,.0f} trained; "
         f"longest {int(lengths.max()):,}, median {int(np.median(lengths)):,}"
     )
 
@@ -69,7 +69,7 @@ def describe(rows: TokenDataset) -> str:
 def preview(
     recipe: str | Path | Mapping[str, Any] | DictConfig | None, *overrides: str, rows: int = 3, start: int = 0
 ) -> None:
-    """Show rows of the training data as the model will see them, the trained tokens marked, and what became of the rest.
+    """Show training rows as the model will see them, the trained tokens marked, and what became of the others.
 
     Args:
         recipe: as for training.

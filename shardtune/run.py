@@ -238,12 +238,11 @@ def evaluate(target: str | Path, *overrides: str, checkpoint: str = "final") -> 
         import_plugins(recipe.plugins)
         worker = SFTWorker(recipe, training=False, say=Display().say)
         worker.setup_evaluation()
-    try:
-        if not worker.eval_loaders:
-            raise _nothing_to_evaluate()
-        return worker.run_eval()
-    finally:
-        leave_ranks(worker.ranks)
+    if not worker.eval_loaders:
+        raise _nothing_to_evaluate()
+    metrics = worker.run_eval()
+    leave_ranks(worker.ranks)  # only if all went well: otherwise the other ranks may be waiting elsewhere
+    return metrics
 
 
 def _nothing_to_evaluate() -> ConfigError:

@@ -357,7 +357,7 @@ def begin_run(plan: RunPlan, recipe: Recipe, manifest: Mapping[str, Any], lock: 
             raise CheckpointError(
                 f"another process has made a run in {plan.run_dir} meanwhile",
                 where="runner.logger",
-                remedy="choose another runner.logger.experiment_name, or run the same command again to continue that run",
+                remedy="choose another runner.logger.experiment_name, or continue that run with the same command",
             )
     try:
         # The manifest first: without its recipe a new directory is no run yet, and of an old one it drops "finished".

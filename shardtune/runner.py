@@ -14,12 +14,13 @@ from shardtune.config import Recipe, load_recipe
 from shardtune.errors import Interrupted
 from shardtune.evaluate import check_monitors
 from shardtune.interrupt import StopSignal
+from shardtune.measure import TRAIN_METRICS
 from shardtune.observer import Observer, Silent
 from shardtune.profiler import FOLDER, ProfileWindow
 from shardtune.saver import Saver, on_main
-from shardtune.track import Tracker, open_tracker
+from shardtune.track import Tracker, check_backends, open_tracker
 from shardtune.watch import Watches
-from shardtune.worker import TRAIN_METRICS, FSDPSftWorker
+from shardtune.worker import FSDPSftWorker
 
 
 class SFTRunner:
@@ -66,10 +67,11 @@ class SFTRunner:
         self._prepared = False
 
     def prepare(self) -> None:
-        """Build all that training needs, and find what is wrong with it; nothing is written yet. `run` begins with it."""
+        """Build all that training needs, and find what is wrong with it; nothing is written. `run` begins with it."""
         if self._prepared:
             return
         actor = self._actor
+        check_backends(self._recipe.runner.logger.logger_backends)
         actor.setup()
         known = actor.evaluation_metrics() if actor.eval_loaders else []
         check_monitors(self._recipe.runner, None if known is None else [*known, *TRAIN_METRICS])
@@ -79,7 +81,14 @@ class SFTRunner:
         self._prepared = True
 
     def run(self) -> dict[str, float]:
-        """Train to the end; returns the metrics of the last evaluation. Raises `Interrupted` once a signal's checkpoint is written."""
+        """Train to the end.
+
+        Returns:
+            The metrics of the last evaluation.
+
+        Raises:
+            Interrupted: a signal asked for it, and a checkpoint is written.
+        """
         self.prepare()
         with self._stop.deferred():
             self._open()

@@ -70,7 +70,7 @@ class Saver:
         on_main(self._ranks, lambda: require_space(self._store.folder, needed))
 
     def save(self, state: dict[str, Any], *, best: bool = False) -> None:
-        """Write a checkpoint of the worker as it stands; where there is one of this step, only what it says of the run."""
+        """Write a checkpoint of the worker as it stands; if there is one of this step, only what it says of the run."""
         step = self._worker.step
         self.finish()
         if self.saved_at == step:

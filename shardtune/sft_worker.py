@@ -1,4 +1,4 @@
-"""The worker that drives an adapter: packed rows from the cache, the adapter's loss, evaluation by loss and by answers."""
+"""The worker that drives an adapter: packed rows from the cache, its loss, evaluation by loss and by answers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from shardtune.batch import Batch, LossSum, Metric
 from shardtune.checkpoint.huggingface import check_weights, save_pretrained
 from shardtune.config import Recipe, load_recipe
+from shardtune.construction import freeze
 from shardtune.data.dataset import TokenDataset
 from shardtune.data.loader import BatchMaker, Limits, StepLoader
 from shardtune.data.order import DataOrder, OrderSource
@@ -33,7 +34,7 @@ from shardtune.models.registry import causal_lm, check_vocabulary, load_tokenize
 from shardtune.optim import build_optimizer, check_optimizer
 from shardtune.parallel.mesh import num_ranks
 from shardtune.parallel.shard import COMPUTE_DTYPE
-from shardtune.worker import FSDPSftWorker, freeze
+from shardtune.worker import FSDPSftWorker
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 GENERATION_ROWS = 64
@@ -84,6 +85,12 @@ class SFTWorker(FSDPSftWorker):
     ) -> None:
         recipe = cfg if isinstance(cfg, Recipe) else load_recipe(cfg)
         config = recipe.actor.model
+        if config.options:
+            raise ConfigError(
+                f"actor.model.options = {config.options}: no part of {config.model_type} reads them",
+                where="actor.model.options",
+                remedy="leave them out; they are for a worker of your own",
+            )
         self.adapter: CausalLM = (
             causal_lm(config, wrap=recipe.actor.fsdp_config.wrap)
             if model is None
@@ -126,8 +133,7 @@ class SFTWorker(FSDPSftWorker):
             longest = int(rows.lengths.argmax())
             if rows.lengths[longest] > positions:
                 raise ModelError(
-                    f"a row has {int(rows.lengths[longest]):,} tokens, the model takes {positions:,} "
-                    f"({own_name})",
+                    f"a row has {int(rows.lengths[longest]):,} tokens, the model takes {positions:,} ({own_name})",
                     where=rows.locate(longest),
                     remedy=f"lower data.max_length to {positions}",
                 )

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,17 +60,22 @@ class TensorBoard:
         self._writer.close()
 
 
+def check_backends(names: Sequence[str]) -> None:
+    """Refuse a backend whose package is not installed."""
+    if "wandb" in names and find_spec("wandb") is None:
+        raise ConfigError(
+            "runner.logger.logger_backends names wandb, which is not installed",
+            where="runner.logger.logger_backends",
+            remedy="pip install 'shardtune[wandb]', or leave it out",
+        )
+
+
 class WeightsAndBiases:
     """A Weights & Biases run; its id is kept in the run directory, so that a resumed run goes on under it."""
 
     def __init__(self, run_dir: Path, project: str, name: str, config: Mapping[str, Any], resumed: bool) -> None:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ConfigError(
-                "runner.logger.logger_backends names wandb, which is not installed",
-                remedy="pip install 'shardtune[wandb]', or leave it out",
-            ) from error
+        import wandb  # pyright: ignore[reportMissingImports]
+
         id_file = run_dir / "wandb_id"
         known = id_file.read_text().strip() if resumed and id_file.exists() else None
         self._run = wandb.init(
@@ -139,7 +145,7 @@ def cut_samples(folder: Path, done: int) -> None:
 
 
 def cut_back(file: Path, step: int, block: int = 1 << 16) -> None:
-    """Remove the lines past `step` (and a torn last line), reading from the end: the cost is that of what is removed."""
+    """Remove the lines past `step` (and a torn last line), reading from the end: it costs what is removed."""
     if not file.exists():
         return
     with open(file, "r+b") as lines:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,6 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.batch import LossSum, Metric
-from shardtune.checkpoint.huggingface import initialise_weights, load_weights
 from shardtune.checkpoint.materialise import materialise
 from shardtune.checkpoint.sharded import PendingSave
 from shardtune.checkpoint.training import (
@@ -29,29 +27,20 @@ from shardtune.checkpoint.training import (
     training_bytes,
 )
 from shardtune.config import Recipe, load_recipe
+from shardtune.construction import freeze, load_initial_weights
 from shardtune.data.loader import DataState, Step, StepLoader
 from shardtune.data.user_loader import BatchLoader
-from shardtune.errors import ConfigError, ModelError
+from shardtune.errors import ModelError
 from shardtune.evaluate import sum_user_batches
+from shardtune.measure import step_metrics
 from shardtune.models.causal_lm import declared_units
-from shardtune.models.registry import get_model, model_directory
+from shardtune.models.registry import get_model
 from shardtune.optim import build_optimizer, check_optimizer, set_learning_rate
 from shardtune.parallel.mesh import Ranks, join_ranks, num_ranks
 from shardtune.parallel.shard import MASTER_DTYPE, Weights, shard
-from shardtune.perf import Utilisation, peak_memory_gb
+from shardtune.perf import Utilisation
 from shardtune.step import LossScale, StepResult, optimizer_step
 
-TRAIN_METRICS = (
-    "train/loss",
-    "train/grad_norm",
-    "train/learning_rate",
-    "train/tokens",
-    "train/supervised_tokens",
-    "perf/tokens_per_second",
-    "perf/data_wait",
-    "perf/peak_memory_gb",
-)
-"""What every step measures."""
 MAX_SKIPPED = 10
 """Steps in a row that may be skipped for a gradient that is not finite."""
 
@@ -102,8 +91,8 @@ class FSDPSftWorker(ABC):
     def build_dataloader(self, data_paths: list[str], eval_dataset: bool = False) -> tuple[Any, dict[str, Any]]:
         """The batches of training (or of one evaluation set), and what is known about them.
 
-        The dict may hold `num_samples`, and `sharded: True` where the loader yields this rank's batches alone; otherwise
-        it yields the same batches on every rank, and batch i goes to rank i mod ranks.
+        The dict may hold `num_samples`, and `sharded: True` where the loader yields this rank's batches alone;
+        otherwise it yields the same batches on every rank, and batch i goes to rank i mod ranks.
         """
 
     @abstractmethod
@@ -132,7 +121,7 @@ class FSDPSftWorker(ABC):
     def setup(self) -> None:
         """Build the sharded model and its weights, the optimizer and the loaders; every rank calls it."""
         self._build_model()
-        self._load_initial_weights(self.hf_model())
+        load_initial_weights(self.hf_model(), self.model, self.recipe, self.ranks, self.device)
         self._hold_weights()
         actor = self.recipe.actor
         self.optimizer = build_optimizer(self.weights.trainable(), actor.optim)
@@ -152,7 +141,7 @@ class FSDPSftWorker(ABC):
         """
         self._build_model()
         if checkpoint is None:
-            self._load_initial_weights(self.hf_model())
+            load_initial_weights(self.hf_model(), self.model, self.recipe, self.ranks, self.device)
         else:
             dtype = MASTER_DTYPE[self.recipe.actor.model.precision]
             materialise(self.model, dtype=dtype, device=self.device)
@@ -168,7 +157,7 @@ class FSDPSftWorker(ABC):
         for name in {"model", "weights", "optimizer", "loader", "_data_iter", "eval_loaders"} & vars(self).keys():
             delattr(self, name)
 
-    def prove(self) -> None:
+    def prove(self) -> None:  # noqa: B027 (a hook that may stay empty)
         """Prove what the task relies on, once the weights are there; by default nothing."""
 
     def _build_model(self) -> None:
@@ -194,24 +183,6 @@ class FSDPSftWorker(ABC):
             self.ranks,
             reduce_each=actor.fsdp_config.reduce == "every",
         )
-
-    def _load_initial_weights(self, model: PreTrainedModel) -> None:
-        config = self.recipe.actor.model
-        dtype = MASTER_DTYPE[config.precision]
-        in_memory = not any(parameter.is_meta for parameter in model.parameters())
-        if in_memory:
-            if self.ranks.world_size > 1:
-                raise ConfigError(
-                    "a model in memory trains on one rank", remedy="save it and give its directory as model_path"
-                )
-            nn.Module.to(model, device=self.device)
-            for parameter in model.parameters():
-                parameter.data = parameter.data.to(dtype)
-        elif config.from_scratch:
-            initialise_weights(model, self.recipe.runner.seed, dtype=dtype, device=self.device, root=self.model)
-        else:
-            assert config.model_path is not None
-            load_weights(model, model_directory(config.model_path), dtype=dtype, device=self.device, root=self.model)
 
     def _build_loaders(self) -> None:
         data = self.recipe.data
@@ -319,21 +290,17 @@ class FSDPSftWorker(ABC):
         self.data_state = step.after
         self._count(step, result)
         seconds = time.perf_counter() - began
-        metrics = {"epoch": self.epoch, "train/loss": result.loss}
-        if len(result.losses) > 1:
-            metrics |= {f"train/loss/{name}": value for name, value in result.losses.items()}
-        metrics |= {
-            "train/grad_norm": result.gradient_norm,
-            "train/learning_rate": rate,
-            "train/tokens": float(step.num_tokens),
-            "train/supervised_tokens": float(step.num_targets),
-            "perf/tokens_per_second": step.num_tokens / seconds,
-            "perf/data_wait": waited,
-            "perf/peak_memory_gb": self.ranks.largest(peak_memory_gb(self.device)),
-        }
-        if self._utilisation is not None:
-            mean_length = step.num_tokens / max(1, len(step.rows))
-            metrics["perf/mfu"] = self._utilisation.of(step.num_tokens / seconds, mean_length)
+        measured = step_metrics(
+            step,
+            result,
+            rate=rate,
+            seconds=seconds,
+            waited=waited,
+            ranks=self.ranks,
+            device=self.device,
+            utilisation=self._utilisation,
+        )
+        metrics = {"epoch": self.epoch, **measured}
         if self.skipped_steps:
             metrics["train/skipped_steps"] = float(self.skipped_steps)
         return metrics | self._user_metrics(step)
@@ -471,27 +438,6 @@ class FSDPSftWorker(ABC):
 
 def _nothing() -> None:
     """What is polled when no runner listens."""
-
-
-def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Stop training the parameters whose names match one of the patterns."""
-    for pattern in patterns:
-        matched = [parameter for name, parameter in model.named_parameters() if re.search(pattern, name)]
-        if not matched:
-            names = [name for name, _ in model.named_parameters()]
-            raise ConfigError(
-                f"actor.model.freeze: the pattern {pattern!r} matches no parameter",
-                where="actor.model.freeze",
-                remedy=f"names look like {', '.join(names[:3])}",
-            )
-        for parameter in matched:
-            parameter.requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(
-            f"actor.model.freeze: {list(patterns)} leaves nothing to train",
-            where="actor.model.freeze",
-            remedy="freeze less",
-        )
 
 
 def _paths(spec: Any) -> list[str]:

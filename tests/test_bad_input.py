@@ -1,6 +1,6 @@
 """Everything a user can get wrong, through the real command: exit code 2, one message that helps, nothing written.
 
-The cases stand in `bad_input/`. Each says what must stand in the message: the fault with its value, the place, the way on.
+The cases stand in `bad_input/`. Each says what the message must hold: the fault with its value, the place, the way on.
 """
 
 from __future__ import annotations

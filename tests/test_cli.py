@@ -24,8 +24,9 @@ from tests.workspace import END, Outcome, make_workspace, run_cli, write_rows
 COMMANDS = ("train", "eval", "generate", "chat", "export", "models", "env", "data preview")
 ANSI = re.compile(r"\x1b\[")
 LEARN = [
-    "runner.max_steps=60",
-    "actor.optim.lr=1e-2",
+    "runner.max_steps=200",
+    "runner.max_epochs=-1",
+    "actor.optim.lr=5e-3",
     "actor.optim.lr_scheduler=constant",
     "data.train_data_paths=few.jsonl",
     "data.eval_data_paths=asked.jsonl",
@@ -85,7 +86,7 @@ def test_the_help_is_there_at_once() -> None:
     """Half a second on a quiet machine; what would make it slower is not even imported."""
     code = (
         "import sys; sys.argv = ['shardtune', '--help']\nfrom shardtune.cli import main\ntry: main()\nfinally:\n"
-        "  heavy = {'torch', 'transformers', 'hydra', 'omegaconf', 'pydantic', 'datasets', 'numpy'} & set(sys.modules)\n"
+        "  heavy = {'torch', 'transformers', 'hydra', 'omegaconf', 'pydantic', 'numpy'} & set(sys.modules)\n"
         "  sys.stderr.write(','.join(sorted(heavy)))"
     )
     seconds = []
@@ -169,10 +170,8 @@ def test_the_preview_tells_rows_and_what_became_of_them(work: Path) -> None:
         "training rows: 2 rows",
         "longest 100",
         "evaluation set eval: 5 rows",
-        "mixed.jsonl: 1 of 3 rows",
-        "row 2: the row has no assistant turn",
-        "truncated",
-        "row 3",
+        "1 of 3 rows skipped, not usable: row 2 (the row has no assistant turn",
+        "1 of 3 rows cut at data.max_length: row 3 (226 tokens)",
         "mixed.jsonl:3",
         "⟦long long",
     ):
@@ -230,7 +229,7 @@ def test_evaluation_counts_right_wrong_and_unparsed(learned: Path) -> None:
     metrics = json.loads((learned / "final/metrics.json").read_text())
     assert metrics["eval/eval_accuracy"] == 0.75  # 2.0 is 2; nobody can know the 7
     assert metrics["eval/unparsed"] == 0
-    samples = [json.loads(line) for line in (learned / "samples/step_60.jsonl").read_text().splitlines()]
+    samples = [json.loads(line) for line in (learned / "samples/step_200.jsonl").read_text().splitlines()]
     assert [sample["correct"] for sample in samples] == [True, True, False, True]
     assert samples[0] == {
         "row": f"{learned.parents[1] / 'asked.jsonl'}:1",
@@ -253,7 +252,7 @@ def test_evaluating_a_run_again(learned: Path) -> None:
     mine = json.loads(run_cli("eval", "runs/learned", f"eval.match={learned.parents[1] / 'mine.py'}:same").out)
     assert mine["eval/eval_accuracy"] == 1.0
     untrained = json.loads(run_cli("eval", "recipe.yaml", *LEARN).out)
-    assert untrained["eval/loss"] > 10 * measured["eval/loss"]
+    assert untrained["eval/eval_accuracy"] == 0.0
 
 
 def test_prompts_are_answered_in_order(learned: Path) -> None:
@@ -295,7 +294,8 @@ def test_final_stops_at_its_end_of_turn_in_plain_transformers(learned: Path) -> 
         "import sys; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T\n"
         "model, tokenizer = M.from_pretrained(sys.argv[1]), T.from_pretrained(sys.argv[1])\n"
         "turns = [{'role': 'user', 'content': 'Say two.'}]\n"
-        "ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors='pt', return_dict=True)\n"
+        "how = {'add_generation_prompt': True, 'return_tensors': 'pt', 'return_dict': True}\n"
+        "ids = tokenizer.apply_chat_template(turns, **how)\n"
         "out = model.generate(**ids, max_new_tokens=100, do_sample=False)\n"
         "print(tokenizer.decode(out[0, ids['input_ids'].shape[1]:]), 'shardtune' in sys.modules)"
     )
@@ -315,7 +315,7 @@ def test_an_export_is_a_model_of_its_own(learned: Path, tmp_path: Path) -> None:
 
 def test_chat_in_a_terminal(learned: Path) -> None:
     shown = in_terminal("chat", "runs/learned", keys="Say two.\n/reset\nSay one.\n\n", NO_COLOR="1")
-    assert [line.strip() for line in shown.splitlines() if line.startswith("####")] == ["#### 2", "#### 1"]
+    assert re.findall(r"#### \S+", shown) == ["#### 2", "#### 1"], shown
 
 
 # -- HALOs' command lines ------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""Batched answers equal those of plain transformers, one prompt at a time; sampling, stops, and what counts as right."""
+"""Batched answers equal those of plain transformers to one prompt at a time; draws, stops, what counts as right."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,6 +71,25 @@ def test_answers_do_not_depend_on_the_batches() -> None:
     root = packed(tiny.model("mistral"))
     sampling = Sampling(max_new_tokens=8)
     assert answers(root, PROMPTS, sampling, rows=1) == answers(root, PROMPTS, sampling, rows=64)
+
+
+def test_generation_ends_where_all_answers_have() -> None:
+    """The stop is whatever token comes third; nothing is computed beyond it, and it is no part of the answer."""
+    root = packed(tiny.model("llama"))
+    first = answers(root, PROMPTS[:1], Sampling(12))[0]
+    stop = first[2]
+    made: list[torch.Tensor] = []
+    inner = root.generate
+
+    def generate(*given: Any) -> torch.Tensor:
+        made.append(inner(*given))
+        return made[-1]
+
+    root.generate = generate
+    text = Generator(root, Words(), [stop], ALONE).answers(PROMPTS[:1], Sampling(12))[0]  # pyright: ignore
+    until = first.index(stop)
+    assert text == Words.decode(first[:until])
+    assert made[0].shape[1] == len(PROMPTS[0]) + until + 1
 
 
 def test_draws_repeat_with_the_seed_and_only_with_it() -> None:

@@ -1,4 +1,4 @@
-"""The numbers of shardtune are those of the flat script, however the rows are cut; `bench/numbers.py` is the long form."""
+"""The numbers of shardtune are those of the flat script, however rows are cut; `bench/numbers.py` is the long form."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.dist.training import quiet, recipe
 # Gemma's norms compute in fp32 whatever the model's dtype, so fp64 proves nothing there.
 FP64 = [
     *(Case(*layout) for layout in LAYOUTS),
-    *(Case(*layout, kind=kind) for kind in ("mixtral", "qwen3_moe", "mistral") for layout in ((1, 8), (2, 1))),
+    *(Case(*layout, kind=kind) for kind in ("mixtral", "qwen3_moe", "mistral") for layout in ((1, 8), (2, 4))),
 ]
 FP32 = [
     *(Case(*layout, precision="fp32", optimizer="SGD") for layout in ((1, 8), (2, 4), (4, 2))),
-    *(Case(*layout, kind="gemma", precision="fp32", optimizer="SGD") for layout in ((1, 8), (2, 1))),
+    *(Case(*layout, kind="gemma", precision="fp32", optimizer="SGD") for layout in ((1, 8), (2, 4))),
 ]
 BF16 = [Case(*layout, precision="bf16") for layout in ((1, 8), (1, 1), (2, 4))]
 KINDS = ("dense", "mixtral", "qwen3_moe", "gemma", "mistral")

@@ -148,7 +148,9 @@ def test_null_refuses_a_directory_that_holds_a_run(tiny: Tiny) -> None:
 
 def test_an_earlier_checkpoint_of_the_same_run(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
     """Logs are cut back, and the same command then goes on from what it has saved itself."""
-    recipe = tiny.recipe("done", runner__resume_dir=f"{tiny.run('done')}/checkpoints/global_step_1/", runner__max_epochs=2)
+    recipe = tiny.recipe(
+        "done", runner__resume_dir=f"{tiny.run('done')}/checkpoints/global_step_1/", runner__max_epochs=2
+    )
     with signal_after(2), pytest.raises(Interrupted):
         shardtune.train(recipe)
     assert "going back to" in capsys.readouterr().err
@@ -162,7 +164,9 @@ def test_an_earlier_checkpoint_of_the_same_run(tiny: Tiny, capsys: pytest.Captur
 
 
 def test_killed_before_its_first_checkpoint_it_begins_again_and_logs_each_step_once(tiny: Tiny) -> None:
-    recipe = tiny.recipe("young", runner__save_interval=-1, runner__logger__logger_backends=["jsonl", "tensorboard"], **DONE)
+    recipe = tiny.recipe(
+        "young", runner__save_interval=-1, runner__logger__logger_backends=["jsonl", "tensorboard"], **DONE
+    )
     pid = os.fork()
     if pid == 0:  # a copy of this process is quicker than a new one
         from shardtune.track import JsonLines
@@ -200,9 +204,7 @@ def test_changed_rows_are_refused_by_file_also_from_a_checkpoint_without_its_run
         with pytest.raises(CheckpointError, match=r"rows.jsonl.*other content(?s:.*)allow_changes"):
             shardtune.train(tiny.recipe(name, runner__max_epochs=2, runner__resume_dir=resume_dir, **keys))
     assert not tiny.run("more").exists()
-    shardtune.train(
-        tiny.recipe("rows", runner__max_epochs=2, runner__allow_changes=["data.train_data_paths"], **keys)
-    )
+    shardtune.train(tiny.recipe("rows", runner__max_epochs=2, runner__allow_changes=["data.train_data_paths"], **keys))
 
 
 def test_a_torn_checkpoint_is_passed_over_with_a_message(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,13 +219,22 @@ def test_a_torn_checkpoint_is_passed_over_with_a_message(tiny: Tiny, capsys: pyt
     assert [line["step"] for line in lines(tiny.run("done"))] == list(range(1, 9))
 
 
+HOLD = """
+import fcntl, sys
+file = open(sys.argv[1], "a+")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
 def test_two_runs_in_one_directory_are_refused(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardtune.run_directory.LOCK_WAIT_SECONDS", 0.3)
     holder = subprocess.Popen(
         [
             sys.executable,
             "-c",
-            "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()",
+            HOLD,
             str(tiny.run("done") / ".lock"),
         ],
         stdin=subprocess.PIPE,
@@ -244,7 +255,10 @@ def test_two_runs_in_one_directory_are_refused(tiny: Tiny, monkeypatch: pytest.M
 def test_a_disk_too_small_is_found_before_training(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tiny.folder)._replace(free=10_000)
     monkeypatch.setattr(durable.shutil, "disk_usage", lambda path: usage)
-    with recorded_rows() as seen, pytest.raises(CheckpointError, match=r"not enough room on the disk: .* needed, 10 kB free"):
+    with (
+        recorded_rows() as seen,
+        pytest.raises(CheckpointError, match=r"not enough room on the disk: .* needed, 10 kB free"),
+    ):
         shardtune.train(tiny.recipe("small"))
     assert seen == []
     assert not tiny.run("small").exists()
@@ -252,7 +266,10 @@ def test_a_disk_too_small_is_found_before_training(tiny: Tiny, monkeypatch: pyte
 
 def test_an_unknown_monitor_is_refused_before_training(tiny: Tiny) -> None:
     keys = {"data__eval_data_paths": {"math": str(tiny.folder / "eval.jsonl")}, "runner__val_check_interval": 1}
-    with recorded_rows() as seen, pytest.raises(ConfigError, match=r"eval/loss(?s:.*)eval/math/loss.*eval/math/token_acc"):
+    with (
+        recorded_rows() as seen,
+        pytest.raises(ConfigError, match=r"eval/loss(?s:.*)eval/math/loss.*eval/math/token_acc"),
+    ):
         shardtune.train(tiny.recipe("watched", runner__early_stop={"enabled": True}, **keys))
     assert seen == []
     assert not tiny.run("watched").exists()
@@ -271,7 +288,9 @@ def test_retention_keeps_the_best_which_can_be_continued(tiny: Tiny) -> None:
     assert sorted(path.name for path in checkpoints.glob("global*")) == ["global_step_1", "global_step_8"]
     assert (checkpoints / "best").resolve().name == "global_step_1"
     keys = {key: value for key, value in keys.items() if "data" in key}
-    fork = tiny.recipe("from_best", runner__resume_dir=f"{checkpoints}/best", runner__allow_changes=["runner.best"], **keys)
+    fork = tiny.recipe(
+        "from_best", runner__resume_dir=f"{checkpoints}/best", runner__allow_changes=["runner.best"], **keys
+    )
     with recorded_rows() as seen:
         shardtune.train(fork)
     assert len(seen[:7]) == 7

@@ -183,7 +183,11 @@ def _check_same(folder: Path, metadata: Metadata, tensors: Mapping[str, torch.Te
     ]
     complaints = [
         f"{len(names)} {what}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
-        for what, names in (("not in it", missing), ("not in the model", unexpected), ("differ in shape or dtype", differing))
+        for what, names in (
+            ("not in it", missing),
+            ("not in the model", unexpected),
+            ("differ in shape or dtype", differing),
+        )
         if names
     ]
     if complaints:

@@ -143,7 +143,7 @@ class CheckpointStore:
         swap_link(self.folder / "best", target.name)
 
     def go_back_to(self, step: int) -> None:
-        """Makes the checkpoint of `step` the latest: later ones are another course of the run, and go with the next save.
+        """Makes the checkpoint of `step` the latest: later ones are of a course given up, and go with the next save.
 
         Raises:
             CheckpointError: there is none of `step`.

@@ -61,9 +61,6 @@ NOT_YET = (
         _other_than(f"actor.parallel.{axis}", 1, "leave it at 1: actor.parallel.data_shard uses the ranks")
         for axis in ("data_replicate", "tensor", "sequence", "expert")
     ),
-    _other_than("actor.model.adapter", None, "use actor.model.model_type: causal_lm, or a worker of your own"),
-    _other_than("actor.model.options", {}, "leave them out: nothing of causal_lm reads them"),
-    _flag("runner.deterministic", "leave it false: on a CPU runs repeat bitwise in any case"),
     _flag("actor.fsdp_config.cpu_offload", "leave it false"),
     _any_of("runner.launcher", ("ray",), RANKS),
     _other_than("runner.num_workers", None, RANKS),

@@ -195,7 +195,8 @@ def _in_order(
 def _start_worker(task: BuildTask, parent: int) -> None:
     global _task
     _task = task
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, and ends the pool
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the parent decides, and ends the pool
     threading.Thread(target=_follow, args=(parent,), daemon=True, name="cache-worker-watch").start()
 
 

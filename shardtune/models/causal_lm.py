@@ -225,6 +225,12 @@ def declared_units(model: nn.Module, wrap: list[str] | None = None) -> list[nn.M
             where="actor.fsdp_config.wrap",
             remedy=f"class names here are {', '.join(sorted({type(m).__name__ for m in model.modules()}))}",
         )
+    if any(isinstance(unit, (nn.ModuleList, nn.ModuleDict)) for unit in units):
+        raise ModelError(
+            "actor.fsdp_config.wrap names a list of modules, which cannot shard as a unit: it has no forward",
+            where="actor.fsdp_config.wrap",
+            remedy="name the class of the modules in it",
+        )
     if units:
         return units if wrap else _outermost(units)
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]

@@ -51,7 +51,7 @@ def _override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
     """Set `actor.model.config_overrides`, and check that the settings agree with each other."""
     text = config.get_text_config()
     known = text.to_dict()
-    for key, value in overrides.items():
+    for key in overrides:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             raise ConfigError(
@@ -136,6 +136,12 @@ def causal_lm(
                 f"use one of {', '.join(MODEL_TYPES)} (shardtune models lists them), or name the file that registers "
                 "it in plugins"
             ),
+        )
+    if config.adapter is not None:
+        raise ConfigError(
+            f"actor.model.adapter = {config.adapter} is not supported in this version of shardtune",
+            where="actor.model.adapter",
+            remedy="leave it out and use actor.model.model_type: causal_lm, or a worker of your own",
         )
     loaded = load_config(config, overrides)
     covered = type(loaded) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (

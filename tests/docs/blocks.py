@@ -43,7 +43,9 @@ class Block:
 
 def pages() -> list[Path]:
     """The pages that people read."""
-    return sorted(path for pattern in PAGES for path in ROOT.glob(pattern) if "work" not in path.relative_to(ROOT).parts)
+    return sorted(
+        path for pattern in PAGES for path in ROOT.glob(pattern) if "work" not in path.relative_to(ROOT).parts
+    )
 
 
 def blocks(*languages: str) -> list[Block]:

@@ -62,7 +62,9 @@ def named(*languages: str) -> list[Any]:
 
 
 def test_every_block_has_a_language_that_is_checked():
-    found = {block.language: str(block) for block in blocks(*KNOWN, "bash", "sh", "py", "text", "yml", "shell", "jinja")}
+    found = {
+        block.language: str(block) for block in blocks(*KNOWN, "bash", "sh", "py", "text", "yml", "shell", "jinja")
+    }
     assert set(found) <= KNOWN, f"use console for commands, python, yaml or json: {found}"
     assert {"python", "yaml", "console"} <= set(found)
     assert all(list(ROOT.glob(pattern)) for pattern in PAGES)
@@ -103,7 +105,9 @@ def test_yaml_blocks_are_recipes(block: Block, tmp_path: Path):
     # What a fragment watches needs rows to be measured on.
     if not _has(content, "data.eval_data_paths") and "eval/" in block.text:
         missing.append("data.eval_data_paths")
-    recipe = load_recipe(content, ["++runner.logger.experiment_name=documentation"], in_memory=missing, files_must_exist=False)
+    recipe = load_recipe(
+        content, ["++runner.logger.experiment_name=documentation"], in_memory=missing, files_must_exist=False
+    )
     assert recipe.to_dict()["runner"]["logger"]["experiment_name"] == "documentation"
 
 
@@ -161,7 +165,10 @@ def _parse_shardtune(arguments: list[str]) -> None:
     overrides = [word for word in arguments if re.match(r"[\w.]+=", word)]
     load_recipe(
         {"actor": {"model": {"model_path": "model"}}, "data": {"train_data_paths": "a", "eval_data_paths": "b"}},
-        ["++runner.logger.experiment_name=documentation", *(word for word in overrides if "experiment_name" not in word)],
+        [
+            "++runner.logger.experiment_name=documentation",
+            *(word for word in overrides if "experiment_name" not in word),
+        ],
         files_must_exist=False,
     )
 

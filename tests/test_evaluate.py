@@ -1,0 +1,115 @@
+"""Evaluation counts every row once, on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shardtune.batch import Metric
+from shardtune.config import load_recipe
+from shardtune.errors import DataError
+from shardtune.evaluate import sum_user_batches, summarize
+from shardtune.sft_worker import SFTWorker
+from tests.dist.ranks import run_ranks
+from tests.dist.training import flat_script, quiet, recipe, save_model, save_rows
+from tests.parallel.test_shard import group
+
+EVALUATION_ROWS = 11
+
+
+def evaluate(values: dict) -> dict[str, float]:
+    worker = SFTWorker(load_recipe(values), say=quiet)
+    worker.setup()
+    return worker.run_eval()
+
+
+def plain_evaluation(model: Any, rows: list) -> dict[str, float]:
+    """The same metrics by one plain forward per row."""
+    total = weight = correct = targets = 0.0
+    with torch.no_grad():
+        for input_ids, weights in rows:
+            ids, of_target = torch.tensor(input_ids), torch.tensor(weights)[1:]
+            logits = model(input_ids=ids[None]).logits[0, :-1]
+            losses = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
+            total += float((losses * of_target).sum())
+            weight += float(of_target.sum())
+            correct += float(((logits.argmax(-1) == ids[1:]) & (of_target > 0)).sum())
+            targets += float((of_target > 0).sum())
+    return {"loss": total / weight, "perplexity": math.exp(total / weight), "token_accuracy": correct / targets}
+
+
+def test_metrics_are_those_of_a_plain_evaluation_on_any_number_of_ranks(tmp_path) -> None:
+    model = save_model("dense", tmp_path / "model")
+    train = save_rows(tmp_path / "train.jsonl", 8)
+    held_out = save_rows(tmp_path / "eval.jsonl", EVALUATION_ROWS, seed=9)
+    values = recipe(model, train, data__eval_data_paths=str(held_out), actor__eval_micro_batch_size=2)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    wanted = plain_evaluation(plain, flat_script().read_rows(held_out, AutoTokenizer.from_pretrained(model)))
+    for told in [evaluate(values), *run_ranks(evaluate, 2, values), *run_ranks(evaluate, 3, values)]:
+        assert told == {f"eval/{name}": pytest.approx(value, rel=1e-10) for name, value in wanted.items()}
+
+
+def test_several_terms_are_told_apart() -> None:
+    sums = {"ce": Metric(6.0, 3.0), "router_balance": Metric(1.0, 2.0), "token_accuracy": Metric(1.0, 4.0)}
+    assert summarize(sums) == {
+        "loss": 2.5,
+        "loss/ce": 2.0,
+        "loss/router_balance": 0.5,
+        "perplexity": pytest.approx(math.exp(2.0)),
+        "token_accuracy": 0.25,
+    }
+    assert math.isfinite(summarize({"ce": Metric(1e6, 1.0), "token_accuracy": Metric(0.0, 1.0)})["perplexity"])
+
+
+def count_user_batches(num_batches: int, sharded: bool) -> tuple[dict[str, Metric], int]:
+    """Each forward is one of all ranks: a rank that left one out would hang the others."""
+    ranks = group()
+    calls = 0
+
+    def correct(batch: torch.Tensor) -> int:
+        nonlocal calls
+        calls += 1
+        if dist.is_initialized():
+            dist.all_reduce(torch.zeros(1))
+        return int((batch % 2).sum())
+
+    batches: list[torch.Tensor] = list(torch.arange(3 * num_batches).split(3))
+    mine = list(islice(batches, ranks.rank, None, ranks.world_size)) if sharded else batches
+    found = sum_user_batches(
+        lambda batch: correct(batch["rows"]),
+        [{"rows": batch} for batch in mine],
+        ranks,
+        sharded=sharded,
+        num_samples=3 * num_batches,
+        name="eval",
+        poll=lambda: None,
+    )
+    return found, calls
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["same batches everywhere", "sharded"])
+def test_a_users_batches_are_counted_once_and_no_rank_is_left_alone(sharded: bool) -> None:
+    for num_batches in (5, 7):
+        wanted = {"eval_accuracy": Metric(float(3 * num_batches // 2), 3.0 * num_batches)}
+        assert count_user_batches(num_batches, sharded) == (wanted, num_batches)
+        turns = -(-num_batches // 2)
+        assert run_ranks(count_user_batches, 2, num_batches, sharded) == [(wanted, turns)] * 2
+
+
+def test_a_loader_that_drops_rows_is_an_error() -> None:
+    with pytest.raises(DataError, match="saw 3 samples of the 4"):
+        sum_user_batches(
+            lambda batch: 1,
+            [{"rows": torch.zeros(3)}],
+            group(),
+            sharded=False,
+            num_samples=4,
+            name="eval",
+            poll=lambda: None,
+        )
