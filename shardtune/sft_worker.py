@@ -183,8 +183,7 @@ class SFTWorker(FSDPSftWorker):
         rows = next((rows for rows in (self.prepared.train, *self.prepared.evals.values()) if rows is not None), None)
         if rows is None:
             return
-        first = np.arange(min(len(rows), 512))
-        longest = first[np.argsort(-rows.lengths[first], kind="stable")[:2]]
+        longest = np.argpartition(rows.lengths, -min(2, len(rows)))[-2:]
         samples = [rows.row(int(index)) for index in longest]
         assert isinstance(self.model, AdapterRoot)
         dtype = COMPUTE_DTYPE[self.recipe.actor.model.precision]

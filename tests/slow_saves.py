@@ -47,6 +47,7 @@ def _marked(function: Any) -> Any:
 
 
 training.save_tensors = _after_pauses(training.save_tensors)  # of the model, then of the optimizer
+training.async_save_tensors = _after_pauses(training.async_save_tensors)
 store.publish = _after_pauses(store.publish)
 store.write_text = _after_pauses(store.write_text)  # of the pointer to the latest
 Saver.save = _marked(Saver.save)

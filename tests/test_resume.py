@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 import shardtune
 from shardtune.errors import Interrupted
 from shardtune.saver import Saver
+from shardtune.track import JsonLines
 from tests.tiny_run import (
     Tiny,
     assert_same_tensors,
@@ -206,7 +209,6 @@ def read_state(pointer: Path) -> dict:
 def signal_in_evaluation(step: int, monkeypatch: pytest.MonkeyPatch):
     """SIGTERM after the third micro-batch of the evaluation at a step."""
     import contextlib
-    import os
 
     from shardtune.sft_worker import SFTWorker
 
@@ -228,3 +230,35 @@ def signal_in_evaluation(step: int, monkeypatch: pytest.MonkeyPatch):
             yield
 
     return patched()
+
+
+def test_killed_after_an_evaluation_that_was_done_again_its_step_is_logged_once(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {
+        "data__eval_data_paths": str(tiny.folder / "eval.jsonl"),
+        "runner__val_check_interval": 2,
+        "runner__save_interval": -1,
+        "actor__eval_micro_batch_size": 1,
+    }
+    recipe = tiny.recipe("evaluated_killed", **keys)
+    with signal_in_evaluation(2, monkeypatch), pytest.raises(Interrupted):
+        shardtune.train(recipe)
+    pid = os.fork()
+    if pid == 0:  # goes on with the evaluation after step 2, logs steps 2 and 3, and is killed
+        original = JsonLines.log
+
+        def log(self: JsonLines, step: int, metrics: Mapping[str, float]) -> None:
+            original(self, step, metrics)
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        JsonLines.log = log
+        shardtune.train(recipe)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    assert [line["step"] for line in lines(tiny.run("evaluated_killed"))] == [1, 2, 3]
+    shardtune.train(recipe)
+    found = lines(tiny.run("evaluated_killed"))
+    assert [line["step"] for line in found] == list(range(1, 9))
+    assert ["eval/loss" in line for line in found] == [False, True] * 4

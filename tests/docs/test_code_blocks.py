@@ -47,7 +47,7 @@ COMMAND = typer.main.get_command(app)
 
 @pytest.fixture
 def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory as a reader of the documentation has it: recipe.yaml, train.jsonl, eval.jsonl, a tiny model in model/."""
+    """A reader's directory: recipe.yaml, train.jsonl, eval.jsonl, and a tiny model in model/."""
     folder = make_workspace(tmp_path / "sandbox")
     (folder / "recipe.yaml").write_text(RECIPE)
     monkeypatch.chdir(folder)
