@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardtune.batch import Batch, LossSum, Sample
-    from shardtune.checkpoint.materialise import init_empty_weights
+    from shardtune.parallel.materialise import init_empty_weights
     from shardtune.models.adapter import Adapter
     from shardtune.models.registry import get_model
     from shardtune.run import Run, load_run, train
@@ -25,7 +25,7 @@ _HOME = {
     "SFTWorker": "sft_worker",
     "Sample": "batch",
     "get_model": "models.registry",
-    "init_empty_weights": "checkpoint.materialise",
+    "init_empty_weights": "parallel.materialise",
     "load_run": "run",
     "train": "run",
 }

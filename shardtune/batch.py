@@ -94,7 +94,8 @@ class Batch:
 class LossSum(NamedTuple):
     """A loss before its division.
 
-    A step's gradient is that of `total / weight`, both summed over ranks and micro-batches. A tuple, so that the hooks of sharded modules find the tensor in what a forward returns.
+    A step's gradient is that of `total / weight`, both summed over ranks and micro-batches. A tuple, so that the hooks
+    of sharded modules find the tensor in what a forward returns.
 
     Attributes:
         total: scalar tensor with a graph, the weighted sum of the loss over its targets.

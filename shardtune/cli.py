@@ -58,6 +58,22 @@ def _help(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"shardtune {version('shardtune')}")
+        raise typer.Exit
+
+
+@app.callback()
+def shardtune(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None: ...
+
+
 def _split(arguments: list[str] | None) -> tuple[str | None, list[str]]:
     """The recipe, if one is named, and the overrides; the recipe is the first word that is no `key=value`."""
     given = arguments or []

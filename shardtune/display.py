@@ -168,8 +168,8 @@ class Display:
         self.say(f"step {step}/{self._total}  {text}  {duration(left)} to go")
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        shown = "  ".join(f"{key.removeprefix('eval/')} {number(value)}" for key, value in metrics.items())
-        self.say(f"step {step}: evaluation  {shown}")
+        values = "  ".join(f"{key.removeprefix('eval/')} {shown(key, value)}" for key, value in metrics.items())
+        self.say(f"step {step}: evaluation  {values}")
 
     def saved(self, step: int, path: Path) -> None:
         self.say(f"step {step}: saved {path}")
@@ -197,8 +197,8 @@ class Display:
                 table.add_column("before", justify="right")
             table.add_column("after", justify="right")
             for key, value in after.items():
-                cells = [number(before[key]) if key in before else "", number(value)] if before else [number(value)]
-                table.add_row(key, *cells)
+                cells = [shown(key, before[key]) if key in before else ""] if before else []
+                table.add_row(key, *cells, shown(key, value))
             self.console.print(table)
         for sample in samples:
             verdict = {True: "right", False: "wrong", None: "no answer found"}[sample["correct"]]
@@ -229,8 +229,9 @@ def count(value: float) -> str:
     return f"{value:.0f}"
 
 
-def number(value: float) -> str:
-    return f"{value:,.0f}" if value == int(value) and abs(value) >= 10 else f"{value:.4f}"
+def shown(metric: str, value: float) -> str:
+    """A metric's value: counts as whole numbers, everything else to four places."""
+    return f"{value:,.0f}" if metric.endswith("unparsed") else f"{value:,.4f}"
 
 
 def duration(seconds: float) -> str:

@@ -79,6 +79,11 @@ def lost_a_peer(error: BaseException) -> bool:
     return not isinstance(error, ShardtuneError) and any(sign in text for sign in LOST_PEER)
 
 
+def is_launched() -> bool:
+    """Whether this process is a rank that `run_ranks` started."""
+    return REPORT_DIR in os.environ
+
+
 def write_report(rank: int, error: BaseException, message: str) -> None:
     """Leave an error for the launcher, where there is one."""
     folder = os.environ.get(REPORT_DIR)

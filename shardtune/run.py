@@ -240,6 +240,10 @@ def evaluate(target: str | Path, *overrides: str, checkpoint: str = "final") -> 
         worker.setup_evaluation()
     if not worker.eval_loaders:
         raise _nothing_to_evaluate()
+    if worker.ranks.is_main:
+        model = f"{target}, checkpoint {checkpoint}" if is_run else str(recipe.actor.model.model_path)
+        rows = sum(len(data) for data in worker.prepared.evals.values())
+        Display().say(f"evaluating {model} on {rows:,} rows")
     metrics = worker.run_eval()
     leave_ranks(worker.ranks)  # only if all went well: otherwise the other ranks may be waiting elsewhere
     return metrics
@@ -249,7 +253,7 @@ def _nothing_to_evaluate() -> ConfigError:
     return ConfigError(
         "there is nothing to evaluate on: data.eval_data_paths is null",
         where="data.eval_data_paths",
-        remedy="set data.eval_data_paths or data.eval_split",
+        remedy="set data.eval_data_paths or data.eval_split; from Python, or give rows: run.evaluate(eval_data=…)",
     )
 
 

@@ -178,6 +178,9 @@ class SFTWorker(FSDPSftWorker):
     def evaluation_sets(self) -> dict[str, list[str]]:
         return {name: [] for name in self.prepared.evals}
 
+    def hand_back(self) -> None:
+        self.adapter.hand_back(self.hf_model())
+
     def prove(self) -> None:
         """Prove, on two real rows, that packing is exact for this model; otherwise do without."""
         rows = next((rows for rows in (self.prepared.train, *self.prepared.evals.values()) if rows is not None), None)

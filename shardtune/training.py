@@ -17,6 +17,7 @@ from shardtune.display import Display, Facts
 from shardtune.errors import Interrupted
 from shardtune.final import FinalScore, silent, write_final
 from shardtune.interrupt import StopSignal, end_with_parent, listening
+from shardtune.launch import is_launched
 from shardtune.parallel.mesh import leave_ranks
 from shardtune.parallel.shard import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.run_directory import (
@@ -80,7 +81,7 @@ def train_rank(recipe: Recipe, objects: Objects = NOTHING) -> Path:
                 tokenizer=objects.tokenizer,
                 train_data=objects.train_data,
                 eval_data=objects.eval_data,
-                say=display.say if display else silent,
+                say=display.say if display and not is_launched() else silent,  # the launcher has said it
             )
             with _together(worker):
                 plan = worker.ranks.broadcast(plan)
@@ -150,6 +151,7 @@ def _train(
         score = write_final(recipe, plan.run_dir, worker)
     except BaseException:
         held[0].release()
+        worker.release()
         raise
     if display is not None:
         _show_end(display, plan.run_dir, score)
@@ -188,8 +190,11 @@ def _show_start(display: Display, plan: RunPlan, worker: SFTWorker) -> None:
 def _show_end(display: Display, run_dir: Path, score: FinalScore) -> None:
     first = first_metrics(run_dir)
     before = {key: value for key, value in first.items() if key.startswith("eval/")} if first.get("step") == 0 else {}
-    wrong: Sequence[dict[str, Any]] = [sample for sample in score.samples if sample["correct"] is not True]
-    display.summary(run_dir, before, score.metrics, [*wrong[:1], *score.samples][:SHOWN_SAMPLES])
+    # A wrong answer says more than another right one: the first of them is among those shown.
+    right_first = sorted(score.samples[:SHOWN_SAMPLES], key=lambda sample: sample["correct"] is not True)
+    wrong = [sample for sample in score.samples[SHOWN_SAMPLES:] if sample["correct"] is not True]
+    shown = [*right_first[: SHOWN_SAMPLES - 1], *wrong[:1]] if wrong else right_first
+    display.summary(run_dir, before, score.metrics, shown)
 
 
 def facts(worker: SFTWorker) -> Facts:

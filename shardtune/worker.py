@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.batch import LossSum, Metric
-from shardtune.checkpoint.materialise import materialise
+from shardtune.parallel.materialise import materialise
 from shardtune.checkpoint.sharded import PendingSave
 from shardtune.checkpoint.training import (
     load_training,
@@ -153,9 +153,18 @@ class FSDPSftWorker(ABC):
         self._build_evaluations()
 
     def release(self) -> None:
-        """Let go of model, optimizer and loaders; the worker is of no more use."""
+        """Let go of model, optimizer and loaders; the worker is of no more use.
+
+        A model that its caller holds too is whole again: in full precision, and as it was but for what it has learned.
+        """
+        if "weights" in vars(self):
+            self.weights.give_back()
+            self.hand_back()
         for name in {"model", "weights", "optimizer", "loader", "_data_iter", "eval_loaders"} & vars(self).keys():
             delattr(self, name)
+
+    def hand_back(self) -> None:  # noqa: B027 (a hook that may stay empty)
+        """Undo what the task changed in the model besides its weights; by default nothing."""
 
     def prove(self) -> None:  # noqa: B027 (a hook that may stay empty)
         """Prove what the task relies on, once the weights are there; by default nothing."""

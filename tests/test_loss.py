@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,6 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from shardtune import loss as loss_module
 from shardtune.loss import IDENTITY, LogitTransform, head_cross_entropy, linear_cross_entropy, router_balance
-import itertools
 
 ROWS, WIDTH, VOCABULARY = 37, 16, 50
 TRANSFORMS = [IDENTITY, LogitTransform(scale=0.25), LogitTransform(softcap=5.0), LogitTransform(0.5, 3.0)]

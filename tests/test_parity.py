@@ -1,4 +1,4 @@
-"""The numbers of shardtune are those of the flat script, however rows are cut; `bench/numbers.py` is the long form."""
+"""The numbers of shardtune are those of the flat script, however rows are cut; `bench/parity.py` is the long form."""
 
 from __future__ import annotations
 

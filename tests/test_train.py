@@ -9,6 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM
 
 import shardtune
 from shardtune.errors import ConfigError, DataError
@@ -49,6 +50,26 @@ def test_objects_in_memory_train_as_files_do(tiny: Tiny) -> None:
     assert (run.export(tiny.folder / "exported") / "model.safetensors").exists()
     again = shardtune.load_run(run.dir / "final")
     assert again.dir == run.dir
+
+
+def test_a_model_in_memory_is_whole_again_afterwards(tiny: Tiny) -> None:
+    recipe = tiny.recipe("handed-back", runner__max_steps=2)
+    del recipe["actor"]["model"]["model_path"]
+    model = make_model(make_tokenizer())
+    before, attention = model.get_input_embeddings().weight.detach().clone(), model.config._attn_implementation
+    changes = ("actor.model.precision=bf16", "actor.model.gradient_checkpointing=true", "runner.final_dtype=fp32")
+    run = shardtune.train(recipe, *changes, model=model, tokenizer=make_tokenizer())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert not torch.equal(model.get_input_embeddings().weight, before)
+    assert (model.config._attn_implementation, model.is_activation_checkpointing) == (attention, False)
+    ids = torch.arange(5)[None]
+    final = AutoModelForCausalLM.from_pretrained(run.dir / "final", attn_implementation=attention)
+    assert torch.equal(model.eval()(ids).logits, final.eval()(ids).logits)
+    assert model.generate(ids, max_new_tokens=2, do_sample=False).shape[1] > 5
+    again = shardtune.train(
+        recipe, *changes, "runner.logger.experiment_name=again", model=model, tokenizer=make_tokenizer()
+    )
+    assert again.metrics["step"] == 2
 
 
 def test_rows_in_memory_that_changed_are_refused(tiny: Tiny) -> None:

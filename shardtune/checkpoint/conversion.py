@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from shardtune.checkpoint.materialise import Shard, shard_of
+from shardtune.parallel.materialise import Shard, shard_of
 from shardtune.checkpoint.weight_files import WeightTensor
 from shardtune.errors import ModelError
 

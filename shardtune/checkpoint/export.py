@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.checkpoint.conversion import disk_groups, to_disk
-from shardtune.checkpoint.materialise import named_tensors
+from shardtune.parallel.materialise import named_tensors
 from shardtune.checkpoint.safetensors_file import SafetensorsWriter, TensorPlan
 from shardtune.errors import CheckpointError
 

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from shardtune.checkpoint.conversion import Assignment, assign, write_converted
 from shardtune.checkpoint.export import save_pretrained
 from shardtune.checkpoint.initialise import initialise_weights
-from shardtune.checkpoint.materialise import (
+from shardtune.parallel.materialise import (
     init_empty_weights,
     materialise,
     named_tensors,

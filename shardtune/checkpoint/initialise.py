@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
-from shardtune.checkpoint.materialise import fill, materialise
+from shardtune.parallel.materialise import fill, materialise
 from shardtune.errors import ModelError
 
 Initialiser = Callable[[nn.Module], None]

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from shardtune.batch import Batch, LossSum
-from shardtune.checkpoint.materialise import init_empty_weights
+from shardtune.parallel.materialise import init_empty_weights
 from shardtune.errors import ModelError
 from shardtune.loss import IDENTITY, LogitTransform, head_cross_entropy, linear_cross_entropy, router_balance
 from shardtune.models.adapter import Adapter, Evaluation
@@ -87,11 +87,19 @@ class CausalLM(Adapter):
                     where="actor.model.gradient_checkpointing: true",
                     remedy="set actor.model.gradient_checkpointing: false",
                 )
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         if self._compile:
             for unit in _outermost(self.shard_units(model)):
                 unit.compile(dynamic=True)
         return model
+
+    def hand_back(self, model: PreTrainedModel) -> None:
+        """Undo what `build` changed in a model that its caller goes on using."""
+        if model is not self._model:
+            return
+        _set_attention(model, self._own_attention)
+        if self._gradient_checkpointing:
+            model.activation_checkpointing_disable()
 
     def _from_config(self) -> PreTrainedModel:
         implementation = None if self._asked == "auto" else self._asked

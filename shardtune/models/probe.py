@@ -21,7 +21,7 @@ LONGEST_WINDOW = 4096
 POSITIONS = 8
 """Tokens at either end of a row whose logits are compared: a leak shows most at the start, a window at the end."""
 AGREEMENT = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
-"""How far two ways to the same logits may differ, relative to the largest; a wrong window or a leak moves them by more."""
+"""How far two ways to the same logits may differ, relative to the largest; a wrong window or a leak moves them more."""
 ISOLATION = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 5e-3}
 """How far a row of a mixture of experts may move when its neighbour changes, as its experts get other shapes."""
 SAME_SHAPES = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-4}

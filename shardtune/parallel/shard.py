@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from shardtune.parallel.mesh import Ranks
 
@@ -87,8 +88,11 @@ class Weights:
         self._computed = dict(model.named_parameters())
         self.parameters: dict[str, nn.Parameter] = self._computed
         self._apart = ranks.mesh is None and compute != master
+        self._hooks: list[RemovableHandle] = []
         if self._apart:
-            self.parameters = {name: _keep_master(parameter, compute) for name, parameter in self._computed.items()}
+            kept = {name: _keep_master(parameter, compute) for name, parameter in self._computed.items()}
+            self.parameters = {name: master for name, (master, _) in kept.items()}
+            self._hooks = [hook for _, hook in kept.values() if hook is not None]
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that are trained, by name."""
@@ -116,6 +120,15 @@ class Weights:
         if self._apart:
             for name, parameter in self.parameters.items():
                 self._computed[name].copy_(parameter)
+
+    def give_back(self) -> None:
+        """Leave the model with its weights in full precision, and nothing of this object attached to it."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._apart:
+            for name, parameter in self.parameters.items():
+                self._computed[name].data = parameter.data
+        self.zero_gradients()
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """This rank's part of each gradient."""
@@ -155,8 +168,8 @@ def _persistent_names(model: nn.Module) -> set[str]:
     }
 
 
-def _keep_master(parameter: nn.Parameter, compute: torch.dtype) -> nn.Parameter:
-    """Turn a parameter to half precision in place and return its full-precision master, which takes its gradients."""
+def _keep_master(parameter: nn.Parameter, compute: torch.dtype) -> tuple[nn.Parameter, RemovableHandle | None]:
+    """Turn a parameter to half precision in place; returns its full-precision master and the hook that feeds it."""
     master = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
     parameter.data = parameter.data.to(compute)
 
@@ -166,6 +179,5 @@ def _keep_master(parameter: nn.Parameter, compute: torch.dtype) -> nn.Parameter:
         master.grad = grad if master.grad is None else master.grad.add_(grad)
         computed.grad = None
 
-    if parameter.requires_grad:
-        parameter.register_post_accumulate_grad_hook(take_gradient)
-    return master
+    hook = parameter.register_post_accumulate_grad_hook(take_gradient) if parameter.requires_grad else None
+    return master, hook

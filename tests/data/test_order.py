@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import numpy as np
@@ -10,7 +11,6 @@ import pytest
 from shardtune.data.order import DataOrder, OrderSource, derive_seed, permute
 from shardtune.errors import ConfigError
 from tests.dist.training import flat_script
-import itertools
 
 
 def order(*sizes_and_weights: tuple[int, float], seed: int = 5, **options) -> DataOrder:

@@ -18,8 +18,8 @@ from tests.dist.ranks import run_ranks
 from tests.dist.training import Trace, quiet, recipe, run_recipe, run_recipes, save_model, save_rows
 
 STEPS = 5
-RECOMPILATIONS = 12
-"""Graphs of a layer, cut in two by the attention: with and without gradients, one row and several, sliding or not."""
+GRAPHS = {"dense": 8, "mixtral": 20}
+"""Pieces of a layer between its graph breaks (attention, experts), with and without gradients; whatever the steps."""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_compiled_layers_give_the_same_losses_with_few_graphs(folder: Path, kind
     if kind == "dense":
         runs.append(run_ranks(run_compiled, 2, compiled)[0])
     for trace, graphs in runs:
-        assert 0 < graphs <= RECOMPILATIONS
+        assert 0 < graphs <= GRAPHS[kind]
         assert trace.notes == []
         same(trace, wanted, 1e-10)
 

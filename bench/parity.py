@@ -1,4 +1,4 @@
-"""Compare shardtune with the flat script over 20 steps, at every layout and precision: `python bench/numbers.py`.
+"""Compare shardtune with the flat script over 20 steps, at every layout and precision: `python bench/parity.py`.
 
 Rewrites the section `numbers` of docs/benchmarks.md; ends with exit code 1 where a limit does not hold.
 """
