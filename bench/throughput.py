@@ -265,7 +265,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--vocabulary", type=int, default=32768)
     parser.add_argument("--only", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--save", action="store_true", help="write the result into docs/benchmarks.md")
@@ -320,8 +320,8 @@ def report(contenders: list[Contender], arguments: argparse.Namespace) -> None:
     heads = ["", "tokens/s", f"{first.name} is faster by", "peak GB", "memory ratio", "start-up s", "start-up ratio"]
     text = (
         f"{machine()}; {arguments.threads} threads; Qwen2 {arguments.layers} x {arguments.width}, vocabulary "
-        f"{arguments.vocabulary:,}, {arguments.precision}; {ROWS_PER_STEP} rows a step, at most {MAX_LENGTH} tokens; medians "
-        f"of {arguments.turns} turns of {arguments.steps} steps each, in turn.\n\n" + table(heads, rows)
+        f"{arguments.vocabulary:,}, {arguments.precision}; {ROWS_PER_STEP} rows a step, at most {MAX_LENGTH} tokens; "
+        f"medians of {arguments.turns} turns of {arguments.steps} steps each, in turn.\n\n" + table(heads, rows)
     )
     print(text)
     if arguments.save:

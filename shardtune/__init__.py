@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardtune.batch import Batch, LossSum, Sample
-    from shardtune.parallel.materialise import init_empty_weights
     from shardtune.models.adapter import Adapter
     from shardtune.models.registry import get_model
+    from shardtune.parallel.materialise import init_empty_weights
     from shardtune.run import Run, load_run, train
     from shardtune.runner import SFTRunner
     from shardtune.sft_worker import SFTWorker

@@ -9,8 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-LOGITS_PER_CHUNK = 2**24
-"""Logits held at a time (64 MiB in fp32), whatever the rows and the vocabulary."""
+LOGITS_PER_CHUNK = {"cpu": 2**23, "cuda": 2**26}
+"""Logits held at a time (32 and 256 MiB in fp32), whatever the rows and the vocabulary; a GPU needs many to be busy."""
+
+
+def chunk_rows(device: torch.device, vocabulary: int) -> int:
+    """How many rows of logits are held at a time."""
+    return max(1, LOGITS_PER_CHUNK.get(device.type, LOGITS_PER_CHUNK["cpu"]) // vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,14 @@ def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.to(out_dtype) @ b.to(out_dtype)
 
 
+def _add_matmul(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """`into += a @ b`, without a matrix in between where the dtypes allow it."""
+    if a.dtype == into.dtype:
+        into.addmm_(a, b)
+    else:
+        into += _matmul(a, b)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Weighted sum of the cross-entropy of `transform(hidden @ weight.T + bias)`, chunk by chunk.
 
@@ -79,7 +92,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_bias = torch.zeros(bias.shape, dtype=acc, device=hidden.device) if needs_bias else None
         # On a CPU half-precision factors are widened before each product; the head is widened once instead.
         head = weight if hidden.is_cuda else weight.to(acc)
-        chunk = max(1, LOGITS_PER_CHUNK // weight.shape[0])
+        chunk = chunk_rows(hidden.device, weight.shape[0])
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
             inputs = hidden[part] if hidden.is_cuda else hidden[part].to(acc)
@@ -88,17 +101,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits += bias.to(acc)
             logits = transform(logits)
             index, scale = targets[part, None], target_weights[part, None].to(acc)
-            log_normalizer = logits.logsumexp(-1, keepdim=True)
-            total += ((log_normalizer - logits.gather(1, index)) * scale).sum()
             if count_correct:
                 correct += ((logits.argmax(-1, keepdim=True) == index) & (scale > 0)).sum()
+            largest, at_target = logits.amax(-1, keepdim=True), logits.gather(1, index)
+            # A soft cap's own gradient needs the logits once more; without one they give way to their gradient.
+            powers = (logits - largest if transform.softcap is not None else logits.sub_(largest)).exp_()
+            normalizer = powers.sum(-1, keepdim=True)
+            total += ((normalizer.log() + largest - at_target) * scale).sum()
             if not (needs_hidden or needs_weight or needs_bias):
                 continue
-            # A soft cap's own gradient needs the logits once more; without one they give way to their gradient.
-            grad = logits - log_normalizer if transform.softcap is not None else logits.sub_(log_normalizer)
-            grad.exp_()
-            grad.scatter_add_(1, index, torch.full_like(scale, -1.0))
-            grad.mul_(scale)
+            grad = powers.mul_(scale / normalizer).scatter_add_(1, index, -scale)
             grad = transform.backward_(grad, logits)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
@@ -106,7 +118,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[part] = _matmul(grad, head)
             if grad_weight is not None:
-                grad_weight += _matmul(grad.t(), inputs)
+                _add_matmul(grad_weight, grad.t(), inputs)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.mark_non_differentiable(correct)
@@ -176,7 +188,7 @@ def head_cross_entropy(
 
     total = hidden.new_zeros((), dtype=acc)
     correct = targets.new_zeros(())
-    chunk = max(1, LOGITS_PER_CHUNK // vocabulary)
+    chunk = chunk_rows(hidden.device, vocabulary)
     # Without targets the head still runs, on no rows: its weights must have a gradient on every rank or on none.
     for start in range(0, max(1, hidden.shape[0]), chunk):
         part = slice(start, start + chunk)

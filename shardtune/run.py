@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from shardtune.changes import check_same_data
 from shardtune.checkpoint.durable import publish, read_json
 from shardtune.checkpoint.reload import check_reload
 from shardtune.checkpoint.store import CheckpointStore
@@ -29,7 +30,6 @@ from shardtune.run_directory import (
     FINAL,
     MANIFEST,
     RunPlan,
-    check_same_data,
     check_unlocked,
     check_writable,
     load_config,

@@ -1,4 +1,4 @@
-"""A run directory: whether it is fresh, to be continued or finished, and what may have changed since."""
+"""A run directory: whether it is fresh, to be continued or finished, and who may write into it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
+from shardtune.changes import LARGER, check_changes, has_grown
 from shardtune.checkpoint.durable import read_json, recover, write_json, write_text
 from shardtune.checkpoint.store import CheckpointStore, open_checkpoint
-from shardtune.checkpoint.training import read_training_state
-from shardtune.config import Recipe, flatten, load_recipe
+from shardtune.config import Recipe, load_recipe
 from shardtune.errors import CheckpointError, ConfigError
 
 MANIFEST = "manifest.json"
@@ -27,37 +27,6 @@ FINAL = "final"
 LOCK = ".lock"
 LOCK_WAIT_SECONDS = 5.0
 """A killed run's ranks notice within a second or two that they are alone."""
-
-FREE = (
-    "runner.resume_dir",
-    "runner.allow_changes",
-    "runner.overwrite",
-    "runner.val_check_interval",
-    "runner.save_interval",
-    "runner.eval_before_training",
-    "runner.keep_last",
-    "runner.keep_every",
-    "runner.async_save",
-    "runner.profile_steps",
-    "runner.device",
-    "runner.nproc_per_node",
-    "runner.num_workers",
-    "runner.launcher",
-    "runner.master_port",
-    "runner.logger",
-    "actor.training_backend",
-    "actor.micro_batch_size",
-    "actor.max_tokens_per_micro_batch",
-    "actor.eval_micro_batch_size",
-    "actor.model.gradient_checkpointing",
-    "actor.parallel",
-    "actor.fsdp_config",
-    "data.num_workers",
-    "data.cache_dir",
-)
-"""Keys that change where, how fast or how visibly a run goes, but not its numbers."""
-LARGER = ("runner.max_epochs", "runner.max_steps")
-"""Keys that may grow: the run goes on for longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +94,14 @@ def _continue(run_dir: Path, recipe: Recipe, began_from: str | None) -> RunPlan:
     notes += _check_changes(run_dir, recipe)
     if checkpoint is None:
         notes.append("no checkpoint is complete: the run begins again")
-    grown = any(_grown(key, load_config(run_dir), recipe) for key in LARGER)
+    grown = any(has_grown(key, load_config(run_dir), recipe) for key in LARGER)
     finished = "finished" in read_json(run_dir / MANIFEST) and (run_dir / FINAL).is_dir() and not grown
     return RunPlan(run_dir, resume_from=checkpoint, resumed_from=began_from, finished=finished, notes=tuple(notes))
+
+
+def _check_changes(run_dir: Path | None, recipe: Recipe) -> tuple[str, ...]:
+    """As `check_changes`; of a checkpoint that lies in no run directory no recipe is known."""
+    return () if run_dir is None else check_changes(load_config(run_dir), recipe, run_dir)
 
 
 def _newest(run_dir: Path) -> Path | None:
@@ -181,81 +155,6 @@ def load_config(run_dir: Path) -> Recipe:
         )
     in_memory = read_json(run_dir / MANIFEST).get("in_memory", []) if (run_dir / MANIFEST).exists() else []
     return load_recipe(run_dir / CONFIG, in_memory=in_memory, files_must_exist=False)
-
-
-def _is_free(key: str) -> bool:
-    return any(key == free or key.startswith(free + ".") for free in FREE)
-
-
-def _grown(key: str, old: Recipe, new: Recipe) -> bool:
-    before, now = flatten(old.to_dict())[key], flatten(new.to_dict())[key]
-    return before > 0 and (now > before or now == -1)
-
-
-def _check_changes(run_dir: Path | None, recipe: Recipe) -> tuple[str, ...]:
-    """Refuse changes that would make the run another one; returns what is worth saying about the others.
-
-    Args:
-        run_dir: of the run that is continued; None: a checkpoint that lies in none, of which no recipe is known.
-        recipe: as it is now.
-    """
-    if run_dir is None:
-        return ()
-    old = load_config(run_dir)
-    before, now = flatten(old.to_dict()), flatten(recipe.to_dict())
-    allowed = recipe.runner.allow_changes
-    refused, notes = [], []
-    for key in sorted(before.keys() | now.keys()):
-        was, is_now = before.get(key), now.get(key)
-        if was == is_now or _is_free(key):
-            continue
-        if key in LARGER and _grown(key, old, recipe):
-            notes.append(f"{key}: {was} -> {is_now}; the schedule's horizon moves with it")
-        elif any(key == name or key.startswith(name + ".") for name in allowed):
-            notes.append(f"{key}: {was} -> {is_now} (allowed by runner.allow_changes)")
-        else:
-            refused.append(f"{key}: {was} -> {is_now}")
-    if refused:
-        raise CheckpointError(
-            "the recipe is not the one this run was made with:\n    " + "\n    ".join(refused),
-            where=str(run_dir),
-            remedy=(
-                "choose another runner.logger.experiment_name, or continue all the same with "
-                f"runner.allow_changes=[{','.join(line.split(':')[0] for line in refused)}], or start over with "
-                "runner.overwrite=true"
-            ),
-        )
-    return tuple(notes)
-
-
-def check_same_data(checkpoint: Path, files: Sequence[Mapping[str, Any]], allowed: Sequence[str]) -> None:
-    """Refuse to continue on other data than a checkpoint was trained on.
-
-    Args:
-        checkpoint: knows its data.
-        files: as `PreparedData.files` describes the data now.
-        allowed: `runner.allow_changes`.
-    """
-    before = read_training_state(checkpoint)["data_files"]
-    if list(before) == list(files) or "data.train_data_paths" in allowed:
-        return
-    old = {entry["file"]: entry for entry in before}
-    new = {entry["file"]: entry for entry in files}
-    changed = [
-        f"{file}: {old[file]['rows']:,} rows -> {new[file]['rows']:,} rows, other content"
-        for file in old
-        if file in new and old[file] != new[file]
-    ]
-    changed += [f"{file}: gone" for file in old if file not in new]
-    changed += [f"{file}: new" for file in new if file not in old]
-    raise CheckpointError(
-        "the training data is not what this run was trained on so far:\n    " + "\n    ".join(changed or ["reordered"]),
-        where=str(checkpoint),
-        remedy=(
-            "put the data back, choose another runner.logger.experiment_name, or go on all the same with "
-            "runner.allow_changes=[data.train_data_paths]"
-        ),
-    )
 
 
 class RunLock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from shardtune.changes import check_same_data
 from shardtune.config import Recipe
 from shardtune.display import Display, Facts
 from shardtune.errors import Interrupted
@@ -24,7 +25,6 @@ from shardtune.run_directory import (
     RunLock,
     RunPlan,
     begin_run,
-    check_same_data,
     environment,
     plan_run,
     run_directory,

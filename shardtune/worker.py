@@ -17,7 +17,6 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.batch import LossSum, Metric
-from shardtune.parallel.materialise import materialise
 from shardtune.checkpoint.sharded import PendingSave
 from shardtune.checkpoint.training import (
     load_training,
@@ -36,6 +35,7 @@ from shardtune.measure import step_metrics
 from shardtune.models.causal_lm import declared_units
 from shardtune.models.registry import get_model
 from shardtune.optim import build_optimizer, check_optimizer, set_learning_rate
+from shardtune.parallel.materialise import materialise
 from shardtune.parallel.mesh import Ranks, join_ranks, num_ranks
 from shardtune.parallel.shard import MASTER_DTYPE, Weights, shard
 from shardtune.perf import Utilisation

@@ -63,9 +63,11 @@ def gradients(total: torch.Tensor, values: dict) -> list[torch.Tensor]:
     return list(torch.autograd.grad(total * 0.7, [value for value in values.values() if value is not None]))
 
 
-@pytest.fixture(params=[1, 3 * VOCABULARY, loss_module.LOGITS_PER_CHUNK], ids=["row by row", "uneven", "one chunk"])
+@pytest.fixture(
+    params=[1, 3 * VOCABULARY, loss_module.LOGITS_PER_CHUNK["cpu"]], ids=["row by row", "uneven", "one chunk"]
+)
 def chunks(request, monkeypatch) -> None:
-    monkeypatch.setattr(loss_module, "LOGITS_PER_CHUNK", request.param)
+    monkeypatch.setitem(loss_module.LOGITS_PER_CHUNK, "cpu", request.param)
 
 
 @pytest.mark.usefixtures("chunks")
@@ -176,7 +178,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("path", [by_linear, by_head])
 def test_memory_does_not_grow_with_rows_times_vocabulary(path: Callable, monkeypatch) -> None:
     limit = 40 * VOCABULARY
-    monkeypatch.setattr(loss_module, "LOGITS_PER_CHUNK", limit)
+    monkeypatch.setitem(loss_module.LOGITS_PER_CHUNK, "cpu", limit)
     largest = {}
     for rows in (100, 1600):
         values = inputs(torch.float32, rows)

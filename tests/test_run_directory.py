@@ -129,6 +129,18 @@ def test_an_allowed_change_is_made(tiny: Tiny) -> None:
     assert lines(tiny.run("done"))[3]["train/learning_rate"] != 0.5
 
 
+def test_a_project_that_was_moved_goes_on_where_it_lies_now(tmp_path: Path) -> None:
+    first = make_tiny(tmp_path / "here")
+    shardtune.train(first.recipe("moved", runner__max_steps=2))
+    second = Tiny((tmp_path / "here").rename(tmp_path / "there"))
+    recipe = second.recipe("moved", runner__max_steps=3)
+    assert shardtune.train(recipe).metrics["step"] == 3
+    rows_file = second.folder / "train.jsonl"
+    rows_file.write_text("\n".join(reversed(rows_file.read_text().splitlines())) + "\n")
+    with pytest.raises(CheckpointError, match="training data is not"):
+        shardtune.train(second.recipe("moved", runner__max_steps=4))
+
+
 def test_overwrite_moves_the_old_run_aside(tiny: Tiny) -> None:
     shardtune.train(tiny.recipe("done", runner__overwrite=True, actor__optim__lr=0.1, **DONE))
     aside = [path for path in tiny.runs.iterdir() if path.name.startswith("done.old-")]

@@ -26,9 +26,9 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from shardtune.parallel.materialise import Shard, shard_of
 from shardtune.checkpoint.weight_files import WeightTensor
 from shardtune.errors import ModelError
+from shardtune.parallel.materialise import Shard, shard_of
 
 
 @dataclass(slots=True)

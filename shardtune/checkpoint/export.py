@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.checkpoint.conversion import disk_groups, to_disk
-from shardtune.parallel.materialise import named_tensors
 from shardtune.checkpoint.safetensors_file import SafetensorsWriter, TensorPlan
 from shardtune.errors import CheckpointError
+from shardtune.parallel.materialise import named_tensors
 
 _FILE = "model.safetensors"
 

@@ -15,6 +15,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from shardtune.checkpoint.conversion import Assignment, assign, write_converted
 from shardtune.checkpoint.export import save_pretrained
 from shardtune.checkpoint.initialise import initialise_weights
+from shardtune.checkpoint.weight_files import WeightTensor, find_weights
+from shardtune.errors import ModelError
 from shardtune.parallel.materialise import (
     init_empty_weights,
     materialise,
@@ -22,8 +24,6 @@ from shardtune.parallel.materialise import (
     persistent_buffers,
     shard_of,
 )
-from shardtune.checkpoint.weight_files import WeightTensor, find_weights
-from shardtune.errors import ModelError
 
 __all__ = [
     "LoadReport",

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
-from shardtune.parallel.materialise import fill, materialise
 from shardtune.errors import ModelError
+from shardtune.parallel.materialise import fill, materialise
 
 Initialiser = Callable[[nn.Module], None]
 

@@ -12,11 +12,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from shardtune.batch import Batch, LossSum
-from shardtune.parallel.materialise import init_empty_weights
 from shardtune.errors import ModelError
 from shardtune.loss import IDENTITY, LogitTransform, head_cross_entropy, linear_cross_entropy, router_balance
 from shardtune.models.adapter import Adapter, Evaluation
 from shardtune.models.attention import DOCUMENTS
+from shardtune.parallel.materialise import init_empty_weights
 
 BALANCE = "router_balance"
 TOKENS = "ce"
