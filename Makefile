@@ -7,8 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 QUICKSTART := examples/quickstart
-DATA := $(QUICKSTART)/work/train.jsonl
-MODEL := $(QUICKSTART)/work/model/model.safetensors
+DATA := $(QUICKSTART)/made/train.jsonl
+MODEL := $(QUICKSTART)/made/model/model.safetensors
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -36,7 +36,7 @@ quickstart: $(DATA) $(MODEL) ## teach a small model arithmetic on this machine: 
 	$(BIN)/shardtune train $(QUICKSTART)/recipe.yaml
 
 clean-quickstart: ## forget the quickstart's data, model and run
-	rm -rf $(QUICKSTART)/work runs/quickstart
+	rm -rf $(QUICKSTART)/made runs/quickstart
 
 # One thread each: several processes with all cores each would only wait for one another. No test needs the network.
 test: $(INSTALLED) ## run the tests

@@ -102,7 +102,7 @@ def run_shardtune(folder: Path, precision: str, turns: Turns) -> None:
 
 
 def run_flat(folder: Path, precision: str, turns: Turns) -> None:
-    """The step of plain PyTorch with the same arithmetic: rows end to end, one attention call per row, head on targets."""
+    """Plain PyTorch, the same arithmetic: rows end to end, one attention call per row, head on targets."""
     import numpy as np
     import torch
     import torch.nn.functional as F

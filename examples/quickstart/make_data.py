@@ -191,7 +191,7 @@ def write(path: Path, rows: list[Problem]) -> None:
 def main() -> None:
     """Write train.jsonl and heldout.jsonl."""
     parser = argparse.ArgumentParser(description="Write the quickstart's data set.")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "work", help="directory to write to")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "made", help="directory to write to")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

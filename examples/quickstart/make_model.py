@@ -83,10 +83,10 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalL
 
 def main() -> None:
     """Write model and tokenizer as one directory that `from_pretrained` loads."""
-    work = Path(__file__).parent / "work"
+    made = Path(__file__).parent / "made"
     parser = argparse.ArgumentParser(description="Make the quickstart's model and tokenizer.")
-    parser.add_argument("--out", type=Path, default=work / "model", help="directory to write to")
-    parser.add_argument("--data", type=Path, default=work / "train.jsonl", help="rows to make the tokenizer from")
+    parser.add_argument("--out", type=Path, default=made / "model", help="directory to write to")
+    parser.add_argument("--data", type=Path, default=made / "train.jsonl", help="rows to make the tokenizer from")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if not args.data.is_file():

@@ -44,7 +44,7 @@ class Block:
 def pages() -> list[Path]:
     """The pages that people read."""
     return sorted(
-        path for pattern in PAGES for path in ROOT.glob(pattern) if "work" not in path.relative_to(ROOT).parts
+        path for pattern in PAGES for path in ROOT.glob(pattern) if "made" not in path.relative_to(ROOT).parts
     )
 
 
