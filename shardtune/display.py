@@ -160,12 +160,16 @@ class Display:
             self._progress.update(self._task, completed=step, metrics=text)
             return
         now = time.monotonic()
+        if (
+            self._spoken == -math.inf
+        ):  # what came before the first step (an evaluation, say) tells nothing of the others
+            self._began, self._began_at = now, step
         if now - self._spoken < PLAIN_SECONDS and step < self._total:
             return
         self._spoken = now
-        done = max(1, step - self._began_at)
-        left = (now - self._began) / done * max(0, self._total - step)
-        self.say(f"step {step}/{self._total}  {text}  {duration(left)} to go")
+        done = step - self._began_at
+        left = f"  {duration((now - self._began) / done * max(0, self._total - step))} to go" if done else ""
+        self.say(f"step {step}/{self._total}  {text}{left}")
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         values = "  ".join(f"{key.removeprefix('eval/')} {shown(key, value)}" for key, value in metrics.items())
