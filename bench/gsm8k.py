@@ -44,8 +44,9 @@ def train(folder: Path, ranks: int, overrides: list[str]) -> tuple[list[dict[str
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr[-4000:])
+    said = done.stderr.replace(f"{folder}/", "")
     lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines], done.stderr
+    return [json.loads(line) for line in lines], said
 
 
 def main() -> None:
@@ -84,7 +85,7 @@ def report(one: list[dict[str, float]], two: list[dict[str, float]], said: str, 
         if line["step"] == 1 or line["step"] % 40 == 0 or line is one[-1]
     ]
     first, last = one[0]["train/loss"], one[-1]["train/loss"]
-    reported = "\n".join(f"    {line}" for line in said.splitlines() if line.startswith(("data:", "epoch")))
+    reported = "\n".join(f"    {line.rstrip()}" for line in said.splitlines() if line.startswith(("data:", "epoch")))
     text = (
         f"{machine()}; Qwen2 {arguments.layers} x {arguments.width}, vocabulary {arguments.vocabulary:,}, fp32, AdamW, "
         f"32 rows a step.\n\n{table(['step', 'loss, 1 rank', 'loss, 2 ranks', 'difference'], rows)}\n\n"
