@@ -6,42 +6,61 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardtune.batch import Batch, LossSum, Sample
-    from shardtune.models.adapter import Adapter
+    from shardtune.batch import Batch, LossSum, Metric, Sample
+    from shardtune.callbacks import Ask, Callback
+    from shardtune.models.adapter import Adapter, Prediction, WholeStepAdapter
     from shardtune.models.registry import get_model
     from shardtune.parallel.materialise import init_empty_weights
+    from shardtune.registration import SupportedModel, register_model
     from shardtune.run import Run, load_run, train
     from shardtune.runner import SFTRunner
+    from shardtune.sft_trainer import SFTTrainer
     from shardtune.sft_worker import SFTWorker
     from shardtune.worker import FSDPSftWorker
 
 _HOME = {
     "Adapter": "models.adapter",
+    "Ask": "callbacks",
     "Batch": "batch",
+    "Callback": "callbacks",
     "FSDPSftWorker": "worker",
     "LossSum": "batch",
+    "Metric": "batch",
+    "Prediction": "models.adapter",
     "Run": "run",
     "SFTRunner": "runner",
+    "SFTTrainer": "sft_trainer",
     "SFTWorker": "sft_worker",
     "Sample": "batch",
+    "SupportedModel": "registration",
+    "WholeStepAdapter": "models.adapter",
     "get_model": "models.registry",
     "init_empty_weights": "parallel.materialise",
     "load_run": "run",
+    "register_model": "registration",
     "train": "run",
 }
 
 __all__ = [
     "Adapter",
+    "Ask",
     "Batch",
+    "Callback",
     "FSDPSftWorker",
     "LossSum",
+    "Metric",
+    "Prediction",
     "Run",
     "SFTRunner",
+    "SFTTrainer",
     "SFTWorker",
     "Sample",
+    "SupportedModel",
+    "WholeStepAdapter",
     "get_model",
     "init_empty_weights",
     "load_run",
+    "register_model",
     "train",
 ]
 

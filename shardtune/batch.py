@@ -1,4 +1,4 @@
-"""What crosses files: one encoded row, one packed micro-batch, a loss and a metric."""
+"""What crosses files: one encoded row, one micro-batch, a loss and a metric."""
 
 from __future__ import annotations
 
@@ -9,27 +9,36 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from shardtune.errors import ModelError
+
+NO_TOKENS = np.empty(0, np.int32)
+NO_WEIGHTS = np.empty(0, np.float32)
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One row, encoded.
+    """One row, encoded: tokens with their targets for a language model, named arrays for any other.
 
     Attributes:
-        input_ids: int32 [length].
+        input_ids: int32 [length]; empty where a row is no text to go on.
         loss_weights: float32 [length]; how much token t counts as a target, 0 where it is not supervised.
             Token 0 has no token before it that could predict it, so its weight never counts.
         prompt_ids: int32 [prompt_length], the conversation up to the answer to generate; only in evaluation rows.
         reference: the answer expected for `prompt_ids`.
+        fields: what an adapter of one's own encodes, by name; each of one dtype and number of dimensions in all rows.
+        size: how large a row of fields is, for dealing rows out evenly; rows of tokens have their length.
     """
 
-    input_ids: np.ndarray
-    loss_weights: np.ndarray
+    input_ids: np.ndarray = field(default_factory=lambda: NO_TOKENS)
+    loss_weights: np.ndarray = field(default_factory=lambda: NO_WEIGHTS)
     prompt_ids: np.ndarray | None = None
     reference: str | None = None
+    fields: Mapping[str, np.ndarray] = field(default_factory=dict)
+    size: int = 0
 
     @property
     def length(self) -> int:
-        return len(self.input_ids)
+        return len(self.input_ids) or self.size
 
     @property
     def target_weight(self) -> float:
@@ -37,9 +46,65 @@ class Sample:
         return float(self.loss_weights[1:].sum(dtype=np.float64))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One micro-batch: whole rows ("documents") laid end to end without padding.
+    """One micro-batch: `batch["name"]` holds a field of all its rows.
+
+    Attributes:
+        rows: the dataset row of each, -1 for one that only keeps ranks in step and counts for nothing.
+        weights: the weight of each loss term over this micro-batch, as the row index has it.
+        fields: tensors [rows, ...] by name.
+        lengths: int64 [rows] by name: how much of each row of a padded field is its own.
+    """
+
+    rows: tuple[int, ...]
+    weights: Mapping[str, float] = field(default_factory=dict)
+    fields: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    lengths: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self.fields:
+            raise ModelError(
+                f"the batch has no field {name!r}; it has {', '.join(sorted(self.fields)) or 'none'}",
+                remedy=f"let encode give it: Sample(fields={{{name!r}: …}}), or read a field that it gives",
+            )
+        return self.fields[name]
+
+    def mask(self, name: str) -> torch.Tensor:
+        """Bool [rows, longest]: what of a padded field is a row's own, False where it is padding."""
+        if name not in self.lengths:
+            raise ModelError(
+                f"the field {name!r} is not padded; padded are {', '.join(sorted(self.lengths)) or 'none'}",
+                where="Batch.mask",
+                remedy=f"let the adapter pad it: padding = {{{name!r}: 0}}",
+            )
+        lengths = self.lengths[name]
+        return torch.arange(self[name].shape[1], device=lengths.device) < lengths[:, None]
+
+    @property
+    def num_rows(self) -> int:
+        """Real rows, fillers aside."""
+        return sum(row >= 0 for row in self.rows)
+
+    @property
+    def is_filler(self) -> bool:
+        """Whether no row counts."""
+        return self.num_rows == 0
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on a device."""
+        if device.type == "cpu":
+            return self
+        return replace(
+            self,
+            fields={name: tensor.to(device, non_blocking=True) for name, tensor in self.fields.items()},
+            lengths={name: tensor.to(device, non_blocking=True) for name, tensor in self.lengths.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch(Batch):
+    """Whole rows of tokens ("documents") laid end to end without padding.
 
     Attributes:
         input_ids: int64 [tokens].
@@ -50,9 +115,7 @@ class Batch:
         cu_seqlens: int32 [documents + 1]; document d is `[cu_seqlens[d], cu_seqlens[d + 1])`.
         document_weights: float32 [documents]; 1, or 0 for a filler that only keeps ranks in step.
         max_length: tokens in the longest document.
-        rows: the dataset row of each document, -1 for a filler.
         target_weight: the sum of `target_weights`, taken in fp64 from the rows themselves.
-        weights: the weight of each loss term over this micro-batch, as the row index has it.
     """
 
     input_ids: torch.Tensor
@@ -63,16 +126,9 @@ class Batch:
     cu_seqlens: torch.Tensor
     document_weights: torch.Tensor
     max_length: int
-    rows: tuple[int, ...]
     target_weight: float
-    weights: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def num_documents(self) -> int:
-        """Real documents, fillers aside."""
-        return sum(row >= 0 for row in self.rows)
-
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> PackedBatch:
         if device.type == "cpu":
             return self
 

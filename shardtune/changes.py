@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardtune.checkpoint.durable import read_json
 from shardtune.checkpoint.training import read_training_state
 from shardtune.config import Recipe, flatten
 from shardtune.errors import CheckpointError
@@ -21,6 +22,7 @@ FREE = (
     "runner.keep_every",
     "runner.async_save",
     "runner.profile_steps",
+    "runner.callbacks",
     "runner.device",
     "runner.nproc_per_node",
     "runner.num_workers",
@@ -134,3 +136,17 @@ def check_same_data(checkpoint: Path, files: Sequence[Mapping[str, Any]], allowe
             "runner.allow_changes=[data.train_data_paths]"
         ),
     )
+
+
+def changed_code(checkpoint: Path, now: Mapping[str, str]) -> list[str]:
+    """A sentence for each file of the user's own code that has changed since its run was last started.
+
+    Args:
+        checkpoint: of the run that is continued.
+        now: a hash of each file.
+    """
+    manifest = checkpoint.resolve().parent.parent / "manifest.json"
+    before = read_json(manifest).get("user_code", {}) if manifest.is_file() else {}
+    return [
+        f"{name} has changed since this run was started" for name in now if before.get(name, now[name]) != now[name]
+    ]

@@ -228,22 +228,23 @@ def export(
     to: Annotated[Path, typer.Option(help="The directory to write; must not be there yet, or be empty.")],
     checkpoint: Checkpoint = "final",
     dtype: Annotated[str, typer.Option(help="auto (the base model's) | fp32 | bf16 | fp16")] = "auto",
+    merge: Annotated[bool, typer.Option("--merge", help="Add an adapter to the base model's weights.")] = False,
 ) -> None:
-    """Write a Hugging Face directory, then load it in a fresh process and compare its logits.
+    """Write a directory that others load, then load it in a fresh process and compare its logits (or tensors).
 
     **Examples**
 
     ```text
     shardtune export runs/recipe --to my-model
     shardtune export runs/recipe --to my-model --checkpoint best --dtype bf16
+    shardtune export runs/lora --to my-model --merge
     ```
     """
     if dtype not in ("auto", "fp32", "bf16", "fp16"):
         raise ConfigError(f"{dtype} is not a dtype to export in", where="--dtype", remedy="auto, fp32, bf16 or fp16")
     from shardtune.run import load_run
 
-    path = load_run(run).export(to, checkpoint=checkpoint, dtype=dtype)
-    typer.echo(f"{path}: loaded afresh, gives the same logits")
+    load_run(run).export(to, checkpoint=checkpoint, dtype=dtype, merge=merge, say=typer.echo)
 
 
 @data_app.command("preview")
@@ -268,22 +269,52 @@ def preview(
 
 
 @app.command()
-def models() -> None:
-    """List what actor.model.model_type may be, and the architectures it covers.
+def models(recipe: RecipeArgument = None) -> None:
+    """List what actor.model.model_type may be: built in, of installed packages, and registered by a recipe's plugins.
 
     **Examples**
 
     ```text
     shardtune models
+    shardtune models recipe.yaml
     shardtune models | grep -o "qwen[^,]*"
     ```
     """
+    from shardtune.config import load_recipe
+    from shardtune.functions import import_plugins
     from shardtune.models.registry import MODEL_TYPES, known_architectures
+    from shardtune.registration import describe, known_names
 
+    if recipe:
+        path, overrides = _split(recipe)
+        import_plugins(load_recipe(path, overrides, files_must_exist=False).plugins)
     for name, meaning in MODEL_TYPES.items():
         typer.echo(f"{name}: {meaning}")
     known = known_architectures()
     typer.echo(f"  {len(known)} architectures: {', '.join(known)}")
+    for name in known_names():
+        typer.echo(f"{name}: {describe(name)}")
+
+
+@app.command()
+def init(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the model and its file: my_model.")],
+    to: Annotated[
+        Path | None, typer.Option("--dir", help="The directory to write into; by default one of that name.")
+    ] = None,
+) -> None:
+    """Write a model to begin with: an adapter, its recipe, some rows, and a test that passes.
+
+    **Examples**
+
+    ```text
+    shardtune init my_model
+    shardtune init my_model --dir .
+    ```
+    """
+    from shardtune.starter import next_steps, write_starter
+
+    typer.echo(next_steps(write_starter(name, to)))
 
 
 @app.command()

@@ -11,7 +11,7 @@ from transformers import TextStreamer
 
 from shardtune.errors import DataError
 from shardtune.generate import Sampling
-from shardtune.run import NO_EVALUATION, Run
+from shardtune.run import Run, answering
 
 PROMPT_KEYS = ("messages", "prompt", "question", "instruction")
 ROWS = f"give JSON lines whose rows have one of {', '.join(PROMPT_KEYS)}: text, or messages with role and content"
@@ -54,9 +54,9 @@ def _prompt(line: str, where: str) -> str | list[dict[str, Any]]:
 
 def chat(run: Run, checkpoint: str, system: str | None, sampling: Sampling) -> None:
     """Read turns and answer them, word by word, until an empty line or the end of input."""
-    worker = run.worker(checkpoint, *NO_EVALUATION)
+    worker = answering(run, checkpoint)
     assert worker.tokenizer is not None
-    generator, encoder, console = worker.generator(), worker.prepared.encoder, Console(highlight=False)
+    generator, encoder, console = worker.generator(), worker.chat_encoder(), Console(highlight=False)
     opening: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     while True:

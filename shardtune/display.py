@@ -36,13 +36,13 @@ class Facts:
         trainable: of them, how many are trained.
         dtypes: what weights, computation and optimizer are held in.
         ranks: and where they compute.
-        attention: how rows share a forward.
+        attention: how rows share a forward; "" where that says nothing.
         rows: of an epoch.
-        tokens: of an epoch.
+        tokens: of an epoch; None where rows are no tokens.
         targets: of an epoch.
         steps_per_epoch: optimizer steps of the first epoch.
         total_steps: the horizon.
-        evaluation: rows of each evaluation set.
+        evaluation: rows of each evaluation set; None where that is not known.
         notes: what is worth saying besides.
     """
 
@@ -53,17 +53,22 @@ class Facts:
     ranks: str
     attention: str
     rows: int
-    tokens: int
+    tokens: int | None
     targets: float
     steps_per_epoch: int
     total_steps: int
-    evaluation: Mapping[str, int]
+    evaluation: Mapping[str, int | None]
     notes: Sequence[str] = ()
 
 
-def trained_text(sample: Sample, tokenizer: PreTrainedTokenizerBase, *, color: bool) -> Text:
-    """A row as the model sees it, its trained tokens marked: in green, or between ⟦ and ⟧ where there is no color."""
-    text = Text()
+def trained_text(sample: Sample, tokenizer: PreTrainedTokenizerBase | None, *, color: bool) -> Text:
+    """A row as the model sees it, its trained tokens marked: in green, or between ⟦ and ⟧ where there is no color.
+
+    A row of fields is shown by their types, shapes and ranges.
+    """
+    text = Text("; ".join(field_text(name, values) for name, values in sample.fields.items()))
+    if tokenizer is None or not len(sample.input_ids):
+        return text
     ids, weights = sample.input_ids, sample.loss_weights
     shown = min(len(ids), PREVIEW_TOKENS)
     cuts = [0, *(np.flatnonzero(np.diff(weights[:shown] > 0)) + 1).tolist(), shown]
@@ -76,6 +81,14 @@ def trained_text(sample: Sample, tokenizer: PreTrainedTokenizerBase, *, color: b
     if shown < len(ids):
         text.append(f" … {len(ids) - shown} more tokens", style="dim italic")
     return text
+
+
+def field_text(name: str, values: np.ndarray) -> str:
+    """A field in a few words: `image float32 [3, 32, 32] from -1 to 1`, `label int64 3`."""
+    if values.ndim == 0:
+        return f"{name} {values.dtype} {values.item():g}"
+    spread = f" from {values.min():g} to {values.max():g}" if values.size else ""
+    return f"{name} {values.dtype} {list(values.shape)}{spread}"
 
 
 class Display:
@@ -101,22 +114,24 @@ class Display:
 
     said = say
 
-    def first_screen(self, facts: Facts, sample: Sample, tokenizer: PreTrainedTokenizerBase, run_dir: Path) -> None:
+    def first_screen(
+        self, facts: Facts, sample: Sample | None, tokenizer: PreTrainedTokenizerBase | None, run_dir: Path
+    ) -> None:
         table = Table.grid(padding=(0, 2))
         share = facts.trainable / max(1, facts.parameters)
+        tokens = f"{facts.tokens:,} tokens ({facts.targets:,.0f} trained), " if facts.tokens is not None else ""
         lines = [
             ("model", f"{facts.model}, {count(facts.parameters)} parameters, {share:.2%} trained"),
             ("numbers", facts.dtypes),
             ("ranks", facts.ranks),
-            ("packing", facts.attention),
-            (
-                "epoch",
-                f"{facts.rows:,} rows, {facts.tokens:,} tokens ({facts.targets:,.0f} trained), "
-                f"{facts.steps_per_epoch:,} steps",
-            ),
+            *([("packing", facts.attention)] if facts.attention else []),
+            ("epoch", f"{facts.rows:,} rows, {tokens}{facts.steps_per_epoch:,} steps"),
             ("training", f"{facts.total_steps:,} steps"),
         ]
-        sets = ", ".join(f"{name or 'eval'} {rows:,} rows" for name, rows in facts.evaluation.items())
+        sets = ", ".join(
+            f"{name or 'eval'} {rows:,} rows" if rows is not None else name or "eval"
+            for name, rows in facts.evaluation.items()
+        )
         if sets:
             lines.append(("evaluation", sets))
         lines += [("note", note) for note in facts.notes]
@@ -124,9 +139,11 @@ class Display:
         for name, value in lines:
             table.add_row(Text(name, style="bold"), Text(value))
         self.console.print(table)
-        self.show_row(sample, tokenizer, "the first row; trained tokens are " + ("green" if self._color else "in ⟦ ⟧"))
+        if sample is not None:
+            marks = f"; trained tokens are {'green' if self._color else 'in ⟦ ⟧'}" if len(sample.input_ids) else ""
+            self.show_row(sample, tokenizer, f"the first row{marks}")
 
-    def show_row(self, sample: Sample, tokenizer: PreTrainedTokenizerBase, title: str) -> None:
+    def show_row(self, sample: Sample, tokenizer: PreTrainedTokenizerBase | None, title: str) -> None:
         text = trained_text(sample, tokenizer, color=self._color)
         if self._live:
             self.console.print(Panel(text, title=title, title_align="left"))
@@ -191,7 +208,18 @@ class Display:
         before: Mapping[str, float],
         after: Mapping[str, float],
         samples: Sequence[Mapping[str, Any]],
+        *,
+        answers: bool,
     ) -> None:
+        """What was reached, and what can be done with it.
+
+        Args:
+            run_dir: of the run.
+            before: evaluation metrics before training, where they were measured.
+            after: those of `final/`.
+            samples: answers to show.
+            answers: whether the model answers prompts.
+        """
         final = run_dir / "final"
         self.console.print()
         if after:
@@ -209,9 +237,9 @@ class Display:
             self.console.print(Text(f"{last_turn(sample['prompt'])}", style="dim"))
             self.console.print(Text(f"  -> {sample['answer']}  [{verdict}; expected {sample['reference']}]"))
         self.console.print(Text("next:", style="bold"))
+        talking = (f'shardtune generate {run_dir} --prompt "…"', f"shardtune chat {run_dir}")
         for command in (
-            f'shardtune generate {run_dir} --prompt "…"',
-            f"shardtune chat {run_dir}",
+            *(talking if answers else ()),
             f"shardtune eval {run_dir}",
             f"shardtune export {run_dir} --to my-model",
             f"tensorboard --logdir {run_dir}",

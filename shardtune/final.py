@@ -13,10 +13,11 @@ from typing import Any
 from shardtune.checkpoint.durable import publish, write_json
 from shardtune.checkpoint.store import CheckpointStore
 from shardtune.checkpoint.training import OPTIMIZER, STATE_FILE
-from shardtune.config import Recipe, load_recipe
+from shardtune.config import Recipe
 from shardtune.run_directory import FINAL, finish_run
 from shardtune.saver import on_main
-from shardtune.sft_worker import SFTWorker
+from shardtune.trained_model import silent
+from shardtune.worker import FSDPSftWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class FinalScore:
     samples: list[dict[str, Any]] = field(default_factory=list)
 
 
-def write_final(recipe: Recipe, run_dir: Path, worker: SFTWorker) -> FinalScore:
+def write_final(recipe: Recipe, run_dir: Path, worker: FSDPSftWorker) -> FinalScore:
     """Write the worker's model, load it afresh and evaluate it, then give it its name; every rank calls it.
 
     The worker is of no use afterwards.
@@ -41,12 +42,13 @@ def write_final(recipe: Recipe, run_dir: Path, worker: SFTWorker) -> FinalScore:
     temporary = ranks.broadcast(run_dir / f".{FINAL}.tmp-{uuid.uuid4().hex[:8]}")
     worker.export(temporary, recipe.runner.final_dtype)
     ranks.barrier()
-    step, prepared = worker.step, worker.prepared
+    step, measured = worker.step, bool(worker.eval_loaders)
     worker.release()
     gc.collect()
     score = FinalScore()
-    if prepared.evals:
-        fresh = SFTWorker(from_directory(recipe, temporary), prepared=prepared, training=False, say=silent)
+    if measured:
+        fresh = worker.reopened(temporary)
+        fresh.say = silent
         fresh.setup_evaluation()
         score = FinalScore(fresh.run_eval(), fresh.samples)
         fresh.release()
@@ -75,16 +77,3 @@ def _keep_training_state(checkpoint: Path, target: Path) -> None:
             os.link(file, place)
         except OSError:
             shutil.copy2(file, place)
-
-
-def from_directory(recipe: Recipe, directory: Path) -> Recipe:
-    """The same recipe, over the weights and tokenizer of another directory."""
-    values = recipe.to_dict()
-    values["actor"]["model"] |= {"model_path": str(directory), "from_scratch": False, "config_overrides": {}}
-    values["actor"]["tokenizer"]["tokenizer_model"] = None
-    values["data"]["chat_template"] = None
-    return load_recipe(values, in_memory=["data.train_data_paths", "data.eval_data_paths"], files_must_exist=False)
-
-
-def silent(text: str) -> None:
-    """What ranks other than the first say."""

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shardtune.errors import ConfigError
+from shardtune.errors import ConfigError, ShardtuneError
+
+USER_MODULE = "shardtune_user_"
+"""How the names of modules begin that are files of the user's."""
 
 
 def import_file(path: Path, where: str) -> ModuleType:
@@ -24,7 +29,7 @@ def import_file(path: Path, where: str) -> ModuleType:
             f"{path} cannot be read: {error.strerror}", where=where, remedy="give the path of a Python file"
         ) from error
     digest = blake2b(str(path.resolve()).encode() + b"\0" + content, digest_size=8).hexdigest()
-    name = f"shardtune_user_{path.stem}_{digest}"  # the same in every process
+    name = f"{USER_MODULE}{path.stem}_{digest}"  # the same in every process
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -52,6 +57,48 @@ def _line_in(path: Path, error: BaseException) -> str:
     return f":{lines[-1]}" if lines else ""
 
 
+@contextmanager
+def named_errors(spec: str, key: str, doing: str = "") -> Iterator[None]:
+    """Meanwhile an exception of the user's code becomes an error that names it, with its line.
+
+    Args:
+        spec: the code, `file.py:name`.
+        key: of the recipe that names it.
+        doing: what it was called for, e.g. a method's name.
+    """
+    try:
+        yield
+    except ShardtuneError:
+        raise
+    except (Exception, SystemExit) as error:
+        file, _, name = spec.rpartition(":")
+        raise ConfigError(
+            f"{name}{'.' + doing if doing else ''} failed: {type(error).__name__}: {error}",
+            where=f"{key}: {file}{_line_in(Path(file), error)}",
+            remedy="mend it, or leave it out of the recipe",
+        ) from error
+
+
+def check_call(function: Callable[..., Any], number: int, call: str, where: str) -> None:
+    """Refuse a function that cannot be called with so many arguments.
+
+    Args:
+        function: a user's.
+        number: of arguments.
+        call: how it is called, in words.
+        where: it was named.
+    """
+    name = call.partition("(")[0]
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{name} is a coroutine", where=where, remedy="write it with def, without async")
+    try:
+        inspect.signature(function).bind(*range(number))
+    except TypeError as error:
+        raise ConfigError(
+            f"{name} takes other arguments: {error}", where=where, remedy=f"it is called as {call}"
+        ) from None
+
+
 def load_function(spec: str, where: str) -> Callable[..., Any]:
     """The function that `file.py:function` names."""
     file, _, name = spec.rpartition(":")
@@ -67,17 +114,46 @@ def load_function(spec: str, where: str) -> Callable[..., Any]:
     return function
 
 
-def import_plugins(plugins: Sequence[str]) -> None:
-    """Import the recipe's plugins, files or modules, before anything else."""
+def import_plugins(plugins: Sequence[str]) -> list[ModuleType]:
+    """Import the recipe's plugins, files or modules, before anything else; returns the modules."""
+    modules = []
     for plugin in plugins:
         if plugin.endswith(".py"):
-            import_file(Path(plugin), "plugins")
+            modules.append(import_file(Path(plugin), "plugins"))
             continue
         try:
-            importlib.import_module(plugin)
+            modules.append(importlib.import_module(plugin))
         except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"the plugin {plugin!r} cannot be imported: {type(error).__name__}: {error}",
                 where="plugins",
                 remedy="give a file (my_worker.py, relative to the recipe) or an importable module",
             ) from error
+    return modules
+
+
+def code_hashes(plugins: Sequence[str], named: Sequence[str | None] = ()) -> dict[str, str]:
+    """A hash of the content of the user's own code, by plugin or file.
+
+    Args:
+        plugins: `plugins` of a recipe; of a package all its files count.
+        named: further `file.py:name` values; None where a key names none.
+    """
+    files = {plugin: [Path(plugin)] if plugin.endswith(".py") else _module_files(plugin) for plugin in plugins}
+    files |= {file: [Path(file)] for file in (spec.rpartition(":")[0] for spec in named if spec is not None)}
+    return {name: _hash([file for file in found if file.is_file()]) for name, found in files.items()}
+
+
+def _module_files(name: str) -> list[Path]:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        return []
+    folders = spec.submodule_search_locations
+    return sorted(file for folder in folders for file in Path(folder).rglob("*.py")) if folders else [Path(spec.origin)]
+
+
+def _hash(files: Sequence[Path]) -> str:
+    digest = blake2b(digest_size=16)
+    for file in files:
+        digest.update(blake2b(file.read_bytes(), digest_size=16).digest())
+    return digest.hexdigest()

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from shardtune.data.order import derive_seed
 from shardtune.errors import ConfigError
-from shardtune.models.adapter import AdapterRoot
+from shardtune.models.adapter import LanguageRoot
 from shardtune.parallel.mesh import Ranks
 
 
@@ -47,7 +47,7 @@ class Generator:
 
     def __init__(
         self,
-        root: AdapterRoot,
+        root: LanguageRoot,
         tokenizer: PreTrainedTokenizerBase,
         stop_ids: Sequence[int],
         ranks: Ranks,
@@ -59,7 +59,6 @@ class Generator:
         self._ranks = ranks
         self._batch_rows = batch_rows
 
-    @torch.no_grad()
     def answers(
         self,
         prompts: Sequence[np.ndarray],
@@ -68,7 +67,19 @@ class Generator:
         poll: Callable[[], None] = lambda: None,
         streamer: object | None = None,
     ) -> list[str]:
-        """The text of each answer, in the order of the prompts, on every rank.
+        """The text of each answer, in the order of the prompts, on every rank; as `continuations`."""
+        return [self.text(tokens) for tokens in self.continuations(prompts, sampling, poll=poll, streamer=streamer)]
+
+    @torch.no_grad()
+    def continuations(
+        self,
+        prompts: Sequence[np.ndarray],
+        sampling: Sampling,
+        *,
+        poll: Callable[[], None] = lambda: None,
+        streamer: object | None = None,
+    ) -> list[list[int]]:
+        """The tokens of each answer, its first stop token included, in the order of the prompts, on every rank.
 
         Prompts are dealt to ranks by length, so that a batch holds prompts of about one length; a rank without prompts
         in the last round answers another rank's and throws the answers away: it has to join the gathering of weights.
@@ -85,7 +96,7 @@ class Generator:
         if sampling.temperature == 0:  # draws belong to a batch, so with them batches are the same on any ranks
             rows = max(1, min(rows, -(-len(prompts) // num_ranks)))
         batches = [order[start : start + rows] for start in range(0, len(order), rows)]
-        mine: list[tuple[int, str]] = []
+        mine: list[tuple[int, list[int]]] = []
         was_training = self._root.training
         self._root.eval()
         for first in range(0, len(batches), num_ranks):
@@ -94,14 +105,14 @@ class Generator:
             idle = here >= len(batches)
             numbers = batches[first] if idle else batches[here]
             torch.manual_seed(derive_seed(sampling.seed, here, "generate"))
-            texts = self._answer([prompts[number] for number in numbers], sampling, streamer)
+            written = self._answer([prompts[number] for number in numbers], sampling, streamer)
             if not idle:
-                mine.extend(zip(numbers, texts, strict=True))
+                mine.extend(zip(numbers, written, strict=True))
         self._root.train(was_training)
         found = dict(pair for part in self._ranks.gather(mine) for pair in part)
         return [found[number] for number in range(len(prompts))]
 
-    def _answer(self, prompts: list[np.ndarray], sampling: Sampling, streamer: object | None) -> list[str]:
+    def _answer(self, prompts: list[np.ndarray], sampling: Sampling, streamer: object | None) -> list[list[int]]:
         longest = max(len(prompt) for prompt in prompts)
         pad = self._stop_ids[0]
         input_ids = torch.full((len(prompts), longest), pad, dtype=torch.int64)
@@ -122,12 +133,17 @@ class Generator:
             arguments["streamer"] = streamer
         device = self._ranks.device
         output = self._root.generate(input_ids.to(device), attention_mask.to(device), arguments)
-        return [self._text(row) for row in output[:, longest:].tolist()]
+        return [self._ended(row) for row in output[:, longest:].tolist()]
 
-    def _text(self, tokens: list[int]) -> str:
-        """The answer up to, and without, its first stop token."""
-        end = next((place for place, token in enumerate(tokens) if token in self._stop_ids), len(tokens))
-        text = self._tokenizer.decode(tokens[:end], skip_special_tokens=True)
+    def _ended(self, tokens: list[int]) -> list[int]:
+        """An answer without what stands behind its first stop token."""
+        stop = next((place for place, token in enumerate(tokens) if token in self._stop_ids), len(tokens) - 1)
+        return tokens[: stop + 1]
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """An answer's text, without its stop token."""
+        kept = [token for token in tokens if token not in self._stop_ids]
+        text = self._tokenizer.decode(kept, skip_special_tokens=True)
         assert isinstance(text, str)
         return text
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from shardtune.config import ActorConfig
+from shardtune.errors import ConfigError
+from shardtune.functions import check_call, load_function, named_errors
 
 LOGITS_PER_CHUNK = {"cpu": 2**23, "cuda": 2**26}
 """Logits held at a time (32 and 256 MiB in fp32), whatever the rows and the vocabulary; a GPU needs many to be busy."""
@@ -51,25 +56,95 @@ IDENTITY = LogitTransform()
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype sums are taken in: fp32 for half precision, otherwise the dtype itself."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    return torch.promote_types(dtype, torch.float32)
 
 
-def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`a @ b` in the accumulation dtype: half-precision factors are multiplied exactly and summed in fp32."""
-    out_dtype = accumulation_dtype(a.dtype)
-    if out_dtype == a.dtype:
-        return a @ b
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=out_dtype)
-    return a.to(out_dtype) @ b.to(out_dtype)
+@dataclass(frozen=True, slots=True)
+class CrossEntropy:
+    """The loss of a target t with logits x: `L - sum_v q_v x_v + z L^2`, where L = logsumexp(x).
+
+    Attributes:
+        smoothing: the share of q that is spread evenly over the vocabulary, the rest of it being on t
+            (arXiv:1512.00567, section 7; as `F.cross_entropy(label_smoothing=...)`).
+        z: draws the normaliser L towards 0 (PaLM, arXiv:2204.02311, section 5).
+    """
+
+    smoothing: float = 0.0
+    z: float = 0.0
+
+    def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Of whole logits [n, vocabulary] and targets [n], the losses [n]."""
+        losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=self.smoothing)
+        return losses + self.z * logits.logsumexp(-1).square() if self.z else losses
 
 
-def _add_matmul(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """`into += a @ b`, without a matrix in between where the dtypes allow it."""
-    if a.dtype == into.dtype:
-        into.addmm_(a, b)
-    else:
-        into += _matmul(a, b)
+PLAIN = CrossEntropy()
+TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Logits [n, vocabulary] and targets int64 [n] to losses [n]."""
+
+
+def chosen_loss(config: ActorConfig) -> TokenLoss | None:
+    """The training loss of a target that a recipe asks for; None where it is the model's own.
+
+    Raises:
+        ConfigError: the function of `actor.loss` cannot be used.
+    """
+    if config.loss is None:
+        asked = config.label_smoothing or config.z_loss
+        return CrossEntropy(config.label_smoothing, config.z_loss) if asked else None
+    spec, name = config.loss, config.loss.rpartition(":")[2]
+    function = load_function(spec, "actor.loss")
+    check_call(function, 2, f"{name}(outputs, targets)", f"actor.loss: {spec}")
+
+    def losses(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with named_errors(spec, "actor.loss"):
+            found = function(outputs, targets)
+        fits = isinstance(found, torch.Tensor) and found.shape == (len(outputs),) and found.is_floating_point()
+        if fits and found.requires_grad == outputs.requires_grad:
+            return found
+        what = f"{list(found.shape)} of {found.dtype}" if isinstance(found, torch.Tensor) else type(found).__name__
+        raise ConfigError(
+            f"{name} returned {what + ' without a graph' if fits else what} for {len(outputs)} targets",
+            where=f"actor.loss: {spec}",
+            remedy="return one loss per target, a tensor [n] computed from the outputs, without taking a mean or sum",
+        )
+
+    return losses
+
+
+def _chunk_loss(
+    logits: torch.Tensor,
+    index: torch.Tensor,
+    scale: torch.Tensor,
+    transform: LogitTransform,
+    loss: CrossEntropy,
+    with_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weighted loss of some rows, and its gradient at the head's output; the logits are used up.
+
+    Args:
+        logits: [rows, vocabulary], transformed already.
+        index: [rows, 1], the targets.
+        scale: [rows, 1], their weights.
+    """
+    largest, at_target = logits.amax(-1, keepdim=True), logits.gather(1, index)
+    if loss.smoothing:
+        at_target = (1 - loss.smoothing) * at_target + loss.smoothing * logits.mean(-1, keepdim=True)
+    # A soft cap's own gradient needs the logits once more; without one they give way to their gradient.
+    powers = (logits - largest if transform.softcap is not None else logits.sub_(largest)).exp_()
+    sums = powers.sum(-1, keepdim=True)
+    normalizer = sums.log() + largest
+    losses = normalizer - at_target
+    if loss.z:
+        losses += loss.z * normalizer.square()
+    total = (losses * scale).sum()
+    if not with_grad:
+        return total, None
+    factor = scale * (1 + 2 * loss.z * normalizer) if loss.z else scale
+    grad = powers.mul_(factor / sums).scatter_add_(1, index, -(1 - loss.smoothing) * scale)
+    if loss.smoothing:
+        grad -= scale * (loss.smoothing / logits.shape[-1])
+    return total, grad if transform is IDENTITY else transform.backward_(grad, logits)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -81,44 +156,44 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, target_weights, transform, count_correct, with_grad):
+    def forward(ctx, hidden, weight, bias, targets, target_weights, transform, loss, count_correct, with_grad):
         # needs_input_grad speaks of the inputs alone; whether a graph is being recorded has to be handed in.
         needs_hidden, needs_weight, needs_bias = (need and with_grad for need in ctx.needs_input_grad[:3])
-        acc = accumulation_dtype(hidden.dtype)
+        acc = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=acc, device=hidden.device)
         correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
         grad_hidden = torch.empty(hidden.shape, dtype=acc, device=hidden.device) if needs_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=acc, device=hidden.device) if needs_weight else None
         grad_bias = torch.zeros(bias.shape, dtype=acc, device=hidden.device) if needs_bias else None
-        # On a CPU half-precision factors are widened before each product; the head is widened once instead.
-        head = weight if hidden.is_cuda else weight.to(acc)
+        # Half-precision factors are multiplied exactly and summed in fp32; on a CPU by widening them, the head once.
+        exact: dict[str, Any] = {"out_dtype": acc} if hidden.is_cuda and hidden.dtype != acc else {}
+        head = weight if exact else weight.to(acc)
         chunk = chunk_rows(hidden.device, weight.shape[0])
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
-            inputs = hidden[part] if hidden.is_cuda else hidden[part].to(acc)
-            logits = _matmul(inputs, head.t())
+            inputs = hidden[part] if exact else hidden[part].to(acc)
+            logits = torch.mm(inputs, head.t(), **exact)
             if bias is not None:
                 logits += bias.to(acc)
-            logits = transform(logits)
+            if transform is not IDENTITY:
+                logits = transform(logits)
             index, scale = targets[part, None], target_weights[part, None].to(acc)
             if count_correct:
                 correct += ((logits.argmax(-1, keepdim=True) == index) & (scale > 0)).sum()
-            largest, at_target = logits.amax(-1, keepdim=True), logits.gather(1, index)
-            # A soft cap's own gradient needs the logits once more; without one they give way to their gradient.
-            powers = (logits - largest if transform.softcap is not None else logits.sub_(largest)).exp_()
-            normalizer = powers.sum(-1, keepdim=True)
-            total += ((normalizer.log() + largest - at_target) * scale).sum()
-            if not (needs_hidden or needs_weight or needs_bias):
+            needs_grad = needs_hidden or needs_weight or needs_bias
+            part_total, grad = _chunk_loss(logits, index, scale, transform, loss, needs_grad)
+            total += part_total
+            if grad is None:
                 continue
-            grad = powers.mul_(scale / normalizer).scatter_add_(1, index, -scale)
-            grad = transform.backward_(grad, logits)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
             grad = grad.to(inputs.dtype)
             if grad_hidden is not None:
-                grad_hidden[part] = _matmul(grad, head)
-            if grad_weight is not None:
-                _add_matmul(grad_weight, grad.t(), inputs)
+                grad_hidden[part] = torch.mm(grad, head, **exact)
+            if grad_weight is not None and exact:
+                grad_weight += torch.mm(grad.t(), inputs, **exact)
+            elif grad_weight is not None:
+                grad_weight.addmm_(grad.t(), inputs)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.mark_non_differentiable(correct)
@@ -130,7 +205,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if grad is None else grad.mul_(grad_total.to(grad.dtype)).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None, None, None, None
 
 
 def linear_cross_entropy(
@@ -141,6 +216,7 @@ def linear_cross_entropy(
     *,
     bias: torch.Tensor | None = None,
     transform: LogitTransform = IDENTITY,
+    loss: CrossEntropy = PLAIN,
     count_correct: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weighted sum over targets of the cross-entropy of a linear head, with the number of correct arg-maxes.
@@ -152,13 +228,14 @@ def linear_cross_entropy(
         target_weights: float32 [targets].
         bias: [vocabulary] or None.
         transform: what the model does to its logits.
+        loss: of a target.
         count_correct: also count the targets that have the largest logit (otherwise the count is 0).
 
     Returns:
         (total, correct): the sum as a scalar with a graph in fp32 (fp64 for fp64 inputs), and an int64 scalar.
     """
-    with_grad = torch.is_grad_enabled()
-    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, target_weights, transform, count_correct, with_grad)
+    settings = (transform, loss, count_correct, torch.is_grad_enabled())
+    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, target_weights, *settings)
 
 
 def head_cross_entropy(
@@ -169,22 +246,26 @@ def head_cross_entropy(
     target_weights: torch.Tensor,
     *,
     transform: LogitTransform = IDENTITY,
+    token_loss: TokenLoss = PLAIN,
     count_correct: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `linear_cross_entropy`, for a head that is more than one matrix; its chunks are computed twice.
+    """As `linear_cross_entropy`, for a head that is more than one matrix or a loss that is another.
+
+    Its chunks are computed twice: once more in the backward pass.
 
     Args:
         hidden: [targets, width].
         head: maps [rows, width] to logits [rows, vocabulary].
         vocabulary: the number of logits, which sets the rows of a chunk.
+        token_loss: of the transformed logits, in the dtype that sums are taken in; not called without a row.
     """
     acc = accumulation_dtype(hidden.dtype)
 
     def chunk_sum(rows: torch.Tensor, index: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = transform(head(rows).to(acc))
-        total = (F.cross_entropy(logits, index, reduction="none") * scale.to(acc)).sum()
+        losses = token_loss(logits, index) if rows.shape[0] else logits.sum(-1)
         correct = ((logits.argmax(-1) == index) & (scale > 0)).sum() if count_correct else index.new_zeros(())
-        return total, correct
+        return (losses * scale.to(acc)).sum(), correct
 
     total = hidden.new_zeros((), dtype=acc)
     correct = targets.new_zeros(())
@@ -193,7 +274,8 @@ def head_cross_entropy(
     for start in range(0, max(1, hidden.shape[0]), chunk):
         part = slice(start, start + chunk)
         arguments = (hidden[part], targets[part], target_weights[part])
-        part_total, part_correct = checkpoint(chunk_sum, *arguments, use_reentrant=False)
+        with set_checkpoint_early_stop(False):  # which would end the second time by an exception inside `token_loss`
+            part_total, part_correct = checkpoint(chunk_sum, *arguments, use_reentrant=False)
         total, correct = total + part_total, correct + part_correct
     return total, correct
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardtune.errors import ConfigError
 
@@ -118,9 +119,11 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimConfig)
                 where="actor.optim.groups",
                 remedy=f"names look like {', '.join(list(parameters)[:3])}",
             )
-    groups: dict[tuple[float, float], list[tuple[str, nn.Parameter]]] = {}
+    # Parameters that every rank holds whole stand apart: torch does not take both kinds in one operation.
+    groups: dict[tuple[float, float, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters.items():
-        groups.setdefault(_group_of(name, parameter, config), []).append((name, parameter))
+        key = (*_group_of(name, parameter, config), isinstance(parameter, DTensor))
+        groups.setdefault(key, []).append((name, parameter))
     settings = [
         {
             "params": [parameter for _, parameter in members],
@@ -129,7 +132,7 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimConfig)
             "base_lr": rate,
             **({"weight_decay": decay} if "weight_decay" in arguments else {}),
         }
-        for (rate, decay), members in groups.items()
+        for (rate, decay, _), members in groups.items()
     ]
     return _make(kind, settings, arguments)
 

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12, "L4": 121e12}
@@ -52,10 +53,10 @@ class Utilisation:
     peak: float
 
     @classmethod
-    def known(cls, model: PreTrainedModel, device: torch.device, precision: str, num_ranks: int) -> Utilisation | None:
+    def known(cls, model: nn.Module, device: torch.device, precision: str, num_ranks: int) -> Utilisation | None:
         """For a model on `num_ranks` such devices; None where the peak of the device is not known."""
         peak = peak_flops(device, precision)
-        if peak is None:
+        if peak is None or not isinstance(model, PreTrainedModel) or model.get_input_embeddings() is None:
             return None
         text = model.config.get_text_config()
         facts = text.to_dict()

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
+from transformers import PreTrainedTokenizerBase
 
+from shardtune.batch import Sample
+from shardtune.callbacks import load_callbacks
 from shardtune.config import load_recipe
 from shardtune.data.dataset import TokenDataset
 from shardtune.data.prepare import PreparedData, prepare_data
+from shardtune.data.user_batch import describe_batch
+from shardtune.data.user_loader import BatchLoader
 from shardtune.display import Display, count
 from shardtune.errors import ConfigError
 from shardtune.functions import import_plugins
-from shardtune.models.registry import load_tokenizer, no_model_path
+from shardtune.models.registry import find_adapter
 from shardtune.parallel.mesh import leave_ranks
 from shardtune.run_directory import plan_run
 from shardtune.sft_worker import SFTWorker
-from shardtune.training import facts
+from shardtune.tasks import make_worker, unused_workers, worker_class
+from shardtune.user_evaluation import require_all_samples
+from shardtune.worker import FSDPSftWorker
 
 SHOWN_ROWS = 2
 
@@ -32,18 +41,20 @@ def dry_run(recipe: str | Path | Mapping[str, Any] | DictConfig | None, *overrid
     """
     loaded = load_recipe(recipe, overrides)
     import_plugins(loaded.plugins)
+    load_callbacks(loaded.runner.callbacks)
     display = Display()
     plan = plan_run(loaded)
-    worker = SFTWorker(loaded, say=display.say)
+    worker = make_worker(loaded, say=display.say)
+    worker.say = display.say
+    worker.notes += unused_workers(loaded, worker)
     try:
         worker.setup()
-        assert worker.prepared.train is not None
-        assert worker.tokenizer is not None
-        display.first_screen(facts(worker), worker.prepared.train.row(0), worker.tokenizer, plan.run_dir)
-        for index in range(1, min(SHOWN_ROWS, len(worker.prepared.train))):
-            row = worker.prepared.train.row(index)
-            display.show_row(row, worker.tokenizer, worker.prepared.train.locate(index))
+        display.first_screen(worker.facts(), *_first_row(worker), plan.run_dir)
+        _show_further_rows(display, worker)
         metrics = worker.run_training()
+        display.say("before training:")
+        for line in checklist(worker, metrics):
+            display.say(line)
         tokens = count(metrics["train/tokens"] * worker.total_steps())
         display.say(
             f"one step: loss {metrics['train/loss']:.4f}, gradient norm {metrics['train/grad_norm']:.3f}, "
@@ -55,6 +66,68 @@ def dry_run(recipe: str | Path | Mapping[str, Any] | DictConfig | None, *overrid
         return metrics
     finally:
         leave_ranks(worker.ranks)
+
+
+def checklist(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> list[str]:
+    """What has to be there before training, each with what was found; a tick for what is.
+
+    Args:
+        worker: set up, one step done; the first batch of each evaluation set goes through it here.
+        metrics: of the step.
+    """
+    model, facts = worker.recipe.actor.model, worker.facts()
+    where = model.model_path if model.model_path and not model.from_scratch else "drawn from the seed"
+    targets = metrics["train/supervised_tokens"] or metrics["train/tokens"]
+    lines = [
+        f"✓ model weights: {facts.model} of {count(facts.parameters)} parameters, {where}",
+        f"✓ training data: {facts.rows:,} rows in {facts.steps_per_epoch:,} steps",
+        f"✓ format: {_format(worker)}",
+        f"✓ supervision target: a loss of {metrics['train/loss']:.4f} over {targets:,.0f} targets of the first step, "
+        f"with a gradient of norm {metrics['train/grad_norm']:.3f}",
+    ]
+    if not math.isfinite(metrics["train/loss"]) or not metrics["train/grad_norm"]:
+        lines[-1] = f"✗ supervision target: {worker.problem or 'the gradient of the first step is zero'}"
+    lines += [f"✓ evaluation data: {_evaluated(worker, name)}" for name in worker.eval_loaders]
+    if not worker.eval_loaders:
+        lines.append("– evaluation data: none, so only the training loss is watched (data.eval_data_paths is null)")
+    return lines
+
+
+def _format(worker: FSDPSftWorker) -> str:
+    """What rows or batches hold."""
+    if isinstance(worker.loader, BatchLoader):
+        return f"a batch holds {describe_batch(worker.loader.last_batch)}"
+    assert isinstance(worker, SFTWorker)
+    assert worker.prepared.train is not None
+    return describe(worker.prepared.train)
+
+
+def _evaluated(worker: FSDPSftWorker, name: str) -> str:
+    """One evaluation set: its rows, and what the first batches give where a method of the user's measures them."""
+    loader, info = worker.eval_loaders[name]
+    size = info.get("num_samples")
+    told = f"{name or 'eval'}{f', {size:,} rows' if size is not None else ''}"
+    if isinstance(worker, SFTWorker):
+        return told
+    require_all_samples(loader, name or "eval")
+    worker.model.eval()
+    first = list(islice(iter(loader), worker.ranks.world_size))
+    found = worker.evaluate_set(name, first, {**info, "num_samples": None})
+    worker.model.train()
+    return f"{told}; its first batch gives {', '.join(f'{key} {value:.4f}' for key, value in found.items())}"
+
+
+def _first_row(worker: FSDPSftWorker) -> tuple[Sample | None, PreTrainedTokenizerBase | None]:
+    """A row to show, where the system itself makes rows."""
+    rows = worker.prepared.train if isinstance(worker, SFTWorker) else None
+    return (rows.row(0) if rows is not None else None), worker.tokenizer
+
+
+def _show_further_rows(display: Display, worker: FSDPSftWorker) -> None:
+    rows = worker.prepared.train if isinstance(worker, SFTWorker) else None
+    for index in range(1, min(SHOWN_ROWS, len(rows)) if rows is not None else 0):
+        assert rows is not None
+        display.show_row(rows.row(index), worker.tokenizer, rows.locate(index))
 
 
 def describe(rows: TokenDataset) -> str:
@@ -79,12 +152,18 @@ def preview(
     """
     loaded = load_recipe(recipe, overrides)
     import_plugins(loaded.plugins)
+    kind = worker_class(loaded)
+    if not issubclass(kind, SFTWorker):
+        raise ConfigError(
+            f"the recipe is driven by {kind.__name__}, which makes its own batches: there are no rows to show",
+            where="actor.worker" if loaded.actor.worker else "actor.model.model_type",
+            remedy="shardtune train RECIPE --dry-run describes the first batch",
+        )
     display = Display()
-    source = loaded.actor.tokenizer.tokenizer_model or loaded.actor.model.model_path
-    if source is None:
-        raise no_model_path()
-    tokenizer = load_tokenizer(source, trust_remote_code=loaded.actor.model.trust_remote_code)
-    prepared: PreparedData = prepare_data(loaded, tokenizer, say=display.say)
+    adapter = find_adapter(loaded)
+    prepared: PreparedData = prepare_data(
+        loaded, lambda with_prompts: adapter.encoder(with_prompts=with_prompts), say=display.say
+    )
     data = prepared.train
     assert data is not None
     display.say(f"training rows: {describe(data)}")
@@ -97,4 +176,4 @@ def preview(
             remedy=f"give a number below {len(data):,}",
         )
     for index in range(start, min(start + rows, len(data))):
-        display.show_row(data.row(index), tokenizer, data.locate(index))
+        display.show_row(data.row(index), adapter.tokenizer, data.locate(index))

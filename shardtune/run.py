@@ -6,13 +6,14 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from shardtune.callbacks import load_callbacks
 from shardtune.changes import check_same_data
 from shardtune.checkpoint.durable import publish, read_json
 from shardtune.checkpoint.reload import check_reload
@@ -20,7 +21,6 @@ from shardtune.checkpoint.store import CheckpointStore
 from shardtune.config import Recipe, load_recipe
 from shardtune.display import Display
 from shardtune.errors import CheckpointError, ConfigError
-from shardtune.final import from_directory, silent
 from shardtune.functions import import_plugins
 from shardtune.generate import Sampling
 from shardtune.interrupt import end_with_parent, listening
@@ -36,8 +36,11 @@ from shardtune.run_directory import (
     plan_run,
 )
 from shardtune.sft_worker import SFTWorker
+from shardtune.tasks import NOTHING, Objects, make_worker, worker_class
 from shardtune.track import read_metrics
-from shardtune.training import NOTHING, Objects, train_rank
+from shardtune.trained_model import over_directory, silent
+from shardtune.training import train_rank
+from shardtune.worker import FSDPSftWorker
 
 
 def train(
@@ -65,6 +68,7 @@ def train(
     objects = Objects(model, tokenizer, train_data, eval_data)
     loaded = load_recipe(recipe, overrides, in_memory=objects.keys())
     import_plugins(loaded.plugins)
+    load_callbacks(loaded.runner.callbacks)
     if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return Run(train_rank(loaded, objects))
     display = Display()
@@ -89,11 +93,12 @@ def _launch(recipe: Recipe, plan: RunPlan, objects: Objects, display: Display) -
         )
     free_port(recipe.runner.master_port)
     choose_device(recipe.runner.device, recipe.runner.nproc_per_node - 1)
-    worker = SFTWorker(recipe, say=display.say)
-    worker.check()
-    if plan.resume_from is not None:
-        check_same_data(plan.resume_from, worker.prepared.files(), recipe.runner.allow_changes)
-    del worker
+    if issubclass(worker_class(recipe), SFTWorker):  # any other is made in the ranks alone: it may hold what cannot be shared
+        worker = make_worker(recipe, say=display.say)
+        worker.check()
+        if plan.resume_from is not None:
+            check_same_data(plan.resume_from, worker.data_files(), recipe.runner.allow_changes)
+        del worker
     with tempfile.TemporaryDirectory(prefix="shardtune-") as folder:
         file = Path(folder) / "recipe.yaml"
         file.write_text(recipe.to_yaml())
@@ -123,7 +128,7 @@ class Run:
     def recipe(self) -> Recipe:
         return load_config(self.dir)
 
-    def worker(self, checkpoint: str = "final", *overrides: str, eval_data: Any = None) -> SFTWorker:
+    def worker(self, checkpoint: str = "final", *overrides: str, eval_data: Any = None) -> FSDPSftWorker:
         """The model of a checkpoint, ready to evaluate and to answer.
 
         Args:
@@ -138,7 +143,7 @@ class Run:
         path = self.dir / FINAL if checkpoint == "final" else None
         if path is None:
             weights = CheckpointStore(self.dir / "checkpoints").resolve(checkpoint)
-            worker = SFTWorker(recipe, eval_data=eval_data, training=False, say=silent)
+            worker = make_worker(recipe, Objects(eval_data=eval_data), training=False, say=silent)
             worker.setup_evaluation(weights)
             return worker
         if not path.is_dir():
@@ -147,7 +152,8 @@ class Run:
                 where="--checkpoint final",
                 remedy="finish the run, or take a checkpoint of it: --checkpoint latest",
             )
-        worker = SFTWorker(from_directory(recipe, path), eval_data=eval_data, training=False, say=silent)
+        worker = make_worker(over_directory(recipe, path), Objects(eval_data=eval_data), training=False, say=silent)
+        worker.weights_directory = path
         worker.setup_evaluation()
         return worker
 
@@ -183,29 +189,57 @@ class Run:
                 where="--raw",
                 remedy="leave out --system and messages, or --raw",
             )
-        worker = self.worker(checkpoint, *NO_EVALUATION)
-        encoder = worker.prepared.encoder
+        worker = answering(self, checkpoint)
+        encoder = worker.chat_encoder()
         encoded = [encoder.text_prompt(str(p)) if raw else encoder.prompt(_conversation(p, system)) for p in asked]
         return worker.generator().answers(encoded, sampling or Sampling())
 
-    def export(self, to: str | Path, *, checkpoint: str = "final", dtype: str = "auto", check: bool = True) -> Path:
-        """Write a checkpoint as a Hugging Face directory, then load it in a fresh process and compare its logits.
+    def export(
+        self,
+        to: str | Path,
+        *,
+        checkpoint: str = "final",
+        dtype: str = "auto",
+        merge: bool = False,
+        check: bool = True,
+        say: Callable[[str], None] = silent,
+    ) -> Path:
+        """Write a checkpoint as a directory that others load, then load it in a fresh process and compare.
+
+        A causal language model is compared by its logits, any other model by its tensors, bit by bit. An adapter is
+        written as PEFT has it, unless it is merged.
+
+        Args:
+            to: the directory, not there yet or empty.
+            checkpoint: final, latest, best, a step, or a path.
+            dtype: auto (the base model's) | fp32 | bf16 | fp16.
+            merge: add the adapter to the base model's weights, in full precision, and write the whole model.
+            check: whether to compare.
+            say: is told what was compared.
 
         Raises:
-            CheckpointError: the directory is not empty, or the reloaded model gives other logits.
+            CheckpointError: the directory is not empty, or holds another model than the trained one.
         """
         target = Path(to).expanduser().absolute()
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             what = "is not empty" if target.is_dir() else "is a file"
             raise CheckpointError(f"{target} {what}", where="--to", remedy="name a directory that is not there yet")
         check_writable(target, "--to")
-        worker = self.worker(checkpoint, *NO_EVALUATION)
+        config = self.recipe.actor.model
+        if merge and not config.is_lora:
+            raise ConfigError(
+                "the run trained no adapter, so there is nothing to merge", where="--merge", remedy="leave it out"
+            )
+        full = "fp64" if config.precision == "fp64" else "fp32"
+        exactly = (f"actor.model.precision={full}", "actor.model.lora.base_dtype=auto") if config.is_lora else ()
+        worker = self.worker(checkpoint, *NO_EVALUATION, *exactly)
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f".{target.name}.tmp-{uuid.uuid4().hex[:8]}")
         try:
-            worker.export(temporary, dtype)
+            worker.export(temporary, dtype, merge=merge)
             if check:
-                check_reload(worker.hf_model(), temporary)
+                worker.weights.give_back()
+                say(f"{target}: {check_reload(worker.inner_model(), temporary)}")
             if target.exists():
                 target.rmdir()
             publish(temporary, target)
@@ -236,17 +270,38 @@ def evaluate(target: str | Path, *overrides: str, checkpoint: str = "final") -> 
         worker = load_run(target).worker(checkpoint, *overrides)
     else:
         import_plugins(recipe.plugins)
-        worker = SFTWorker(recipe, training=False, say=Display().say)
+        worker = make_worker(recipe, training=False, say=Display().say)
         worker.setup_evaluation()
     if not worker.eval_loaders:
         raise _nothing_to_evaluate()
     if worker.ranks.is_main:
         model = f"{target}, checkpoint {checkpoint}" if is_run else str(recipe.actor.model.model_path)
-        rows = sum(len(data) for data in worker.prepared.evals.values())
-        Display().say(f"evaluating {model} on {rows:,} rows")
+        announced = [info.get("num_samples") for _, info in worker.eval_loaders.values()]
+        sizes = [int(size) for size in announced if size is not None]
+        rows = f"{sum(sizes):,} rows" if len(sizes) == len(announced) else f"{len(announced)} sets"
+        Display().say(f"evaluating {model} on {rows}")
     metrics = worker.run_eval()
     leave_ranks(worker.ranks)  # only if all went well: otherwise the other ranks may be waiting elsewhere
     return metrics
+
+
+def answering(run: Run, checkpoint: str) -> SFTWorker:
+    """The model of a checkpoint, ready to answer.
+
+    Raises:
+        ConfigError: the run is driven by a worker of the user's own, which does not answer.
+    """
+    recipe = run.recipe
+    kind = worker_class(recipe)
+    if not issubclass(kind, SFTWorker):
+        raise ConfigError(
+            f"the run is driven by {kind.__name__}, which gives no answers",
+            where=str(run.dir),
+            remedy=f"shardtune eval {run.dir}; from Python, load_run({str(run.dir)!r}).worker() holds the model",
+        )
+    worker = run.worker(checkpoint, *NO_EVALUATION)
+    assert isinstance(worker, SFTWorker)
+    return worker
 
 
 def _nothing_to_evaluate() -> ConfigError:
@@ -258,7 +313,7 @@ def _nothing_to_evaluate() -> ConfigError:
 
 
 EVERYTHING = ("actor.model.model_path", "data.train_data_paths", "data.eval_data_paths")
-NO_EVALUATION = ("data.eval_data_paths=null", "data.eval_split=0", "eval.generate=false", *(
+NO_EVALUATION = ("data.eval_data_paths=null", "data.eval_split=0", "eval.generate=false", "eval.metrics=[]", *(
     "runner.eval_before_training=false", "runner.val_check_interval=-1", "runner.early_stop.enabled=false",
     "runner.best.monitor=null",
 ))  # fmt: skip

@@ -5,10 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from omegaconf import DictConfig
 
+from shardtune.callbacks import (
+    NOTHING,
+    Ask,
+    CallbackError,
+    Callbacks,
+    Evaluated,
+    Event,
+    Saved,
+    StepEnd,
+    TrainEnd,
+    TrainStart,
+    load_callbacks,
+)
 from shardtune.checkpoint.store import CheckpointStore, read_state
 from shardtune.config import Recipe, load_recipe
 from shardtune.errors import Interrupted
@@ -56,7 +70,11 @@ class SFTRunner:
         self.store = CheckpointStore(
             self.run_dir / "checkpoints", keep_last=runner.keep_last, keep_every=runner.keep_every
         )
-        self._saver = Saver(self.store, actor, background=runner.async_save, observer=self._observer)
+        self._callbacks = Callbacks(load_callbacks(runner.callbacks), self._ranks)
+        self._asked = NOTHING  # by callbacks, and not done yet
+        self._saver = Saver(
+            self.store, actor, background=runner.async_save, observer=self._observer, on_saved=self._saved
+        )
         self._watches = Watches(runner)
         self._profile = ProfileWindow(runner.profile_steps, self.run_dir / FOLDER, self._ranks.rank)
         self._evaluated_at = -1
@@ -76,6 +94,7 @@ class SFTRunner:
         known = actor.evaluation_metrics() if actor.eval_loaders else []
         check_monitors(self._recipe.runner, None if known is None else [*known, *TRAIN_METRICS])
         self._saver.require_space()
+        self._callbacks.make()
         if self._resume_from is not None:
             self._resume(self._resume_from)
         self._prepared = True
@@ -88,14 +107,13 @@ class SFTRunner:
 
         Raises:
             Interrupted: a signal asked for it, and a checkpoint is written.
+            CallbackError: a callback failed, and a checkpoint is written.
         """
         self.prepare()
         with self._stop.deferred():
             self._open()
             try:
-                self._loop()
-                self._saver.finish()
-                self._poll()
+                self._train()
             finally:
                 self._profile.close()
                 self._observer.finished()
@@ -114,7 +132,9 @@ class SFTRunner:
             self._saver.saved_at = actor.step
         self._observer.said(f"continuing after step {actor.step} ({checkpoint})")
         before, now = state["total_steps"], actor.total_steps()
-        if before != now:
+        if before == now:  # a longer run is not to stop where the shorter one was asked to
+            self._asked = Ask(state.get("asked", 0))
+        else:
             self._observer.said(f"the schedule's horizon moves from {before} to {now} steps")
 
     def _is_own(self, checkpoint: Path) -> bool:
@@ -156,6 +176,40 @@ class SFTRunner:
         self.store.mark_best(best.best_step)
         return True
 
+    def _train(self) -> None:
+        """From the first event to the last; a callback that fails leaves a checkpoint behind."""
+        try:
+            self._tell(TrainStart, resumed_from=self._resume_from)
+            self._loop()
+            self._saver.finish()
+            if self._callbacks.listen_to(TrainEnd):
+                last = on_main(self._ranks, self.store.latest)
+                self._tell(TrainEnd, metrics=self._last_eval, checkpoint=last)
+            self._poll()
+        except CallbackError:
+            self._callbacks = Callbacks([], self._ranks)
+            self._keep("a callback failed: saving a checkpoint first")
+            raise
+
+    def _tell(self, kind: type[Event], **facts: Any) -> None:
+        """Tell the callbacks, where they listen, and note what they ask for."""
+        if not self._callbacks.listen_to(kind):
+            return
+        actor = self._actor
+        if "metrics" in facts:
+            facts["metrics"] = MappingProxyType(dict(facts["metrics"]))
+        place = {"step": actor.step, "total_steps": actor.total_steps(), "epoch": actor.epoch, "run_dir": self.run_dir}
+        self._asked |= self._callbacks.tell(kind(**{**place, **facts}))
+        if Ask.EVALUATE in self._asked and not actor.eval_loaders:
+            raise CallbackError(
+                f"{kind.method} of a callback asks to evaluate, and there is nothing to evaluate on",
+                where="runner.callbacks",
+                remedy="set data.eval_data_paths or data.eval_split, or do not ask for it",
+            )
+
+    def _saved(self, step: int, path: Path, best: bool) -> None:
+        self._tell(Saved, step=step, path=path, best=best)
+
     def _loop(self) -> None:
         actor = self._actor
         if actor.step == 0 and self._recipe.runner.eval_before_training and actor.eval_loaders:
@@ -164,10 +218,13 @@ class SFTRunner:
                 self._log()
         elif self._line:  # stopped in the middle of the evaluation after this step
             self._after_step(epoch_ended=actor.data_state.rows_consumed == 0, advanced=True)
-        while not actor.finished and not self._watches.stop:
+        while not (actor.finished or self._watches.stop or Ask.STOP in self._asked):
             self._poll()
             self._saver.finish_if_written()
             self._step()
+        if Ask.STOP in self._asked:
+            by = " and ".join(self._callbacks.stopped_by) or "a callback"
+            self._observer.said(f"stopping after step {actor.step}: {by} asked for it")
         self._saver.save(self._state())
 
     def _step(self) -> None:
@@ -184,15 +241,17 @@ class SFTRunner:
         else:
             self._observer.said(f"after step {step}: {actor.problem}, these rows are passed over")
         self._observer.stepped(actor.step, metrics)
+        self._tell(StepEnd, metrics=metrics, updated=advanced)
         self._after_step(epoch_ended=actor.data_state.epoch != epoch, advanced=advanced)
 
     def _after_step(self, *, epoch_ended: bool, advanced: bool) -> None:
         """Evaluate, log one line for the step, save: each where it is due."""
         actor, runner = self._actor, self._recipe.runner
-        save = self._due(runner.save_interval, epoch_ended, advanced)
+        save = self._due(runner.save_interval, epoch_ended, advanced) or (advanced and Ask.SAVE in self._asked)
         measure = save
         if actor.eval_loaders:
-            measure = actor.finished or self._due(runner.val_check_interval, epoch_ended, advanced)
+            asked = Ask.EVALUATE in self._asked or Ask.STOP in self._asked or self._evaluated_at == actor.step
+            measure = actor.finished or asked or self._due(runner.val_check_interval, epoch_ended, advanced)
             measure = measure and advanced  # a skipped step has changed nothing
             if measure:
                 self._evaluate()
@@ -200,7 +259,8 @@ class SFTRunner:
         if self._evaluated_at == actor.step or actor.step % runner.logger.log_interval == 0:
             self._log()
         self._line = {}
-        if best or save:
+        if best or save or (advanced and Ask.SAVE in self._asked):  # also as asked for after the evaluation
+            self._asked &= ~Ask.SAVE
             self._saver.save(self._state(), best=best)
 
     def _due(self, interval: int | str, epoch_ended: bool, advanced: bool) -> bool:
@@ -222,22 +282,28 @@ class SFTRunner:
         self._evaluated_at, self._last_eval = self._actor.step, metrics
         self._line = {"epoch": self._actor.epoch, **self._line, **metrics}
         self._observer.evaluated(self._actor.step, metrics)
+        self._asked &= ~Ask.EVALUATE
+        self._tell(Evaluated, metrics=metrics)
 
     def _poll(self) -> None:
         """Stop together once any rank was told to: save where training stands, then say so."""
         if not self._ranks.largest(float(self._stop.asked)):
             return
-        step = self._actor.step
-        if step:  # before the first step there is nothing to save
-            self._observer.said("stopping: saving a checkpoint first")
+        self._keep("stopping: saving a checkpoint first")
+        raise Interrupted(f"stopped after step {self._actor.step}; the same command continues", together=True)
+
+    def _keep(self, saying: str) -> None:
+        """Save where training stands, in the middle of a step too; before the first there is nothing to save."""
+        if self._actor.step:
+            self._observer.said(saying)
             self._saver.save(self._state())
             self._saver.finish()
-        raise Interrupted(f"stopped after step {step}; the same command continues", together=True)
 
     def _state(self) -> dict[str, Any]:
         return {
             **self._watches.state(),
             "total_steps": self._actor.total_steps(),
+            "asked": self._asked.value,
             "evaluated_at": self._evaluated_at,
             "line": {key: value for key, value in self._line.items() if math.isfinite(value)},
             "last_eval": {key: value for key, value in self._last_eval.items() if math.isfinite(value)},

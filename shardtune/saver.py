@@ -50,17 +50,27 @@ class Saver:
         worker: what of.
         background: write while training goes on.
         observer: told of each checkpoint.
+        on_saved: called on every rank once a checkpoint has its name: its step, its place, whether it is the best.
 
     Attributes:
         saved_at: the step of the last checkpoint, -1 before the first.
     """
 
-    def __init__(self, store: CheckpointStore, worker: FSDPSftWorker, *, background: bool, observer: Observer) -> None:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        worker: FSDPSftWorker,
+        *,
+        background: bool,
+        observer: Observer,
+        on_saved: Callable[[int, Path, bool], None],
+    ) -> None:
         self._store = store
         self._worker = worker
         self._ranks = worker.ranks
         self._background = background
         self._observer = observer
+        self._on_saved = on_saved
         self._unfinished: Unfinished | None = None
         self.saved_at = -1
 
@@ -101,3 +111,4 @@ class Saver:
         self._ranks.barrier()
         path = on_main(self._ranks, lambda: self._store.commit(done.folder, done.step, done.state, best=done.best))
         self._observer.saved(done.step, path)
+        self._on_saved(done.step, path, done.best)

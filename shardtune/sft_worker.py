@@ -2,41 +2,57 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Self
 
 import numpy as np
-import torch
 from omegaconf import DictConfig
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from shardtune.batch import Batch, LossSum, Metric
-from shardtune.checkpoint.huggingface import check_weights, save_pretrained
+from shardtune.adaptation import adapt, check_stored, is_adapter
+from shardtune.batch import Batch, Metric
+from shardtune.checkpoint.huggingface import check_weights
 from shardtune.config import Recipe, load_recipe
-from shardtune.construction import freeze
+from shardtune.construction import build_empty, freeze
+from shardtune.data.chat import ChatEncoder
 from shardtune.data.dataset import TokenDataset
+from shardtune.data.encoder import Encoder
 from shardtune.data.loader import BatchMaker, Limits, StepLoader
 from shardtune.data.order import DataOrder, OrderSource
 from shardtune.data.prepare import PreparedData, WeighedRows, prepare_data
+from shardtune.display import Facts
 from shardtune.errors import ConfigError, ModelError
-from shardtune.evaluate import BLOCK_MICRO_BATCHES, check_monitors, evaluation_batches, sum_evaluation, summarize
+from shardtune.evaluate import (
+    BLOCK_MICRO_BATCHES,
+    as_metric,
+    check_monitors,
+    evaluation_blocks,
+    sum_evaluation,
+    summarize,
+)
 from shardtune.functions import load_function
 from shardtune.generate import Generator, Matcher, Sampling
-from shardtune.models.adapter import AdapterRoot
-from shardtune.models.causal_lm import TOKENS, CausalLM
-from shardtune.models.probe import probe_packing
-from shardtune.models.registry import causal_lm, check_vocabulary, load_tokenizer, model_directory, no_model_path
+from shardtune.models.adapter import Adapter, AdapterRoot, LanguageModel, LanguageRoot, WeightSource, WholeStepAdapter
+from shardtune.models.causal_lm import TOKENS
+from shardtune.models.hooks import Hooks
+from shardtune.models.lora import detach_adapter
+from shardtune.models.pretrained import has_tokenizer, model_directory
+from shardtune.models.registry import find_adapter
 from shardtune.optim import build_optimizer, check_optimizer
 from shardtune.parallel.mesh import num_ranks
 from shardtune.parallel.shard import COMPUTE_DTYPE
+from shardtune.step import Accumulate, accumulate
+from shardtune.trained_model import over_directory, silent
+from shardtune.whole_step import WholeStep
 from shardtune.worker import FSDPSftWorker
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 GENERATION_ROWS = 64
 
 
@@ -48,11 +64,14 @@ class EvaluationSet:
     maker: BatchMaker
     rows_per_block: int
 
-    def __iter__(self):
-        return evaluation_batches(len(self.rows), self.maker, self.rows_per_block)
+    def blocks(self) -> Iterator[tuple[Batch, ...]]:
+        """This rank's micro-batches, as many as every other rank's; each row comes exactly once."""
+        return evaluation_blocks(len(self.rows), self.maker, self.rows_per_block)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return chain.from_iterable(self.blocks())
 
 
-@final
 class SFTWorker(FSDPSftWorker):
     """Fine-tunes a causal language model on the rows that the recipe names.
 
@@ -69,7 +88,7 @@ class SFTWorker(FSDPSftWorker):
         say: told what is found while the data is prepared.
     """
 
-    entry_points = AdapterRoot.ENTRY_POINTS
+    Options = None  # those of the recipe are the adapter's
 
     def __init__(
         self,
@@ -84,59 +103,29 @@ class SFTWorker(FSDPSftWorker):
         say: Callable[[str], None] = print,
     ) -> None:
         recipe = cfg if isinstance(cfg, Recipe) else load_recipe(cfg)
-        config = recipe.actor.model
-        if config.options:
-            raise ConfigError(
-                f"actor.model.options = {config.options}: no part of {config.model_type} reads them",
-                where="actor.model.options",
-                remedy="leave them out; they are for a worker of your own",
-            )
-        self.adapter: CausalLM = (
-            causal_lm(config, wrap=recipe.actor.fsdp_config.wrap)
-            if model is None
-            else CausalLM(
-                model.config,
-                attn_implementation=config.attn_implementation,
-                compile=config.compile,
-                gradient_checkpointing=config.gradient_checkpointing,
-                precision=config.precision,
-                model=model,
-            )
-        )
-        if tokenizer is None:
-            source = recipe.actor.tokenizer.tokenizer_model or config.model_path
-            if source is None:
-                raise no_model_path()
-            tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
-        check_vocabulary(tokenizer, self.adapter.config)
+        self.adapter: Adapter = find_adapter(recipe, model=model, tokenizer=tokenizer)
+        self._in_memory = model
+        self._hooks = Hooks.of(recipe, self.adapter, training=training)
         check_optimizer(recipe.actor.optim, num_ranks(recipe.runner.nproc_per_node))
         self._matcher = _matcher(recipe)
         self.prepared: PreparedData = prepared or prepare_data(
-            recipe, tokenizer, train_data=train_data, eval_data=eval_data, training=training, say=say
+            recipe, self._encoder, train_data=train_data, eval_data=eval_data, training=training, say=say
         )
-        self._check_lengths()
-        super().__init__(recipe)
-        self.tokenizer = tokenizer
-        self.say = say
-        self.notes: list[str] = []
-        self.samples: list[dict[str, Any]] = []
-        self.samples_dir: Path | None = None
-
-    def _check_lengths(self) -> None:
-        """Refuse rows of more tokens than the model has positions for."""
-        text = self.adapter.config.get_text_config()
-        own_name = text.attribute_map.get("max_position_embeddings", "max_position_embeddings")
-        positions = text.to_dict().get(own_name)
         for rows in (self.prepared.train, *self.prepared.evals.values()):
-            if rows is None or not isinstance(positions, int):
-                continue
-            longest = int(rows.lengths.argmax())
-            if rows.lengths[longest] > positions:
-                raise ModelError(
-                    f"a row has {int(rows.lengths[longest]):,} tokens, the model takes {positions:,} ({own_name})",
-                    where=rows.locate(longest),
-                    remedy=f"lower data.max_length to {positions}",
-                )
+            if rows is not None:
+                self.adapter.check_rows(rows.lengths, rows.locate)
+        self._hooks.check_terms(self._loss_terms(), self.adapter)
+        super().__init__(recipe)
+        encoder = self.prepared.encoder
+        if isinstance(encoder, ChatEncoder):
+            self.tokenizer, self.end_of_turn_ids = encoder.tokenizer, encoder.stop_token_ids
+            self.chat_template = None if encoder.template is None else encoder.template.text
+        elif has_tokenizer(recipe):
+            self.tokenizer = self.adapter.tokenizer
+        self.say = say
+
+    def _encoder(self, with_prompts: bool) -> Encoder:
+        return self.adapter.encoder(with_prompts=with_prompts)
 
     def check(self) -> None:
         """Find what is wrong with model, weights, optimizer and monitors; builds nothing that takes memory.
@@ -144,12 +133,14 @@ class SFTWorker(FSDPSftWorker):
         For a process that starts ranks: what they would find one after the other is known before.
         """
         config = self.recipe.actor.model
-        model = self.adapter.build()
+        model, _ = build_empty(self.adapter.build, self.recipe.runner.seed)
+        adapt(model, config)
         freeze(model, config.freeze)
         self.adapter.shard_units(model)
-        if not config.from_scratch:
-            assert config.model_path is not None
-            check_weights(model, model_directory(config.model_path))
+        source = None if config.from_scratch else self.adapter.initial_weights()
+        if isinstance(model, PreTrainedModel) and isinstance(source, (str, Path)):
+            check_weights(model, model_directory(str(source)))
+        check_stored(model, config)
         trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         build_optimizer(trainable, self.recipe.actor.optim)
         check_monitors(self.recipe.runner, self.evaluation_metrics())
@@ -157,40 +148,111 @@ class SFTWorker(FSDPSftWorker):
     def data_files(self) -> list[dict[str, Any]]:
         return self.prepared.files()
 
-    def evaluation_metrics(self) -> list[str]:
-        terms = self.adapter.terms()
+    def describe_data(self) -> dict[str, Any]:
+        template = self.chat_template
+        digest = hashlib.sha256(template.encode()).hexdigest() if template else None
+        return {**self.prepared.describe(), "template_hash": digest}
+
+    def facts(self) -> Facts:
+        rows, loader = self.prepared.train, self.loader
+        assert rows is not None
+        share = loader.rows_per_epoch / len(rows)
+        told = replace(
+            super().facts(), evaluation={name: len(evaluated) for name, evaluated in self.prepared.evals.items()}
+        )
+        if not isinstance(self.adapter, LanguageModel):
+            return told
+        packed = "rows end to end, each attends to itself alone (proved on two rows)"
+        return replace(
+            told,
+            attention=packed if self.adapter.rows_share_forwards else "one row per forward",
+            tokens=round(float(rows.lengths.sum(dtype="int64")) * share),
+            targets=float(rows.term_weights[TOKENS].sum()) * share,
+        )
+
+    def reopened(self, directory: Path) -> Self:
+        recipe = over_directory(self.recipe, directory)
+        base = self._in_memory if is_adapter(directory) else None
+        if base is not None:
+            detach_adapter(base)
+        fresh = type(self)(recipe, model=base, prepared=self.prepared, training=False, say=silent)
+        fresh.weights_directory = directory
+        return fresh
+
+    @property
+    def answers(self) -> bool:
+        return isinstance(self.adapter, LanguageModel)
+
+    def chat_encoder(self) -> ChatEncoder:
+        """What turns a conversation into a prompt.
+
+        Raises:
+            ModelError: the model is none that answers.
+        """
+        encoder = self.prepared.encoder
+        if not isinstance(encoder, ChatEncoder) or not isinstance(self.adapter, LanguageModel):
+            raise ModelError(
+                f"{type(self.adapter).__name__} describes no language model, so it gives no answers",
+                where="actor.model.adapter",
+                remedy="use shardtune eval; answers need an adapter that derives from shardtune's LanguageModel",
+            )
+        return encoder
+
+    def evaluation_metrics(self) -> list[str] | None:
+        terms = self._loss_terms()
+        if not isinstance(self.adapter, LanguageModel):
+            return None
         names = ["loss", "perplexity", "token_accuracy", *(f"loss/{term}" for term in terms if len(terms) > 1)]
         if self.recipe.eval.generate:
             names += ["eval_accuracy", "unparsed"]
+        names = self._hooks.all_names(names)
         return [f"eval/{name}/{key}" if name else f"eval/{key}" for name in self.prepared.evals for key in names]
 
-    def model_provider_func(self) -> nn.Module:
-        return AdapterRoot(self.adapter, self.adapter.build())
+    def _loss_terms(self) -> set[str]:
+        sets = [rows for rows in (self.prepared.train, *self.prepared.evals.values()) if rows is not None]
+        return {term for rows in sets for term in rows.term_weights} | set(self.adapter.row_terms())
 
-    def hf_model(self) -> PreTrainedModel:
+    def model_provider_func(self) -> nn.Module:
+        model, notes = build_empty(self.adapter.build, self.recipe.runner.seed)
+        self.notes += notes
+        return self._hooks.attach(self.adapter.root(model))
+
+    def build_again(self) -> nn.Module:
+        return self.adapter.build()
+
+    @property
+    def root(self) -> AdapterRoot:
+        """The sharded module, as the type that it is."""
         assert isinstance(self.model, AdapterRoot)
-        assert isinstance(self.model.model, PreTrainedModel)
-        return self.model.model
+        return self.model
+
+    def inner_model(self) -> nn.Module:
+        return self.root.model
+
+    def initial_weights(self) -> WeightSource:
+        return self.adapter.initial_weights()
 
     def shard_units(self, model: nn.Module) -> list[nn.Module]:
-        return self.adapter.shard_units(model)
+        units, note = self.adapter.shard_units(model)
+        if note and self.ranks.world_size > 1:
+            self.notes.append(note)
+        return units
 
     def evaluation_sets(self) -> dict[str, list[str]]:
         return {name: [] for name in self.prepared.evals}
 
     def hand_back(self) -> None:
-        self.adapter.hand_back(self.hf_model())
+        self.adapter.hand_back(self.inner_model())
 
     def prove(self) -> None:
-        """Prove, on two real rows, that packing is exact for this model; otherwise do without."""
+        """Prove, on two real rows, what the adapter relies on; otherwise do without."""
         rows = next((rows for rows in (self.prepared.train, *self.prepared.evals.values()) if rows is not None), None)
         if rows is None:
             return
         longest = np.argpartition(rows.lengths, -min(2, len(rows)))[-2:]
         samples = [rows.row(int(index)) for index in longest]
-        assert isinstance(self.model, AdapterRoot)
         dtype = COMPUTE_DTYPE[self.recipe.actor.model.precision]
-        self.notes = probe_packing(self.model, self.adapter, samples, self.device, dtype)
+        self.notes += self.adapter.prove(self.root, samples, self.device, dtype)
 
     def build_dataloader(self, data_paths: list[str], eval_dataset: bool = False) -> tuple[Any, dict[str, Any]]:
         """The training rows in steps. (Evaluation sets are built by name.)"""
@@ -206,7 +268,7 @@ class SFTWorker(FSDPSftWorker):
             global_batch_tokens=actor.global_batch_tokens,
             lengths=rows.lengths,
         )
-        weighed = WeighedRows(rows, self.adapter.terms())
+        weighed = WeighedRows(rows, self.adapter.row_terms())
         maker = self._maker(weighed, actor.micro_batch_size)
         loader = StepLoader(weighed, order, maker, token_term=TOKENS)
         return loader, {"num_samples": len(rows), "sharded": True}
@@ -215,29 +277,40 @@ class SFTWorker(FSDPSftWorker):
         actor = self.recipe.actor
         rows = self.prepared.evals[name]
         max_rows = actor.eval_micro_batch_size or actor.micro_batch_size
-        per_forward = (max_rows or 16) if self.adapter.packs else 1
-        maker = self._maker(WeighedRows(rows, self.adapter.terms()), max_rows)
-        block = per_forward * BLOCK_MICRO_BATCHES * self.ranks.world_size
+        maker = self._maker(WeighedRows(rows, self.adapter.row_terms()), max_rows)
+        if isinstance(self.adapter, WholeStepAdapter):
+            block = actor.global_batch_size or len(rows)  # a loss of whole steps is evaluated in steps
+        else:
+            per_forward = (max_rows or 16) if self.adapter.rows_share_forwards else 1
+            block = per_forward * BLOCK_MICRO_BATCHES * self.ranks.world_size
         return EvaluationSet(rows, maker, block), {"num_samples": len(rows), "sharded": True}
 
     def _maker(self, rows: WeighedRows, max_rows: int | None) -> BatchMaker:
-        limits = Limits(max_rows if self.adapter.packs else 1, self.recipe.actor.max_tokens_per_micro_batch)
-        return BatchMaker(rows, limits, rank=self.ranks.rank, num_ranks=self.ranks.world_size)
+        limits = Limits(
+            max_rows if self.adapter.rows_share_forwards else 1, self.recipe.actor.max_tokens_per_micro_batch
+        )
+        return BatchMaker(rows, limits, self.adapter, rank=self.ranks.rank, num_ranks=self.ranks.world_size)
 
-    def get_train_model_output(self, batch: Batch) -> Mapping[str, LossSum]:
+    def _accumulate(self) -> Accumulate:
+        if isinstance(self.adapter, WholeStepAdapter):
+            return WholeStep(self.adapter, self.ranks).accumulate
+        return accumulate
+
+    def get_train_model_output(self, batch: Batch) -> Mapping[str, Any]:
         return self.model(batch.to(self.device))
 
     def get_eval_model_output(self, batch: Batch) -> Mapping[str, Metric]:
-        assert isinstance(self.model, AdapterRoot)
-        result = self.model.evaluate(batch.to(self.device))
-        return {
-            **{name: Metric(float(term.total), term.weight) for name, term in result.losses.items()},
-            "token_accuracy": Metric(float(result.correct), float(result.targets)),
-        }
+        found = self.root.evaluate(batch.to(self.device))
+        losses = {f"loss/{name}": Metric(float(term.total), term.weight) for name, term in found.losses.items()}
+        return losses | {name: as_metric(value) for name, value in found.metrics.items()}
 
     def evaluate_set(self, name: str, loader: Iterable[Any], info: Mapping[str, Any]) -> dict[str, float]:
         assert isinstance(loader, EvaluationSet)
-        sums = sum_evaluation(self.get_eval_model_output, iter(loader), self.ranks, poll=self.poll)
+        if isinstance(self.adapter, WholeStepAdapter):
+            step = WholeStep(self.adapter, self.ranks)
+            sums = step.evaluate(self.get_train_model_output, loader.blocks(), poll=self.poll)
+        else:
+            sums = sum_evaluation(self.get_eval_model_output, iter(loader), self.ranks, poll=self.poll)
         metrics = summarize(sums)
         if self.recipe.eval.generate:
             metrics |= self._generated(name, loader.rows)
@@ -247,9 +320,10 @@ class SFTWorker(FSDPSftWorker):
 
     def generator(self) -> Generator:
         """Answers prompts with the model as it stands."""
-        assert isinstance(self.model, AdapterRoot)
+        encoder = self.chat_encoder()
+        assert isinstance(self.model, LanguageRoot)
         assert self.tokenizer is not None
-        return Generator(self.model, self.tokenizer, self.prepared.encoder.stop_token_ids, self.ranks, GENERATION_ROWS)
+        return Generator(self.model, self.tokenizer, encoder.stop_token_ids, self.ranks, GENERATION_ROWS)
 
     def _generated(self, name: str, rows: TokenDataset) -> dict[str, float]:
         """Answer the set's rows and compare; answers in which the pattern is not found count as wrong."""
@@ -265,16 +339,28 @@ class SFTWorker(FSDPSftWorker):
         samples = [rows.row(index) for index in wanted]
         sampling = Sampling(config.max_new_tokens, config.temperature, seed=self.recipe.runner.seed)
         prompts = [sample.prompt_ids for sample in samples if sample.prompt_ids is not None]
-        answers = self.generator().answers(prompts, sampling, poll=self.poll)
+        generator = self.generator()
+        written = generator.continuations(prompts, sampling, poll=self.poll)
+        answers = [generator.text(tokens) for tokens in written]
         verdicts = [
             self._matcher.correct(answer, sample.reference or "")
             for answer, sample in zip(answers, samples, strict=True)
         ]
         self._keep_samples(name, rows, wanted, answers, verdicts)
+        self.answered(name, prompts, written)
         return {
             "eval_accuracy": sum(verdict is True for verdict in verdicts) / len(verdicts),
             "unparsed": float(sum(verdict is None for verdict in verdicts)),
         }
+
+    def answered(self, name: str, prompts: Sequence[np.ndarray], answers: Sequence[Sequence[int]]) -> None:
+        """Told of an evaluation set's answers, on every rank; by default nothing comes of it.
+
+        Args:
+            name: of the set.
+            prompts: int32 [length] each.
+            answers: the tokens that the model wrote, the stop token included where it came to one.
+        """
 
     def _keep_samples(
         self,
@@ -304,26 +390,6 @@ class SFTWorker(FSDPSftWorker):
             file = self.samples_dir / f"step_{self.step}{'_' + name if name else ''}.jsonl"
             lines = [json.dumps(sample, ensure_ascii=False) for sample in self.samples]
             file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-    # Export.
-
-    def export(self, directory: Path, dtype: str) -> None:
-        """Write the model as it stands as a Hugging Face directory; every rank calls it.
-
-        Args:
-            directory: to write into.
-            dtype: fp32 | bf16 | fp16 | fp64, or auto: that of the base model.
-        """
-        chosen = self.adapter.config.dtype if dtype == "auto" else DTYPES[dtype]
-        save_pretrained(
-            self.hf_model(),
-            directory,
-            dtype=chosen if isinstance(chosen, torch.dtype) else torch.float32,
-            tokenizer=self.tokenizer,
-            chat_template=self.prepared.template,
-            end_of_turn_ids=self.prepared.encoder.stop_token_ids,
-            tensors=self.weights.tensors(),
-        )
 
 
 def _matcher(recipe: Recipe) -> Matcher:

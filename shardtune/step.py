@@ -15,6 +15,8 @@ from shardtune.errors import ModelError
 from shardtune.parallel.mesh import Ranks
 from shardtune.parallel.shard import Weights
 
+Accumulate = Callable[..., dict[str, torch.Tensor]]
+"""`accumulate`, or another way to the same gradients with its arguments."""
 MAX_HALVINGS = 40
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
@@ -84,6 +86,15 @@ def check_weights(losses: Mapping[str, LossSum], expected: Mapping[str, float]) 
             )
 
 
+def objective(losses: Mapping[str, LossSum], denominators: Mapping[str, float], scale: float) -> torch.Tensor:
+    """What is differentiated: each total over the weight of the whole step, summed.
+
+    A step without targets has gradient zero; its graph is still walked, as other ranks wait in it.
+    """
+    shares = [loss.total * (scale / denominators[name]) for name, loss in losses.items() if denominators[name]]
+    return torch.stack(shares or [loss.total * 0.0 for loss in losses.values()]).sum()
+
+
 def accumulate(
     forward: Callable[[Any], Mapping[str, LossSum]],
     micro_batches: Sequence[Any],
@@ -113,11 +124,7 @@ def accumulate(
         set_draws(seed, step, number, rank, "train")
         losses = forward(batch)
         check_weights(losses, batch.weights)
-        shares = [loss.total * (scale / denominators[name]) for name, loss in losses.items() if denominators[name]]
-        # A step without targets has gradient zero; the graph is still walked, as other ranks wait in it.
-        objective = sum(shares[1:], shares[0]) if shares else sum(loss.total * 0.0 for loss in losses.values())
-        assert isinstance(objective, torch.Tensor)
-        objective.backward()
+        objective(losses, denominators, scale).backward()
         for name, loss in losses.items():
             totals[name] = totals[name].to(loss.total.device) + loss.total.detach().double()
     return totals
@@ -134,6 +141,7 @@ def optimizer_step(
     draws: tuple[int, int, int],
     clip: float | None,
     loss_scale: LossScale | None = None,
+    accumulate: Accumulate = accumulate,
 ) -> StepResult:
     """One step of the optimizer on all ranks.
 
@@ -147,6 +155,7 @@ def optimizer_step(
         scale = loss_scale.value if loss_scale else 1.0
         weights.zero_gradients()
         totals = accumulate(forward, micro_batches, denominators, weights, draws=draws, scale=scale)
+        weights.settle()
         norm = weights.gradient_norm() / scale
         if math.isfinite(norm) or loss_scale is None:
             break

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from shardtune.changes import check_same_data
+from shardtune.changes import changed_code, check_same_data
 from shardtune.config import Recipe
-from shardtune.display import Display, Facts
+from shardtune.display import Display
 from shardtune.errors import Interrupted
-from shardtune.final import FinalScore, silent, write_final
+from shardtune.final import FinalScore, write_final
 from shardtune.interrupt import StopSignal, end_with_parent, listening
 from shardtune.launch import is_launched
 from shardtune.parallel.mesh import leave_ranks
@@ -33,31 +31,12 @@ from shardtune.run_directory import (
 from shardtune.runner import SFTRunner
 from shardtune.saver import on_main
 from shardtune.sft_worker import SFTWorker
+from shardtune.tasks import NOTHING, Objects, make_worker, unused_workers, user_code
 from shardtune.track import SAMPLES, first_metrics
+from shardtune.trained_model import silent
+from shardtune.worker import FSDPSftWorker
 
 SHOWN_SAMPLES = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Objects:
-    """What a caller holds in memory instead of naming it in the recipe."""
-
-    model: PreTrainedModel | None = None
-    tokenizer: PreTrainedTokenizerBase | None = None
-    train_data: Any = None
-    eval_data: Any = None
-
-    def keys(self) -> list[str]:
-        """The recipe keys that they stand for."""
-        given = {
-            "actor.model.model_path": self.model is not None,
-            "data.train_data_paths": self.train_data is not None,
-            "data.eval_data_paths": self.eval_data is not None,
-        }
-        return [key for key, present in given.items() if present]
-
-
-NOTHING = Objects()
 
 
 def train_rank(recipe: Recipe, objects: Objects = NOTHING) -> Path:
@@ -75,14 +54,9 @@ def train_rank(recipe: Recipe, objects: Objects = NOTHING) -> Path:
                 tidy(run_dir)
             # Every rank finds the mistakes that can be found here, so that none waits for another that has ended.
             plan = plan_run(recipe)
-            worker = SFTWorker(
-                recipe,
-                model=objects.model,
-                tokenizer=objects.tokenizer,
-                train_data=objects.train_data,
-                eval_data=objects.eval_data,
-                say=display.say if display and not is_launched() else silent,  # the launcher has said it
-            )
+            tell = display.say if display else silent
+            worker = make_worker(recipe, objects, say=silent if is_launched() else tell)  # the launcher has said it
+            worker.say = tell
             with _together(worker):
                 plan = worker.ranks.broadcast(plan)
                 if not plan.finished:
@@ -110,7 +84,7 @@ def deterministic(asked: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _together(worker: SFTWorker) -> Iterator[None]:
+def _together(worker: FSDPSftWorker) -> Iterator[None]:
     """End in order with the other ranks, unless something went wrong here alone: they may be waiting elsewhere."""
     try:
         yield
@@ -125,14 +99,16 @@ def _train(
     recipe: Recipe,
     objects: Objects,
     plan: RunPlan,
-    worker: SFTWorker,
+    worker: FSDPSftWorker,
     display: Display | None,
     stop: StopSignal,
     lock: RunLock,
 ) -> RunLock:
     """Train to the end of the recipe; returns the lock on the run directory, which is held on rank 0."""
     if plan.resume_from is not None:
-        check_same_data(plan.resume_from, worker.prepared.files(), recipe.runner.allow_changes)
+        check_same_data(plan.resume_from, worker.data_files(), recipe.runner.allow_changes)
+        worker.notes += changed_code(plan.resume_from, user_code(recipe))
+    worker.notes += unused_workers(recipe, worker)
     runner = SFTRunner(recipe, worker, run_dir=plan.run_dir, observer=display, stop=stop, resume_from=plan.resume_from)
     runner.prepare()
     held = [lock]
@@ -154,15 +130,17 @@ def _train(
         worker.release()
         raise
     if display is not None:
-        _show_end(display, plan.run_dir, score)
+        _show_end(display, plan.run_dir, score, answers=worker.answers)
     return held[0]
 
 
-def _manifest(recipe: Recipe, objects: Objects, worker: SFTWorker) -> dict[str, Any]:
+def _manifest(recipe: Recipe, objects: Objects, worker: FSDPSftWorker) -> dict[str, Any]:
     precision = recipe.actor.model.precision
     return {
         "versions": environment(),
-        "data": worker.prepared.describe(),
+        "data": worker.describe_data(),
+        "worker": type(worker).__qualname__,
+        "user_code": user_code(recipe),
         "in_memory": objects.keys(),
         "dtypes": {
             "weights": _name(MASTER_DTYPE[precision]),
@@ -178,52 +156,18 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _show_start(display: Display, plan: RunPlan, worker: SFTWorker) -> None:
+def _show_start(display: Display, plan: RunPlan, worker: FSDPSftWorker) -> None:
     for note in plan.notes:
         display.say(note)
-    rows = worker.prepared.train
-    assert rows is not None
-    assert worker.tokenizer is not None
-    display.first_screen(facts(worker), rows.row(0), worker.tokenizer, plan.run_dir)
+    rows = worker.prepared.train if isinstance(worker, SFTWorker) else None
+    display.first_screen(worker.facts(), rows.row(0) if rows is not None else None, worker.tokenizer, plan.run_dir)
 
 
-def _show_end(display: Display, run_dir: Path, score: FinalScore) -> None:
+def _show_end(display: Display, run_dir: Path, score: FinalScore, *, answers: bool) -> None:
     first = first_metrics(run_dir)
     before = {key: value for key, value in first.items() if key.startswith("eval/")} if first.get("step") == 0 else {}
     # A wrong answer says more than another right one: the first of them is among those shown.
     right_first = sorted(score.samples[:SHOWN_SAMPLES], key=lambda sample: sample["correct"] is not True)
     wrong = [sample for sample in score.samples[SHOWN_SAMPLES:] if sample["correct"] is not True]
     shown = [*right_first[: SHOWN_SAMPLES - 1], *wrong[:1]] if wrong else right_first
-    display.summary(run_dir, before, score.metrics, shown)
-
-
-def facts(worker: SFTWorker) -> Facts:
-    """What the first screen tells of a worker that is set up."""
-    precision = worker.recipe.actor.model.precision
-    rows = worker.prepared.train
-    assert rows is not None
-    weights = worker.weights
-    master, compute = _name(MASTER_DTYPE[precision]), _name(COMPUTE_DTYPE[precision])
-    share = worker.loader.rows_per_epoch / len(rows)
-    notes = list(worker.notes)
-    if worker.recipe.runner.deterministic:
-        notes.append("deterministic kernels: bitwise repeatable, and on CUDA slower than those left out")
-    return Facts(
-        model=type(worker.hf_model()).__name__.removeprefix("FSDP"),
-        parameters=sum(p.numel() for p in weights.parameters.values()),
-        trainable=sum(p.numel() for p in weights.trainable().values()),
-        dtypes=f"{master} weights and optimizer, {compute} compute, {master} gradients",
-        ranks=f"{worker.ranks.world_size} on {worker.device.type}",
-        attention=(
-            "rows end to end, each attends to itself alone (proved on two rows)"
-            if worker.adapter.packs
-            else "one row per forward"
-        ),
-        rows=worker.loader.rows_per_epoch,
-        tokens=round(float(rows.lengths.sum(dtype="int64")) * share),
-        targets=float(rows.term_weights["ce"].sum()) * share,
-        steps_per_epoch=worker.loader.num_steps(0),
-        total_steps=worker.total_steps(),
-        evaluation={name: len(data) for name, data in worker.prepared.evals.items()},
-        notes=notes,
-    )
+    display.summary(run_dir, before, score.metrics, shown, answers=answers)

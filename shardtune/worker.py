@@ -1,89 +1,71 @@
-"""What a training task is: a model, its data and its loss, driven one optimizer step at a time."""
+"""What a training task is: where batches come from and what the loss of one is, driven one optimizer step at a time."""
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from omegaconf import DictConfig
-from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.batch import LossSum, Metric
-from shardtune.checkpoint.sharded import PendingSave
-from shardtune.checkpoint.training import (
-    load_training,
-    load_weights_only,
-    model_bytes,
-    save_training,
-    training_bytes,
-)
-from shardtune.config import Recipe, load_recipe
-from shardtune.construction import freeze, load_initial_weights
+from shardtune.config import Recipe
 from shardtune.data.loader import DataState, Step, StepLoader
+from shardtune.data.loader_record import LoaderRecord
+from shardtune.data.user_batch import with_names
 from shardtune.data.user_loader import BatchLoader
+from shardtune.display import Facts
 from shardtune.errors import ModelError
-from shardtune.evaluate import sum_user_batches
 from shardtune.measure import step_metrics
-from shardtune.models.causal_lm import declared_units
-from shardtune.models.registry import get_model
-from shardtune.optim import build_optimizer, check_optimizer, set_learning_rate
-from shardtune.parallel.materialise import materialise
-from shardtune.parallel.mesh import Ranks, join_ranks, num_ranks
-from shardtune.parallel.shard import MASTER_DTYPE, Weights, shard
-from shardtune.perf import Utilisation
-from shardtune.step import LossScale, StepResult, optimizer_step
+from shardtune.optim import set_learning_rate
+from shardtune.parallel.mesh import leave_ranks
+from shardtune.step import Accumulate, StepResult, accumulate, optimizer_step
+from shardtune.trained_model import TrainedModel, over_directory
+from shardtune.user_errors import explaining
+from shardtune.user_evaluation import EvalOutput, sum_user_batches
+from shardtune.user_loss import TRAIN, BatchWeights, TrainOutput, losses_of, measured
 
 MAX_SKIPPED = 10
 """Steps in a row that may be skipped for a gradient that is not finite."""
 
-TrainOutput = torch.Tensor | Sequence[torch.Tensor] | LossSum | Mapping[str, LossSum] | tuple[Any, Mapping[str, Any]]
-EvalOutput = int | float | torch.Tensor | Mapping[str, Metric | tuple[float, float]]
 
-
-class FSDPSftWorker(ABC):
+class FSDPSftWorker(TrainedModel, ABC):
     """A fine-tuning task on all ranks; a subclass says where batches come from and what the loss of one is.
 
     The life of a worker: it is made, `setup` builds the sharded model, optimizer and loaders on every rank, then
-    `run_training` does one optimizer step per call.
+    `run_training` does one optimizer step per call. As a context manager it ends its part in the group of ranks.
 
     Args:
         cfg: the recipe, validated and resolved.
 
     Attributes:
+        Options: the types of `actor.model.options`, a pydantic model; an unknown key is an error.
         cfg: the recipe as a `DictConfig`.
+        options: the recipe's `actor.model.options`, an instance of `Options`.
         model: the sharded model; call it, not its `forward`.
         tokenizer: where the task has one.
         device: where batches belong.
         amp_context: the context to call the model in; half precision is the sharded model's own, so it does nothing.
         data_iter: yields steps of training.
         step: optimizer steps done.
+        notes: what is worth saying once, before the first step.
+        say: tells it to whoever looks on.
+        samples: answers of the last evaluation, where the task gives any.
+        samples_dir: where they are written.
     """
 
-    entry_points: Sequence[str] = ()
-
     def __init__(self, cfg: DictConfig | Recipe) -> None:
-        self.recipe: Recipe = cfg if isinstance(cfg, Recipe) else load_recipe(cfg)
-        self.cfg: DictConfig = self.recipe.as_dict_config()
-        check_optimizer(self.recipe.actor.optim, num_ranks(self.recipe.runner.nproc_per_node))
-        self.ranks: Ranks = join_ranks(self.recipe.runner.device)
-        self.device: torch.device = self.ranks.device
-        self.amp_context: AbstractContextManager[None] = nullcontext()
-        self.tokenizer: PreTrainedTokenizerBase | None = None
-        self.step = 0
+        super().__init__(cfg)
         self.data_state = DataState()
-        self.skipped_steps = 0
         self.problem = ""  # why the last skipped step was
+        self.samples: list[dict[str, Any]] = []
+        self.samples_dir: Path | None = None
         self.poll: Callable[[], None] = _nothing  # the runner's: called where all ranks may stop together
-        self._loss_scale = LossScale() if self.recipe.actor.model.precision == "fp16" else None
-        self._groups: list[dist.ProcessGroup | None] = []
 
     # The task: what a subclass gives.
 
@@ -103,34 +85,25 @@ class FSDPSftWorker(ABC):
     def get_eval_model_output(self, batch: Any) -> EvalOutput:
         """The number of correct samples in a batch, or a dict of (sum, weight)."""
 
-    def model_provider_func(self) -> nn.Module:
-        """The model, its parameters on the meta device (or real, for a model in memory)."""
-        return get_model(self.recipe.actor.model)
+    def loss_weights(self, batch: Any) -> Mapping[str, float] | None:
+        """How much a batch weighs in each term of its loss: for a loss of several terms, or one that is no mean.
 
-    def shard_units(self, model: nn.Module) -> list[nn.Module]:
-        """The modules that are gathered as one."""
-        return declared_units(model, self.recipe.actor.fsdp_config.wrap)
-
-    def hf_model(self) -> PreTrainedModel:
-        """The Hugging Face model inside `self.model`, whose names checkpoints use."""
-        assert isinstance(self.model, PreTrainedModel)
-        return self.model
+        By default None: a mean loss weighs as many targets as it averages, the labels that are not -100, or the rows
+        where there are no labels.
+        """
+        return None
 
     # The life of a worker.
 
+    def check(self) -> None:
+        """Find what is wrong before any rank is started, without building what takes memory; by default nothing."""
+
     def setup(self) -> None:
         """Build the sharded model and its weights, the optimizer and the loaders; every rank calls it."""
-        self._build_model()
-        load_initial_weights(self.hf_model(), self.model, self.recipe, self.ranks, self.device)
-        self._hold_weights()
-        actor = self.recipe.actor
-        self.optimizer = build_optimizer(self.weights.trainable(), actor.optim)
-        self._utilisation = Utilisation.known(
-            self.hf_model(), self.device, actor.model.precision, self.ranks.world_size
-        )
-        self.model.train()
-        self.prove()
-        self._build_loaders()
+        self.build_for_training()
+        loader, info = self.build_dataloader(_paths(self.recipe.data.train_data_paths), eval_dataset=False)
+        self.loader = loader if isinstance(loader, StepLoader) else self._cut(loader, info)
+        self._data_iter: Iterator[Step] | None = None
         self._build_evaluations()
 
     def setup_evaluation(self, checkpoint: Path | None = None) -> None:
@@ -139,81 +112,44 @@ class FSDPSftWorker(ABC):
         Args:
             checkpoint: whose weights are taken; None: those that training would start from.
         """
-        self._build_model()
-        if checkpoint is None:
-            load_initial_weights(self.hf_model(), self.model, self.recipe, self.ranks, self.device)
-        else:
-            dtype = MASTER_DTYPE[self.recipe.actor.model.precision]
-            materialise(self.model, dtype=dtype, device=self.device)
-        self._hold_weights()
-        if checkpoint is not None:
-            self.step = int(self.load_model(checkpoint)["step"])
-        self.model.eval()
-        self.prove()
+        self.build_for_evaluation(checkpoint)
         self._build_evaluations()
 
     def release(self) -> None:
-        """Let go of model, optimizer and loaders; the worker is of no more use.
-
-        A model that its caller holds too is whole again: in full precision, and as it was but for what it has learned.
-        """
-        if "weights" in vars(self):
-            self.weights.give_back()
-            self.hand_back()
-        for name in {"model", "weights", "optimizer", "loader", "_data_iter", "eval_loaders"} & vars(self).keys():
+        super().release()
+        for name in {"loader", "_data_iter", "eval_loaders"} & vars(self).keys():
             delattr(self, name)
 
-    def hand_back(self) -> None:  # noqa: B027 (a hook that may stay empty)
-        """Undo what the task changed in the model besides its weights; by default nothing."""
+    def reopened(self, directory: Path) -> FSDPSftWorker:
+        """A worker of the same kind over the weights that `export` wrote, not set up yet; this one may be released."""
+        fresh = type(self)(over_directory(self.recipe, directory).as_dict_config())
+        fresh.weights_directory = directory
+        return fresh
 
-    def prove(self) -> None:  # noqa: B027 (a hook that may stay empty)
-        """Prove what the task relies on, once the weights are there; by default nothing."""
+    def __enter__(self) -> Self:
+        return self
 
-    def _build_model(self) -> None:
-        actor = self.recipe.actor
-        self.model: nn.Module = self.model_provider_func()
-        inner = self.hf_model()
-        freeze(inner, actor.model.freeze)
-        shard(
-            self.model,
-            self.shard_units(inner),
-            self.ranks,
-            actor.model.precision,
-            reshard_after_forward=actor.fsdp_config.reshard_after_forward,
-            entry_points=self.entry_points,
-        )
-
-    def _hold_weights(self) -> None:
-        actor = self.recipe.actor
-        self.weights = Weights(
-            self.model,
-            self.hf_model(),
-            actor.model.precision,
-            self.ranks,
-            reduce_each=actor.fsdp_config.reduce == "every",
-        )
-
-    def _build_loaders(self) -> None:
-        data = self.recipe.data
-        loader, info = self.build_dataloader(_paths(data.train_data_paths), eval_dataset=False)
-        self.loader = loader if isinstance(loader, StepLoader) else self._wrap_loader(loader, info)
-        self._data_iter: Iterator[Step] | None = None
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:  # otherwise other ranks may be waiting elsewhere
+            leave_ranks(self.ranks)
 
     def _build_evaluations(self) -> None:
         self.eval_loaders: dict[str, tuple[Any, dict[str, Any]]] = {}
         for name, paths in self.evaluation_sets().items():
             self.eval_loaders[name] = self.build_evaluation(name, paths)
 
-    def _wrap_loader(self, loader: Any, info: Mapping[str, Any]) -> BatchLoader:
+    def _cut(self, loader: Any, info: Mapping[str, Any]) -> BatchLoader:
+        """A loader of the task's own, cut into steps."""
         actor = self.recipe.actor
         return BatchLoader.of(
             loader,
             info,
+            ranks=self.ranks,
             global_batch_size=actor.global_batch_size,
             micro_batch_size=actor.micro_batch_size,
-            ranks=self.ranks,
-            shifted="ForCausalLM" in type(self.hf_model()).__name__,
+            weigh=BatchWeights(self.loss_weights, self._measure, self.ranks),
             seed=self.recipe.runner.seed,
+            say=lambda text: self.say(text),
         )
 
     def evaluation_sets(self) -> dict[str, list[str]]:
@@ -295,11 +231,12 @@ class FSDPSftWorker(ABC):
             draws=(self.recipe.runner.seed, self.step, self.ranks.rank),
             clip=actor.optim.clip_grad,
             loss_scale=self._loss_scale,
+            accumulate=self._accumulate(),
         )
         self.data_state = step.after
         self._count(step, result)
         seconds = time.perf_counter() - began
-        measured = step_metrics(
+        found = step_metrics(
             step,
             result,
             rate=rate,
@@ -309,7 +246,7 @@ class FSDPSftWorker(ABC):
             device=self.device,
             utilisation=self._utilisation,
         )
-        metrics = {"epoch": self.epoch, **measured}
+        metrics = {"epoch": self.epoch, **found}
         if self.skipped_steps:
             metrics["train/skipped_steps"] = float(self.skipped_steps)
         return metrics | self._user_metrics(step)
@@ -323,6 +260,10 @@ class FSDPSftWorker(ABC):
             for name, metric in batch.metrics.items():
                 sums[name] = sums.get(name, Metric(0.0, 0.0)) + metric
         return {f"train/{name}": metric.mean for name, metric in self.ranks.reduce_metrics(sums).items()}
+
+    def _accumulate(self) -> Accumulate:
+        """How gradients of micro-batches add up."""
+        return accumulate
 
     def _horizon(self) -> int:
         if self._total_steps is None:
@@ -352,10 +293,23 @@ class FSDPSftWorker(ABC):
     def _train_losses(self, batch: Any) -> Mapping[str, LossSum]:
         """What a subclass returns, as named sums."""
         if isinstance(self.loader, BatchLoader):
-            return self.loader.losses(self.get_train_model_output(batch.fields), batch)
+            with explaining(TRAIN, batch.fields, self.device):
+                output = self.get_train_model_output(with_names(batch.fields))
+            return losses_of(output, batch)
         output = self.get_train_model_output(batch)
         assert isinstance(output, Mapping)
         return output
+
+    def _measure(self, batch: Any) -> float:
+        """The loss of a batch as a number, without dropout; NaN where the task has none for it. A call of all ranks."""
+        self.model.eval()
+        try:
+            with torch.no_grad(), explaining(TRAIN, batch, self.device):
+                return measured(self.get_train_model_output(with_names(batch)))
+        except (ZeroDivisionError, AssertionError, ValueError):  # as of a mean over no target
+            return math.nan
+        finally:
+            self.model.train()
 
     # Evaluation.
 
@@ -390,59 +344,50 @@ class FSDPSftWorker(ABC):
         """What the training rows come from; a resumed run must have the same."""
         return []
 
-    def save_checkpoint(self, path: str | Path, step: int, *, background: bool = False) -> list[PendingSave]:
-        """Write model, optimizer and state into a folder; every rank calls it.
+    def describe_data(self) -> dict[str, Any]:
+        """The data, for the manifest."""
+        return {"train": self.data_files(), "rows_per_epoch": self.loader.rows_per_epoch}
 
-        Args:
-            path: the folder.
-            step: optimizer steps done.
-            background: return once the tensors are copied; the caller waits for what is returned.
-        """
-        state = {
-            "step": step,
-            "data": asdict(self.data_state),
-            "data_files": self.data_files(),
-            "skipped_steps": self.skipped_steps,
-            "loss_scale": asdict(self._loss_scale) if self._loss_scale else None,
-            "world_size": self.ranks.world_size,
-        }
-        return save_training(
-            Path(path),
-            self.weights,
-            self.optimizer,
-            state,
-            writes_state=self.ranks.is_main,
-            background=self._saving_groups() if background else None,
-        )
+    def training_state(self) -> dict[str, Any]:
+        loader = self.loader.record().to_json() if isinstance(self.loader, BatchLoader) else None
+        data = {"data": asdict(self.data_state), "data_files": self.data_files(), "loader": loader}
+        return {**super().training_state(), **data}
 
-    def _saving_groups(self) -> list[dist.ProcessGroup | None]:
-        """Connections for saving in the background, one set for the model and one for the optimizer."""
-        if not self._groups:
-            self._groups = [self.ranks.new_group(), self.ranks.new_group()]
-        return self._groups
-
-    def load_checkpoint(self, path: str | Path) -> int:
-        """Continue from a folder that `save_checkpoint` wrote, on any number of ranks; returns its step."""
-        state = load_training(Path(path), self.weights, self.optimizer)
-        self.step = int(state["step"])
+    def restore_state(self, state: dict[str, Any]) -> None:
+        super().restore_state(state)
         self.data_state = DataState(**state["data"])
-        self.skipped_steps = int(state["skipped_steps"])
-        if self._loss_scale is not None and state["loss_scale"]:
-            self._loss_scale = LossScale(**state["loss_scale"])
         self._data_iter = None
-        return self.step
+        if isinstance(self.loader, BatchLoader) and state.get("loader") is not None:
+            allowed = "data.train_data_paths" in self.recipe.runner.allow_changes
+            self.loader.resume(self.data_state, LoaderRecord.from_json(state["loader"]), allow_changed=allowed)
 
-    def load_model(self, path: str | Path) -> dict[str, Any]:
-        """Take the model's weights from a checkpoint, and nothing else; returns the checkpoint's state."""
-        return load_weights_only(Path(path), self.weights)
+    # What is told of a run.
 
-    def checkpoint_bytes(self) -> int:
-        """The size of a checkpoint on all ranks together, before it is written."""
-        return training_bytes(self.weights, self.optimizer)
+    @property
+    def answers(self) -> bool:
+        """Whether the model answers prompts."""
+        return False
 
-    def model_bytes(self) -> int:
-        """The size of the model's weights on all ranks together."""
-        return model_bytes(self.weights)
+    def facts(self) -> Facts:
+        """What the first screen tells, once all is set up."""
+        notes = list(self.notes)
+        if self.recipe.runner.deterministic:
+            notes.append("deterministic kernels: bitwise repeatable, and on CUDA slower than those left out")
+        return Facts(
+            model=type(self.inner_model()).__name__.removeprefix("FSDP"),
+            parameters=sum(parameter.numel() for parameter in self.weights.parameters.values()),
+            trainable=sum(parameter.numel() for parameter in self.weights.trainable().values()),
+            dtypes=self.dtypes,
+            ranks=f"{self.ranks.world_size} on {self.device.type}",
+            attention="",
+            rows=self.loader.rows_per_epoch,
+            tokens=None,
+            targets=0.0,
+            steps_per_epoch=self.loader.num_steps(0),
+            total_steps=self.total_steps(),
+            evaluation={name: info.get("num_samples") for name, (_, info) in self.eval_loaders.items()},
+            notes=notes,
+        )
 
 
 def _nothing() -> None:

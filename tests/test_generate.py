@@ -15,7 +15,7 @@ from shardtune.batch import Sample
 from shardtune.data.packing import pack
 from shardtune.errors import ConfigError
 from shardtune.generate import Generator, Matcher, Sampling
-from shardtune.models.adapter import AdapterRoot
+from shardtune.models.adapter import LanguageRoot
 from shardtune.models.causal_lm import CausalLM
 from shardtune.parallel.mesh import Ranks
 from tests.checkpoint import tiny
@@ -34,10 +34,10 @@ class Words:
         return " ".join(map(str, ids))
 
 
-def packed(model: PreTrainedModel) -> AdapterRoot:
+def packed(model: PreTrainedModel) -> LanguageRoot:
     """The model as it is in training: its attention keeps packed rows apart, and it has been trained on some."""
     adapter = CausalLM(model.config, precision="fp32", model=model)
-    root = AdapterRoot(adapter, adapter.build())
+    root = LanguageRoot(adapter, adapter.build())
     assert adapter.packs
     samples = [Sample(prompt, np.ones(len(prompt), np.float32)) for prompt in PROMPTS[:2]]
     weight = sum(sample.length - 1.0 for sample in samples)
@@ -45,7 +45,7 @@ def packed(model: PreTrainedModel) -> AdapterRoot:
     return root
 
 
-def answers(root: AdapterRoot, prompts: list[np.ndarray], sampling: Sampling, rows: int = 4) -> list[list[int]]:
+def answers(root: LanguageRoot, prompts: list[np.ndarray], sampling: Sampling, rows: int = 4) -> list[list[int]]:
     made = Generator(root, Words(), [STOP], ALONE, rows).answers(prompts, sampling)  # pyright: ignore
     return [[int(word) for word in text.split()] for text in made]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from shardtune import loss as loss_module
-from shardtune.loss import IDENTITY, LogitTransform, head_cross_entropy, linear_cross_entropy, router_balance
+from shardtune.config import ActorConfig
+from shardtune.errors import ConfigError
+from shardtune.functions import import_file
+from shardtune.loss import (
+    IDENTITY,
+    PLAIN,
+    CrossEntropy,
+    LogitTransform,
+    TokenLoss,
+    chosen_loss,
+    head_cross_entropy,
+    linear_cross_entropy,
+    router_balance,
+)
 
 ROWS, WIDTH, VOCABULARY = 37, 16, 50
 TRANSFORMS = [IDENTITY, LogitTransform(scale=0.25), LogitTransform(softcap=5.0), LogitTransform(0.5, 3.0)]
+REGULARISED = [CrossEntropy(0.1), CrossEntropy(z=1e-2), CrossEntropy(0.3, 0.1)]
 
 
 def inputs(dtype: torch.dtype, rows: int = ROWS, *, bias: bool = True) -> dict[str, torch.Tensor | None]:
@@ -35,27 +50,32 @@ def targets_of(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(VOCABULARY, (rows,), generator=generator), weights
 
 
-def with_all_logits(values: dict, transform: LogitTransform, *, logits_dtype: torch.dtype) -> torch.Tensor:
+def with_all_logits(
+    values: dict, transform: LogitTransform, *, logits_dtype: torch.dtype, loss: CrossEntropy = PLAIN
+) -> torch.Tensor:
     """The loss by whole logits in some dtype: what is compared with."""
     targets, weights = targets_of(len(values["hidden"]))
-    logits = F.linear(values["hidden"], values["weight"], values["bias"]).to(logits_dtype)
-    return (F.cross_entropy(transform(logits), targets, reduction="none") * weights.to(logits_dtype)).sum()
+    logits = transform(F.linear(values["hidden"], values["weight"], values["bias"]).to(logits_dtype))
+    losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=loss.smoothing)
+    losses = losses + loss.z * torch.logsumexp(logits, -1) ** 2
+    return (losses * weights.to(logits_dtype)).sum()
 
 
-def by_linear(values: dict, transform: LogitTransform) -> torch.Tensor:
+def by_linear(values: dict, transform: LogitTransform, loss: CrossEntropy = PLAIN) -> torch.Tensor:
     targets, weights = targets_of(len(values["hidden"]))
     return linear_cross_entropy(
-        values["hidden"], values["weight"], targets, weights, bias=values["bias"], transform=transform
+        values["hidden"], values["weight"], targets, weights, bias=values["bias"], transform=transform, loss=loss
     )[0]
 
 
-def by_head(values: dict, transform: LogitTransform) -> torch.Tensor:
+def by_head(values: dict, transform: LogitTransform, loss: TokenLoss = PLAIN) -> torch.Tensor:
     targets, weights = targets_of(len(values["hidden"]))
 
     def head(rows: torch.Tensor) -> torch.Tensor:
         return F.linear(rows, values["weight"], values["bias"])
 
-    return head_cross_entropy(values["hidden"], head, VOCABULARY, targets, weights, transform=transform)[0]
+    settings: dict[str, Any] = {"transform": transform, "token_loss": loss}
+    return head_cross_entropy(values["hidden"], head, VOCABULARY, targets, weights, **settings)[0]
 
 
 def gradients(total: torch.Tensor, values: dict) -> list[torch.Tensor]:
@@ -85,6 +105,31 @@ def test_loss_and_gradients_equal_those_of_whole_logits(
     assert abs(float((got - wanted).detach())) <= tolerance * abs(float(wanted))
     for ours, theirs in zip(gradients(got, values), gradients(wanted, values), strict=True):
         assert float((ours - theirs).abs().max()) <= tolerance * float(theirs.abs().max())
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("loss", REGULARISED, ids=str)
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
+@pytest.mark.parametrize("path", [by_linear, by_head])
+def test_smoothing_and_z_loss_equal_those_of_whole_logits(
+    path: Callable, transform: LogitTransform, loss: CrossEntropy
+) -> None:
+    values = inputs(torch.float64)
+    wanted = with_all_logits(values, transform, logits_dtype=torch.float64, loss=loss)
+    plain = with_all_logits(values, transform, logits_dtype=torch.float64)
+    got = path(values, transform, loss)
+    assert abs(float((got - wanted).detach())) <= 1e-13 * abs(float(wanted.detach()))
+    assert abs(float((got - plain).detach())) > 1e-2
+    for ours, theirs in zip(gradients(got, values), gradients(wanted, values), strict=True):
+        assert float((ours - theirs).abs().max()) <= 1e-13 * float(theirs.abs().max())
+
+
+@pytest.mark.parametrize("path", [by_linear, by_head])
+def test_no_targets_have_no_loss_however_it_is_regularised(path: Callable) -> None:
+    values = inputs(torch.float32, 0)
+    total = path(values, IDENTITY, REGULARISED[-1])
+    assert float(total.detach()) == 0.0
+    assert not any(gradient.any() for gradient in gradients(total, values))
 
 
 @pytest.mark.parametrize("path", [by_linear, by_head])
@@ -199,6 +244,100 @@ def test_the_head_of_a_frozen_or_unrecorded_pass_keeps_nothing() -> None:
     assert [gradient.shape for gradient in torch.autograd.grad(total, [values["hidden"]])] == [(ROWS, WIDTH)]
     with torch.no_grad():
         assert not linear_cross_entropy(values["hidden"], values["weight"], targets, weights)[0].requires_grad
+
+
+# A loss of the user's own.
+
+FOCAL = """
+import torch.nn.functional as F
+
+SIZES = []
+
+def focal(logits, targets):
+    SIZES.append(tuple(logits.shape))
+    likelihood = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    return -((1 - likelihood.exp()) ** 2) * likelihood
+
+def mean(logits, targets):
+    return F.cross_entropy(logits, targets)
+
+def detached(logits, targets):
+    return logits.detach().sum(-1)
+
+def number(logits, targets):
+    return 1.0
+
+def counted(logits, targets):
+    return targets
+
+def lacking(logits):
+    return logits
+
+def failing(logits, targets):
+    return logits.gather(1, targets[:, None].float())
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Callable[[str], TokenLoss]:
+    """The loss of a target by the name of its function in a file."""
+    file = tmp_path / "mine.py"
+    file.write_text(FOCAL)
+
+    def load(name: str) -> TokenLoss:
+        loss = chosen_loss(ActorConfig(loss=f"{file}:{name}"))
+        assert loss is not None
+        return loss
+
+    return load
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
+def test_a_loss_of_ones_own_is_exact_chunk_by_chunk(own: Callable[[str], TokenLoss], transform: LogitTransform) -> None:
+    values = inputs(torch.float64)
+    targets, weights = targets_of(ROWS)
+    chances = transform(F.linear(values["hidden"], values["weight"], values["bias"])).softmax(-1)
+    chosen = chances[torch.arange(ROWS), targets]
+    wanted = (-((1 - chosen) ** 2) * chosen.log() * weights.double()).sum()
+    got = by_head(values, transform, own("focal"))
+    assert abs(float((got - wanted).detach())) <= 1e-13 * float(wanted.detach())
+    for ours, theirs in zip(gradients(got, values), gradients(wanted, values), strict=True):
+        assert float((ours - theirs).abs().max()) <= 1e-13 * float(theirs.abs().max())
+
+
+def test_it_never_sees_all_logits_nor_none(own: Callable[[str], TokenLoss], tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(loss_module.LOGITS_PER_CHUNK, "cpu", 10 * VOCABULARY)
+    focal = own("focal")
+    for rows in (ROWS, 0):
+        values = inputs(torch.float32, rows)
+        gradients(by_head(values, IDENTITY, focal), values)
+    module = import_file(tmp_path / "mine.py", "actor.loss")
+    assert set(vars(module)["SIZES"]) == {(10, VOCABULARY), (7, VOCABULARY)}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("mean", r"mean returned \[\] of torch.float32 for 37 targets"),
+        ("detached", r"detached returned \[37\] of torch.float32 without a graph"),
+        ("number", r"number returned float for"),
+        ("counted", r"counted returned \[37\] of torch.int64"),
+        ("lacking", r"lacking takes other arguments(?s:.*)called as lacking\(outputs, targets\)"),
+        ("missing", r"no function 'missing'"),
+        ("failing", r"failing failed: RuntimeError(?s:.*)mine.py:27"),
+    ],
+)
+def test_a_loss_that_is_none_is_named(own: Callable[[str], TokenLoss], name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as raised:
+        by_head(inputs(torch.float32), IDENTITY, own(name))
+    assert "actor.loss" in str(raised.value)
+
+
+def test_nothing_is_chosen_where_nothing_is_asked_for() -> None:
+    assert chosen_loss(ActorConfig()) is None
+    assert chosen_loss(ActorConfig(label_smoothing=0.1)) == CrossEntropy(0.1)
+    assert chosen_loss(ActorConfig(z_loss=1e-4)) == CrossEntropy(z=1e-4)
 
 
 # The router's balance.

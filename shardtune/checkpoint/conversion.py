@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -28,6 +29,8 @@ from transformers.core_model_loading import (
 
 from shardtune.checkpoint.weight_files import WeightTensor
 from shardtune.errors import ModelError
+from shardtune.models.lora import BaseTensor
+from shardtune.models.nf4 import encode
 from shardtune.parallel.materialise import Shard, shard_of
 
 
@@ -57,7 +60,7 @@ class Assignment:
 
 
 def assign(
-    model: PreTrainedModel, stored: Mapping[str, WeightTensor], targets: Mapping[str, torch.Tensor]
+    model: PreTrainedModel, stored: Mapping[str, WeightTensor], targets: Mapping[str, BaseTensor]
 ) -> tuple[list[Assignment], list[str]]:
     """Matches the tensors on disk with those of the model.
 
@@ -70,7 +73,7 @@ def assign(
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     assignments: dict[str, Assignment] = {}
     unexpected: list[str] = []
-    known = dict(targets)
+    known: dict[str, Any] = dict(targets)
     for name in sorted(stored, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
         if target not in known and name in known:
@@ -86,7 +89,7 @@ def assign(
     return list(assignments.values()), unexpected
 
 
-def write_converted(assignment: Assignment, model: PreTrainedModel, targets: Mapping[str, torch.Tensor]) -> list[str]:
+def write_converted(assignment: Assignment, model: PreTrainedModel, targets: Mapping[str, BaseTensor]) -> list[str]:
     """Converts one assignment and copies this rank's shards into the model; returns the names that were filled.
 
     Raises:
@@ -95,7 +98,7 @@ def write_converted(assignment: Assignment, model: PreTrainedModel, targets: Map
     converter = assignment.converter
     assert converter is not None
     first = targets[assignment.target]
-    shard = shard_of(first)
+    shard = shard_of(first.tensor)
     sources = assignment.sources
     sliced = _keeps_experts_apart(converter)
     if sliced:
@@ -150,8 +153,8 @@ def _apply(
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
-def _copy(name: str, tensor: torch.Tensor, target: torch.Tensor, sliced: bool, assignment: Assignment) -> None:
-    shard = shard_of(target)
+def _copy(name: str, tensor: torch.Tensor, target: BaseTensor, sliced: bool, assignment: Assignment) -> None:
+    shard = shard_of(target.tensor)
     expected = [shard.local.shape[0], *target.shape[1:]] if sliced else list(target.shape)
     if list(tensor.shape) != expected:
         raise ModelError(
@@ -161,8 +164,13 @@ def _copy(name: str, tensor: torch.Tensor, target: torch.Tensor, sliced: bool, a
         )
     if sliced:
         shard = Shard(shard.local, (0, *shard.offsets[1:]))
-    if shard.local.numel():
+    if not shard.local.numel():
+        return
+    if target.layer is None:
         shard.local.copy_(shard.of(tensor))
+    else:
+        first = shard.offsets[0]
+        shard.local.copy_(encode(tensor[first : first + shard.local.shape[0]].to(shard.local.device)))
 
 
 def disk_groups(model: PreTrainedModel, names: Sequence[str]) -> list[list[str]]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ def save_pretrained(
     end_of_turn_ids: Sequence[int] = (),
     tensors: Mapping[str, torch.Tensor] | None = None,
     gather: Callable[[str, torch.Tensor], torch.Tensor] = gather_full,
+    settings: Mapping[str, Any] = MappingProxyType({}),
     max_shard_bytes: int = 5 << 30,
 ) -> None:
     """Writes weights, configuration, tokenizer and generation settings that `from_pretrained` loads as they are.
@@ -51,6 +53,7 @@ def save_pretrained(
         end_of_turn_ids: token ids the model was trained to end its turn with; generation stops at each of them.
         tensors: what to save, by its names in `model`, in the same order on all ranks; None: `named_tensors(model)`.
         gather: makes one of `tensors` whole. All ranks call it in the same order.
+        settings: of config.json that differ from those in memory.
         max_shard_bytes: a weight file is not made larger, unless one tensor is.
 
     Raises:
@@ -65,20 +68,26 @@ def save_pretrained(
     try:
         if writes:
             path.mkdir(parents=True, exist_ok=True)
-            _save_settings(model, path, dtype, tokenizer, end_of_turn_ids)
-            if tokenizer is not None:
-                _save_tokenizer(tokenizer, path, chat_template)
+            _save_config(model, path, dtype, settings)
+            save_text_settings(model, path, tokenizer, chat_template, end_of_turn_ids)
         _save_weights(model, path, tensors, dtype, gather, max_shard_bytes if writes else None)
     except OSError as problem:
-        raise CheckpointError(
-            f"the model cannot be saved: {problem.strerror or problem}",
-            where=str(problem.filename or path),
-            remedy="make room on the disk, or set runner.logger.log_path to a directory that can be written",
-        ) from problem
+        raise save_error(path, problem) from problem
 
 
-def _disk_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else tensor.dtype
+def save_error(path: Path, problem: OSError) -> CheckpointError:
+    """What the disk refused, for the user."""
+    return CheckpointError(
+        f"the model cannot be saved: {problem.strerror or problem}",
+        where=str(problem.filename or path),
+        remedy="make room on the disk, or set runner.logger.log_path to a directory that can be written",
+    )
+
+
+def _disk_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is None or not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
+        return tensor.dtype
+    return dtype
 
 
 def _save_weights(
@@ -89,32 +98,63 @@ def _save_weights(
     gather: Callable[[str, torch.Tensor], torch.Tensor],
     max_shard_bytes: int | None,
 ) -> None:
-    """Gathers group after group; with `max_shard_bytes` (rank 0) also plans, opens, fills and closes the files."""
+    """Writes the weights in the names and layout that transformers has for this model."""
+
+    def convert(cast: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return to_disk(model, cast)
+
     groups = disk_groups(model, list(tensors))
+    write_weights(path, tensors, groups, convert, dtype=dtype, gather=gather, max_shard_bytes=max_shard_bytes)
+
+
+def write_weights(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    groups: Sequence[Sequence[str]],
+    convert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+    *,
+    dtype: torch.dtype | None,
+    gather: Callable[[str, torch.Tensor], torch.Tensor],
+    max_shard_bytes: int | None,
+) -> None:
+    """Gathers group after group; every rank calls it, and the one with `max_shard_bytes` writes the files.
+
+    Args:
+        path: a directory; weights in it are replaced.
+        tensors: by name.
+        groups: the names, in groups that are converted together.
+        convert: one group to the names and layout on disk; called with tensors on the meta device as well.
+        dtype: of floating parameters on disk; None: their own.
+        gather: makes a tensor whole.
+        max_shard_bytes: of one file; None: another rank writes.
+    """
     writers: list[SafetensorsWriter] = []
     place: dict[str, SafetensorsWriter] = {}
     if max_shard_bytes is not None:
         _remove_weights(path)
-        writers, place = _open_files(path, _plan(model, tensors, groups, dtype), max_shard_bytes)
+        writers, place = _open_files(path, _plan(tensors, groups, convert, dtype), max_shard_bytes)
     for names in groups:
         whole = {name: gather(name, tensors[name]).detach() for name in names}
         if max_shard_bytes is None:
             continue
         cast = {name: tensor.to(_disk_dtype(tensors[name], dtype)) for name, tensor in whole.items()}
-        for name, tensor in to_disk(model, cast).items():
+        for name, tensor in convert(cast).items():
             place[name].write(name, tensor)
     for writer in writers:
         writer.close()
 
 
 def _plan(
-    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], groups: Sequence[Sequence[str]], dtype: torch.dtype
+    tensors: Mapping[str, torch.Tensor],
+    groups: Sequence[Sequence[str]],
+    convert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+    dtype: torch.dtype | None,
 ) -> list[TensorPlan]:
     """Names, shapes and dtypes on disk, found by converting tensors without memory."""
     plan: list[TensorPlan] = []
     for names in groups:
         empty = {n: torch.empty(tensors[n].shape, dtype=_disk_dtype(tensors[n], dtype), device="meta") for n in names}
-        plan += [TensorPlan(n, tuple(t.shape), t.dtype) for n, t in to_disk(model, empty).items()]
+        plan += [TensorPlan(n, tuple(t.shape), t.dtype) for n, t in convert(empty).items()]
     return plan
 
 
@@ -147,29 +187,36 @@ def _remove_weights(path: Path) -> None:
         file.unlink(missing_ok=True)
 
 
-def _save_settings(
-    model: PreTrainedModel,
-    path: Path,
-    dtype: torch.dtype,
-    tokenizer: PreTrainedTokenizerBase | None,
-    end_of_turn_ids: Sequence[int],
-) -> None:
-    """config.json and generation_config.json."""
+def _save_config(model: PreTrainedModel, path: Path, dtype: torch.dtype, settings: Mapping[str, Any]) -> None:
     config = deepcopy(model.config)
     config.dtype = dtype
+    for key, value in settings.items():
+        setattr(config, key, value)
     # fully_shard gives the object a class of its own.
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    generation = deepcopy(model.generation_config) if model.can_generate() else None
-    for key, value in config._get_generation_parameters().items():
+    for key in config._get_generation_parameters():
         # Old configurations mix these in; transformers refuses to write them there.
         delattr(config, key)
-        if generation is not None:
-            setattr(generation, key, value)
     config.save_pretrained(path)
-    if generation is not None:
+
+
+def save_text_settings(
+    model: nn.Module,
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    chat_template: str | None,
+    end_of_turn_ids: Sequence[int],
+) -> None:
+    """Writes what belongs to a model that reads and writes text beside its weights: tokenizer, generation settings."""
+    if isinstance(model, PreTrainedModel) and model.can_generate():
+        generation = deepcopy(model.generation_config)
+        for key, value in model.config._get_generation_parameters().items():
+            setattr(generation, key, value)
         _set_stop_tokens(generation, tokenizer, end_of_turn_ids)
         # Without transformers' strict validation: published settings that it calls inconsistent stay as they are.
         generation.to_json_file(path / "generation_config.json", keys_to_pop=["compile_config", "_from_model_config"])
+    if tokenizer is not None:
+        _save_tokenizer(tokenizer, path, chat_template)
 
 
 def _set_stop_tokens(

@@ -17,11 +17,12 @@ from shardtune.checkpoint.export import save_pretrained
 from shardtune.checkpoint.initialise import initialise_weights
 from shardtune.checkpoint.weight_files import WeightTensor, find_weights
 from shardtune.errors import ModelError
+from shardtune.models.lora import BaseTensor, base_tensors
+from shardtune.models.nf4 import encode
 from shardtune.parallel.materialise import (
     init_empty_weights,
     materialise,
     named_tensors,
-    persistent_buffers,
     shard_of,
 )
 
@@ -59,6 +60,7 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     root: nn.Module | None = None,
+    frozen: torch.dtype | None = None,
 ) -> LoadReport:
     """Fills a model made inside `init_empty_weights()` from a directory; sharded before or not at all.
 
@@ -69,15 +71,16 @@ def load_weights(
         model_path: a directory with safetensors (one file, or several with their index), or `.bin` files.
         dtype: of the floating parameters in memory, whatever is on disk.
         root: the outermost sharded module, where that is not `model` itself.
+        frozen: the dtype of parameters that are not trained, if it is another.
 
     Raises:
         ModelError: weights missing, torn, of another shape, or quantised; tied weights that differ.
     """
     assignments, unexpected = check_weights(model, model_path)
-    materialise(root if root is not None else model, dtype=dtype, device=torch.device(device))
+    materialise(root if root is not None else model, dtype=dtype, device=torch.device(device), frozen=frozen)
     targets = _targets(model)
     loaded = _fill_all(model, assignments, targets)
-    _check_tied(model)
+    _check_tied(model, targets)
     _load_generation_config(model, Path(model_path))
     if unexpected:
         logger.warning(
@@ -111,11 +114,9 @@ def check_weights(model: PreTrainedModel, model_path: str | Path) -> tuple[list[
     return assignments, unexpected
 
 
-def _targets(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Everything that has a place on disk, shared parameters under each of their names."""
-    targets: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    targets.update(persistent_buffers(model))
-    return targets
+def _targets(model: PreTrainedModel) -> dict[str, BaseTensor]:
+    """Everything that has a place on disk, shared parameters under each of their names; of an adapter nothing."""
+    return {target.name: target for target in base_tensors(model)}
 
 
 def _few(names: Sequence[str], count: int = 5) -> str:
@@ -134,16 +135,17 @@ def _worth_saying(model: PreTrainedModel, unexpected: Sequence[str]) -> list[str
 
 
 def _check_complete(
-    model: PreTrainedModel, targets: Mapping[str, torch.Tensor], assignments: Sequence[Assignment], path: Path
+    model: PreTrainedModel, targets: Mapping[str, BaseTensor], assignments: Sequence[Assignment], path: Path
 ) -> None:
     """Every parameter has a source, under one of its names at least."""
     filled = {name for assignment in assignments for name in _names_made(assignment, targets)}
-    by_identity = {id(targets[name]) for name in filled}
+    by_identity = {id(targets[name].tensor) for name in filled}
     optional = model._keys_to_ignore_on_load_missing
     missing = [
         name
-        for name, tensor in targets.items()
-        if id(tensor) not in by_identity and (isinstance(tensor, nn.Parameter) or not _matches(optional, name))
+        for name, target in targets.items()
+        if id(target.tensor) not in by_identity
+        and (isinstance(target.tensor, nn.Parameter) or not _matches(optional, name))
     ]
     if missing:
         raise ModelError(
@@ -154,7 +156,7 @@ def _check_complete(
         )
 
 
-def _names_made(assignment: Assignment, targets: Mapping[str, torch.Tensor]) -> list[str]:
+def _names_made(assignment: Assignment, targets: Mapping[str, BaseTensor]) -> list[str]:
     """The model's names that an assignment fills; a splitting rule fills one for each of its target patterns."""
     converter = assignment.converter
     if converter is None or len(converter.target_patterns) == 1:
@@ -164,7 +166,7 @@ def _names_made(assignment: Assignment, targets: Mapping[str, torch.Tensor]) -> 
     return [name for name in names if name in targets]
 
 
-def _check_shapes(assignments: Sequence[Assignment], targets: Mapping[str, torch.Tensor]) -> None:
+def _check_shapes(assignments: Sequence[Assignment], targets: Mapping[str, BaseTensor]) -> None:
     """Before any memory is taken: plain tensors have the shape of their target."""
     for assignment in assignments:
         if assignment.converter is not None:
@@ -178,30 +180,40 @@ def _check_shapes(assignments: Sequence[Assignment], targets: Mapping[str, torch
             )
 
 
-def _fill_all(model: PreTrainedModel, assignments: Sequence[Assignment], targets: Mapping[str, torch.Tensor]) -> int:
+def _fill_all(model: PreTrainedModel, assignments: Sequence[Assignment], targets: Mapping[str, BaseTensor]) -> int:
     filled: dict[int, WeightTensor | None] = {}
     for assignment in assignments:
         if assignment.converter is not None:
             for name in write_converted(assignment, model, targets):
                 if name in targets:
-                    filled[id(targets[name])] = None
+                    filled[id(targets[name].tensor)] = None
             continue
         source, target = assignment.single, targets[assignment.target]
-        twin = filled.get(id(target))
+        twin = filled.get(id(target.tensor))
         if twin is not None:
             _check_equal(twin, source, target)
             continue
-        shard = shard_of(target)
-        source.read_into(shard.local, shard.offsets)
-        filled[id(target)] = source
+        _read(source, target, shard_of(target.tensor).local)
+        filled[id(target.tensor)] = source
     return len(filled)
 
 
-def _check_equal(first: WeightTensor, second: WeightTensor, target: torch.Tensor) -> None:
+def _read(source: WeightTensor, target: BaseTensor, into: torch.Tensor) -> None:
+    """Fills `into`, of the form of this rank's part of the target, from the disk."""
+    offsets = shard_of(target.tensor).offsets
+    if target.layer is None:
+        source.read_into(into, offsets)
+    elif into.numel():
+        rows = torch.empty(into.shape[0], target.shape[1], device=into.device)
+        source.read_into(rows, (offsets[0], 0))
+        into.copy_(encode(rows))
+
+
+def _check_equal(first: WeightTensor, second: WeightTensor, target: BaseTensor) -> None:
     """Two names on disk for one tied parameter hold the same values."""
-    shard = shard_of(target)
+    shard = shard_of(target.tensor)
     again = torch.empty_like(shard.local)
-    second.read_into(again, shard.offsets)
+    _read(second, target, again)
     if not torch.equal(again, shard.local):
         raise ModelError(
             f"the configuration ties '{first.name}' and '{second.name}', but their weights differ",
@@ -210,10 +222,10 @@ def _check_equal(first: WeightTensor, second: WeightTensor, target: torch.Tensor
         )
 
 
-def _check_tied(model: PreTrainedModel) -> None:
+def _check_tied(model: PreTrainedModel, targets: Mapping[str, BaseTensor]) -> None:
     """Tied weights are one object still: training must move both."""
     for target, source in model.all_tied_weights_keys.items():
-        if model.get_parameter(target) is not model.get_parameter(source):
+        if targets[target].tensor is not targets[source].tensor:
             raise ModelError(
                 f"'{target}' is declared to share its weights with '{source}', but does not",
                 where=type(model).__name__,

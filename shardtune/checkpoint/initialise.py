@@ -10,13 +10,14 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
+from shardtune.checkpoint.base_values import fill_base, whole_base
 from shardtune.errors import ModelError
-from shardtune.parallel.materialise import fill, materialise
+from shardtune.models.lora import BaseTensor, base_tensors
+from shardtune.parallel.materialise import materialise
 
 Initialiser = Callable[[nn.Module], None]
 
@@ -55,6 +56,8 @@ def initialise_weights(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     root: nn.Module | None = None,
+    frozen: torch.dtype | None = None,
+    unadapted: nn.Module | None = None,
 ) -> None:
     """Gives a model made inside `init_empty_weights()` the weights that its own class would start from.
 
@@ -64,13 +67,18 @@ def initialise_weights(
 
     Args:
         root: the outermost sharded module, where that is not `model` itself.
+        frozen: the dtype of parameters that are not trained, if it is another.
+        unadapted: the same model without memory and without an adapter, where `model` has one.
 
     Raises:
         ModelError: a parameter that the model's class does not initialise.
     """
-    first_names = {name for name, _ in model.named_parameters()}
-    steps = _steps(model, first_names)
-    bare = sorted(first_names.difference(*(step.full_names() for step in steps)))
+    pattern = unadapted if unadapted is not None else model
+    first_names = {name for name, _ in pattern.named_parameters()}
+    steps = _steps(pattern, first_names)
+    written = set().union(*(step.full_names() for step in steps))
+    bare = sorted(first_names - written)
+    bare += [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if bare:
         raise ModelError(
             f"{type(model).__name__.removeprefix('FSDP')} does not initialise {len(bare)} of its parameters: "
@@ -78,10 +86,11 @@ def initialise_weights(
             where="actor.model.from_scratch",
             remedy="add them to the model's _init_weights (or the module's reset_parameters), or load weights",
         )
-    materialise(root if root is not None else model, dtype=dtype, device=torch.device(device))
+    materialise(root if root is not None else model, dtype=dtype, device=torch.device(device), frozen=frozen)
+    targets = {target.name: target for target in base_tensors(model)}
     done: set[str] = set()
     for step in steps:
-        _run(step, done, _seed(seed, step.name))
+        _run(step, done, _seed(seed, step.name), targets)
         done |= step.full_names()
 
 
@@ -144,30 +153,26 @@ def _written_by(module: nn.Module, init: Initialiser) -> set[str]:
     return {name for name, p in stand_ins.items() if p.untyped_storage()._cdata in writes.storages}
 
 
-def _run(step: _Step, done: set[str], seed: int) -> None:
+def _run(step: _Step, done: set[str], seed: int, targets: Mapping[str, BaseTensor]) -> None:
     """Runs one module's initialiser on whole fp32 parameters and keeps this rank's shards of what it wrote."""
-    real = dict(_parameters(step.module))
-    whole = {
-        name: _whole(parameter, drawn=_join(step.name, name) in done) if name in step.written else _empty(parameter)
-        for name, parameter in real.items()
-    }
-    with torch.random.fork_rng(devices=[]), _swapped(step.module, whole):
+    stand_ins = {}
+    for name, parameter in _parameters(step.module):
+        target = targets[_join(step.name, name)]
+        if name not in step.written:
+            stand_ins[name] = _empty(parameter)
+        elif target.name in done:  # by a child's initialiser; its parent's may scale that
+            stand_ins[name] = nn.Parameter(whole_base(target), requires_grad=False)
+        else:
+            stand_ins[name] = nn.Parameter(torch.zeros(parameter.shape), requires_grad=False)
+    with torch.random.fork_rng(devices=[]), _swapped(step.module, stand_ins):
         torch.default_generator.manual_seed(seed)
         step.init(step.module)
     for name in step.written:
-        fill(real[name], whole[name].detach())
+        fill_base(targets[_join(step.name, name)], stand_ins[name].detach())
 
 
 def _empty(parameter: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(torch.empty(parameter.shape, device="meta"), requires_grad=False)
-
-
-def _whole(parameter: torch.Tensor, *, drawn: bool) -> nn.Parameter:
-    """A parameter in full; with the values a child's initialiser has drawn, which its parent's may scale."""
-    if not drawn:
-        return nn.Parameter(torch.zeros(parameter.shape), requires_grad=False)
-    full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    return nn.Parameter(full.detach().to("cpu", torch.float32, copy=True), requires_grad=False)
 
 
 def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

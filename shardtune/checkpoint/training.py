@@ -39,7 +39,7 @@ def save_training(
         background: two process groups that nothing else uses: return once the tensors are copied; the caller waits for
             what is returned. None: return when all is on the disk.
     """
-    tensors = weights.tensors()
+    tensors = weights.checkpointed()
     moments, description = optimizer_tensors(optimizer, _names(weights))
     if writes_state:
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def load_training(folder: Path, weights: Weights, optimizer: Optimizer) -> dict[
 def load_weights_only(folder: Path, weights: Weights) -> dict[str, Any]:
     """Take the weights from a checkpoint, and nothing else; returns its state."""
     state = read_training_state(folder)
-    load_tensors(folder / MODEL, weights.tensors())
+    load_tensors(folder / MODEL, weights.checkpointed())
     weights.publish()
     return state
 
@@ -94,7 +94,7 @@ def read_training_state(folder: Path) -> dict[str, Any]:
 
 def model_bytes(weights: Weights) -> int:
     """The size of the weights on all ranks together."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in weights.tensors().values())
+    return sum(tensor.numel() * tensor.element_size() for tensor in weights.checkpointed().values())
 
 
 def training_bytes(weights: Weights, optimizer: Optimizer) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardtune.config.layers import Merged
-from shardtune.config.schema import LoraConfig, OptimConfig, Recipe
+from shardtune.config.schema import OptimConfig, Recipe
 from shardtune.errors import ConfigError
 
 
@@ -46,11 +46,6 @@ RANKS = "use runner.nproc_per_node or torchrun"
 
 # A feature that arrives takes its lines out of here; nothing else knows of them.
 NOT_YET = (
-    _flag("actor.model.is_lora", "leave it false: all weights are trained"),
-    *(
-        _other_than(f"actor.model.lora.{name}", default, "leave it out")
-        for name, default in LoraConfig().model_dump().items()
-    ),
     _any_of(
         "actor.model.model_type",
         ("vision_language", "vision_language_action"),
@@ -87,7 +82,7 @@ class Facts:
 def check(recipe: Recipe, written: Merged, in_memory: Collection[str]) -> list[ConfigError]:
     """Everything that the recipe alone shows to be wrong."""
     facts = Facts(recipe, written, in_memory)
-    rules = (_not_yet, _required, _batches, _length, _schedule, _duration, _evaluation, _watching)
+    rules = (_not_yet, _required, _batches, _length, _schedule, _duration, _evaluation, _watching, _losses, _lora)
     return [problem for rule in rules for problem in rule(facts)]
 
 
@@ -103,10 +98,10 @@ def _not_yet(facts: Facts) -> Iterator[ConfigError]:
 
 
 def _required(facts: Facts) -> Iterator[ConfigError]:
-    given = {
-        "actor.model.model_path": facts.recipe.actor.model.model_path,
-        "data.train_data_paths": facts.recipe.data.train_data_paths,
-    }
+    model = facts.recipe.actor.model
+    given = {"data.train_data_paths": facts.recipe.data.train_data_paths}
+    if model.adapter is None and model.model_type == "causal_lm":  # any other knows itself where its weights are from
+        given = {"actor.model.model_path": model.model_path, **given}
     for key, value in given.items():
         if value is None and key not in facts.in_memory:
             what = "the base model" if key.startswith("actor") else "the training rows"
@@ -218,6 +213,7 @@ def _evaluation(facts: Facts) -> Iterator[ConfigError]:
     runner = recipe.runner
     needing = {
         "eval.generate": recipe.eval.generate,
+        "eval.metrics": bool(recipe.eval.metrics),
         "runner.val_check_interval": runner.val_check_interval != -1,
         "runner.eval_before_training": runner.eval_before_training,
         "runner.early_stop.enabled": runner.early_stop.enabled,
@@ -240,3 +236,51 @@ def _watching(facts: Facts) -> Iterator[ConfigError]:
             "runner.early_stop.enabled needs evaluations during training, and runner.val_check_interval is -1",
             'give runner.val_check_interval a number of steps or "epoch"',
         )
+
+
+def _losses(facts: Facts) -> Iterator[ConfigError]:
+    actor = facts.recipe.actor
+    for key, value in (("actor.label_smoothing", actor.label_smoothing), ("actor.z_loss", actor.z_loss)):
+        if value and actor.loss is not None:
+            yield facts.problem(
+                key,
+                f"{key} ({value:g}) is part of the built-in cross-entropy, which actor.loss ({actor.loss}) replaces",
+                f"leave it out and write it into {actor.loss.rpartition(':')[2]}, or leave actor.loss out",
+            )
+
+
+def _lora(facts: Facts) -> Iterator[ConfigError]:
+    model = facts.recipe.actor.model
+    lora, section = model.lora, "actor.model.lora"
+    if not model.is_lora:
+        for name in lora.model_dump(exclude_defaults=True):
+            yield facts.problem(
+                f"{section}.{name}", f"{section}.{name} has no effect with actor.model.is_lora: false", "set it to true"
+            )
+        return
+    subtracts = str(lora.init).startswith(("pissa", "olora"))
+    contradictions = {
+        "init": [
+            ("no effect with an adapter_path, whose weights are taken", lora.init is not True and lora.adapter_path),
+            ("an even r", lora.init == "orthogonal" and lora.r % 2),
+            ("adapters without DoRA", lora.init == "mica" and lora.use_dora),
+            ("layers of their own, not target_parameters", lora.init not in (True, False) and lora.target_parameters),
+            ("base_dtype auto or bf16: NF4 would round what is left once more", subtracts and lora.base_dtype == "nf4"),
+        ],
+        "target_parameters": [
+            ("dropout: 0.0, as PEFT has none for them", lora.target_parameters and lora.dropout),
+            ("use_dora: false, as PEFT has none for them", lora.target_parameters and lora.use_dora),
+        ],
+        "target_modules": [
+            ("target_parameters, if it is empty", not lora.target_modules and not lora.target_parameters)
+        ],
+        "base_dtype": [("precision: bf16", lora.base_dtype == "bf16" and model.precision != "bf16")],
+    }
+    for name, rules in contradictions.items():
+        for what, broken in rules:
+            if broken:
+                value = getattr(lora, name)
+                verb = "has" if what.startswith("no effect") else "needs"
+                yield facts.problem(
+                    f"{section}.{name}", f"{section}.{name}: {value!r} {verb} {what}", "change one of them"
+                )

@@ -30,6 +30,9 @@ ALIASES = {
     "wandb.enabled": "runner.logger.logger_backends",
 }
 
+# What `loss=sft` without a recipe starts from where HALOs' defaults are not ours.
+HALOS_DEFAULTS = {"actor": {"optim": {"lr": 5.0e-6}}}
+
 # What other trainers call our keys: used for "did you mean" only.
 OTHER_NAMES = {
     "batch_size": "actor.global_batch_size",
@@ -44,6 +47,7 @@ OTHER_NAMES = {
     "beta1": "actor.optim.adam_beta1",
     "beta2": "actor.optim.adam_beta2",
     "betas": "actor.optim.adam_beta1",
+    "label_smoothing_factor": "actor.label_smoothing",
     "max_grad_norm": "actor.optim.clip_grad",
     "gradient_clipping": "actor.optim.clip_grad",
     "scheduler": "actor.optim.lr_scheduler",
@@ -57,6 +61,7 @@ OTHER_NAMES = {
     "total_steps": "runner.max_steps",
     "eval_steps": "runner.val_check_interval",
     "eval_interval": "runner.val_check_interval",
+    "compute_metrics": "eval.metrics",
     "save_steps": "runner.save_interval",
     "save_total_limit": "runner.keep_last",
     "resume_from_checkpoint": "runner.resume_dir",

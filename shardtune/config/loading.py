@@ -13,12 +13,13 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from shardtune.config.checks import check, check_ranks
-from shardtune.config.keys import KEYS, allowed
+from shardtune.config.keys import HALOS_DEFAULTS, KEYS, allowed
 from shardtune.config.layers import Layer, Merged, merge, raise_all
 from shardtune.config.overrides import GROUPS, read_overrides
 from shardtune.config.paths import make_absolute, named_files
 from shardtune.config.recipe_file import read_file, read_mapping
 from shardtune.config.schema import DataEntry, ParameterGroup, Recipe, escape_interpolation
+from shardtune.config.stored_adapter import adopt_adapter
 from shardtune.errors import ConfigError
 
 RecipeSource: TypeAlias = str | Path | Mapping[str, Any] | DictConfig
@@ -61,6 +62,7 @@ def load_recipe(
     tree, unresolved = _resolve(merged)
     if merged.given("actor.global_batch_tokens") is not None and merged.given("actor.global_batch_size") is None:
         tree["actor"]["global_batch_size"] = None  # tokens replace the default number of rows
+    problems += adopt_adapter(tree, merged, _base(recipe), must_exist=files_must_exist)
     mistyped = _type_problems(tree, merged, {problem.what.partition(":")[0] for problem in unresolved})
     problems += unresolved + mistyped
     if unresolved or mistyped:  # what contradicts what cannot be told yet
@@ -102,7 +104,7 @@ def _read(recipe: RecipeSource | None, overrides: Sequence[str]) -> Layer:
         raise ConfigError(
             "there is no recipe", where=f"given: {given}", remedy=f"name a YAML file, or config groups: {groups}"
         )
-    return Layer({}, "config groups")
+    return Layer(HALOS_DEFAULTS if "loss" in chosen else {}, "config groups")
 
 
 def _name(recipe: RecipeSource | None) -> str | None:

@@ -12,7 +12,8 @@ from shardtune.config.values import FUNCTION_IN_FILE
 
 FORMATS = (".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".feather")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
-FUNCTION_KEYS = ("actor.model.adapter", "data.transform", "eval.match")
+FUNCTION_KEYS = ("actor.worker", "actor.model.adapter", "actor.loss", "data.transform", "eval.match")
+FUNCTION_LISTS = ("runner.callbacks", "eval.metrics")
 
 
 def make_absolute(tree: dict[str, Any], base: Path) -> None:
@@ -29,9 +30,11 @@ def make_absolute(tree: dict[str, Any], base: Path) -> None:
         _change(runner, "resume_dir", lambda path: _absolute(path, base))
     for holder, name in ((model, "model_path"), (tree["actor"]["tokenizer"], "tokenizer_model")):
         _change(holder, name, lambda path: _model(path, base))
-    _change(model["lora"], "adapter_path", lambda path: _model(path, base))
-    for holder, name in ((model, "adapter"), (data, "transform"), (tree["eval"], "match")):
+    _change(model["lora"], "adapter_path", lambda path: _absolute(path, base))
+    for holder, name in (_place(tree, dotted) for dotted in FUNCTION_KEYS):
         _change(holder, name, lambda text: _function(text, base))
+    for holder, name in (_place(tree, dotted) for dotted in FUNCTION_LISTS):
+        holder[name] = [_function(text, base) for text in holder[name]]
     if data["chat_template"] != "chatml":
         _change(data, "chat_template", lambda path: _absolute(path, base))
     _change(data, "cache_dir", lambda path: _absolute(path, base))
@@ -52,11 +55,20 @@ def named_files(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
         "data.chat_template": data["chat_template"],
     }
     yield from ((key, path) for key, path in local.items() if path is not None and os.path.isabs(path))
-    functions = dict(zip(FUNCTION_KEYS, (model["adapter"], data["transform"], tree["eval"]["match"]), strict=True))
-    for key, text in functions.items():
-        found = FUNCTION_IN_FILE.fullmatch(text or "")
-        if found:
-            yield key, found["file"]
+    for key in FUNCTION_KEYS + FUNCTION_LISTS:
+        holder, name = _place(tree, key)
+        for text in holder[name] if key in FUNCTION_LISTS else [holder[name]]:
+            found = FUNCTION_IN_FILE.fullmatch(text or "")
+            if found:
+                yield key, found["file"]
+
+
+def _place(tree: dict[str, Any], dotted: str) -> tuple[dict[str, Any], str]:
+    """The mapping that holds a key, and the key's name in it."""
+    *sections, name = dotted.split(".")
+    for section in sections:
+        tree = tree[section]
+    return tree, name
 
 
 def _change(holder: dict[str, Any], name: str, change: Callable[[str], str]) -> None:

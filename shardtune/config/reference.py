@@ -57,7 +57,8 @@ GROUPS_AND_ALIASES = """\
 HALOS = """
 ## Names of HALOs
 
-Understood on the command line; giving a key under both names is an error.
+Understood on the command line; giving a key under both names is an error. With `loss=sft` and no recipe, `lr` is 5e-6
+unless it is given, as in HALOs.
 
 | HALOs | here |
 |---|---|

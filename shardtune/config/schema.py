@@ -18,6 +18,7 @@ from shardtune.config.values import (
     Distinct,
     FunctionInFile,
     Interval,
+    LoraInit,
     Match,
     NameOrNames,
     NamePattern,
@@ -27,6 +28,7 @@ from shardtune.config.values import (
     RunName,
     StepWindow,
     Text,
+    Worker,
     one_or_more,
 )
 
@@ -133,6 +135,9 @@ class RunnerConfig(Section):
     master_port: Annotated[int, Field(ge=1, le=65535)] | None = key(
         None, "The TCP port on which the ranks meet; null: a free one."
     )
+    callbacks: Annotated[list[FunctionInFile], Distinct] = sequence(
+        "Classes of yours that are told how the run goes and may ask it to stop, save or evaluate: [file.py:Class]."
+    )
     early_stop: EarlyStopConfig = section(EarlyStopConfig, "When to end before the last step.")
     best: BestConfig = section(BestConfig, "Which checkpoint counts as the best.")
     logger: LoggerConfig = section(LoggerConfig, "Where the run is written and what is logged.")
@@ -143,12 +148,33 @@ class LoraConfig(Section):
     alpha: Number = key(32.0, "The adapter's scale: its output is multiplied by alpha / r.", gt=0)
     dropout: Number = key(0.0, "The share of the adapter's inputs that are dropped in training.", ge=0, lt=1)
     target_modules: NameOrNames = key(
-        "all-linear", "The modules that get an adapter: all-linear (the head excepted), or a list of name endings."
+        "all-linear",
+        "The modules that get an adapter: all-linear (the head excepted), or a list of name endings; [] with "
+        "`target_parameters` alone.",
+    )
+    target_parameters: list[Text] = sequence(
+        "Parameters of two or three dimensions that get an adapter though no layer of their own has them, by name "
+        "endings: experts that are stacked in one tensor."
     )
     use_rslora: bool = key(False, "Scale by alpha / sqrt(r) instead of alpha / r.")
     use_dora: bool = key(False, "Learn each column's magnitude apart from its direction (DoRA).")
-    modules_to_save: list[Text] = sequence("Modules that are trained in full and saved with the adapter.")
-    adapter_path: Text | None = key(None, "An adapter to start from; null: a fresh one.")
+    init: LoraInit = key(
+        True,
+        "How a fresh adapter begins, by PEFT's names: true (A random, B zero), gaussian, orthogonal, pissa, "
+        "pissa_niter_16, olora, mica; false: random, for tests.",
+    )
+    modules_to_save: list[Text] = sequence(
+        "Modules, by name endings, that are trained in full and saved with the adapter."
+    )
+    adapter_path: Text | None = key(
+        None,
+        "The directory of an adapter to start from, whose rank, scale and modules hold; null: a fresh one.",
+    )
+    base_dtype: Literal["auto", "bf16", "nf4"] = key(
+        "auto",
+        "How the frozen weights are kept: auto: in the dtype of the trained ones; bf16: half of that; nf4: the linear "
+        "layers in four bits (QLoRA).",
+    )
 
 
 class ModelConfig(Section):
@@ -259,6 +285,29 @@ class ActorConfig(Section):
     global_batch_tokens: Count | None = key(
         None, "Input tokens of one optimizer step at most, over all ranks; replaces `global_batch_size`."
     )
+    loss: FunctionInFile | None = key(
+        None,
+        "A loss per target, file.py:function: (outputs [n, …], targets [n]) -> losses [n], in place of the model's own "
+        "one; null: cross-entropy for language models, otherwise the adapter's.",
+    )
+    label_smoothing: Number = key(
+        0.0,
+        "The share of each target's probability that the training loss spreads over the whole vocabulary; `eval/loss` "
+        "stays plain.",
+        ge=0,
+        lt=1,
+    )
+    z_loss: Number = key(
+        0.0,
+        "Factor on the square of the softmax's log-normaliser, added to the training loss of each target; `eval/loss` "
+        "stays plain.",
+        ge=0,
+    )
+    worker: Worker | None = key(
+        None,
+        "What the task is: a class of yours, file.py:Class, or sft_trainer (HALOs' SFTTrainer: padded batches, "
+        "`get_batch_metrics`); null: the one of `model.model_type`.",
+    )
     model: ModelConfig = section(ModelConfig, "The model.")
     tokenizer: TokenizerConfig = section(TokenizerConfig, "The tokenizer.")
     optim: OptimConfig = section(OptimConfig, "Optimizer and learning rate.")
@@ -342,6 +391,10 @@ class EvalConfig(Section):
         "exact", "When an answer counts as correct: exact (same text), numeric (same number), or file.py:function."
     )
     num_samples: Count | None = key(None, "How many evaluation rows are answered; null: all of them.")
+    metrics: Annotated[list[FunctionInFile], Distinct] = sequence(
+        "Metrics of yours, [file.py:function]: (outputs [n, …], targets [n], weights [n]) -> (sum, weight), called on "
+        "the predictions piece by piece and reported as eval/<function>."
+    )
 
 
 class Recipe(Section):

@@ -12,6 +12,11 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import InitErrorDetails
 
 FUNCTION_IN_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*(?:\.\w+)*)")
+WORKERS = ("sft_trainer",)
+"""The workers that have a name of their own."""
+PISSA_STEPS = re.compile(r"pissa_niter_[0-9]+")
+LORA_INITS = ("gaussian", "orthogonal", "pissa", "olora", "mica")
+NEED_DATA = ("eva", "corda", "lora_ga")
 _EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
 
 
@@ -63,6 +68,10 @@ def _match(value: Any) -> Any:
     return value if value in ("exact", "numeric") else _function_in_file(value)
 
 
+def _worker(value: Any) -> Any:
+    return value if value in WORKERS else _function_in_file(value)
+
+
 def _answer_pattern(value: Any) -> Any:
     if not isinstance(value, str):
         raise ValueError("not text")
@@ -98,7 +107,17 @@ def _texts(value: Any) -> Any:
 
 
 def _text_or_texts(value: Any) -> Any:
-    return value if isinstance(value, str) and value else _texts(value)
+    return value if (isinstance(value, str) and value) or value == [] else _texts(value)
+
+
+def _lora_init(value: Any) -> Any:
+    if isinstance(value, bool) or value in LORA_INITS or (isinstance(value, str) and PISSA_STEPS.fullmatch(value)):
+        return value
+    if value in NEED_DATA:
+        raise ValueError(f"{value} begins with a pass over data, which is not made here")
+    if value == "loftq":
+        raise ValueError("loftq needs the kernels of bitsandbytes")
+    raise ValueError("not one of PEFT's initialisers")
 
 
 def _regular_expression(value: Any) -> Any:
@@ -122,6 +141,7 @@ RunName = Annotated[
     str, BeforeValidator(_run_name), Allowed('the name of a directory: text without ".." and without a leading "/"')
 ]
 FunctionInFile = Annotated[str, BeforeValidator(_function_in_file), Allowed("file.py:name")]
+Worker = Annotated[str, BeforeValidator(_worker), Allowed(f"{', '.join(WORKERS)}, or file.py:Class")]
 Match = Annotated[str, BeforeValidator(_match), Allowed("exact, numeric, or file.py:function")]
 AnswerPattern = Annotated[
     str, BeforeValidator(_answer_pattern), Allowed("a regular expression with at least one group")
@@ -129,6 +149,11 @@ AnswerPattern = Annotated[
 NamePattern = Annotated[str, Field(min_length=1), BeforeValidator(_regular_expression), Allowed("a regular expression")]
 Names = Annotated[list[str], BeforeValidator(_texts), Allowed("a list of names")]
 NameOrNames = Annotated[str | list[str], BeforeValidator(_text_or_texts), Allowed("a name or a list of names")]
+LoraInit = Annotated[
+    bool | str,
+    BeforeValidator(_lora_init),
+    Allowed(f"true, false, {', '.join(LORA_INITS)}, pissa_niter_ and a number"),
+]
 Distinct = BeforeValidator(_distinct)
 Reduce = BeforeValidator(_reduce)
 

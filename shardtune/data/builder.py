@@ -22,6 +22,7 @@ from typing import Any
 
 from shardtune.data.encoder import Encoder, Row, RowDropped, RowError, bad_row
 from shardtune.data.entry import EncodedRow, EncodedRows, EntryWriter, Tally
+from shardtune.data.fields import Kinds, kinds_of, require_same_kinds
 from shardtune.data.formats import as_row, read_example
 from shardtune.data.progress import BuildProgress
 from shardtune.data.readers import Chunk, read_chunks
@@ -53,11 +54,13 @@ class BuildTask:
 
 def build_entry(task: BuildTask, folder: Path, num_workers: int, progress: BuildProgress) -> None:
     """Encodes the file into `folder`. Raises `DataError` at the first fault that the task does not allow."""
-    writer = EntryWriter(folder)
+    writer, first = EntryWriter(folder), None
     try:
         with _encoded_chunks(task, num_workers) as results:
             for chunk, result in results:
-                writer.add(_within_limit(task, chunk, result, writer.tally.kept))
+                rows = _within_limit(task, chunk, result, writer.tally.kept)
+                first = _check_fields(task, rows, first)
+                writer.add(rows)
                 _check_bad(task, writer.tally)
                 progress.update(writer.tally.rows, chunk.progress)
                 if writer.tally.kept == task.limit:
@@ -69,6 +72,17 @@ def build_entry(task: BuildTask, folder: Path, num_workers: int, progress: Build
     finally:
         writer.close()
     progress.finish(writer.tally.rows)
+
+
+def _check_fields(task: BuildTask, rows: EncodedRows, first: tuple[int, Kinds] | None) -> tuple[int, Kinds] | None:
+    """Row number and kinds of the file's first row, of which the fields of all others must be."""
+    if not rows.tally.kept:
+        return first
+    number = int(rows.arrays["numbers"][0])
+    if first is None:
+        return number, rows.kinds
+    require_same_kinds(rows.kinds, first[1], f"row {first[0]:,}", f"{task.file.label}: row {number:,}")
+    return first
 
 
 def _check_bad(task: BuildTask, tally: Tally) -> None:
@@ -93,6 +107,8 @@ def encode_chunk(task: BuildTask, chunk: Chunk, most: int | None = None) -> Enco
         tally.rows += 1
         try:
             encoded = _encode_row(task, number, row, tally)
+            if encoded is not None:
+                _require_fields_of(kept[0] if kept else encoded, encoded)
         except RowError as error:
             if not task.skip_bad:
                 raise bad_row(task.file.label, number, error.reason) from error
@@ -107,6 +123,11 @@ def encode_chunk(task: BuildTask, chunk: Chunk, most: int | None = None) -> Enco
                 break
     tally.kept = len(kept)
     return EncodedRows.pack(kept, tally)
+
+
+def _require_fields_of(first: EncodedRow, row: EncodedRow) -> None:
+    if row.sample.fields or first.sample.fields:
+        require_same_kinds(kinds_of(row.sample.fields), kinds_of(first.sample.fields), f"row {first.number:,}")
 
 
 def _within_limit(task: BuildTask, chunk: Chunk, result: Callable[[], EncodedRows], kept: int) -> EncodedRows:
@@ -141,7 +162,7 @@ def _encode_row(task: BuildTask, number: int, row: Row | RowError, tally: Tally)
         tally.no_target.add(number, "cut before the answer" if sample.length < whole.length else "")
         return None
     if sample.length < whole.length:
-        tally.truncated.add(number, f"{whole.length:,} tokens")
+        tally.truncated.add(number, f"{whole.length:,} tokens" if len(whole.input_ids) else f"size {whole.length:,}")
     return EncodedRow(number, _row_digest(row), sample, weights)
 
 

@@ -60,7 +60,7 @@ def build_dataset(
         raise DataError(
             "no row is left to train or evaluate on:\n    " + "\n    ".join(dataset.report.lines()),
             where=", ".join(part.label for part in parts),
-            remedy="data preview shows what is trained; data.max_length and data.train_on decide it",
+            remedy="data preview shows what is trained; data.max_length, data.train_on or an adapter's weights decide",
         )
     return dataset
 

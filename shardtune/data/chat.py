@@ -99,6 +99,11 @@ class ChatEncoder:
         return self._opened(self._tokens(text)[0])
 
     @property
+    def title(self) -> None:
+        """Rows are named by their format."""
+        return None
+
+    @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """The tokens at which a trained answer ends: the template's end-of-turn first, then the end of sequence."""
         ids: list[int] = []

@@ -1,4 +1,4 @@
-"""The tokenised rows of all sources as one sequence, read straight from the cache's files."""
+"""The encoded rows of all sources as one sequence, read straight from the cache's files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import numpy as np
 
 from shardtune.batch import Sample
 from shardtune.data.entry import Entry, Notes, Tally
+from shardtune.data.fields import Kinds, require_same_kinds
 from shardtune.errors import DataError
 
 _OUTCOMES = {
     "truncated": "cut at data.max_length",
     "too_long": "dropped, longer than data.max_length",
-    "no_target": "dropped, without a trained token",
+    "no_target": "dropped, without a target",
     "filtered": "dropped by data.transform",
     "bad": "skipped, not usable",
 }
@@ -83,6 +84,15 @@ class Part:
     label: str
 
 
+def _shared_kinds(parts: Sequence[Part]) -> Kinds:
+    """The kinds of the fields of all rows; those of an entry without rows are unknown."""
+    filled = [part for part in parts if len(part.entry)]
+    firsts = [f"{part.label}: row {part.entry.numbers[0]:,}" for part in filled]
+    for part, where in zip(filled, firsts, strict=True):
+        require_same_kinds(part.entry.kinds, filled[0].entry.kinds, firsts[0], where)
+    return filled[0].entry.kinds if filled else {}
+
+
 class TokenDataset:
     """Rows by index; nothing is kept in memory per row that a mapped file does not hold.
 
@@ -90,6 +100,11 @@ class TokenDataset:
         parts: the entries, in the order of their sources.
         sources: name and weight of each source.
         index: int64 [rows], ascending; which rows of the parts these are. None: all.
+
+    Attributes:
+        fields: type and number of dimensions of each field, the same in all rows.
+
+    Raises `DataError` where the rows of one file have other fields than those of another.
     """
 
     def __init__(self, parts: Sequence[Part], sources: Mapping[str, float], index: np.ndarray | None = None) -> None:
@@ -99,12 +114,13 @@ class TokenDataset:
         self._entries = [part.entry for part in parts]
         self._starts = [0, *np.cumsum([len(part.entry) for part in parts]).tolist()]
         self._length = self._starts[-1] if index is None else len(index)
+        self.fields = _shared_kinds(parts)
 
     def __len__(self) -> int:
         return self._length
 
     def row(self, index: int) -> Sample:
-        """The sample `index`; its tokens are a read-only view of the cache."""
+        """The sample `index`; its tokens and fields are read-only views of the cache."""
         place, inner = self._place(index)
         return self._entries[place].row(inner)
 
@@ -127,7 +143,7 @@ class TokenDataset:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """int32 [rows]: tokens of each row."""
+        """int32 [rows]: tokens of each row, or the size of a row without tokens."""
         return self._gather([entry.lengths for entry in self._entries])
 
     @cached_property

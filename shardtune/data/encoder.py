@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -58,6 +58,11 @@ class Encoder(Protocol):
         """Everything that `encode` and `fit` depend on besides the row, hashed or spelled out."""
         ...
 
+    @property
+    def title(self) -> Callable[[Row], str] | None:
+        """Names what kind of row this is, raising `RowError` for one that cannot be used; None: by its chat format."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class LengthLimit:
@@ -67,8 +72,11 @@ class LengthLimit:
     on_too_long: TooLong
 
     def apply(self, sample: Sample) -> Sample:
-        """The sample, or its first `max_length` tokens. A prompt that does not fit itself is left out."""
-        if sample.length <= self.max_length:
+        """The sample, or its first `max_length` tokens. A prompt that does not fit itself is left out.
+
+        Fields are not cut: what of them belongs to which token is the encoder's to know.
+        """
+        if len(sample.input_ids) <= self.max_length:
             return sample
         reason = f"the row has {sample.length:,} tokens, data.max_length is {self.max_length:,}"
         if self.on_too_long == "drop":

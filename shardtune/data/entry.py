@@ -1,4 +1,4 @@
-"""One file's tokenised rows on disk: flat arrays that are memory-mapped, so opening costs nothing per row."""
+"""One file's encoded rows on disk: flat arrays that are memory-mapped, so opening costs nothing per row."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from typing import IO, Any
 import numpy as np
 
 from shardtune.batch import Sample
+from shardtune.data.fields import FieldColumn, FieldsReader, FieldsWriter, Kinds, pack_fields
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 _KEPT_NOTES = 100
 _ALIGNMENT = 64
 # Array -> element type. The loss weights of a row are runs of equal values: most rows have two or three.
@@ -62,7 +63,7 @@ class Tally:
         kept: rows in the data set.
         truncated: kept, but cut at `data.max_length`.
         too_long: dropped as `data.on_too_long: drop` asks.
-        no_target: dropped because no token of them is trained.
+        no_target: dropped because nothing of them is trained: no token, or no weight in any loss term.
         filtered: dropped by `data.transform`.
         bad: not usable.
     """
@@ -94,21 +95,31 @@ class Tally:
 @dataclass(slots=True)
 class EncodedRows:
     """Consecutive encoded rows as flat arrays: what a worker process hands back. The keys are those of `_ARRAYS`,
-    with counts per row (`run_counts`, `prompt_counts`, `reference_counts`) in place of offsets."""
+    with counts per row (`token_counts`, `run_counts`, `prompt_counts`, `reference_counts`) in place of offsets."""
 
     arrays: dict[str, np.ndarray]
     terms: dict[str, np.ndarray]
+    fields: dict[str, FieldColumn]
     tally: Tally
+
+    @property
+    def kinds(self) -> Kinds:
+        """What the fields of all these rows are."""
+        return {name: column.kind for name, column in self.fields.items()}
 
     @classmethod
     def pack(cls, rows: Sequence[EncodedRow], tally: Tally) -> EncodedRows:
+        """Rows whose fields have the same kinds."""
+        token_counts = [len(row.sample.input_ids) for row in rows]
+        lengths = [count or row.sample.length for count, row in zip(token_counts, rows, strict=True)]
         runs = [_runs(row.sample.loss_weights) for row in rows]
         prompts = [_prompt(row.sample) for row in rows]
         references = [np.frombuffer((row.sample.reference or "").encode(), np.uint8) for row in rows]
         names = sorted({name for row in rows for name in row.weights})
         arrays = {
             "tokens": _joined([row.sample.input_ids for row in rows], "tokens"),
-            "lengths": np.array([row.sample.length for row in rows], _ARRAYS["lengths"]),
+            "token_counts": np.array(token_counts, np.int64),
+            "lengths": np.array(lengths, _ARRAYS["lengths"]),
             "run_values": _joined([values for values, _ in runs], "run_values"),
             "run_lengths": _joined([lengths for _, lengths in runs], "run_lengths"),
             "run_counts": np.array([len(values) for values, _ in runs], np.int64),
@@ -120,7 +131,7 @@ class EncodedRows:
             "reference_counts": np.array([len(reference) for reference in references], np.int64),
         }
         terms = {name: np.array([row.weights.get(name, 0.0) for row in rows], _WEIGHT) for name in names}
-        return cls(arrays, terms, tally)
+        return cls(arrays, terms, pack_fields([row.sample.fields for row in rows if row.sample.fields]), tally)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,13 +168,14 @@ class EntryWriter:
         self._files: dict[str, IO[bytes]] = {}
         self._ends = {"offsets": 0, "run_offsets": 0, "prompt_offsets": 0, "reference_offsets": 0}
         self._terms: dict[str, list[np.ndarray]] = {}
+        self._fields = FieldsWriter(self._append)
         self.tally = Tally()
         for name in self._ends:
             self._append(name, np.zeros(1, np.int64))
 
     def add(self, rows: EncodedRows) -> None:
         counts = {
-            "offsets": rows.arrays["lengths"],
+            "offsets": rows.arrays["token_counts"],
             "run_offsets": rows.arrays["run_counts"],
             "prompt_offsets": rows.arrays["prompt_counts"],
             "reference_offsets": rows.arrays["reference_counts"],
@@ -175,6 +187,7 @@ class EntryWriter:
                 self._append(name, ends)
             else:
                 self._append(name, rows.arrays[name])
+        self._fields.add(rows.fields)
         kept = len(rows.arrays["lengths"])
         for name in self._terms.keys() | rows.terms.keys():
             earlier = self._terms.setdefault(name, [np.zeros(self.tally.kept)])
@@ -186,8 +199,9 @@ class EntryWriter:
 
         The description comes last: an entry without one is torn.
         """
-        for name, pieces in sorted(self._terms.items()):
-            self._append(f"term_{name}", np.concatenate(pieces).astype(_WEIGHT))
+        terms = sorted(self._terms)
+        for place, name in enumerate(terms):
+            self._append(f"term{place}", np.concatenate(self._terms[name]).astype(_WEIGHT))
         self.close()
         places: dict[str, tuple[int, int]] = {}
         with (self._folder / "rows.bin").open("wb") as rows:
@@ -201,7 +215,8 @@ class EntryWriter:
             size = rows.tell()
             rows.flush()
             os.fsync(rows.fileno())
-        content = {"layout": LAYOUT_VERSION, "size": size, "arrays": places, "tally": asdict(self.tally), **about}
+        content = {"layout": LAYOUT_VERSION, "size": size, "arrays": places, "terms": terms}
+        content |= {"fields": self._fields.about(), "tally": asdict(self.tally), **about}
         with (self._folder / "entry.json").open("w", encoding="utf-8") as file:
             json.dump(content, file)
             file.flush()
@@ -232,8 +247,10 @@ class Entry:
 
     Attributes:
         key: what names it.
-        lengths: int32 [rows]. numbers: int64 [rows], the row's number in its file. hashes: uint64 [rows].
+        lengths: int32 [rows], tokens, or the size of a row without tokens.
+        numbers: int64 [rows], the row's number in its file. hashes: uint64 [rows].
         terms: float64 [rows] per loss term.
+        kinds: what each field's arrays are; the same in all rows.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -255,13 +272,15 @@ class Entry:
         self.lengths = arrays["lengths"]
         self.numbers = arrays["numbers"]
         self.hashes = arrays["hashes"]
-        self.terms = {name.removeprefix("term_"): array(name, _WEIGHT) for name in places if name.startswith("term_")}
+        self.terms = {name: array(f"term{place}", _WEIGHT) for place, name in enumerate(content["terms"])}
+        self._fields = FieldsReader(content["fields"], array, len(self.lengths))
+        self.kinds = self._fields.kinds
         self._arrays = arrays
         self._tokens, self._offsets = arrays["tokens"], arrays["offsets"]
         self._values, self._runs, self._run_offsets = (
             arrays[name] for name in ("run_values", "run_lengths", "run_offsets")
         )
-        self._has_prompts = len(arrays["prompts"]) > 0
+        self._is_plain = not self.kinds and not len(arrays["prompts"])
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -270,13 +289,14 @@ class Entry:
         return Entry, (self.folder,)
 
     def row(self, index: int) -> Sample:
-        """Row `index`; its tokens are a view of the file."""
+        """Row `index`; its tokens and fields are read-only views of the file."""
         tokens = self._tokens[self._offsets[index] : self._offsets[index + 1]]
         first, last = self._run_offsets[index], self._run_offsets[index + 1]
         weights = np.repeat(self._values[first:last], self._runs[first:last])
-        if not self._has_prompts:
+        if self._is_plain and len(tokens):
             return Sample(tokens, weights)
-        return Sample(tokens, weights, *self._prompt(index))
+        size = 0 if len(tokens) else int(self.lengths[index])
+        return Sample(tokens, weights, *self._prompt(index), self._fields.row(index), size)
 
     def _prompt(self, index: int) -> tuple[np.ndarray | None, str | None]:
         arrays = self._arrays

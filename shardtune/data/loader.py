@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ import numpy as np
 
 from shardtune.batch import Batch, Sample
 from shardtune.data.order import DataOrder
-from shardtune.data.packing import deal, filler, pack
+from shardtune.data.packing import NO_ROW, deal, pack
 
 
 class Rows(Protocol):
@@ -63,19 +63,43 @@ class Limits:
     max_tokens: int | None = None
 
 
+class Collator(Protocol):
+    """What makes one micro-batch of samples."""
+
+    def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> Batch: ...
+    def filler(self, sample: Sample) -> Sample: ...
+
+
+class Packing:
+    """Lays rows of tokens end to end."""
+
+    def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> Batch:
+        return pack(samples, rows, weights)
+
+    def filler(self, sample: Sample) -> Sample:
+        return NO_ROW
+
+
+PACKING = Packing()
+
+
 class BatchMaker:
     """Cuts a list of rows into one rank's micro-batches.
 
     Args:
         data: the encoded rows.
         limits: of one forward.
+        collator: makes a micro-batch of rows; by default they are laid end to end.
         rank: this data-parallel rank.
         num_ranks: data-parallel ranks.
     """
 
-    def __init__(self, data: Rows, limits: Limits, *, rank: int = 0, num_ranks: int = 1) -> None:
+    def __init__(
+        self, data: Rows, limits: Limits, collator: Collator = PACKING, *, rank: int = 0, num_ranks: int = 1
+    ) -> None:
         self._data = data
         self._limits = limits
+        self._collator = collator
         self._rank = rank
         self._num_ranks = num_ranks
 
@@ -85,14 +109,16 @@ class BatchMaker:
         hands = deal(lengths, self._num_ranks, max_rows=self._limits.max_rows, max_tokens=self._limits.max_tokens)[
             self._rank
         ]
-        return tuple(self._pack(rows[hand]) for hand in hands)
+        return tuple(self._collate(rows[hand], rows[0]) for hand in hands)
 
-    def _pack(self, rows: np.ndarray) -> Batch:
+    def _collate(self, rows: np.ndarray, any_row: np.int64) -> Batch:
+        """The micro-batch of these rows; of none, one that weighs nothing."""
         terms = self._data.term_weights
         if not len(rows):
-            return filler(tuple(terms))
+            sample = self._collator.filler(self._data.row(int(any_row)))
+            return self._collator.collate([sample], (-1,), dict.fromkeys(terms, 0.0))
         weights = {term: float(values[rows].sum()) for term, values in terms.items()}
-        return pack([self._data.row(int(row)) for row in rows], rows.tolist(), weights)
+        return self._collator.collate([self._data.row(int(row)) for row in rows], rows.tolist(), weights)
 
     def denominators(self, rows: np.ndarray) -> dict[str, float]:
         """The weight of each loss term over `rows`."""

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from shardtune.batch import Batch, Sample
-from shardtune.errors import ConfigError
+from shardtune.batch import Batch, PackedBatch, Sample
+from shardtune.errors import ConfigError, ModelError
 
 
 def deal(lengths: np.ndarray, num_ranks: int, *, max_rows: int | None, max_tokens: int | None) -> list[list[list[int]]]:
@@ -68,7 +68,7 @@ def _fill(
     return bins
 
 
-def pack(samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> Batch:
+def pack(samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> PackedBatch:
     """Lay rows end to end as one micro-batch.
 
     Worked example: rows of tokens [5 6 7] (weights 0 1 1) and [8 9] (weights 0 1) become input_ids 5 6 7 8 9,
@@ -81,14 +81,14 @@ def pack(samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, f
     token_weights = np.concatenate([sample.loss_weights for sample in samples]).astype(np.float32)
     token_weights[cu_seqlens[:-1]] = 0.0  # nothing comes before a document's first token
     targets = np.flatnonzero(token_weights)
-    return Batch(
+    return PackedBatch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])),
         target_positions=torch.from_numpy(targets - 1),
         targets=torch.from_numpy(input_ids[targets]),
         target_weights=torch.from_numpy(token_weights[targets]),
         cu_seqlens=torch.from_numpy(cu_seqlens),
-        document_weights=torch.ones(len(samples)),
+        document_weights=torch.tensor([float(row >= 0) for row in rows]),
         max_length=max(lengths),
         rows=tuple(int(row) for row in rows),
         target_weight=float(token_weights.sum(dtype=np.float64)),
@@ -96,19 +96,42 @@ def pack(samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, f
     )
 
 
-def filler(terms: Sequence[str]) -> Batch:
-    """A micro-batch of weight 0, for a rank without rows: it joins every collective and adds nothing."""
-    empty = torch.zeros(0, dtype=torch.int64)
-    return Batch(
-        input_ids=torch.zeros(1, dtype=torch.int64),
-        position_ids=torch.zeros(1, dtype=torch.int64),
-        target_positions=empty,
-        targets=empty,
-        target_weights=torch.zeros(0),
-        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
-        document_weights=torch.zeros(1),
-        max_length=1,
-        rows=(-1,),
-        target_weight=0.0,
-        weights=dict.fromkeys(terms, 0.0),
-    )
+NO_ROW = Sample(np.zeros(1, np.int32), np.zeros(1, np.float32))
+"""One token without a target: what a rank without rows computes."""
+
+
+def stack(
+    samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float], padding: Mapping[str, float]
+) -> Batch:
+    """One micro-batch of samples of named arrays, each field stacked to [rows, ...].
+
+    Args:
+        samples: with the same fields.
+        rows: the dataset row of each, -1 for a filler.
+        weights: of the loss terms.
+        padding: fields padded at the end of their first dimension to the longest row, and with what.
+    """
+    fields, lengths = {}, {}
+    for name in samples[0].fields:
+        arrays = [sample.fields[name] for sample in samples]
+        if name in padding:
+            lengths[name] = torch.tensor([len(array) for array in arrays])
+            arrays = _padded(arrays, padding[name])
+        elif any(array.shape != arrays[0].shape for array in arrays):
+            shapes = sorted({str(list(array.shape)) for array in arrays})
+            raise ModelError(
+                f"the field {name!r} has rows of different shapes, {' and '.join(shapes[:3])}",
+                where="Adapter.encode",
+                remedy=f"give all rows one shape, or let the adapter pad them: padding = {{{name!r}: 0}}",
+            )
+        fields[name] = torch.from_numpy(np.stack(arrays))
+    return Batch(rows=tuple(int(row) for row in rows), weights=dict(weights), fields=fields, lengths=lengths)
+
+
+def _padded(arrays: Sequence[np.ndarray], value: float) -> list[np.ndarray]:
+    """Each as long as the longest."""
+    longest = max(len(array) for array in arrays)
+    return [
+        np.concatenate([array, np.full((longest - len(array), *array.shape[1:]), value, array.dtype)])
+        for array in arrays
+    ]

@@ -1,59 +1,250 @@
-"""What a model is to the rest of the system: how it is built, what its loss is, what shards as a unit."""
+"""What a model is to the rest of the system: how it is built, how a row becomes a sample, what its loss is."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
+from pydantic import BaseModel
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
-from shardtune.batch import Batch, LossSum
+from shardtune.batch import Batch, LossSum, Metric, PackedBatch, Sample
+from shardtune.config import Recipe
+from shardtune.data.encoder import Encoder, Row
+from shardtune.data.packing import stack
+from shardtune.errors import ConfigError, ModelError
+from shardtune.loss import TokenLoss
+from shardtune.models.casting import compute_in
+from shardtune.models.fields import FieldEncoder
+from shardtune.models.options import NoOptions, read_options
+from shardtune.models.predictions import Measure, Prediction, predicted_loss
+from shardtune.models.pretrained import recipe_tokenizer
+from shardtune.parallel.shard import COMPUTE_DTYPE
+from shardtune.parallel.units import choose_units
+
+LABELS, IGNORED = "labels", -100
+TERM = "loss"
+"""The name of a loss that is the only one."""
+
+Losses = LossSum | Mapping[str, LossSum]
+Measured = Mapping[str, Metric | tuple[float, float]]
+WeightSource = Mapping[str, torch.Tensor | Callable[[], torch.Tensor] | str | Path | None] | str | Path | None
+"""Where weights come from: tensors, or functions that make them, by name; files; None: the module's constructor. In a
+mapping a submodule's name may stand for all of its tensors, with a path or None."""
 
 
 class Evaluation(NamedTuple):
-    """The losses of a micro-batch, and how many of its targets have the largest logit.
+    """The losses of a micro-batch, and what else is measured of it.
 
     Attributes:
-        losses: as `Adapter.loss` returns them.
-        correct: int64 scalar tensor.
-        targets: the number of targets, each counted once whatever its weight.
+        losses: as `Adapter.loss` returns them, by term.
+        metrics: (sum, weight) by name.
     """
 
     losses: dict[str, LossSum]
-    correct: torch.Tensor
-    targets: int
+    metrics: Measured
 
 
 class Adapter(ABC):
-    """The contract between a model and the training loop; a subclass is final.
+    """The contract between a model and the training loop.
 
-    An adapter holds no weights: `build` returns them, and every other method receives them.
+    An adapter holds no weights: `build` returns them, and every other method receives them. Three methods are a model's
+    own, `build`, `encode` and `loss`; all others have defaults that suit most models.
+
+    Args:
+        recipe: of the run.
+        tokenizer: one in memory instead of the recipe's.
+
+    Attributes:
+        Options: the types of `actor.model.options`, a pydantic model; an unknown key is an error.
+        padding: fields whose rows differ in length, and the value they are padded with at the end.
+        unit_classes: class names of the modules that are gathered and freed together, usually the layers; without any,
+            as transformers declares them, else chosen by size.
+        options: the recipe's `actor.model.options`, an instance of `Options`.
     """
+
+    Options: ClassVar[type[BaseModel]] = NoOptions
+    padding: ClassVar[Mapping[str, float]] = {}
+    unit_classes: ClassVar[Sequence[str]] = ()
+
+    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        self.recipe = recipe
+        self.options: Any = read_options(type(self).Options, recipe)
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def from_recipe(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None) -> Adapter:
+        """The adapter that a recipe describes."""
+        return cls(recipe, tokenizer)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of `actor.tokenizer.tokenizer_model`, or else of `actor.model.model_path`."""
+        if self._tokenizer is None:
+            self._tokenizer = recipe_tokenizer(self.recipe)
+        return self._tokenizer
+
+    # What a model is.
 
     @abstractmethod
     def build(self) -> nn.Module:
-        """The model, its parameters on the meta device and its buffers real."""
+        """The model. It is called with parameters going to the meta device, so a constructor costs no memory; where the
+        weights to start from are those of the constructor itself, it is called once more for real."""
 
     @abstractmethod
-    def terms(self) -> Mapping[str, float | None]:
-        """The loss terms: for each either None (its weight per row is in the row index) or one weight for every row."""
+    def encode(self, row: Row) -> Sample:
+        """One row of the data as named arrays. A row that lacks something may raise KeyError or ValueError."""
 
     @abstractmethod
-    def shard_units(self, model: nn.Module) -> list[nn.Module]:
-        """The modules whose parameters are gathered and freed together, usually the decoder layers."""
+    def loss(self, model: nn.Module, batch: Batch) -> Losses:
+        """The loss of one micro-batch as a sum, `LossSum(total, weight)`, or several by name.
+
+        The weight is what the sum is divided by in the end, once, over all micro-batches and ranks of a step; it has to
+        be what `weights` says of these rows. A term is scaled by scaling its total.
+        """
+
+    def weights(self, sample: Sample) -> Mapping[str, float]:
+        """What a row weighs in each term of the loss, known before training.
+
+        By default: the weights of its tokens; else the number of labels that are not -100, where there is a field
+        `labels`; else 1.
+        """
+        if len(sample.input_ids):
+            return {TERM: sample.target_weight}
+        labels = sample.fields.get(LABELS)
+        return {TERM: 1.0 if labels is None else float(np.count_nonzero(labels != IGNORED))}
+
+    def metrics(self, model: nn.Module, batch: Batch) -> Measured:
+        """What evaluation measures besides the losses: (sum, weight) by name. By default nothing."""
+        return {}
+
+    def predictions(self, model: nn.Module, batch: Batch) -> Iterator[Prediction]:
+        """What the model says of each target, in pieces of any size: what `eval.metrics` and `actor.loss` work on."""
+        raise ConfigError(
+            f"{type(self).__name__} gives no predictions",
+            where="eval.metrics, actor.loss",
+            remedy="write its method predictions(model, batch), which yields Prediction(outputs, targets, weights)",
+        )
+
+    def initial_weights(self) -> WeightSource:
+        """Where training starts: a state dict, a dict of functions that make its tensors, a file or directory, or None
+        for what the module's own constructor does. By default `actor.model.model_path`, if it is given."""
+        config = self.recipe.actor.model
+        return None if config.from_scratch else config.model_path
+
+    def shard_units(self, model: nn.Module) -> tuple[list[nn.Module], str]:
+        """The modules whose parameters are gathered and freed together, and a sentence on how they were chosen."""
+        return choose_units(model, self.unit_classes, self.recipe.actor.fsdp_config.wrap)
+
+    def examples(self) -> Sequence[Row]:
+        """A few rows for the conformance kit to try the adapter on; by default none, and the kit asks for a recipe."""
+        return ()
+
+    # What the system asks, which has a default that seldom changes.
+
+    def row_terms(self) -> Mapping[str, float]:
+        """Loss terms that weigh every row alike and are no part of what `weights` says of a sample."""
+        return {}
+
+    def encoder(self, *, with_prompts: bool) -> Encoder:
+        """What turns rows into samples in the processes that build the cache."""
+        return FieldEncoder(self, self.recipe)
+
+    def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> Batch:
+        """Samples as one micro-batch; by default each field is stacked, and padded where `padding` names it."""
+        return stack(samples, rows, weights, self.padding)
+
+    def filler(self, sample: Sample) -> Sample:
+        """What a rank without rows computes for nothing, so that others need not wait; by default this sample."""
+        return sample
+
+    def root(self, model: nn.Module) -> AdapterRoot:
+        """The module that is sharded."""
+        compute_in(model, COMPUTE_DTYPE[self.recipe.actor.model.precision])
+        return AdapterRoot(self, model)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether a loss and metrics can be computed from its `predictions`."""
+        return type(self).predictions is not Adapter.predictions
+
+    def train_loss(self, model: nn.Module, batch: Batch, token_loss: TokenLoss | None) -> dict[str, LossSum]:
+        """The loss of one micro-batch by term; that of each target is `token_loss`, where it is given."""
+        if token_loss is None:
+            return named(self.loss(model, batch))
+        term = next(iter(batch.weights), TERM)
+        return {term: predicted_loss(self.predictions(model, batch), token_loss)}
+
+    def evaluate(self, model: nn.Module, batch: Batch, measure: Measure | None = None) -> Evaluation:
+        """The losses and metrics of one micro-batch, and what `measure` makes of its predictions."""
+        own = self.metrics(model, batch)
+        further = measure(self.predictions(model, batch)) if measure is not None else {}
+        for name in own.keys() & further.keys():
+            raise ConfigError(
+                f"eval.metrics: {type(self).__name__}.metrics gives a metric {name!r} too",
+                where="eval.metrics",
+                remedy="give the function another name",
+            )
+        return Evaluation(named(self.loss(model, batch)), {**own, **further})
+
+    @property
+    def rows_share_forwards(self) -> bool:
+        """Whether a micro-batch may hold several rows."""
+        return True
+
+    def prove(
+        self, root: AdapterRoot, samples: Sequence[Sample], device: torch.device, dtype: torch.dtype
+    ) -> list[str]:
+        """Prove on real rows what the adapter relies on; returns what had to be given up, a sentence each."""
+        return []
+
+    def check_rows(self, lengths: np.ndarray, locate: Callable[[int], str]) -> None:  # noqa: B027 (may stay empty)
+        """Refuse rows that the model cannot take; `lengths` is int32 [rows], `locate` says where a row comes from."""
+
+    def hand_back(self, model: nn.Module) -> None:  # noqa: B027 (may stay empty)
+        """Undo what `build` changed in a model that its caller goes on using."""
+
+
+class WholeStepAdapter(Adapter):
+    """A model whose loss is no sum over rows but one of all rows of a step: a contrastive loss with in-batch negatives.
+
+    `outputs` is computed micro-batch by micro-batch and gathered from all ranks; `step_loss` sees all rows of the step,
+    whatever the ranks and micro-batches. Each micro-batch is computed twice, so that memory stays that of one of them
+    (Gao et al., 2021, arXiv:2101.06983).
+    """
 
     @abstractmethod
-    def loss(self, model: nn.Module, batch: Batch) -> dict[str, LossSum]:
-        """The terms of the loss on one micro-batch; each reports the weight that the row index has for it."""
+    def outputs(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """Tensors [rows, ...] of one micro-batch, by name."""
 
     @abstractmethod
-    def evaluate(self, model: nn.Module, batch: Batch) -> Evaluation:
-        """As `loss`, with the number of targets that were predicted right."""
+    def step_loss(self, outputs: Mapping[str, torch.Tensor]) -> Losses:
+        """The loss of a step from the outputs of all its rows, in an order that is the same on all ranks."""
+
+    @property
+    def predicts(self) -> bool:
+        """Its loss is none of single targets."""
+        return False
+
+    def loss(self, model: nn.Module, batch: Batch) -> Losses:
+        """The loss of a step that is one micro-batch."""
+        return self.step_loss(self.outputs(model, batch))
+
+    def root(self, model: nn.Module) -> AdapterRoot:
+        compute_in(model, COMPUTE_DTYPE[self.recipe.actor.model.precision])
+        return WholeStepRoot(self, model)
+
+
+class LanguageModel(Adapter):
+    """A model over rows of tokens, packed end to end, that can also answer."""
 
     @abstractmethod
-    def logits(self, model: nn.Module, batch: Batch, positions: torch.Tensor) -> torch.Tensor:
+    def logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
         """[positions, vocabulary]: the logits at these tokens, by the path that `loss` takes."""
 
     @abstractmethod
@@ -66,30 +257,81 @@ class Adapter(ABC):
     ) -> torch.Tensor:
         """Continue left-padded prompts [rows, tokens]; returns prompts and answers, int64 [rows, longer]."""
 
+    def root(self, model: nn.Module) -> LanguageRoot:
+        return LanguageRoot(self, model)
+
+
+def named(losses: Losses) -> dict[str, LossSum]:
+    """The terms of a loss by name."""
+    if isinstance(losses, LossSum):
+        return {TERM: losses}
+    if not isinstance(losses, Mapping) or not all(isinstance(term, LossSum) for term in losses.values()):
+        raise ModelError(
+            f"loss returned a {type(losses).__name__}, not a LossSum or a dict of them",
+            where="Adapter.loss",
+            remedy="return LossSum(total, weight): the sum of the loss over its targets, and how many they are",
+        )
+    return dict(losses)
+
 
 class AdapterRoot(nn.Module):
-    """The module that is sharded: its forward is the adapter's loss, so that every parallel layout shares one path."""
+    """The module that is sharded: its forward is the adapter's loss, so that every parallel layout shares one path.
 
-    ENTRY_POINTS = ("evaluate", "logits", "reference_logits", "generate")
+    Attributes:
+        token_loss: the training loss of a target where the recipe asks for another than the adapter's own.
+        measure: what evaluation computes from predictions.
+    """
+
+    entry_points: ClassVar[Sequence[str]] = ("evaluate",)
 
     def __init__(self, adapter: Adapter, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.token_loss: TokenLoss | None = None
+        self.measure: Measure | None = None
         self._adapter = adapter
 
     def forward(self, batch: Batch) -> dict[str, LossSum]:
-        return self._adapter.loss(self.model, batch)
+        losses = self._adapter.train_loss(self.model, batch, self.token_loss)
+        return _for_nothing(losses, batch) if batch.is_filler else losses
 
     def evaluate(self, batch: Batch) -> Evaluation:
-        return self._adapter.evaluate(self.model, batch)
+        found = self._adapter.evaluate(self.model, batch, self.measure)
+        return Evaluation(_for_nothing(found.losses, batch), {}) if batch.is_filler else found
 
-    def logits(self, batch: Batch, positions: torch.Tensor) -> torch.Tensor:
-        return self._adapter.logits(self.model, batch, positions)
+
+def _for_nothing(losses: Mapping[str, LossSum], batch: Batch) -> dict[str, LossSum]:
+    """The losses of a batch that no row of counts: computed for the others' sake."""
+    return {name: LossSum(losses[name].total * 0.0, 0.0) for name in losses}
+
+
+class WholeStepRoot(AdapterRoot):
+    """A root whose forward gives the outputs that a step's loss is made of."""
+
+    def __init__(self, adapter: WholeStepAdapter, model: nn.Module) -> None:
+        super().__init__(adapter, model)
+        self._step_adapter = adapter
+
+    def forward(self, batch: Batch) -> dict[str, torch.Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return dict(self._step_adapter.outputs(self.model, batch))
+
+
+class LanguageRoot(AdapterRoot):
+    """A root that also gives logits and answers."""
+
+    entry_points = ("evaluate", "logits", "reference_logits", "generate")
+
+    def __init__(self, adapter: LanguageModel, model: nn.Module) -> None:
+        super().__init__(adapter, model)
+        self._language = adapter
+
+    def logits(self, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
+        return self._language.logits(self.model, batch, positions)
 
     def reference_logits(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self._adapter.reference_logits(self.model, input_ids, positions)
+        return self._language.reference_logits(self.model, input_ids, positions)
 
     def generate(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, arguments: Mapping[str, object]
     ) -> torch.Tensor:
-        return self._adapter.generate(self.model, input_ids, attention_mask, arguments)
+        return self._language.generate(self.model, input_ids, attention_mask, arguments)

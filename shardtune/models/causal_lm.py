@@ -3,26 +3,47 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from shardtune.batch import Batch, LossSum
+from shardtune.batch import Batch, LossSum, Metric, PackedBatch, Sample
+from shardtune.config import DataConfig
+from shardtune.data.chat import ChatEncoder
+from shardtune.data.encoder import Row
+from shardtune.data.packing import NO_ROW, pack
+from shardtune.data.template import load_template
 from shardtune.errors import ModelError
-from shardtune.loss import IDENTITY, LogitTransform, head_cross_entropy, linear_cross_entropy, router_balance
-from shardtune.models.adapter import Adapter, Evaluation
+from shardtune.loss import (
+    IDENTITY,
+    PLAIN,
+    CrossEntropy,
+    LogitTransform,
+    TokenLoss,
+    accumulation_dtype,
+    chunk_rows,
+    head_cross_entropy,
+    linear_cross_entropy,
+    router_balance,
+)
+from shardtune.models.adapter import AdapterRoot, Evaluation, LanguageModel, LanguageRoot, WeightSource
 from shardtune.models.attention import DOCUMENTS
+from shardtune.models.predictions import Measure, Prediction
+from shardtune.models.pretrained import model_directory
+from shardtune.models.probe import probe_packing
 from shardtune.parallel.materialise import init_empty_weights
+from shardtune.parallel.units import choose_units, outermost
 
 BALANCE = "router_balance"
 TOKENS = "ce"
 
 
-class CausalLM(Adapter):
+class CausalLM(LanguageModel):
     """A causal language model of transformers, trained on packed rows.
 
     Args:
@@ -35,6 +56,10 @@ class CausalLM(Adapter):
         gradient_checkpointing: compute the units again in the backward pass.
         precision: bf16 | fp16 | fp32 | fp64; no grouped kernel takes fp64, so there experts are computed one by one.
         model: a model in memory instead of one built from `config`.
+        make: makes the model instead of `config`.
+        tokenizer: of the rows.
+        model_path: where the weights are; None: in memory, or drawn from the seed.
+        data: how rows are encoded.
     """
 
     def __init__(
@@ -48,9 +73,17 @@ class CausalLM(Adapter):
         gradient_checkpointing: bool = False,
         precision: str = "fp32",
         model: PreTrainedModel | None = None,
+        make: Callable[[], nn.Module] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        model_path: str | None = None,
+        data: DataConfig | None = None,
     ) -> None:
         self.config = config
+        self._tokenizer = tokenizer
         self._model = model
+        self._make = make
+        self._model_path = model_path
+        self._data = data or DataConfig()
         self._wrap = wrap
         self._trust_remote_code = trust_remote_code
         self._compile = compile
@@ -89,22 +122,24 @@ class CausalLM(Adapter):
                 )
             model.activation_checkpointing_enable({"use_reentrant": False})
         if self._compile:
-            for unit in _outermost(self.shard_units(model)):
+            for unit in outermost(self.shard_units(model)[0]):
                 unit.compile(dynamic=True)
         return model
 
-    def hand_back(self, model: PreTrainedModel) -> None:
+    def hand_back(self, model: nn.Module) -> None:
         """Undo what `build` changed in a model that its caller goes on using."""
         if model is not self._model:
             return
         _set_attention(model, self._own_attention)
         if self._gradient_checkpointing:
-            model.activation_checkpointing_disable()
+            _hf(model).activation_checkpointing_disable()
 
     def _from_config(self) -> PreTrainedModel:
         implementation = None if self._asked == "auto" else self._asked
         try:
             with init_empty_weights():
+                if self._make is not None:
+                    return _hf(self._make())
                 return AutoModelForCausalLM.from_config(
                     self.config,
                     dtype=torch.float32,
@@ -140,48 +175,142 @@ class CausalLM(Adapter):
         """Give up the chunked head: logits come from the model's own forward, at supervised positions only."""
         self._through_own_head = True
 
-    def terms(self) -> Mapping[str, float | None]:
-        return {TOKENS: None, **({BALANCE: 1.0} if self._balance_factor else {})}
+    @property
+    def rows_share_forwards(self) -> bool:
+        return self.packs
 
-    def shard_units(self, model: nn.Module) -> list[nn.Module]:
-        return declared_units(model, self._wrap)
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        if self._tokenizer is None:
+            raise ModelError("this adapter was made without a tokenizer")
+        return self._tokenizer
+
+    def initial_weights(self) -> WeightSource:
+        return None if self._model_path is None or self._model is not None else model_directory(self._model_path)
+
+    def encode(self, row: Row) -> Sample:
+        return self.encoder(with_prompts=False).encode(row)
+
+    def encoder(self, *, with_prompts: bool) -> ChatEncoder:
+        data = self._data
+        return ChatEncoder(
+            self.tokenizer,
+            load_template(data.chat_template, self.tokenizer),
+            train_on=data.train_on,
+            system_prompt=data.system_prompt,
+            max_length=data.max_length,
+            on_too_long=data.on_too_long,
+            with_prompts=with_prompts,
+        )
+
+    def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> PackedBatch:
+        return pack(samples, rows, weights)
+
+    def filler(self, sample: Sample) -> Sample:
+        return NO_ROW
+
+    def row_terms(self) -> Mapping[str, float]:
+        return {BALANCE: 1.0} if self._balance_factor else {}
+
+    def shard_units(self, model: nn.Module) -> tuple[list[nn.Module], str]:
+        return choose_units(model, wrap=self._wrap)
+
+    def prove(
+        self, root: AdapterRoot, samples: Sequence[Sample], device: torch.device, dtype: torch.dtype
+    ) -> list[str]:
+        """Prove, on real rows, that packing is exact for this model; otherwise do without."""
+        assert isinstance(root, LanguageRoot)
+        return probe_packing(root, self, samples, device, dtype)
+
+    def check_rows(self, lengths: np.ndarray, locate: Callable[[int], str]) -> None:
+        """Refuse rows of more tokens than the model has positions for."""
+        text = self.config.get_text_config()
+        own_name = text.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+        positions = text.to_dict().get(own_name)
+        longest = int(lengths.argmax())
+        if isinstance(positions, int) and lengths[longest] > positions:
+            raise ModelError(
+                f"a row has {int(lengths[longest]):,} tokens, the model takes {positions:,} ({own_name})",
+                where=locate(longest),
+                remedy=f"lower data.max_length to {positions}",
+            )
 
     def loss(self, model: nn.Module, batch: Batch) -> dict[str, LossSum]:
-        return self._measure(model, batch, count_correct=False).losses
+        return self.train_loss(model, batch, None)
 
-    def evaluate(self, model: nn.Module, batch: Batch) -> Evaluation:
-        return self._measure(model, batch, count_correct=True)
+    def train_loss(self, model: nn.Module, batch: Batch, token_loss: TokenLoss | None) -> dict[str, LossSum]:
+        return self._measure(model, batch, token_loss or PLAIN).losses
 
-    def _measure(self, model: nn.Module, batch: Batch, *, count_correct: bool) -> Evaluation:
-        model, arguments = _hf(model), (batch.targets, batch.target_weights)
+    def evaluate(self, model: nn.Module, batch: Batch, measure: Measure | None = None) -> Evaluation:
+        return self._measure(model, batch, PLAIN, measure or _nothing)
+
+    def predictions(self, model: nn.Module, batch: Batch) -> Iterator[Prediction]:
+        """The logits of the supervised positions, as many at a time as the loss holds."""
+        assert isinstance(batch, PackedBatch)
+        _, hidden, head = self._to_head(model, batch, batch.target_positions)
+        return self._pieces(hidden, head, batch)
+
+    def _pieces(self, hidden: torch.Tensor, head: nn.Module | None, batch: PackedBatch) -> Iterator[Prediction]:
+        size = chunk_rows(hidden.device, self._vocabulary)
+        for start in range(0, hidden.shape[0], size):
+            part = slice(start, start + size)
+            logits = hidden[part] if head is None else self._transform(head(hidden[part]))
+            acc = accumulation_dtype(logits.dtype)
+            yield Prediction(logits.to(acc), batch.targets[part], batch.target_weights[part])
+
+    @property
+    def _vocabulary(self) -> int:
+        return self.config.get_text_config().vocab_size
+
+    def _to_head(
+        self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor
+    ) -> tuple[Any, torch.Tensor, nn.Module | None]:
+        """The model's outputs, what its head takes at some tokens, and the head; their logits where there is None."""
+        assert isinstance(model, PreTrainedModel)
         if self._through_own_head:
-            outputs = self._call(model, batch, logits_to_keep=batch.target_positions)
-            total, correct = head_cross_entropy(
-                outputs.logits[0], _same, outputs.logits.shape[-1], *arguments, count_correct=count_correct
+            outputs = self._call(model, batch, logits_to_keep=positions)
+            return outputs, outputs.logits[0], None
+        head = model.get_output_embeddings()
+        if head is None:
+            raise ModelError(
+                f"{type(model).__name__} has no language-model head",
+                where="actor.model.model_path",
+                remedy="give the directory of a causal language model",
             )
+        outputs = self._call(model.base_model, batch)
+        # In the head's dtype: models that add up their residuals in fp32 (Mamba) leave them so.
+        hidden = outputs[0][0].index_select(0, positions)
+        return outputs, hidden.to(next(head.parameters(), hidden).dtype), head
+
+    def _measure(
+        self, model: nn.Module, batch: Batch, token_loss: TokenLoss, measure: Measure | None = None
+    ) -> Evaluation:
+        """The losses; with `measure` also metrics: which predictions are right, and what it makes of them."""
+        assert isinstance(batch, PackedBatch)
+        outputs, hidden, head = self._to_head(model, batch, batch.target_positions)
+        arguments, counts = (batch.targets, batch.target_weights), measure is not None
+        if type(head) is nn.Linear and isinstance(token_loss, CrossEntropy):
+            total, correct = linear_cross_entropy(
+                hidden, head.weight, *arguments, bias=head.bias, transform=self._transform, loss=token_loss,
+                count_correct=counts,
+            )  # fmt: skip
         else:
-            outputs = self._call(model.base_model, batch)
-            head = _head(model)
-            hidden = _for_head(outputs[0][0].index_select(0, batch.target_positions), head)
-            if type(head) is nn.Linear:
-                total, correct = linear_cross_entropy(
-                    hidden, head.weight, *arguments, bias=head.bias, transform=self._transform,
-                    count_correct=count_correct,
-                )  # fmt: skip
-            else:
-                total, correct = head_cross_entropy(
-                    hidden, head, self.config.get_text_config().vocab_size, *arguments,
-                    transform=self._transform, count_correct=count_correct,
-                )  # fmt: skip
+            total, correct = head_cross_entropy(
+                hidden, _same if head is None else head, self._vocabulary, *arguments,
+                transform=IDENTITY if head is None else self._transform, token_loss=token_loss, count_correct=counts,
+            )  # fmt: skip
         losses = {TOKENS: LossSum(total, batch.target_weight)}
         if self._balance_factor:
             balance = router_balance(
                 outputs.router_logits, batch.cu_seqlens, batch.document_weights, self._experts_per_token
             )
-            losses[BALANCE] = LossSum(self._balance_factor * balance, float(batch.num_documents))
-        return Evaluation(losses, correct, batch.targets.numel())
+            losses[BALANCE] = LossSum(self._balance_factor * balance, float(batch.num_rows))
+        if measure is None:
+            return Evaluation(losses, {})
+        accuracy = Metric(float(correct), float(batch.targets.numel()))
+        return Evaluation(losses, {"token_accuracy": accuracy, **measure(self._pieces(hidden, head, batch))})
 
-    def _call(self, module: nn.Module, batch: Batch, **further: Any) -> Any:
+    def _call(self, module: nn.Module, batch: PackedBatch, **further: Any) -> Any:
         """A forward over packed documents; several documents need their boundaries, one needs none."""
         if self._balance_factor:
             further["output_router_logits"] = True
@@ -196,12 +325,9 @@ class CausalLM(Adapter):
             )
         return module(input_ids=batch.input_ids[None], use_cache=False, **further)
 
-    def logits(self, model: nn.Module, batch: Batch, positions: torch.Tensor) -> torch.Tensor:
-        model = _hf(model)
-        if self._through_own_head:
-            return self._call(model, batch, logits_to_keep=positions).logits[0]
-        hidden, head = self._call(model.base_model, batch)[0][0], _head(model)
-        return self._transform(head(_for_head(hidden.index_select(0, positions), head)))
+    def logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
+        _, hidden, head = self._to_head(model, batch, positions)
+        return hidden if head is None else self._transform(head(hidden))
 
     def reference_logits(self, model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         with _attention(model, "eager"), torch.compiler.set_stance("force_eager"):
@@ -218,63 +344,18 @@ class CausalLM(Adapter):
             return generate(input_ids=input_ids, attention_mask=attention_mask, **arguments)
 
 
-def declared_units(model: nn.Module, wrap: list[str] | None = None) -> list[nn.Module]:
-    """The modules that shard as a unit: of the classes in `wrap`, else as the model declares, else its largest list.
-
-    Args:
-        model: a model of transformers.
-        wrap: class names, `actor.fsdp_config.wrap`.
-    """
-    declared = set(wrap or (model._no_split_modules if isinstance(model, PreTrainedModel) else None) or ())
-    units = [module for module in model.modules() if type(module).__name__ in declared]
-    if wrap and not units:
-        raise ModelError(
-            f"actor.fsdp_config.wrap: no module of the model is a {' or a '.join(sorted(declared))}",
-            where="actor.fsdp_config.wrap",
-            remedy=f"class names here are {', '.join(sorted({type(m).__name__ for m in model.modules()}))}",
-        )
-    if any(isinstance(unit, (nn.ModuleList, nn.ModuleDict)) for unit in units):
-        raise ModelError(
-            "actor.fsdp_config.wrap names a list of modules, which cannot shard as a unit: it has no forward",
-            where="actor.fsdp_config.wrap",
-            remedy="name the class of the modules in it",
-        )
-    if units:
-        return units if wrap else _outermost(units)
-    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
-    return list(max(stacks, key=lambda stack: sum(p.numel() for p in stack.parameters()))) if stacks else []
-
-
-def _outermost(units: list[nn.Module]) -> list[nn.Module]:
-    """Those that are not inside another."""
-    inside = {module for unit in units for module in unit.modules() if module is not unit}
-    return [unit for unit in units if unit not in inside]
-
-
 def _hf(model: nn.Module) -> PreTrainedModel:
     """What this adapter built, as the type that it is."""
     assert isinstance(model, PreTrainedModel)
     return model
 
 
-def _head(model: PreTrainedModel) -> nn.Module:
-    head = model.get_output_embeddings()
-    if head is None:
-        raise ModelError(
-            f"{type(model).__name__} has no language-model head",
-            where="actor.model.model_path",
-            remedy="give the directory of a causal language model",
-        )
-    return head
-
-
-def _for_head(hidden: torch.Tensor, head: nn.Module) -> torch.Tensor:
-    """In the head's dtype: models that add up their residuals in fp32 (Mamba) leave them so."""
-    return hidden.to(next(head.parameters(), hidden).dtype)
-
-
 def _same(logits: torch.Tensor) -> torch.Tensor:
     return logits
+
+
+def _nothing(predictions: Iterator[Prediction]) -> Mapping[str, Metric]:
+    return {}
 
 
 def _declared_transform(config: PreTrainedConfig) -> LogitTransform:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from shardtune.batch import Batch, Sample
+from shardtune.batch import PackedBatch, Sample
 from shardtune.data.packing import pack
 from shardtune.errors import ModelError
-from shardtune.models.adapter import AdapterRoot
-from shardtune.models.causal_lm import CausalLM
+from shardtune.models.adapter import LanguageRoot
+
+if TYPE_CHECKING:
+    from shardtune.models.causal_lm import CausalLM
 
 LONGEST = 2048
 """Tokens of a row that the probe looks at."""
@@ -30,7 +33,7 @@ SAME_SHAPES = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-3, 
 
 @torch.no_grad()
 def probe_packing(
-    root: AdapterRoot, adapter: CausalLM, samples: Sequence[Sample], device: torch.device, dtype: torch.dtype
+    root: LanguageRoot, adapter: CausalLM, samples: Sequence[Sample], device: torch.device, dtype: torch.dtype
 ) -> list[str]:
     """Choose the fastest way that gives right numbers for this model; every rank calls it with the same rows.
 
@@ -59,7 +62,7 @@ def probe_packing(
 
 
 def _choose(
-    root: AdapterRoot, adapter: CausalLM, rows: list[Sample], device: torch.device, dtype: torch.dtype
+    root: LanguageRoot, adapter: CausalLM, rows: list[Sample], device: torch.device, dtype: torch.dtype
 ) -> list[str]:
     reference = [
         root.reference_logits(torch.from_numpy(row.input_ids.astype(np.int64)).to(device), _ends(row).to(device))
@@ -97,7 +100,7 @@ def _choose(
 
 
 def _isolated(
-    root: AdapterRoot, rows: list[Sample], together: list[torch.Tensor], device: torch.device, tolerance: float
+    root: LanguageRoot, rows: list[Sample], together: list[torch.Tensor], device: torch.device, tolerance: float
 ) -> bool:
     """Whether a row stays in place when all tokens of the other change."""
     for number in range(len(rows)):
@@ -124,9 +127,9 @@ def _ends(row: Sample) -> torch.Tensor:
     return place[(place < POSITIONS) | (place >= row.length - POSITIONS)]
 
 
-def _packed(root: AdapterRoot, rows: list[Sample], device: torch.device) -> list[torch.Tensor]:
+def _packed(root: LanguageRoot, rows: list[Sample], device: torch.device) -> list[torch.Tensor]:
     """The logits at both ends of each row when the rows are packed into one forward."""
-    batch: Batch = pack(rows, range(len(rows)), {}).to(device)
+    batch: PackedBatch = pack(rows, range(len(rows)), {}).to(device)
     starts = np.cumsum([0, *(row.length for row in rows)])
     ends = [_ends(row) + int(start) for row, start in zip(rows, starts, strict=False)]
     logits = root.logits(batch, torch.cat(ends).to(device))

@@ -1,157 +1,115 @@
-"""From a recipe's `actor.model` to a model: its config, its tokenizer, its adapter."""
+"""From a recipe's `actor.model` to the adapter that describes the model, and to the model itself."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
-from pathlib import Path
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from shardtune.config import ModelConfig
+from shardtune.config import DataConfig, ModelConfig, Recipe
 from shardtune.errors import ConfigError, ModelError
+from shardtune.functions import load_function
+from shardtune.models.adapter import Adapter
 from shardtune.models.causal_lm import CausalLM
+from shardtune.models.pretrained import MODEL_PATH, check_vocabulary, load_config, recipe_tokenizer
+from shardtune.registration import known_names, registered
 
 MODEL_TYPES = {"causal_lm": "any causal language model of transformers, by its config.json"}
-MODEL_PATH = "actor.model.model_path"
-OVERRIDES = "actor.model.config_overrides"
-GIVE_A_MODEL = (
-    "give the directory (or Hub name) of a model: config.json, weights and tokenizer, as save_pretrained writes them"
-)
-TRUST = "read that code; if you trust it, set actor.model.trust_remote_code=true"
-SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
-"""What of a Hub model is fetched besides weights."""
 
 
-def load_config(config: ModelConfig, overrides: Mapping[str, Any] | None = None) -> PreTrainedConfig:
-    """The model's own config with `actor.model.config_overrides`."""
-    path = config.model_path
-    if path is None:
-        raise no_model_path()
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise ModelError(f"{path} holds no config.json, so it is no model", where=MODEL_PATH, remedy=GIVE_A_MODEL)
-    try:
-        loaded = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise ModelError(
-            f"{path} holds no config.json that transformers knows: {_first_line(error)}",
-            where=MODEL_PATH,
-            remedy=TRUST if "trust_remote_code" in str(error) else GIVE_A_MODEL,
-        ) from error
-    _override(loaded, {**config.config_overrides, **(overrides or {})})
-    return loaded
+def find_adapter(
+    recipe: Recipe, *, model: PreTrainedModel | None = None, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Adapter:
+    """The adapter of a recipe: the class that `actor.model.adapter` names, or the one of `actor.model.model_type`.
 
-
-def _override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
-    """Set `actor.model.config_overrides`, and check that the settings agree with each other."""
-    text = config.get_text_config()
-    known = text.to_dict()
-    for key in overrides:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            raise ConfigError(
-                f"actor.model.config_overrides.{key} is not a setting of {type(config).__name__}",
-                where=OVERRIDES,
-                remedy=f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(known))}",
-            )
-    try:
-        for key, value in overrides.items():
-            setattr(text, key, value)
-        text.validate()
-    except (StrictDataclassError, TypeError, ValueError) as error:
+    Args:
+        recipe: of the run.
+        model: a causal language model in memory instead of the recipe's.
+        tokenizer: one in memory instead of the recipe's.
+    """
+    config = recipe.actor.model
+    kind = adapter_class(config)
+    if kind is not None:
+        return kind.from_recipe(recipe, tokenizer)
+    if config.options:
         raise ConfigError(
-            f"{OVERRIDES} = {dict(overrides)}: {_last_line(error)}"
-            if overrides
-            else f"the model's config.json contradicts itself: {_last_line(error)}",
-            where=OVERRIDES if overrides else MODEL_PATH,
-            remedy=f"choose values of actor.model.config_overrides that {type(config).__name__} takes",
-        ) from error
-
-
-def no_model_path() -> ConfigError:
-    return ConfigError(
-        "actor.model.model_path is not set", where=MODEL_PATH, remedy="give the directory (or Hub name) of the model"
-    )
-
-
-def model_directory(path: str) -> Path:
-    """The directory with a model's files: the one that is named, or the copy of what a Hub name names."""
-    if Path(path).is_dir() or Path(path).is_absolute():
-        return Path(path)
-    try:
-        folder = Path(snapshot_download(path, allow_patterns=[*SETTINGS, "*.safetensors"]))
-        if not any(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(path, allow_patterns=[*SETTINGS, "*.bin"]))
-    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
-        raise ModelError(
-            f"the weights of {path} cannot be fetched from the Hub: {_first_line(error)}",
-            where=MODEL_PATH,
-            remedy="check the name, your access (huggingface-cli login) and the network, or give a directory",
-        ) from error
-    return folder
-
-
-def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a directory or Hub name."""
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # tokenizers raises plain Exceptions for a torn file
-        raise ModelError(
-            f"{path} holds no tokenizer that can be read: {_first_line(error)}",
-            where="actor.tokenizer.tokenizer_model",
-            remedy="give the directory of one as actor.tokenizer.tokenizer_model",
-        ) from error
-
-
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
-    """Refuse a tokenizer with tokens that the model has no embedding for."""
-    rows = int(config.get_text_config().vocab_size)
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    if largest >= rows:
-        raise ModelError(
-            f"the tokenizer has token ids up to {largest}, the model's embedding has {rows} rows",
-            where=f"{tokenizer.name_or_path or 'tokenizer'}",
-            remedy=(
-                "use the model's own tokenizer, or make the embedding larger first: "
-                "model.resize_token_embeddings(len(tokenizer)) and save_pretrained; with actor.model.from_scratch, "
-                f"config_overrides: {{vocab_size: {largest + 1}}}"
-            ),
+            f"actor.model.options = {config.options}: no part of {config.model_type} reads them",
+            where="actor.model.options",
+            remedy="leave them out; they are for an adapter or a worker of your own",
         )
+    tokenizer = tokenizer or recipe_tokenizer(recipe)
+    adapter = causal_lm(config, wrap=recipe.actor.fsdp_config.wrap, model=model, tokenizer=tokenizer, data=recipe.data)
+    check_vocabulary(tokenizer, adapter.config)
+    return adapter
+
+
+def adapter_class(config: ModelConfig) -> type[Adapter] | None:
+    """The user's adapter class that a recipe asks for; None where it asks for none."""
+    if config.adapter is not None:
+        found = load_function(config.adapter, "actor.model.adapter")
+        if not (inspect.isclass(found) and issubclass(found, Adapter)):
+            raise ConfigError(
+                f"actor.model.adapter: {config.adapter} is no adapter",
+                where=f"actor.model.adapter = {config.adapter}",
+                remedy="name a class that derives from shardtune.Adapter",
+            )
+        return _complete(found, f"actor.model.adapter = {config.adapter}")
+    if config.model_type in MODEL_TYPES:
+        return None
+    return next((found for found in registered(config.model_type) if _is_adapter(found)), None)
+
+
+def _is_adapter(found: Any) -> bool:
+    return inspect.isclass(found) and issubclass(found, Adapter)
+
+
+def _complete(kind: type[Adapter], where: str) -> type[Adapter]:
+    """The class, unless it lacks one of the methods that every adapter has."""
+    if inspect.isabstract(kind):
+        lacking = ", ".join(sorted(kind.__abstractmethods__))
+        raise ConfigError(
+            f"the adapter {kind.__name__} lacks {lacking}",
+            where=where,
+            remedy="write it; docs/add-a-model.md shows how",
+        )
+    return kind
 
 
 def causal_lm(
-    config: ModelConfig, *, wrap: list[str] | None = None, overrides: Mapping[str, Any] | None = None
+    config: ModelConfig,
+    *,
+    wrap: list[str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    model: PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    data: DataConfig | None = None,
 ) -> CausalLM:
-    """The adapter of a recipe's causal language model."""
-    if config.model_type not in MODEL_TYPES:
-        raise ConfigError(
-            f"actor.model.model_type = {config.model_type} is not known",
-            where="actor.model.model_type",
-            remedy=(
-                f"use one of {', '.join(MODEL_TYPES)} (shardtune models lists them), or name the file that registers "
-                "it in plugins"
-            ),
-        )
-    if config.adapter is not None:
-        raise ConfigError(
-            f"actor.model.adapter = {config.adapter} is not supported in this version of shardtune",
-            where="actor.model.adapter",
-            remedy="leave it out and use actor.model.model_type: causal_lm, or a worker of your own",
-        )
-    loaded = load_config(config, overrides)
+    """The adapter of a recipe's causal language model.
+
+    Args:
+        config: the section `actor.model`.
+        wrap: `actor.fsdp_config.wrap`.
+        overrides: further settings of the model's config.
+        model: a model in memory.
+        tokenizer: for the rows; not needed to build the model.
+        data: the section `data`; likewise.
+    """
+    make = None if model is not None else _registered_model(config)
+    loaded = load_config(config, overrides) if model is None else model.config
     covered = type(loaded) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (
         loaded.to_dict().get("auto_map") or {}
     )
-    if not covered:
+    if not covered and model is None and make is None:
         raise ModelError(
             f"{config.model_path} holds a model of type {loaded.model_type!r}, which is no causal language model",
             where=f"{MODEL_PATH}: config.json",
-            remedy="give one of the architectures that shardtune models lists",
+            remedy="give one of the architectures that shardtune models lists, or an adapter of your own "
+            "(actor.model.adapter: file.py:Class)",
         )
     return CausalLM(
         loaded,
@@ -161,6 +119,11 @@ def causal_lm(
         compile=config.compile,
         gradient_checkpointing=config.gradient_checkpointing,
         precision=config.precision,
+        model=model,
+        make=make,
+        tokenizer=tokenizer,
+        model_path=None if config.from_scratch else config.model_path,
+        data=data,
     )
 
 
@@ -173,21 +136,43 @@ def get_model(
         cfg: the section `actor.model`.
         override_config_kwargs: further settings of the model's config.
     """
-    config = cfg if isinstance(cfg, ModelConfig) else ModelConfig.model_validate(dict(cfg))
+    given = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg
+    config = given if isinstance(given, ModelConfig) else ModelConfig.model_validate(given)
+    make = _registered_model(config, override_config_kwargs)
+    if make is not None:
+        return make()
     adapter = causal_lm(config, overrides=override_config_kwargs)
     model = adapter.build()
     adapter.one_row_per_forward(model)  # a user's batch is padded, so the model's own attention reads its mask
     return model
 
 
+def _registered_model(
+    config: ModelConfig, overrides: Mapping[str, Any] | None = None
+) -> Callable[[], nn.Module] | None:
+    """What makes the model of a registered `model_type`; None where no function is registered for it.
+
+    Raises:
+        ConfigError: the name is not known at all.
+    """
+    if config.model_type in MODEL_TYPES:
+        return None
+    if config.model_type not in known_names():
+        raise ConfigError(
+            f"actor.model.model_type = {config.model_type} is not known",
+            where="actor.model.model_type",
+            remedy=(
+                f"use one of {', '.join([*MODEL_TYPES, *known_names()])} (shardtune models lists them), or name the "
+                "file that registers it in plugins"
+            ),
+        )
+    function = next((entry for entry in registered(config.model_type) if not inspect.isclass(entry)), None)
+    if function is None:
+        return None
+    values = config.model_dump() | {"config_overrides": {**config.config_overrides, **(overrides or {})}}
+    return lambda: function(OmegaConf.create(values))
+
+
 def known_architectures() -> list[str]:
     """The `model_type`s of config.json files that `causal_lm` covers."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def _last_line(error: BaseException) -> str:
-    return next(reversed(str(error).strip().splitlines()), type(error).__name__).strip()

@@ -12,6 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from shardtune.errors import ModelError
+from shardtune.parallel.buffers import statistical_norms
+
 
 @contextmanager
 def init_empty_weights() -> Iterator[None]:
@@ -59,24 +62,42 @@ def shard_of(tensor: torch.Tensor) -> Shard:
     return Shard(local, tuple(offsets) if local.numel() else (0,) * local.ndim)
 
 
-def materialise(root: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
-    """Gives every meta parameter under `root` memory (not values) on `device`, floating ones in `dtype`.
+def materialise(
+    root: nn.Module, *, dtype: torch.dtype, device: torch.device, frozen: torch.dtype | None = None
+) -> None:
+    """Gives every parameter and buffer under `root` memory on `device`, floating parameters in `dtype`.
 
-    `root` is the outermost sharded module, which has to learn where its shards lie now. Parameters that are already
-    real and buffers keep their values and dtype and move to `device`. Shared parameters stay shared.
+    `root` is the outermost sharded module, which has to learn where its shards lie now. What is on the meta device gets
+    memory, not values; what is real keeps its values. Buffers keep their dtype, but for the statistics of norms, which
+    have that of the norms' parameters. Shared parameters stay shared.
+
+    Args:
+        frozen: the dtype of parameters that are not trained, if it is another.
+
+    Raises:
+        ModelError: a buffer without values that no checkpoint or weight file could fill.
     """
     # One object may have several names, and moving must not part them.
     shared = _names_by_parameter(root)
+    kept = {id(buffer) for buffer in persistent_buffers(root).values()}
+    stranded = [name for name, buffer in root.named_buffers() if buffer.is_meta and id(buffer) not in kept]
+    if stranded:
+        raise ModelError(
+            f"the buffer {stranded[0]} is computed from parameters, which have no values while the model is built, and "
+            "is not saved with them",
+            where=type(root).__name__,
+            remedy="compute it in forward, or register it with persistent=True",
+        )
+    norms = statistical_norms(root).values()
+    statistics = {id(tensor) for norm in norms for tensor in (*norm.buffers(recurse=False), *norm.parameters())}
 
     def allocate(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_meta:
-            return tensor.to(device)
-        wanted = dtype if tensor.is_floating_point() else tensor.dtype
-        return torch.empty_like(tensor, dtype=wanted, device=device)
+        is_parameter, of_norm = isinstance(tensor, nn.Parameter), id(tensor) in statistics
+        wanted = dtype if tensor.is_floating_point() and (is_parameter or of_norm) else tensor.dtype
+        if frozen is not None and wanted.is_floating_point and is_parameter and not (tensor.requires_grad or of_norm):
+            wanted = frozen
+        return torch.empty_like(tensor, dtype=wanted, device=device) if tensor.is_meta else tensor.to(device, wanted)
 
-    stranded = [name for name, buffer in root.named_buffers() if buffer.is_meta]
-    if stranded:
-        raise ValueError(f"buffers without values: {stranded[:5]}; build the model inside init_empty_weights()")
     root._apply(allocate)
     for first, *others in shared:
         parameter = root.get_parameter(first)

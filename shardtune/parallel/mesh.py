@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,8 @@ from shardtune.errors import ParallelError
 
 T = TypeVar("T")
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+EXIT_TIMEOUT = datetime.timedelta(minutes=5)
+"""How long a rank whose script has ended waits for the others to end too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,15 @@ class Ranks:
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+    def share(self, tensor: torch.Tensor) -> None:
+        """Give a tensor rank 0's values, in place, bit by bit."""
+        if self.mesh is None or not tensor.numel():
+            return
+        dense = tensor.detach().contiguous()
+        dist.broadcast(dense.reshape(-1).view(torch.uint8), src=0)
+        if dense.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(dense)
 
     def new_group(self) -> dist.ProcessGroup | None:
         """Connections of their own between all ranks, for what goes on beside training; every rank calls it."""
@@ -133,7 +146,45 @@ def join_ranks(device: str) -> Ranks:
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        _leave_at_exit()
     return Ranks(rank, world_size, chosen, init_device_mesh(chosen.type, (world_size,), mesh_dim_names=("shard",)))
+
+
+def _leave_at_exit() -> None:
+    """See to it that a script that just ends leaves the group in order.
+
+    A process that ends with the group open may hang or abort while the interpreter is taken down.
+    """
+    global _at_exit
+    if _at_exit:
+        return
+    _at_exit = True
+    said, failed = sys.excepthook, []
+
+    def note(*error: Any) -> None:
+        failed.append(error)
+        said(*error)
+
+    def leave() -> None:
+        if not dist.is_initialized():
+            return
+        try:
+            if failed:  # others may be waiting elsewhere
+                raise RuntimeError
+            work = dist.all_reduce(torch.zeros(1), async_op=True)  # a barrier with a limit; on CPU it is gloo's
+            if work is not None:
+                work.wait(EXIT_TIMEOUT)
+            dist.destroy_process_group()
+        except RuntimeError:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    sys.excepthook = note
+    atexit.register(leave)
+
+
+_at_exit = False
 
 
 def leave_ranks(ranks: Ranks) -> None:

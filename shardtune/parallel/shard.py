@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from shardtune.parallel.buffers import Buffers, norm_parameters
 from shardtune.parallel.mesh import Ranks
 
 MASTER_DTYPE = {"bf16": torch.float32, "fp16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
@@ -30,6 +31,8 @@ def shard(
 
     Gradients are summed over ranks, not averaged: losses are divided by the step's weight beforehand. FSDP2 averages
     unless told otherwise on every one of its modules (on the root alone it is silently wrong), and gloo can only sum.
+    Scalar parameters, which FSDP2 cannot split, and those of norms that need full precision stay whole on every rank;
+    `Weights` sums their gradients.
 
     Args:
         root: the module that is called, on the meta device.
@@ -45,10 +48,18 @@ def shard(
     policy = MixedPrecisionPolicy(
         param_dtype=compute if compute != MASTER_DTYPE[precision] else None, reduce_dtype=MASTER_DTYPE[precision]
     )
+    whole = {parameter for parameter in root.parameters() if parameter.ndim == 0}
+    if policy.param_dtype is not None:
+        whole |= norm_parameters(root)
     innermost_first = [module for module in reversed(list(root.modules())) if module in set(units)]
-    for unit in innermost_first:
-        fully_shard(unit, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(root, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=False)
+    for unit in (*innermost_first, root):
+        fully_shard(
+            unit,
+            mesh=ranks.mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward and unit is not root,
+            ignored_params=whole,
+        )
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -67,7 +78,8 @@ class Weights:
 
     With FSDP2, or when the model computes in full precision, they are the model's own parameters. A single process
     that computes in half precision keeps them beside the model, with FSDP2's arithmetic: half-precision weights and
-    gradients, gradients summed over micro-batches and applied in fp32.
+    gradients, gradients summed over micro-batches and applied in fp32. So does a rank with what it holds whole. What is
+    not trained and loses nothing in half precision is held in that alone.
 
     Args:
         root: the module that is called.
@@ -75,37 +87,81 @@ class Weights:
         precision: bf16 | fp16 | fp32 | fp64.
         ranks: of the run.
         reduce_each: reduce gradients over ranks after each micro-batch (less memory) and not only after the last.
+        elsewhere: names of parameters that checkpoints leave out, because they are loaded from where training starts.
     """
 
     def __init__(
-        self, root: nn.Module, model: nn.Module, precision: str, ranks: Ranks, *, reduce_each: bool = False
+        self,
+        root: nn.Module,
+        model: nn.Module,
+        precision: str,
+        ranks: Ranks,
+        *,
+        reduce_each: bool = False,
+        elsewhere: Collection[str] = (),
     ) -> None:
         self._root = root
+        self._elsewhere = elsewhere
         self._ranks = ranks
         self._reduce_each = reduce_each
-        self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in _persistent_names(model)}
+        self._buffers = Buffers(model, ranks)
         compute, master = COMPUTE_DTYPE[precision], MASTER_DTYPE[precision]
+        self._master = master
         self._computed = dict(model.named_parameters())
-        self.parameters: dict[str, nn.Parameter] = self._computed
-        self._apart = ranks.mesh is None and compute != master
+        self._whole = [name for name, parameter in self._computed.items() if not isinstance(parameter, DTensor)]
+        self.parameters: dict[str, nn.Parameter] = dict(self._computed)
+        self._apart: list[str] = []
+        self._narrowed: list[str] = []
         self._hooks: list[RemovableHandle] = []
-        if self._apart:
-            kept = {name: _keep_master(parameter, compute) for name, parameter in self._computed.items()}
-            self.parameters = {name: master for name, (master, _) in kept.items()}
-            self._hooks = [hook for _, hook in kept.values() if hook is not None]
+        full = norm_parameters(model)
+        for name in self._whole if compute != master else ():
+            parameter = self._computed[name]
+            if not parameter.is_floating_point() or parameter.dtype == compute or parameter in full:
+                continue
+            if not parameter.requires_grad and _fits(parameter, compute):
+                parameter.data = parameter.data.to(compute)
+                self._narrowed.append(name)
+            else:
+                self._apart.append(name)
+                self.parameters[name], hook = _keep_master(parameter, compute)
+                self._hooks += [hook] if hook is not None else []
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that are trained, by name."""
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters and persistent buffers by name: what a checkpoint of the model holds."""
-        return {**self.parameters, **self._buffers}
+        """Parameters and persistent buffers by name."""
+        return {**self.parameters, **self._buffers.tensors()}
+
+    def checkpointed(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint of the model holds: `tensors` without those that come from elsewhere."""
+        return {name: tensor for name, tensor in self.tensors().items() if name not in self._elsewhere}
 
     def begin_micro_batch(self, last: bool) -> None:
         """Say, before its forward, whether a micro-batch is the step's last, after which gradients are reduced."""
+        self._buffers.watch()
         if isinstance(self._root, FSDPModule):
             self._root.set_requires_gradient_sync(last or self._reduce_each)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Make what ranks hold whole the same on all of them, after the backward pass of a step's last micro-batch.
+
+        That is: sum the gradients of whole parameters, and agree on the buffers that forwards have changed.
+        """
+        self._buffers.agree()
+        whole = [self.parameters[name] for name in self._whole if self.parameters[name].requires_grad]
+        if self._ranks.mesh is None or not whole:
+            return
+        # A parameter that no rank used keeps no gradient, so that the optimizer passes over it.
+        used = torch.tensor([parameter.grad is not None for parameter in whole], device=self._ranks.device)
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in whole]
+        flat = torch.cat([*(grad.reshape(-1) for grad in grads), used.to(grads[0].dtype)])
+        dist.all_reduce(flat)
+        pieces = flat.split([*(grad.numel() for grad in grads), len(whole)])
+        for parameter, piece, users in zip(whole, pieces, pieces[-1].tolist(), strict=False):
+            parameter.grad = piece.view_as(parameter).clone() if users else None
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -117,17 +173,17 @@ class Weights:
         for module in self._root.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        if self._apart:
-            for name, parameter in self.parameters.items():
-                self._computed[name].copy_(parameter)
+        for name in self._apart:
+            self._computed[name].copy_(self.parameters[name])
 
     def give_back(self) -> None:
         """Leave the model with its weights in full precision, and nothing of this object attached to it."""
         for hook in self._hooks:
             hook.remove()
-        if self._apart:
-            for name, parameter in self.parameters.items():
-                self._computed[name].data = parameter.data
+        for name in self._apart:
+            self._computed[name].data = self.parameters[name].data
+        for name in self._narrowed:
+            self._computed[name].data = self._computed[name].data.to(self._master)
         self.zero_gradients()
 
     def gradients(self) -> Iterator[torch.Tensor]:
@@ -139,7 +195,11 @@ class Weights:
     @torch.no_grad()
     def gradient_norm(self) -> float:
         """The Euclidean norm of the whole gradient over all ranks, summed in fp64."""
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in self.gradients() if grad.numel()]
+        # What every rank holds whole is counted by one of them.
+        passed_over = set() if self._ranks.is_main else set(self._whole)
+        counted = [parameter for name, parameter in self.parameters.items() if name not in passed_over]
+        grads = [local(parameter.grad) for parameter in counted if parameter.grad is not None]
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads if grad.numel()]
         square = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         if norms:
             square = torch.stack(norms).square().sum()
@@ -158,14 +218,9 @@ class Weights:
             parameter.grad = None
 
 
-def _persistent_names(model: nn.Module) -> set[str]:
-    """The names of the buffers that belong to the state dict."""
-    return {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        for name in module._buffers
-        if name not in module._non_persistent_buffers_set
-    }
+def _fits(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
+    """Whether another dtype holds the same values."""
+    return bool((parameter.detach().to(dtype).to(parameter.dtype) == parameter).all())
 
 
 def _keep_master(parameter: nn.Parameter, compute: torch.dtype) -> tuple[nn.Parameter, RemovableHandle | None]:

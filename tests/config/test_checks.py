@@ -62,17 +62,13 @@ def test_what_fits_together_passes(load, overrides):
 
 def test_several_contradictions_come_together(load):
     with pytest.raises(ConfigError) as error:
-        load("eval.generate=true", "runner.max_epochs=-1", "actor.optim.min_lr=1", "actor.model.is_lora=true")
+        load("eval.generate=true", "runner.max_epochs=-1", "actor.optim.min_lr=1", "actor.model.lora.r=8")
     assert str(error.value).startswith("4 mistakes")
 
 
 @pytest.mark.parametrize(
     "override",
     [
-        "actor.model.is_lora=true",
-        "actor.model.lora.r=8",
-        "actor.model.lora.target_modules=[q_proj]",
-        "actor.model.lora.adapter_path=org/adapter",
         "actor.model.model_type=vision_language",
         "actor.model.model_type=vision_language_action",
         "actor.training_backend=ddp",

@@ -30,6 +30,8 @@ FORK = multiprocessing.get_context("fork")
 class WordEncoder:
     """An encoder of another kind than the chat's: a token per letter of `text`, the letters behind `=` trained."""
 
+    title = None
+
     def __init__(self, max_length=50, on_too_long="truncate", log: Path | None = None, delay=0.0) -> None:
         self.limit = LengthLimit(max_length, on_too_long)
         self.log = log
@@ -234,7 +236,7 @@ class TestReport:
         lines = list(dataset.report.lines())
         assert f"{path}: 1 of 7 rows cut at data.max_length: row 3 (102 tokens)" in lines
         assert f"{path}: 1 of 7 rows skipped, not usable: row 2 (no =)" in lines
-        assert f"{path}: 2 of 7 rows dropped, without a trained token: row 6: cut before the answer; row 7" in lines
+        assert f"{path}: 2 of 7 rows dropped, without a target: row 6: cut before the answer; row 7" in lines
         assert f"{path}: 1 of 7 rows dropped by data.transform: row 4" in lines
         dropped = build(path, WordEncoder(on_too_long="drop"))
         assert dropped.report.count("too_long") == 2
@@ -247,7 +249,7 @@ class TestReport:
 
     def test_nothing_left(self, tmp_path, build):
         with pytest.raises(
-            DataError, match=r"(?s)no row is left.*2 of 2 rows dropped, without a trained token.*a.jsonl"
+            DataError, match=r"(?s)no row is left.*2 of 2 rows dropped, without a target.*a.jsonl"
         ):
             build(write(tmp_path / "a.jsonl", [{"text": "1="}, {"text": "2="}]))
 

@@ -91,7 +91,7 @@ def test_steps_tell_their_tokens_and_targets() -> None:
 
 def test_a_rank_without_rows_gets_fillers() -> None:
     last = loader(3, 4).step(DataState(0, 44))
-    assert [batch.num_documents for batch in last.micro_batches] == [0]
+    assert [batch.num_rows for batch in last.micro_batches] == [0]
     assert last.denominators["balance"] == 1
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardtune.batch import Sample
-from shardtune.data.packing import deal, filler, pack
+from shardtune.data.packing import NO_ROW, deal, pack
 from shardtune.errors import ConfigError
 
 
@@ -64,7 +64,7 @@ def test_the_worked_example() -> None:
     assert batch.targets.tolist() == [6, 7, 9]
     assert batch.target_weights.tolist() == [1.0, 1.0, 1.0]
     assert batch.cu_seqlens.tolist() == [0, 3, 5]
-    assert (batch.max_length, batch.rows, batch.target_weight, batch.num_documents) == (3, (3, 9), 3.0, 2)
+    assert (batch.max_length, batch.rows, batch.target_weight, batch.num_rows) == (3, (3, 9), 3.0, 2)
     assert (batch.input_ids.dtype, batch.cu_seqlens.dtype) == (torch.int64, torch.int32)
 
 
@@ -85,8 +85,8 @@ def test_packing_leaves_the_samples_as_they_are() -> None:
 
 
 def test_a_filler_weighs_nothing() -> None:
-    batch = filler(["ce", "router_balance"])
-    assert batch.num_documents == 0
+    batch = pack([NO_ROW], (-1,), {"ce": 0.0, "router_balance": 0.0})
+    assert batch.num_rows == 0
     assert batch.target_weight == 0.0
     assert batch.weights == {"ce": 0.0, "router_balance": 0.0}
     assert batch.targets.numel() == batch.target_positions.numel() == 0

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from shardtune.data.loader import DataState, Step
-from shardtune.data.user_loader import TERM, BatchLoader, UserBatch, targets_of
-from shardtune.errors import ConfigError, DataError, ModelError
+from shardtune.data.loader_record import LoaderRecord
+from shardtune.data.user_batch import fingerprint, targets_of
+from shardtune.data.user_loader import BatchLoader
+from shardtune.errors import CheckpointError, ConfigError, DataError
 from shardtune.parallel.mesh import Ranks
 from shardtune.parallel.shard import Weights
 from shardtune.step import optimizer_step
+from shardtune.user_loss import TERM, losses_of
 from tests.dist.ranks import run_ranks
 from tests.parallel.test_shard import group
 
@@ -36,15 +41,29 @@ def batches(count: int = BATCHES) -> list[dict[str, torch.Tensor]]:
     return made
 
 
-def loader(items: Any = None, ranks: Ranks = ALONE, size: int = 4, *, sharded: bool = False) -> BatchLoader:
+def weigh(given: Sequence[Any]) -> list[Mapping[str, float]]:
+    return [{TERM: targets_of(batch, shifted=False)} for batch in given]
+
+
+def loader(
+    items: Any = None,
+    ranks: Ranks = ALONE,
+    size: int = 4,
+    *,
+    sharded: bool = False,
+    num_samples: int | None = None,
+    said: list[str] | None = None,
+) -> BatchLoader:
+    told: list[str] = [] if said is None else said
     return BatchLoader.of(
         batches() if items is None else items,
-        {"sharded": sharded},
+        {"sharded": sharded, "num_samples": num_samples},
         ranks=ranks,
         global_batch_size=size,
         micro_batch_size=ROWS,
-        shifted=False,
+        weigh=weigh,
         seed=3,
+        say=told.append,
     )
 
 
@@ -62,7 +81,7 @@ def mean_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return nn.functional.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
 
 
-def take_step(made: BatchLoader, step: Step, model: nn.Module, ranks: Ranks) -> tuple[float, float, torch.Tensor]:
+def take_step(step: Step, model: nn.Module, ranks: Ranks) -> tuple[float, float, torch.Tensor]:
     """Loss, norm and (averaged over ranks by hand, as nothing is sharded here) gradient."""
     weights = Weights(model, model, "fp64", ALONE)
     kept: list[torch.Tensor] = []
@@ -73,7 +92,7 @@ def take_step(made: BatchLoader, step: Step, model: nn.Module, ranks: Ranks) -> 
 
     optimizer.register_step_pre_hook(keep)
     result = optimizer_step(
-        lambda batch: made.losses(mean_loss(model, batch.fields), batch),
+        lambda batch: losses_of(mean_loss(model, batch.fields), batch),
         step.micro_batches,
         step.denominators,
         weights,
@@ -104,7 +123,7 @@ def on_ranks(sharded: bool) -> list[tuple[float, torch.Tensor]]:
     made = loader(items, ranks, size=ROWS * ranks.world_size * 2, sharded=sharded)
     told = []
     for step in one_epoch(made):
-        loss, _, gradient = take_step(made, step, net(), ranks)
+        loss, _, gradient = take_step(step, net(), ranks)
         told.append((loss, gradient))
     return told
 
@@ -123,73 +142,244 @@ def test_ragged_targets_give_the_loss_and_gradient_of_one_big_batch(ranks: int, 
             torch.testing.assert_close(gradient, wanted_gradient, rtol=0, atol=1e-12)
 
 
-def test_a_mean_weighs_as_many_targets_as_it_averages() -> None:
-    labels = torch.tensor([[5, -100, 3], [-100, 2, -100]])
-    assert targets_of({"labels": labels}, shifted=False) == 3
-    assert targets_of({"labels": labels}, shifted=True) == 2
-    assert targets_of({"labels": torch.tensor([1, 0, 2])}, shifted=True) == 3
-    assert targets_of({"name": "x", "pixel_values": torch.zeros(4, 3)}, shifted=True) == 4
+# -- Resuming ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch", [[torch.zeros(2)], {"name": "x"}, {"loss_scale": torch.ones(())}], ids=str)
-def test_a_batch_whose_rows_cannot_be_counted_is_refused(batch: Any) -> None:
-    with pytest.raises(DataError):
-        targets_of(batch, shifted=True)
+def noisy(items: list[int]) -> dict[str, torch.Tensor]:
+    """A collate function that draws in this process."""
+    return {"rows": torch.tensor(items), "noise": torch.rand(len(items))}
 
 
-def batch_of(weight: float = 4.0) -> UserBatch:
-    return UserBatch({}, {TERM: weight}, {})
+def plain(generator: torch.Generator | None = None, rows: int = 11, **options: Any) -> DataLoader:
+    made: Any = list(range(rows))
+    return DataLoader(made, batch_size=ROWS, shuffle=True, collate_fn=noisy, generator=generator, **options)
 
 
-def test_what_a_worker_may_return() -> None:
-    made = loader()
-    one, two = torch.tensor(2.0, requires_grad=True), torch.tensor(4.0, requires_grad=True)
-    assert float(made.losses(one * 1, batch_of())[TERM].total) == 8.0
-    assert float(made.losses([one * 1, two * 1], batch_of())[TERM].total) == 12.0
-    assert float(made.losses((one * 1, two * 1), batch_of())[TERM].total) == 12.0
-    told = batch_of()
-    assert float(made.losses((one * 1, {"accuracy": 0.5}), told)[TERM].total) == 8.0
-    assert told.metrics["accuracy"].mean == 0.5
-    assert told.metrics["accuracy"].weight == 4.0
+class Cursor:
+    """A loader with a state of its own: each epoch it begins one row further on, which nobody could guess."""
+
+    def __init__(self, rows: int = 11) -> None:
+        self.rows, self.passes, self.place = rows, 0, 0
+
+    def __len__(self) -> int:
+        return -(-self.rows // ROWS)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        if self.place >= self.rows:  # the pass before has come to its end
+            self.passes, self.place = self.passes + 1, 0
+        while self.place < self.rows:
+            rows = (torch.arange(self.place, min(self.place + ROWS, self.rows)) + self.passes) % self.rows
+            self.place += ROWS
+            yield {"rows": rows, "noise": torch.rand(len(rows))}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": torch.tensor(self.place), 1: (self.passes, None)}
+
+    def load_state_dict(self, state_dict: dict[Any, Any]) -> None:
+        self.place, self.passes = int(state_dict["place"]), state_dict[1][0]
 
 
-@pytest.mark.parametrize("output", [torch.ones(3), torch.tensor(1.0), 2.0, None], ids=str)
-def test_what_is_no_loss_is_refused(output: Any) -> None:
-    with pytest.raises(ModelError, match="not a scalar loss with a graph"):
-        loader().losses(output, batch_of())
+class Deaf(Cursor):
+    """Its state holds what JSON cannot."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        self.place, self.passes = 0, 0
+        yield from super().__iter__()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"self": self}
 
 
-@pytest.mark.parametrize("number", range(5))
-def test_a_run_that_goes_on_sees_the_rest_with_the_same_draws(number: int) -> None:
-    def collate(items: list[int]) -> dict[str, torch.Tensor]:
-        return {"rows": torch.tensor(items), "noise": torch.rand(len(items))}  # drawn in this process
-
-    def made() -> BatchLoader:
-        return loader(DataLoader(list(range(11)), batch_size=ROWS, shuffle=True, collate_fn=collate))  # pyright: ignore
-
-    whole = list(islice(made().steps(DataState()), 6))
-    rest = list(islice(made().steps(whole[number].state), 2))
-    for one, other in zip(rest, whole[number:], strict=False):
-        assert (one.state, one.after) == (other.state, other.after)
-        for mine, theirs in zip(one.micro_batches, other.micro_batches, strict=True):
-            assert torch.equal(mine.fields["rows"], theirs.fields["rows"])
-            assert torch.equal(mine.fields["noise"], theirs.fields["noise"])
-    epoch = torch.cat([batch.fields["rows"] for step in whole[:3] for batch in step.micro_batches])
-    assert sorted(epoch.tolist()) == list(range(11))
-    assert epoch.tolist() != list(range(11))
+def own_generator() -> DataLoader:
+    return plain(torch.Generator().manual_seed(5))
 
 
-def test_sizes_that_do_not_divide_are_refused_with_those_that_do() -> None:
-    with pytest.raises(ConfigError, match=r"set actor.global_batch_size to 4 or 6"):
-        loader(size=5)
-    with pytest.raises(DataError, match="without a length"):
-        loader(iter([]))
+def same_steps(one: Sequence[Step], other: Sequence[Step]) -> bool:
+    """Bitwise the same batches, at the same places."""
+    return [(step.state, step.after) for step in one] == [(step.state, step.after) for step in other] and all(
+        fingerprint(mine.fields) == fingerprint(theirs.fields)
+        for step, twin in zip(one, other, strict=True)
+        for mine, theirs in zip(step.micro_batches, twin.micro_batches, strict=True)
+    )
 
 
-def test_a_loader_that_does_not_hold_its_length_is_an_error() -> None:
-    class Short(list):
+def through_json(record: LoaderRecord) -> LoaderRecord:
+    return LoaderRecord.from_json(json.loads(json.dumps(record.to_json())))
+
+
+def resume_everywhere(make: str) -> list[list[str]]:
+    """Stop after each of six steps, and go on with a new loader; returns what was said at each."""
+    ranks, told = group(), []
+    for number in range(1, 7):
+        first = loader(globals()[make](), ranks, 4 * ranks.world_size)
+        whole = first.steps(DataState())
+        done = list(islice(whole, number))[-1]
+        record = through_json(first.record())
+        said: list[str] = []
+        second = loader(globals()[make](), ranks, 4 * ranks.world_size, said=said)
+        second.resume(done.after, record, allow_changed=False)
+        assert second.record() == record or record.states is None
+        assert same_steps(list(islice(second.steps(done.after), 4)), list(islice(whole, 4))), number
+        told.append(said)
+    return told
+
+
+@pytest.mark.parametrize("make", ["plain", "own_generator", "Cursor", "Deaf"])
+def test_a_run_that_goes_on_sees_the_rest_with_the_same_draws(make: str) -> None:
+    """Three steps an epoch on one rank: stops in the middle and at the end of one."""
+    told = resume_everywhere(make)
+    again = "the loader keeps no state: going through the first"
+    if make == "Cursor":
+        assert told == [[]] * 6
+    else:
+        assert [any(again in line for line in said) for said in told] == [True, True, False] * 2
+    assert run_ranks(resume_everywhere, 2, make)[0] == resume_everywhere(make) or make != "Cursor"
+
+
+def test_an_epochs_order_is_its_own() -> None:
+    steps = list(islice(loader(own_generator()).steps(DataState()), 6))
+    first, second = (
+        torch.cat([b.fields["rows"] for step in half for b in step.micro_batches]) for half in halves(steps)
+    )
+    assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(11))
+    assert first.tolist() != second.tolist()
+    other = next(loader(plain(torch.Generator().manual_seed(6))).steps(DataState()))
+    assert not same_steps(steps[:1], [other])  # the user's own seed counts
+
+
+def halves(steps: list[Step]) -> tuple[list[Step], list[Step]]:
+    return steps[:3], steps[3:]
+
+
+def test_samplers_are_told_the_epoch() -> None:
+    class Told(list):
+        epochs: list[int] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+    list(islice(loader(Told(batches())).steps(DataState()), 5))
+    assert Told.epochs == [0, 1]
+
+
+def test_a_state_that_cannot_be_kept_is_said() -> None:
+    said: list[str] = []
+    made = loader(Deaf(), said=said)
+    next(made.steps(DataState()))
+    assert made.record().states is None
+    assert said == [
+        "the loader's own state is not kept (its state holds a Deaf): a resumed run goes through its batches again"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("items", "num_samples", "says"),
+    [
+        (batches(6), 14, "batches of an epoch: 7 -> 6"),
+        (batches(), 13, "num_samples: 14 -> 13"),
+        (batches()[::-1], 14, "the first batch: other content"),
+    ],
+    ids=["fewer batches", "fewer samples", "other rows"],
+)
+def test_data_that_changed_is_refused_saying_what(items: Any, num_samples: int, says: str) -> None:
+    first = loader(num_samples=14)
+    state = next(first.steps(DataState())).after
+    record = through_json(first.record())
+    changed = loader(items, num_samples=num_samples)
+    with pytest.raises(CheckpointError, match=f"not what this run was trained on so far:\n    {says}") as error:
+        changed.resume(state, record, allow_changed=False)
+    assert "runner.allow_changes=[data.train_data_paths]" in str(error.value)
+    changed.resume(state, record, allow_changed=True)
+    assert next(changed.steps(state)).state == state
+
+
+def test_a_loader_that_yields_other_batches_when_it_is_gone_through_again_is_refused() -> None:
+    class Whim(list):
+        passes = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            Whim.passes += 1
+            yield from [self[0], *reversed(self[1:])] if Whim.passes > 1 else super().__iter__()
+
+    first = loader(Whim(batches()))
+    state = next(first.steps(DataState())).after
+    with pytest.raises(CheckpointError, match="the first 2 batches of epoch 0 are not those that were trained on"):
+        loader(Whim(batches())).resume(state, first.record(), allow_changed=False)
+
+
+def test_a_record_is_kept_until_a_step_is_taken() -> None:
+    first = loader()
+    state = next(first.steps(DataState())).after
+    record = first.record()
+    second = loader()
+    second.resume(state, record, allow_changed=False)
+    assert second.record() == record
+    next(second.steps(state))
+    assert second.record() != record
+
+
+# -- What is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_loaders_without_a_length_are_refused() -> None:
+    class Stream(IterableDataset):
+        def __iter__(self) -> Iterator[int]:
+            yield from range(3)
+
+    for items in (iter([]), DataLoader(Stream())):
+        with pytest.raises(DataError, match="without a length"):
+            loader(items)
+    with pytest.raises(DataError, match="the loader has no batch"):
+        loader([])
+
+
+@pytest.mark.parametrize(
+    ("length", "says"), [(9, "ended after 7 batches, its length is 9"), (5, "yields more batches")]
+)
+def test_a_loader_that_does_not_hold_its_length_is_an_error(length: int, says: str) -> None:
+    class Odd(list):
         def __len__(self) -> int:
-            return 9
+            return length
 
-    with pytest.raises(DataError, match="ended after 7 batches, its length is 9"):
-        list(islice(loader(Short(batches())).steps(DataState()), 5))
+    with pytest.raises(DataError, match=says):
+        list(islice(loader(Odd(batches())).steps(DataState()), 5))
+
+
+def test_batches_larger_than_the_recipe_says_are_refused() -> None:
+    large = [{"input_ids": torch.zeros(5, 3), "labels": torch.zeros(5, 3)}] * 2
+    with pytest.raises(ConfigError, match="batches of 5 rows, actor.micro_batch_size is 2") as error:
+        next(loader(large).steps(DataState()))
+    assert "batch_size=self.cfg.actor.micro_batch_size" in str(error.value)
+    images = [{"pixel_values": torch.zeros(40, 3), "labels": torch.zeros(2, 3)}] * 2  # laid end to end
+    assert next(loader(images).steps(DataState())).denominators == {TERM: 12.0}
+    said: list[str] = []
+    small = [{"labels": torch.zeros(1, 3)}] * 3
+    next(loader(small, said=said).steps(DataState()))
+    assert said == ["the loader yields batches of 1 rows, actor.micro_batch_size is 2"]
+
+
+def on_unlike_ranks(sharded: bool) -> str:
+    """The first step where each rank's loader draws by itself, or where sharded ones are alike."""
+    ranks = group()
+    items = batches() if sharded or not ranks.rank else batches()[::-1]
+    said: list[str] = []
+    try:
+        next(loader(items, ranks, sharded=sharded, said=said).steps(DataState()))
+    except DataError as error:
+        return str(error)
+    return " ".join(said)
+
+
+def test_ranks_that_do_not_see_what_they_should_are_told() -> None:
+    for told in run_ranks(on_unlike_ranks, 2, False):
+        assert "the loader yields other batches on each rank" in told
+        assert '{"sharded": True}' in told
+    for told in run_ranks(on_unlike_ranks, 2, True):
+        assert told.endswith("begins with the same batch on every rank: rows come twice")
+
+
+def test_a_sharded_loader_need_not_divide() -> None:
+    said: list[str] = []
+    made = loader(size=5, sharded=True, said=said)
+    assert len(next(made.steps(DataState())).micro_batches) == 2
+    assert said == ["a step holds 4 rows, the nearest to 5 that divides"]

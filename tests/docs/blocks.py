@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "docs/*.md", "examples/*/README.md")
 _FENCE = re.compile(r"^```(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
-_EXCUSE = re.compile(r"<!-- not run: (?P<reason>[^\n]+) -->\n\Z")
+_MARK = re.compile(r"<!-- (?P<kind>not run|file|from): (?P<text>[^\n]+) -->\n\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,8 @@ class Block:
         language: as written behind the fence.
         text: what is between the fences.
         excuse: why it is not run, from a comment right above it; None where it is.
+        file: what a reader saves it as, likewise.
+        source: the file of the project that it is a part of, likewise.
     """
 
     page: str
@@ -29,6 +31,8 @@ class Block:
     language: str
     text: str
     excuse: str | None
+    file: str | None
+    source: str | None
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -54,14 +58,17 @@ def blocks(*languages: str) -> list[Block]:
     for page in pages():
         text = page.read_text(encoding="utf-8")
         for match in _FENCE.finditer(text):
-            excuse = _EXCUSE.search(text[: match.start()])
+            mark = _MARK.search(text[: match.start()])
+            told = {mark["kind"]: mark["text"]} if mark else {}
             found.append(
                 Block(
                     str(page.relative_to(ROOT)),
                     text.count("\n", 0, match.start()) + 1,
                     match["language"],
                     match["text"],
-                    excuse["reason"] if excuse else None,
+                    told.get("not run"),
+                    told.get("file"),
+                    told.get("from"),
                 )
             )
     return [block for block in found if block.language in languages]

@@ -12,8 +12,9 @@ from transformers import GPT2Config
 
 from shardtune.config import ModelConfig, load_recipe
 from shardtune.errors import ConfigError, ModelError, ShardtuneError
-from shardtune.models import registry
-from shardtune.models.registry import causal_lm, get_model, known_architectures, load_config, model_directory
+from shardtune.models import pretrained
+from shardtune.models.pretrained import load_config, model_directory
+from shardtune.models.registry import causal_lm, get_model, known_architectures
 from shardtune.sft_worker import SFTWorker
 from tests.workspace import make_model, make_tokenizer, make_workspace, rows
 
@@ -75,9 +76,9 @@ def test_a_hub_name_is_fetched_once_weights_and_settings_only(folder: Path, monk
         asked.append((name, options))
         return str(folder)
 
-    monkeypatch.setattr(registry, "snapshot_download", fetch)
+    monkeypatch.setattr(pretrained, "snapshot_download", fetch)
     assert model_directory("org/model") == folder
-    assert asked == [("org/model", {"allow_patterns": [*registry.SETTINGS, "*.safetensors"]})]
+    assert asked == [("org/model", {"allow_patterns": [*pretrained.SETTINGS, "*.safetensors"]})]
     assert model_directory(str(folder)) == folder
     assert len(asked) == 1
 

@@ -1,0 +1,78 @@
+"""What a recipe's LoRA section does to a model: before it is sharded, and when it gets its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shardtune.checkpoint.peft_directory import check_adapter, load_adapter
+from shardtune.config import ModelConfig
+from shardtune.errors import ConfigError
+from shardtune.models.lora import CONFIG_FILE, SECTION, attach_adapter, base_tensors, is_adapted, keep_in_nf4
+from shardtune.models.lora_init import initialise_adapter
+from shardtune.parallel.shard import COMPUTE_DTYPE
+
+
+def adapt(model: nn.Module, config: ModelConfig) -> list[str]:
+    """Give a model the adapter that the recipe asks for, if it does; before it is sharded.
+
+    Returns:
+        What a user should know.
+    """
+    if not config.is_lora:
+        return []
+    if is_adapted(model):
+        raise ConfigError(
+            f"{type(model).__name__} has an adapter of PEFT already",
+            where="actor.model.is_lora: true",
+            remedy=f"hand over the base model and give the adapter as {SECTION}.adapter_path",
+        )
+    notes = attach_adapter(model, config.lora)
+    if config.lora.base_dtype == "nf4":
+        if not all(base.tensor.is_meta for base in base_tensors(model) if isinstance(base.tensor, nn.Parameter)):
+            raise ConfigError(
+                "a model in memory keeps its own weights, which NF4 would replace",
+                where=f"{SECTION}.base_dtype: nf4",
+                remedy="save it and give its directory as actor.model.model_path",
+            )
+        notes.append(keep_in_nf4(model, COMPUTE_DTYPE[config.precision]))
+    return notes
+
+
+def check_stored(model: nn.Module, config: ModelConfig) -> None:
+    """Compare the adapter that training starts from with an adapted model, by names and shapes."""
+    if config.is_lora and config.lora.adapter_path is not None:
+        check_adapter(model, config.lora.adapter_path)
+
+
+def frozen_dtype(config: ModelConfig) -> torch.dtype | None:
+    """How the weights below an adapter are kept, where that is not how the trained ones are."""
+    if not config.is_lora or config.lora.base_dtype == "auto":
+        return None
+    return COMPUTE_DTYPE[config.precision]
+
+
+def begin_adapter(model: nn.Module, config: ModelConfig, seed: int) -> None:
+    """Give an adapter its first weights, once the base model has its own; every rank calls it."""
+    if not config.is_lora:
+        return
+    if config.lora.adapter_path is not None:
+        load_adapter(model, config.lora.adapter_path)
+    else:
+        initialise_adapter(model, seed)
+
+
+def from_elsewhere(model: nn.Module) -> frozenset[str]:
+    """The names of parameters that checkpoints leave out: frozen ones, which training starts from and never changes."""
+    return frozenset(
+        base.own_name
+        for base in base_tensors(model)
+        if isinstance(base.tensor, nn.Parameter) and not base.tensor.requires_grad
+    )
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether a directory holds an adapter and not a model."""
+    return (directory / CONFIG_FILE).is_file()

@@ -1,0 +1,237 @@
+"""An adapter as a directory that PEFT loads, read and written shard by shard, and its merging into the base model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import NamedTuple
+
+import peft
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardtune.checkpoint.export import gather_full, save_error
+from shardtune.checkpoint.safetensors_file import SafetensorsWriter, TensorPlan
+from shardtune.checkpoint.weight_files import WeightTensor, find_weights
+from shardtune.errors import ModelError
+from shardtune.models.lora import ADAPTER, BaseTensor, adapter_config, base_tensors, lora_layers
+from shardtune.models.lora_init import INITIAL, merged
+from shardtune.parallel.materialise import shard_of
+
+PREFIX = "base_model.model."
+"""What PEFT puts before the names of the model's own modules."""
+WEIGHTS = "adapter_model.safetensors"
+PICKLED = "adapter_model.bin"
+KEY = "actor.model.lora.adapter_path"
+
+Gather = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, str]:
+    """PEFT's name on disk -> the name in the model, of all that an adapter's directory holds.
+
+    That is the adapter, and the modules that are trained in full.
+    """
+    # PEFT chooses by the names alone, so tensors without memory stand in for the model's.
+    stand_ins = {name: torch.empty(0, device="meta") for name, _ in model.named_parameters()}
+    chosen = peft.get_peft_model_state_dict(
+        model, state_dict=stand_ins, adapter_name=ADAPTER, save_embedding_layers=False
+    )
+    names = {id(tensor): name for name, tensor in stand_ins.items()}
+    found = {PREFIX + key: names[id(tensor)] for key, tensor in chosen.items()}
+    in_full = adapter_config(model).modules_to_save or ()
+    first: dict[int, str] = {}  # a shared parameter goes by its first name
+    for target in base_tensors(model):
+        own_name = first.setdefault(id(target.tensor), target.own_name)
+        if any(target.name.startswith(f"{name}.") for name in in_full):
+            found[PREFIX + target.name] = own_name
+    return found
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, directory: str | Path) -> None:
+    """Fill a model's adapter, and what is trained in full beside it, from a directory; each rank reads its own rows.
+
+    Args:
+        model: adapted as the directory's config says, in memory, sharded or not.
+        directory: as PEFT saves it.
+
+    Raises:
+        ModelError: tensors missing, without a place, or of another shape.
+    """
+    for target, source in check_adapter(model, directory):
+        shard = shard_of(target)
+        source.read_into(shard.local, shard.offsets)
+
+
+def check_adapter(model: nn.Module, directory: str | Path) -> list[tuple[torch.Tensor, WeightTensor]]:
+    """What of a directory goes where in an adapted model, on the meta device or not; reads no weights.
+
+    Raises:
+        ModelError: tensors missing, without a place, or of another shape.
+    """
+    path = Path(directory)
+    file = path / WEIGHTS if (path / WEIGHTS).is_file() or not (path / PICKLED).is_file() else path / PICKLED
+    if not file.is_file():
+        raise ModelError(f"{path} holds no {WEIGHTS}", where=KEY, remedy="give a directory as PEFT saves it")
+    stored = find_weights(file)
+    own = _named(model)
+    places = adapter_tensors(model)
+    complaints = [
+        f"{len(names)} {what}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+        for what, names in (
+            ("not in it", [key for key in places if key not in stored]),
+            ("without a place in the model", [key for key in stored if key not in places]),
+        )
+        if names
+    ]
+    for key, name in places.items() if not complaints else ():
+        if tuple(stored[key].shape) != tuple(own[name].shape):
+            complaints.append(f"'{key}' has shape {list(stored[key].shape)}, the model {list(own[name].shape)}")
+    if complaints:
+        raise ModelError(
+            f"the adapter does not fit the model: {'; '.join(complaints)}",
+            where=str(file),
+            remedy="give the base model that it was trained with as actor.model.model_path",
+        )
+    return [(own[name], stored[key]) for key, name in places.items()]
+
+
+@torch.no_grad()
+def save_adapter(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    base: str | None,
+    dtype: torch.dtype | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    gather: Gather = gather_full,
+) -> None:
+    """Write an adapter so that `PeftModel.from_pretrained(base, directory)` is the trained model; every rank calls it.
+
+    An adapter that began as a part of the base weights (PiSSA, OLoRA) is written as what it has learned: with twice the
+    rank, as the difference of two products, so that it fits the base model as that is on disk.
+
+    Args:
+        base: the base model's directory or Hub name, where it has one.
+        dtype: of the tensors; None: as they are.
+        tensors: by the names in the model, in full precision; None: the model's own.
+        gather: makes one of them whole; all ranks call it in the same order.
+
+    Raises:
+        CheckpointError: the directory cannot be written.
+    """
+    path = Path(directory)
+    source = _named(model) if tensors is None else tensors
+    initial = dict(model.named_buffers())
+    plan: dict[str, tuple[str, TensorPlan]] = {}
+    for key, name in adapter_tensors(model).items():
+        shape = list(source[name].shape)
+        if _initial(name) in initial:
+            shape[_rank_dimension(name)] *= 2
+        kind = dtype if dtype is not None and source[name].is_floating_point() else source[name].dtype
+        plan[key] = name, TensorPlan(key, tuple(shape), kind)
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    try:
+        writer = None
+        if writes:
+            path.mkdir(parents=True, exist_ok=True)
+            _stored_config(model, base, doubled=any(name in initial for name in map(_initial, source))).save_pretrained(
+                str(path)
+            )
+            writer = SafetensorsWriter(path / WEIGHTS, [planned for _, planned in plan.values()])
+        for key, (name, _) in plan.items():
+            whole = gather(name, source[name]).detach()
+            before = initial.get(_initial(name))
+            if before is not None:
+                began = gather_full(name, before).to(whole)
+                is_second = _rank_dimension(name) == 1
+                whole = torch.cat([whole, -began if is_second else began], dim=_rank_dimension(name))
+            if writer is not None:
+                writer.write(key, whole)
+        if writer is not None:
+            writer.close()
+    except OSError as problem:
+        raise save_error(path, problem) from problem
+
+
+class Merging(NamedTuple):
+    """A model without its adapter, which has gone into the weights: what an export saves.
+
+    Attributes:
+        tensors: by the names of the unadapted model, for their shapes and order.
+        gather: makes one of them, merged and whole; all ranks call it in the same order.
+        unties: whether weights that were one are several now, because an adapter moved one of them.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    gather: Gather
+    unties: bool
+
+
+def merging(model: nn.Module, dtype: torch.dtype) -> Merging:
+    """How to save an adapted model with its adapter merged, one layer at a time; the model stays as it is.
+
+    Args:
+        dtype: of the arithmetic, fp32 or fp64; the result is cast when it is saved.
+    """
+    layers = dict(lora_layers(model))
+    places = {target.name: _place(target, layers) for target in base_tensors(model)}
+    names: dict[int, list[str]] = {}
+    own: dict[str, BaseTensor] = {}
+    for target in base_tensors(model):
+        own[target.name] = target
+        names.setdefault(id(target.tensor), []).append(target.name)
+    parted = [group for group in names.values() if len(group) > 1 and any(places[name] for name in group)]
+    kept = [name for group in names.values() for name in (group if group in parted else group[:1])]
+
+    def gather(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        place = places[name]
+        if place is None:
+            return gather_full(name, tensor)
+        layer, key = place
+        return dict(merged(layers[layer], dtype).state_dict(keep_vars=True))[key]
+
+    return Merging({name: own[name].tensor for name in own if name in kept}, gather, bool(parted))
+
+
+def _place(target: BaseTensor, layers: Mapping[str, nn.Module]) -> tuple[str, str] | None:
+    """The adapted layer that a base tensor belongs to, and its name in the module below it."""
+    for layer in layers:
+        if target.own_name.startswith(f"{layer}.base_layer."):
+            below = target.own_name.removeprefix(f"{layer}.")
+            while below.startswith("base_layer."):
+                below = below.removeprefix("base_layer.")
+            return layer, below
+    return None
+
+
+def _named(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _initial(name: str) -> str:
+    return f"{name.removesuffix('.weight')}.{INITIAL}"
+
+
+def _rank_dimension(name: str) -> int:
+    """Which dimension of a factor is the adapter's rank: of A the first, of B the second."""
+    return 1 if f".lora_B.{ADAPTER}." in name else 0
+
+
+def _stored_config(model: nn.Module, base: str | None, *, doubled: bool) -> peft.LoraConfig:
+    config = deepcopy(adapter_config(model))
+    config.base_model_name_or_path = base
+    config.inference_mode = True
+    config.init_lora_weights = True  # how it began no longer matters, and PEFT would begin so again
+    if doubled:
+        # The scale is alpha / r, or alpha / sqrt(r), and stays what it was.
+        growth = math.sqrt(2) if config.use_rslora else 2
+        config.r *= 2
+        config.lora_alpha = config.lora_alpha * growth  # pyright: ignore[reportAttributeAccessIssue]
+        config.rank_pattern = {name: 2 * rank for name, rank in (config.rank_pattern or {}).items()}
+        config.alpha_pattern = {name: alpha * growth for name, alpha in (config.alpha_pattern or {}).items()}
+    return config

@@ -1,0 +1,66 @@
+"""What a checkpoint knows of a user's own loader: enough to find the place again, and to see that it is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderRecord:
+    """A loader as it was when a checkpoint was written.
+
+    Attributes:
+        batches: of an epoch.
+        num_samples: as `build_dataloader` announced; None where it did not.
+        rows_per_batch: `actor.micro_batch_size`.
+        ranks: of the run.
+        sharded: whether each rank's loader yields its own batches.
+        first_batch: a hash of the first batch of the first epoch, of each rank where they differ; empty before it.
+        last_batch: likewise of the last batch that was trained on.
+        states: the loader's own state, encoded, of each rank where they differ; None: it has none.
+    """
+
+    batches: int
+    num_samples: int | None
+    rows_per_batch: int
+    ranks: int
+    sharded: bool
+    first_batch: Sequence[str] = ()
+    last_batch: Sequence[str] = ()
+    states: Sequence[Any] | None = None
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> LoaderRecord:
+        return cls(**values)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def cut_alike(self, other: LoaderRecord) -> bool:
+        """Whether two loaders over the same data yield the same batches on a rank."""
+        return (
+            self.rows_per_batch == other.rows_per_batch
+            and self.sharded == other.sharded
+            and (not self.sharded or self.ranks == other.ranks)
+        )
+
+    def changes(self, now: LoaderRecord) -> list[str]:
+        """In what the data is another one now, as far as numbers tell."""
+        found = []
+        if self.num_samples != now.num_samples:
+            found.append(f"num_samples: {self.num_samples} -> {now.num_samples}")
+        if self.cut_alike(now) and self.batches != now.batches:
+            found.append(f"batches of an epoch: {self.batches} -> {now.batches}")
+        return found
+
+
+def of_rank(values: Sequence[Any], rank: int) -> Any:
+    """What a record holds for a rank: one value may stand for all."""
+    return values[rank if len(values) > 1 else 0]
+
+
+def merged(values: Sequence[Any]) -> list[Any]:
+    """The values of all ranks, or the one that all have."""
+    return list(values[:1]) if all(value == values[0] for value in values) else list(values)

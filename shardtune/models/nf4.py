@@ -1,0 +1,176 @@
+"""Frozen linear layers kept in four bits (NF4), decoded by plain PyTorch where they are used.
+
+After QLoRA (Dettmers et al., 2023, arXiv:2305.14314): weights are cut into blocks of 64, each divided by its largest
+magnitude, and every value becomes the nearest of 16 levels, the quantiles of a normal distribution. Blocks never cross
+rows, so a rank that has some rows of a matrix can encode and decode them alone, and FSDP2 shards the codes like any
+matrix.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardtune.errors import ModelError
+
+BLOCK = 64
+CODE_BYTES = BLOCK // 2
+BLOCK_BYTES = CODE_BYTES + 4
+"""Two codes to a byte, then the block's largest magnitude in fp32."""
+
+# Appendix E of the paper: the levels of NF4.
+LEVELS = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+
+
+def packed_width(columns: int) -> int:
+    """The bytes that a row of so many weights takes."""
+    return -(-columns // BLOCK) * BLOCK_BYTES
+
+
+@torch.no_grad()
+def encode(weight: torch.Tensor) -> torch.Tensor:
+    """A matrix in NF4, row by row.
+
+    Args:
+        weight: [rows, columns], finite, of any floating dtype.
+
+    Returns:
+        uint8 [rows, packed_width(columns)].
+    """
+    rows, columns = weight.shape
+    blocks = -(-columns // BLOCK)
+    padded = weight.new_zeros(rows, blocks * BLOCK, dtype=torch.float32)
+    padded[:, :columns] = weight
+    values = padded.view(rows, blocks, BLOCK)
+    scale = values.abs().amax(dim=-1, keepdim=True)
+    if not bool(torch.isfinite(scale).all()):
+        raise ModelError(
+            "a weight that is infinite or not a number has no place among the levels of NF4",
+            where="actor.model.lora.base_dtype: nf4",
+            remedy="mend the base model's weights, or set actor.model.lora.base_dtype: bf16",
+        )
+    levels = torch.tensor(LEVELS, device=weight.device)
+    between = (levels[1:] + levels[:-1]) / 2
+    codes = torch.bucketize(values / torch.where(scale > 0, scale, 1.0), between, out_int32=True).to(torch.uint8)
+    pairs = (codes[..., 0::2] << 4) | codes[..., 1::2]
+    return torch.cat([pairs, scale.contiguous().view(torch.uint8)], dim=-1).view(rows, blocks * BLOCK_BYTES)
+
+
+@torch.no_grad()
+def decode(packed: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """The weights that `encode` kept: [rows, columns], level times scale in fp32, then cast.
+
+    Args:
+        packed: uint8 [rows, packed_width(columns)].
+        columns: of the matrix.
+        dtype: of the result.
+    """
+    rows = packed.shape[0]
+    blocks = packed.view(rows, -1, BLOCK_BYTES)
+    scale = blocks[..., CODE_BYTES:].contiguous().view(torch.float32)
+    values = _pairs(packed.device)[blocks[..., :CODE_BYTES].int()].view(rows, -1, BLOCK)
+    return values.mul_(scale).view(rows, -1)[:, :columns].to(dtype)
+
+
+@functools.cache
+def _pairs(device: torch.device) -> torch.Tensor:
+    """[256, 2]: the levels of both codes in a byte."""
+    levels = torch.tensor(LEVELS, device=device)
+    return torch.cartesian_prod(levels, levels)
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer whose matrix is decoded anew in each pass, so that no graph keeps it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, columns: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(packed)
+        ctx.columns = columns
+        return F.linear(x, decode(packed, columns, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (packed,) = ctx.saved_tensors
+        return grads[0] @ decode(packed, ctx.columns, grads[0].dtype), None, None, None
+
+
+class NF4Linear(nn.Linear):
+    """A frozen linear layer whose matrix is kept in NF4, on the meta device until it is loaded.
+
+    Args:
+        linear: the layer it replaces.
+        dtype: in which others, who read `weight`, get the matrix.
+
+    Attributes:
+        packed: uint8 [out_features, packed_width(in_features)], of which each rank has some rows.
+    """
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        width = packed_width(self.in_features)
+        self.packed = nn.Parameter(
+            torch.empty(self.out_features, width, dtype=torch.uint8, device="meta"), requires_grad=False
+        )
+        self.bias = linear.bias
+        self.dtype = dtype
+        self.train(linear.training)
+
+    @property
+    def weight(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The matrix, decoded."""
+        return decode(self.packed, self.in_features, self.dtype)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        result = _Linear.apply(input, self.packed, self.bias, self.in_features)
+        assert isinstance(result, torch.Tensor)
+        return result
+
+
+def to_nf4(model: nn.Module, kept: Collection[nn.Module], dtype: torch.dtype) -> list[str]:
+    """Replace frozen linear layers by `NF4Linear`, in a model without memory; returns their names.
+
+    What is trained, tied to another weight, or of a class of its own (which may use its matrix otherwise) stays.
+
+    Args:
+        model: parameters on the meta device.
+        kept: modules that stay as they are, with all that is inside them.
+        dtype: of the computation.
+    """
+    owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    inside = {child for module in kept for child in module.modules()}
+    replaced: list[str] = []
+    for name, module in list(model.named_modules()):
+        if type(module) is not nn.Linear or module in inside:
+            continue
+        if any(parameter.requires_grad for parameter in module.parameters()) or owners[id(module.weight)] > 1:
+            continue
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, NF4Linear(module, dtype))
+        replaced.append(name)
+    return replaced

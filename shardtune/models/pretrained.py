@@ -1,0 +1,145 @@
+"""What a model directory (or Hub name) holds besides weights: its config, its tokenizer, and where its files are."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from shardtune.config import ModelConfig, Recipe
+from shardtune.errors import ConfigError, ModelError
+
+MODEL_PATH = "actor.model.model_path"
+OVERRIDES = "actor.model.config_overrides"
+GIVE_A_MODEL = (
+    "give the directory (or Hub name) of a model: config.json, weights and tokenizer, as save_pretrained writes them"
+)
+TRUST = "read that code; if you trust it, set actor.model.trust_remote_code=true"
+SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
+"""What of a Hub model is fetched besides weights."""
+
+
+def load_config(config: ModelConfig, overrides: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+    """The model's own config with `actor.model.config_overrides`."""
+    path = config.model_path
+    if path is None:
+        raise no_model_path()
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise ModelError(f"{path} holds no config.json, so it is no model", where=MODEL_PATH, remedy=GIVE_A_MODEL)
+    try:
+        loaded = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise ModelError(
+            f"{path} holds no config.json that transformers knows: {_first_line(error)}",
+            where=MODEL_PATH,
+            remedy=TRUST if "trust_remote_code" in str(error) else GIVE_A_MODEL,
+        ) from error
+    _override(loaded, {**config.config_overrides, **(overrides or {})})
+    return loaded
+
+
+def _override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
+    """Set `actor.model.config_overrides`, and check that the settings agree with each other."""
+    text = config.get_text_config()
+    known = text.to_dict()
+    for key in overrides:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            raise ConfigError(
+                f"actor.model.config_overrides.{key} is not a setting of {type(config).__name__}",
+                where=OVERRIDES,
+                remedy=f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(known))}",
+            )
+    try:
+        for key, value in overrides.items():
+            setattr(text, key, value)
+        text.validate()
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{OVERRIDES} = {dict(overrides)}: {_last_line(error)}"
+            if overrides
+            else f"the model's config.json contradicts itself: {_last_line(error)}",
+            where=OVERRIDES if overrides else MODEL_PATH,
+            remedy=f"choose values of actor.model.config_overrides that {type(config).__name__} takes",
+        ) from error
+
+
+def no_model_path() -> ConfigError:
+    return ConfigError(
+        "actor.model.model_path is not set", where=MODEL_PATH, remedy="give the directory (or Hub name) of the model"
+    )
+
+
+def model_directory(path: str) -> Path:
+    """The directory with a model's files: the one that is named, or the copy of what a Hub name names."""
+    if Path(path).is_dir() or Path(path).is_absolute():
+        return Path(path)
+    try:
+        folder = Path(snapshot_download(path, allow_patterns=[*SETTINGS, "*.safetensors"]))
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(path, allow_patterns=[*SETTINGS, "*.bin"]))
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ModelError(
+            f"the weights of {path} cannot be fetched from the Hub: {_first_line(error)}",
+            where=MODEL_PATH,
+            remedy="check the name, your access (huggingface-cli login) and the network, or give a directory",
+        ) from error
+    return folder
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory or Hub name."""
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # tokenizers raises plain Exceptions for a torn file
+        raise ModelError(
+            f"{path} holds no tokenizer that can be read: {_first_line(error)}",
+            where="actor.tokenizer.tokenizer_model",
+            remedy="give the directory of one as actor.tokenizer.tokenizer_model",
+        ) from error
+
+
+def recipe_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """The tokenizer that a recipe names, by itself or with its model."""
+    source = recipe.actor.tokenizer.tokenizer_model or recipe.actor.model.model_path
+    if source is None:
+        raise no_model_path()
+    return load_tokenizer(source, trust_remote_code=recipe.actor.model.trust_remote_code)
+
+
+def has_tokenizer(recipe: Recipe) -> bool:
+    """Whether a recipe names a tokenizer, or its model's directory holds one."""
+    path = recipe.actor.model.model_path
+    files = ("tokenizer.json", "tokenizer_config.json")
+    return recipe.actor.tokenizer.tokenizer_model is not None or (
+        path is not None and any((Path(path) / name).is_file() for name in files)
+    )
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
+    """Refuse a tokenizer with tokens that the model has no embedding for."""
+    rows = int(config.get_text_config().vocab_size)
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= rows:
+        raise ModelError(
+            f"the tokenizer has token ids up to {largest}, the model's embedding has {rows} rows",
+            where=f"{tokenizer.name_or_path or 'tokenizer'}",
+            remedy=(
+                "use the model's own tokenizer, or make the embedding larger first: "
+                "model.resize_token_embeddings(len(tokenizer)) and save_pretrained; with actor.model.from_scratch, "
+                f"config_overrides: {{vocab_size: {largest + 1}}}"
+            ),
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _last_line(error: BaseException) -> str:
+    return next(reversed(str(error).strip().splitlines()), type(error).__name__).strip()

@@ -1,0 +1,96 @@
+"""Buffers: what a model keeps beside its parameters, and what training makes of it on several ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from shardtune.parallel.mesh import Ranks
+
+
+def statistical_norms(model: nn.Module) -> dict[str, _NormBase]:
+    """The norms with running statistics (batch norms) in a model, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, _NormBase) and module.track_running_stats
+    }
+
+
+def norm_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that stay in full precision when a model computes in half precision.
+
+    A norm with running statistics takes half-precision inputs, but its parameters must have the statistics' dtype.
+    """
+    return {parameter for norm in statistical_norms(model).values() for parameter in norm.parameters(recurse=False)}
+
+
+class Buffers:
+    """The persistent buffers of a model, and what becomes of those that forwards change.
+
+    Every rank's forwards see other rows, so such buffers differ between ranks after a step. Then the running statistics
+    of norms are averaged over ranks; other buffers (counters, codebooks) become rank 0's. So all ranks evaluate and
+    save the same model. Buffers that are not persistent are left to each rank.
+
+    Args:
+        model: whose names are used.
+        ranks: of the run.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self._ranks = ranks
+        # By place, not by object: a model may put another tensor there.
+        self._places = {
+            f"{prefix}.{key}" if prefix else key: (module, key)
+            for prefix, module in model.named_modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None and key not in module._non_persistent_buffers_set
+        }
+        norms = set(statistical_norms(model).values())
+        self._averaged = {name for name, (module, _) in self._places.items() if module in norms}
+        self._before: torch.Tensor | None = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The buffers as they are now, by name."""
+        return {name: module.get_buffer(key) for name, (module, key) in self._places.items()}
+
+    def watch(self) -> None:
+        """Note what the buffers are before the first forward of a step."""
+        if self._ranks.mesh is not None and self._places and self._before is None:
+            self._before = self._fingerprints()
+
+    @torch.no_grad()
+    def agree(self) -> None:
+        """Make buffers that a rank has changed since `watch` the same on all ranks."""
+        if self._before is None:
+            return
+        # By value: kernels of batch norms, and writes through `.data`, leave a tensor's version as it was.
+        moved = (self._fingerprints() != self._before).int()
+        self._before = None
+        dist.all_reduce(moved, op=dist.ReduceOp.MAX)
+        changed = [item for item, flag in zip(self.tensors().items(), moved.tolist(), strict=True) if flag]
+        averaged = [tensor for name, tensor in changed if name in self._averaged and tensor.is_floating_point()]
+        for name, tensor in changed:
+            if name not in self._averaged or not tensor.is_floating_point():
+                self._ranks.share(tensor)
+        if averaged:
+            flat = torch.cat([tensor.reshape(-1) for tensor in averaged]) / self._ranks.world_size
+            dist.all_reduce(flat)
+            for tensor, mean in zip(averaged, flat.split([tensor.numel() for tensor in averaged]), strict=True):
+                tensor.copy_(mean.view_as(tensor))
+
+    def _fingerprints(self) -> torch.Tensor:
+        """int64 [buffers]"""
+        found = [_fingerprint(tensor.detach()) for tensor in self.tensors().values()]
+        return torch.stack(found).to(self._ranks.device)
+
+
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """A number that changes, all but surely, with the bits of a tensor."""
+    bits = tensor.contiguous().reshape(-1).view(_SAME_SIZE[tensor.element_size()]).long()
+    return (bits * torch.arange(1, 2 * len(bits), 2, device=bits.device)).sum()

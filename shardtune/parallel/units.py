@@ -1,0 +1,141 @@
+"""Which modules are gathered and freed together."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardtune.errors import ModelError
+
+WRAP = "actor.fsdp_config.wrap"
+LARGE = 2**28
+"""Parameters above which a block is looked into for smaller blocks, which are then gathered by themselves."""
+CHOSEN_BETWEEN = re.compile("expert|head|branch|adapter|task", re.IGNORECASE)
+"""Names of modules of which a forward may call some and not others; all ranks have to gather the same units."""
+
+
+def choose_units(
+    model: nn.Module, classes: Sequence[str] = (), wrap: list[str] | None = None
+) -> tuple[list[nn.Module], str]:
+    """The modules that shard as a unit: of the classes in `wrap`, else as declared, else the repeated blocks.
+
+    A unit's weights are there only while the unit itself is called, so by themselves only blocks are chosen that stand
+    in a list or sequence with others of their class, and those of lists that look chosen between (experts, heads) not.
+    A module that shares a parameter with one outside of it is no unit: shared parameters belong to the root.
+
+    Args:
+        model: any module.
+        classes: class names that the model's adapter declares.
+        wrap: class names, `actor.fsdp_config.wrap`.
+
+    Returns:
+        The modules, and a sentence on how they were chosen where nobody declared them, or not all that were declared.
+    """
+    if wrap:
+        return _unshared(model, _of_classes(model, wrap, WRAP))
+    if classes:
+        return _unshared(model, outermost(_of_classes(model, classes, "the adapter's unit_classes")))
+    units = outermost(_declared_by_transformers(model))
+    if units:
+        return _unshared(model, units)
+    units, shared = _unshared(model, list(_repeated_blocks(model)))
+    if not units:
+        return [], f"the model is sharded as one: it has no list of blocks of one class that are its own{_HOW}"
+    counts = Counter(_class_name(unit) for unit in units)
+    told = ", ".join(f"{count} {name}" for name, count in counts.items())
+    note = f"{told} shard as units, chosen by their size; each has to be called, as a module, in every forward{_HOW}"
+    return units, "; ".join(part for part in (note, shared) if part)
+
+
+_HOW = f" (others: unit_classes of the adapter, or {WRAP})"
+
+
+def outermost(units: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those that are not inside another."""
+    inside = {module for unit in units for module in unit.modules() if module is not unit}
+    return [unit for unit in units if unit not in inside]
+
+
+def _of_classes(model: nn.Module, names: Sequence[str], key: str) -> list[nn.Module]:
+    units = [module for module in model.modules() if _class_name(module) in names]
+    if not units:
+        raise ModelError(
+            f"{key}: no module of the model is a {' or a '.join(sorted(set(names)))}",
+            where=key,
+            remedy=f"class names here are {', '.join(sorted({_class_name(module) for module in model.modules()}))}",
+        )
+    if not all(_has_forward(unit) for unit in units):
+        raise ModelError(
+            f"{key} names a list of modules, which cannot shard as a unit: it has no forward",
+            where=key,
+            remedy="name the class of the modules in it",
+        )
+    return units
+
+
+def _declared_by_transformers(model: nn.Module) -> list[nn.Module]:
+    """The modules that the models of transformers in it, or the model itself, say must not be split."""
+    found: dict[nn.Module, None] = {}
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            names = set(part._no_split_modules or ())
+            found |= dict.fromkeys(module for module in part.modules() if _class_name(module) in names)
+    return [module for module in found if _has_forward(module)]
+
+
+def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The blocks of the outermost lists and sequences, of the class with the most parameters in each of them."""
+    repeated = _repeated(module) if isinstance(module, nn.ModuleList | nn.Sequential) else set()
+    for name, child in module.named_children():
+        if CHOSEN_BETWEEN.search(name) or isinstance(child, nn.ModuleDict):
+            continue
+        if child in repeated:
+            yield child
+        if child not in repeated or _size(child) > LARGE:
+            yield from _repeated_blocks(child)
+
+
+def _repeated(blocks: nn.Module) -> set[nn.Module]:
+    """The elements of the largest class of which there are several."""
+    by_class: dict[type, list[nn.Module]] = {}
+    for block in blocks.children():
+        if _has_forward(block) and _size(block):
+            by_class.setdefault(type(block), []).append(block)
+    several = [members for members in by_class.values() if len(members) > 1]
+    return set(max(several, key=lambda members: sum(map(_size, members)))) if several else set()
+
+
+def _unshared(model: nn.Module, units: list[nn.Module]) -> tuple[list[nn.Module], str]:
+    """The units whose parameters are all their own, and a sentence on the others."""
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(parameter, []).append(module)
+    tied = {parameter: modules for parameter, modules in owners.items() if len(modules) > 1}
+    kept, left = [], []
+    for unit in units:
+        own = set(unit.modules())
+        split = any(own.intersection(modules) and not own.issuperset(modules) for modules in tied.values())
+        (left if split else kept).append(unit)
+    if not left:
+        return kept, ""
+    kinds = f"{len(left)} modules ({', '.join(sorted({_class_name(unit) for unit in left}))})"
+    return kept, f"{kinds} share parameters with others, so they are gathered with the whole model"
+
+
+def _class_name(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Containers have none: they are never called."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,320 @@
+"""A model in training on all ranks: built, sharded, saved, loaded and handed on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from pydantic import BaseModel
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from shardtune.adaptation import adapt, begin_adapter, from_elsewhere, frozen_dtype, is_adapter
+from shardtune.checkpoint.export import gather_full, save_pretrained, save_text_settings
+from shardtune.checkpoint.peft_directory import merging, save_adapter
+from shardtune.checkpoint.plain import save_plain
+from shardtune.checkpoint.sharded import PendingSave
+from shardtune.checkpoint.training import (
+    load_training,
+    load_weights_only,
+    model_bytes,
+    save_training,
+    training_bytes,
+)
+from shardtune.config import Recipe, load_recipe
+from shardtune.construction import freeze, load_initial_weights, share_values
+from shardtune.models.adapter import AdapterRoot, WeightSource
+from shardtune.models.lora import base_tensors, is_adapted
+from shardtune.models.options import NoOptions, read_options
+from shardtune.models.registry import get_model
+from shardtune.optim import build_optimizer, check_optimizer
+from shardtune.parallel.materialise import materialise
+from shardtune.parallel.mesh import Ranks, join_ranks, num_ranks
+from shardtune.parallel.shard import COMPUTE_DTYPE, MASTER_DTYPE, Weights, shard
+from shardtune.parallel.units import choose_units
+from shardtune.perf import Utilisation
+from shardtune.step import LossScale
+from shardtune.weight_source import seeded
+
+IN_MEMORY = ("actor.model.model_path", "data.train_data_paths", "data.eval_data_paths")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+class TrainedModel:
+    """A model on all ranks with its weights and optimizer; what the task is, a worker adds.
+
+    Args:
+        cfg: the recipe, validated and resolved.
+    """
+
+    Options: ClassVar[type[BaseModel] | None] = NoOptions
+
+    def __init__(self, cfg: DictConfig | Recipe) -> None:
+        self.recipe: Recipe = cfg if isinstance(cfg, Recipe) else load_recipe(cfg)
+        self.cfg: DictConfig = self.recipe.as_dict_config()
+        kind = type(self).Options
+        self.options: Any = None if kind is None else read_options(kind, self.recipe)
+        check_optimizer(self.recipe.actor.optim, num_ranks(self.recipe.runner.nproc_per_node))
+        self.ranks: Ranks = join_ranks(self.recipe.runner.device)
+        self.device: torch.device = self.ranks.device
+        self.amp_context: AbstractContextManager[None] = nullcontext()
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.chat_template: str | None = None
+        self.end_of_turn_ids: Sequence[int] = ()
+        self.step = 0
+        self.skipped_steps = 0
+        self.notes: list[str] = []
+        self.say: Callable[[str], None] = print if self.ranks.is_main else silent
+        self.weights_directory: Path | None = None  # one that `export` wrote, instead of the initial weights
+        self._loss_scale = LossScale() if self.recipe.actor.model.precision == "fp16" else None
+        self._groups: list[dist.ProcessGroup | None] = []
+
+    # What a subclass may say of its model.
+
+    def model_provider_func(self) -> nn.Module:
+        """The model, its parameters on the meta device, or real: then they are where training starts."""
+        return get_model(self.cfg.actor.model)
+
+    def initial_weights(self) -> WeightSource:
+        """Where training starts, for a model without weights: by default `actor.model.model_path`."""
+        config = self.recipe.actor.model
+        return None if config.from_scratch else config.model_path
+
+    def build_again(self) -> nn.Module:
+        """The inner model with real weights, where they are those of its own constructor."""
+        return self.model_provider_func()
+
+    def shard_units(self, model: nn.Module) -> list[nn.Module]:
+        """The modules that are gathered as one."""
+        return choose_units(model, wrap=self.recipe.actor.fsdp_config.wrap)[0]
+
+    def inner_model(self) -> nn.Module:
+        """The model inside `self.model`, whose names checkpoints use."""
+        return self.model
+
+    def prove(self) -> None:
+        """Prove what the task relies on, once the weights are there; by default nothing."""
+
+    def hand_back(self) -> None:
+        """Undo what the task changed in the model besides its weights; by default nothing."""
+
+    @property
+    def dtypes(self) -> str:
+        """What weights, computation and optimizer are held in, in words."""
+        precision = self.recipe.actor.model.precision
+        master, compute = (str(kind[precision]).removeprefix("torch.") for kind in (MASTER_DTYPE, COMPUTE_DTYPE))
+        return f"{master} weights and optimizer, {compute} compute, {master} gradients"
+
+    # Building.
+
+    def build_for_training(self) -> None:
+        """The sharded model with the weights that training starts from, and its optimizer; every rank calls it."""
+        self._build()
+        self._fill(None)
+        actor = self.recipe.actor
+        self.optimizer = build_optimizer(self.weights.trainable(), actor.optim)
+        self._utilisation = Utilisation.known(
+            self.inner_model(), self.device, actor.model.precision, self.ranks.world_size
+        )
+        self.model.train()
+        self.prove()
+
+    def build_for_evaluation(self, checkpoint: Path | None) -> None:
+        """The sharded model with the weights of a checkpoint, or with those that training would start from."""
+        self._build()
+        self._fill(checkpoint)
+        self.model.eval()
+        self.prove()
+
+    def _build(self) -> None:
+        actor = self.recipe.actor
+        with seeded(self.recipe.runner.seed):
+            self.model: nn.Module = self.model_provider_func()
+        inner = self.inner_model()
+        share_values(inner, self.ranks)
+        self.notes += adapt(inner, actor.model)
+        freeze(inner, actor.model.freeze)
+        shard(
+            self.model,
+            self.shard_units(inner),
+            self.ranks,
+            actor.model.precision,
+            reshard_after_forward=actor.fsdp_config.reshard_after_forward,
+            entry_points=self.model.entry_points if isinstance(self.model, AdapterRoot) else (),
+        )
+
+    def _fill(self, checkpoint: Path | None) -> None:
+        """Give the model its weights."""
+        actor = self.recipe.actor
+        dtype = MASTER_DTYPE[actor.model.precision]
+        inner = self.inner_model()
+        left_out = from_elsewhere(inner)
+        if checkpoint is None or left_out:
+            empty = any(base.tensor.is_meta for base in base_tensors(inner))
+            directory = None if is_adapted(inner) else self.weights_directory
+            self.notes += load_initial_weights(
+                directory or (self.initial_weights() if empty else None),
+                inner,
+                self.model,
+                build=self.build_again,
+                seed=self.recipe.runner.seed,
+                dtype=dtype,
+                ranks=self.ranks,
+                device=self.device,
+                frozen=frozen_dtype(actor.model),
+            )
+            begin_adapter(inner, actor.model, self.recipe.runner.seed)
+        else:
+            materialise(self.model, dtype=dtype, device=self.device)
+        self.weights = Weights(
+            self.model,
+            inner,
+            actor.model.precision,
+            self.ranks,
+            reduce_each=actor.fsdp_config.reduce == "every",
+            elsewhere=left_out,
+        )
+        if checkpoint is not None:
+            self.step = int(self.load_model(checkpoint)["step"])
+
+    def release(self) -> None:
+        """Let go of model and optimizer; the worker is of no more use.
+
+        A model that its caller holds too is whole again: in full precision, and as it was but for what it has learned.
+        """
+        if "weights" in vars(self):
+            self.weights.give_back()
+            self.hand_back()
+        for name in {"model", "weights", "optimizer"} & vars(self).keys():
+            delattr(self, name)
+
+    # Checkpoints.
+
+    def training_state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides tensors, as JSON; all ranks call it."""
+        return {
+            "step": self.step,
+            "skipped_steps": self.skipped_steps,
+            "loss_scale": asdict(self._loss_scale) if self._loss_scale else None,
+            "world_size": self.ranks.world_size,
+        }
+
+    def restore_state(self, state: dict[str, Any]) -> None:
+        """Stand where `training_state` was taken; all ranks call it."""
+        self.step = int(state["step"])
+        self.skipped_steps = int(state["skipped_steps"])
+        if self._loss_scale is not None and state["loss_scale"]:
+            self._loss_scale = LossScale(**state["loss_scale"])
+
+    def save_checkpoint(self, path: str | Path, step: int, *, background: bool = False) -> list[PendingSave]:
+        """Write model, optimizer and state into a folder; every rank calls it.
+
+        Args:
+            path: the folder.
+            step: optimizer steps done.
+            background: return once the tensors are copied; the caller waits for what is returned.
+        """
+        return save_training(
+            Path(path),
+            self.weights,
+            self.optimizer,
+            {**self.training_state(), "step": step},
+            writes_state=self.ranks.is_main,
+            background=self._saving_groups() if background else None,
+        )
+
+    def _saving_groups(self) -> list[dist.ProcessGroup | None]:
+        """Connections for saving in the background, one set for the model and one for the optimizer."""
+        if not self._groups:
+            self._groups = [self.ranks.new_group(), self.ranks.new_group()]
+        return self._groups
+
+    def load_checkpoint(self, path: str | Path) -> int:
+        """Continue from a folder that `save_checkpoint` wrote, on any number of ranks; returns its step."""
+        self.restore_state(load_training(Path(path), self.weights, self.optimizer))
+        return self.step
+
+    def load_model(self, path: str | Path) -> dict[str, Any]:
+        """Take the model's weights from a checkpoint, and nothing else; returns the checkpoint's state."""
+        return load_weights_only(Path(path), self.weights)
+
+    def checkpoint_bytes(self) -> int:
+        """The size of a checkpoint on all ranks together, before it is written."""
+        return training_bytes(self.weights, self.optimizer)
+
+    def model_bytes(self) -> int:
+        """The size of the model's weights on all ranks together."""
+        return model_bytes(self.weights)
+
+    # Handing on.
+
+    def export(self, directory: Path, dtype: str, *, merge: bool = False) -> None:
+        """Write the model as it stands as a directory that its own `from_pretrained` loads, or as one weight file.
+
+        Args:
+            directory: to write into.
+            dtype: fp32 | bf16 | fp16 | fp64, or auto: that of the base model, otherwise that of training.
+            merge: write a model with an adapter as the whole model that both are; else the adapter alone is written,
+                as PEFT has it.
+        """
+        model, tensors = self.inner_model(), self.weights.tensors()
+        gather, settings = gather_full, {}
+        chosen = None if dtype == "auto" else DTYPES[dtype]
+        text = (self.tokenizer, self.chat_template, self.end_of_turn_ids)
+        if is_adapted(model) and not merge:
+            config = self.recipe.actor.model
+            in_memory = model.name_or_path if isinstance(model, PreTrainedModel) else ""
+            base = None if config.from_scratch else config.model_path or in_memory or None
+            save_adapter(model, directory, base=base, dtype=chosen, tensors=tensors)
+            if self.ranks.is_main:
+                save_text_settings(model, directory, *text)
+            return
+        if is_adapted(model):
+            tensors, gather, unties = merging(model, MASTER_DTYPE[self.recipe.actor.model.precision])
+            settings = {"tie_word_embeddings": False} if unties else {}
+        if not isinstance(model, PreTrainedModel):
+            save_plain(model, directory, dtype=chosen, tensors=tensors, gather=gather)
+            return
+        own = model.config.dtype if isinstance(model.config.dtype, torch.dtype) else torch.float32
+        save_pretrained(
+            model,
+            directory,
+            dtype=chosen or own,
+            tokenizer=self.tokenizer,
+            chat_template=self.chat_template,
+            end_of_turn_ids=self.end_of_turn_ids,
+            tensors=tensors,
+            gather=gather,
+            settings=settings,
+        )
+
+
+def over_directory(recipe: Recipe, directory: Path) -> Recipe:
+    """The same recipe, over the configuration and tokenizer of a directory that `export` wrote, where they are in it.
+
+    A module of the user's own has neither; its weights alone come from there (`TrainedModel.weights_directory`).
+    """
+    values = recipe.to_dict()
+    model, tokenizer = values["actor"]["model"], values["actor"]["tokenizer"]
+    if is_adapter(directory):
+        # What the adapter says of itself holds, so it is not given here; the base model stays.
+        model["lora"] = {"adapter_path": str(directory), "base_dtype": model["lora"]["base_dtype"]}
+        if not (directory / "tokenizer_config.json").is_file():
+            return load_recipe(values, in_memory=IN_MEMORY, files_must_exist=False)
+        tokenizer["tokenizer_model"] = str(directory)
+    elif not (directory / "config.json").is_file():
+        return recipe
+    else:
+        model |= {"model_path": str(directory), "from_scratch": False, "config_overrides": {}}
+        tokenizer["tokenizer_model"] = None
+    return load_recipe(values, in_memory=["data.train_data_paths", "data.eval_data_paths"], files_must_exist=False)
+
+
+def silent(text: str) -> None:
+    """What ranks other than the first say."""

@@ -1,0 +1,112 @@
+"""What a process beside the kit does: train on two ranks, or load what another process saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from shardtune.config import Recipe, load_recipe
+from shardtune.data.loader import DataState, StepLoader
+from shardtune.errors import ShardtuneError
+from shardtune.functions import import_plugins
+from shardtune.launch import lost_a_peer
+from shardtune.parallel.mesh import leave_ranks
+from shardtune.sft_worker import SFTWorker
+from shardtune.verify.case import IN_MEMORY, STEPS
+from shardtune.verify.processes import ERROR
+from shardtune.verify.structure import ties
+from shardtune.verify.trial import Trial, accumulation, run, set_up, silent
+
+
+def main() -> int:
+    """Read one line of JSON, do what it says, write the answer; returns the exit code."""
+    line = sys.stdin.readline()
+    if not line:
+        return 0
+    work = json.loads(line)
+    folder = Path(work["folder"])
+    try:
+        recipe = load_recipe(work["recipe"], in_memory=IN_MEMORY, files_must_exist=False)
+        import_plugins(recipe.plugins)
+        if work["work"] == "train":
+            _train(recipe, Path(work["shared"]))
+        else:
+            _load(recipe, Path(work["checkpoint"]), folder / "losses.json")
+    except BaseException as error:
+        traceback.print_exc()
+        (folder / ERROR).write_text(json.dumps(_told(error)))
+        return 1
+    return 0
+
+
+def _told(error: BaseException) -> dict[str, str]:
+    """An error as a failed check tells it."""
+    if lost_a_peer(error):
+        return {"what": str(error), "where": "another rank", "remedy": "see what the other rank says"}
+    rank = f"rank {os.environ['RANK']} of 2: " if "WORLD_SIZE" in os.environ else "in a fresh process: "
+    if isinstance(error, ShardtuneError):
+        return {"what": rank + error.what, "where": error.where or "", "remedy": error.remedy or ""}
+    frames = traceback.extract_tb(error.__traceback__)
+    return {
+        "what": f"{rank}{type(error).__name__}: {error}",
+        "where": f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "",
+        "remedy": "mend what the message names; on several ranks weights are there only inside the forward of a unit",
+    }
+
+
+def _train(recipe: Recipe, shared: Path) -> None:
+    """The gradient of the first step and a short run, on all ranks; rank 0 writes what came of them."""
+    worker = set_up(recipe)
+    worker.model.eval()
+    tied = ties(worker.inner_model())
+    gradients = _first_gradient(worker)
+    done = run(worker, STEPS)
+    shared.mkdir(parents=True, exist_ok=True)
+    worker.save_checkpoint(shared / "checkpoint", STEPS)
+    if worker.ranks.is_main:
+        save_file(gradients, shared / "gradients.safetensors")
+        told = {"losses": done.losses, "norms": done.norms, "ties": tied, "notes": worker.notes}
+        (shared / "run.json").write_text(json.dumps(told))
+    leave_ranks(worker.ranks)
+
+
+def _first_gradient(worker: SFTWorker) -> dict[str, torch.Tensor]:
+    """The gradient of the run's first step, whole, on every rank; zero where no rank has one."""
+    assert isinstance(worker.loader, StepLoader)
+    step = worker.loader.step(DataState())
+    weights = worker.weights
+    weights.zero_gradients()
+    accumulation(worker)(
+        worker.get_train_model_output,
+        step.micro_batches,
+        step.denominators,
+        weights,
+        draws=(0, 0, worker.ranks.rank),
+        scale=1.0,
+    )
+    weights.settle()
+    found = {}
+    for name, parameter in weights.trainable().items():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        found[name] = whole.detach().clone().contiguous()
+    weights.zero_gradients()
+    return found
+
+
+def _load(recipe: Recipe, checkpoint: Path, answer: Path) -> None:
+    """The losses of each row with the weights of a checkpoint."""
+    worker = SFTWorker(recipe, say=silent)
+    worker.setup_evaluation(checkpoint)
+    answer.write_text(json.dumps(Trial(worker).row_losses()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

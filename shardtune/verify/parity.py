@@ -1,0 +1,231 @@
+"""Checks of training against plain PyTorch: on two ranks, and along every axis that a run may vary."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from safetensors.torch import load_file
+from torch.utils.checkpoint import checkpoint
+
+from shardtune.models.adapter import LanguageModel
+from shardtune.parallel.materialise import named_tensors
+from shardtune.sft_worker import SFTWorker
+from shardtune.verify.case import STEPS
+from shardtune.verify.kit import NO_PROCESSES, ONE_ROW, PARITY, CannotStart, Kit
+from shardtune.verify.reference import train_plainly
+from shardtune.verify.result import Failed, Skipped
+from shardtune.verify.structure import ties
+from shardtune.verify.trial import CLOSE, Trajectory, apart, distance, run
+
+HALF = 0.05
+"""How far a loss in bf16 may be from that in fp64, relative."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One thing that a run may have which plain PyTorch has not.
+
+    Attributes:
+        name: as it is told.
+        changes: to the recipe.
+        close: how far losses may be from those of plain PyTorch, relative.
+        meaning: what it does.
+        remedy: where to look when it diverges.
+    """
+
+    name: str
+    changes: Mapping[str, Any]
+    close: float
+    meaning: str
+    remedy: str
+
+
+WHOLE = {"actor.micro_batch_size": 1000}
+ALONE = Axis(
+    "loss",
+    WHOLE,
+    CLOSE,
+    "a step as one micro-batch",
+    "something other than the weights changes between steps: state that the adapter keeps, or buffers that loss reads",
+)
+ACCUMULATION = Axis(
+    "accumulation",
+    ONE_ROW,
+    CLOSE,
+    "micro-batches of one row",
+    "the loss of a batch is no sum over its rows: see the check sums",
+)
+PACKING = Axis(
+    "packing",
+    WHOLE,
+    CLOSE,
+    "the rows of a step end to end",
+    "rows see each other, or positions go on from one to the next: see the check padding",
+)
+CHECKPOINTING = Axis(
+    "checkpointing",
+    WHOLE,
+    CLOSE,
+    "activations computed a second time",
+    "a layer gives something else when it is computed again: it counts calls, keeps state, or draws outside torch",
+)
+PRECISION = Axis(
+    "precision",
+    {**WHOLE, "actor.model.precision": "bf16"},
+    HALF,
+    "bf16 computation",
+    "see whether sums and norms over long rows are taken in bf16: .float() before them",
+)
+SHARDING = Axis(
+    "sharding",
+    ONE_ROW,
+    CLOSE,
+    "two ranks, one with a filler in place of a row",
+    "a unit is not called as a module, or weights are read outside of its forward: declare unit_classes",
+)
+
+
+def check_parity(kit: Kit) -> str:
+    """Some steps give the losses and weights of a plain loop in PyTorch, whatever is turned on."""
+    trial = kit.steady_trial()
+    # The worker of the trial has not been trained; a copy of its model is a plain module with the initial weights.
+    model = copy.deepcopy(trial.worker.inner_model()).eval()
+    optim = kit.case.variant(PARITY).actor.optim
+    steps = [[trial.samples[int(row)] for row in rows] for rows in trial.step_rows(STEPS)]
+    plain = train_plainly(
+        trial.adapter, model, steps, lr=optim.lr, momentum=optim.args["momentum"], decay=optim.weight_decay
+    )
+    agreeing: list[str] = []
+    diverging: list[tuple[Axis, str]] = []
+    left_out: list[str] = []
+    for axis in _axes(kit):
+        try:
+            found = _run_of(kit, axis)
+        except CannotStart as error:
+            left_out.append(f"{axis.name} ({error.args[0]})")
+            continue
+        said = _compare(plain, found, axis)
+        if said is None:
+            agreeing.append(axis.name)
+        else:
+            diverging.append((axis, said))
+    if diverging:
+        axis, said = diverging[0]
+        others = [other.name for other, _ in diverging[1:]]
+        raise Failed(
+            f"{axis.name} ({axis.meaning}) is the first that diverges from plain PyTorch: {said}. "
+            f"Agreeing: {', '.join(agreeing) or 'none'}" + (f"; diverging too: {', '.join(others)}" if others else ""),
+            where=f"{type(trial.adapter).__name__}, {axis.name}",
+            remedy=axis.remedy,
+        )
+    told = f"{STEPS} steps as in plain PyTorch, with {', '.join(agreeing)}"
+    return told + (f"; not tried: {', '.join(left_out)}" if left_out else "")
+
+
+def _axes(kit: Kit) -> Iterator[Axis]:
+    """Each axis with the others off, as far as that goes, in the order in which they build on each other."""
+    adapter = kit.trial.adapter
+    language = isinstance(adapter, LanguageModel)
+    if not language:
+        yield ALONE
+    yield ACCUMULATION
+    if language and adapter.rows_share_forwards:
+        yield PACKING
+    yield CHECKPOINTING
+    if kit.processes:
+        yield SHARDING
+    yield PRECISION
+
+
+def _run_of(kit: Kit, axis: Axis) -> Trajectory:
+    if axis is SHARDING:
+        told = json.loads((kit.ranks.folder / "run.json").read_text())
+        worker = kit.worker(PARITY)
+        worker.load_checkpoint(kit.ranks.folder / "checkpoint")
+        return Trajectory(told["losses"], told["norms"], named_tensors(worker.inner_model()))
+    worker = kit.worker({**PARITY, **axis.changes})
+    worker.model.eval()
+    if axis is CHECKPOINTING:
+        _compute_again(worker)
+    return run(worker, STEPS)
+
+
+def _compute_again(worker: SFTWorker) -> None:
+    """Let the backward pass compute the activations of each unit a second time."""
+    units = worker.adapter.shard_units(worker.inner_model())[0]
+    if not units:
+        raise CannotStart("no units")
+    for unit in units:
+        unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
+
+
+def _compare(plain: Trajectory, found: Trajectory, axis: Axis) -> str | None:
+    """Where a run leaves the plain one, in words; None where it does not."""
+    for number, (wanted, got) in enumerate(zip(plain.losses, found.losses, strict=True)):
+        if apart(wanted, got) > axis.close:
+            return f"in step {number} its loss is {got:.8g}, plain PyTorch's {wanted:.8g}"
+    if axis.close > CLOSE:
+        return None
+    for number, (wanted, got) in enumerate(zip(plain.norms, found.norms, strict=True)):
+        if apart(wanted, got) > axis.close:
+            return f"in step {number} its gradient has norm {got:.8g}, plain PyTorch's {wanted:.8g}"
+    tensors = {name: plain.tensors[name] for name in found.tensors if name in plain.tensors}
+    far, worst = distance(tensors, found.tensors)
+    return f"its weights are {far:.3g} apart, most at {worst}" if far > axis.close else None
+
+
+def check_shards(kit: Kit) -> str:
+    """Two ranks give the gradients and losses of one."""
+    if not kit.processes:
+        raise Skipped(NO_PROCESSES)
+    trial = kit.steady_trial()
+    folder = kit.ranks.folder
+    told = json.loads((folder / "run.json").read_text())
+    worker = kit.worker({**PARITY, **ONE_ROW})
+    built = ties(worker.inner_model())
+    if told["ties"] != built:
+        lost = next((group for group in built if group not in told["ties"]), told["ties"])
+        raise Failed(
+            f"{lost} share one parameter on one rank, and not once the model is sharded",
+            where="build(), unit_classes",
+            remedy="let units not split a shared parameter: leave the modules that share it out of unit_classes",
+        )
+    rows = trial.step_rows(1)[0]
+    alone = trial.measure([trial.batch([int(row)]) for row in rows]).gradients
+    shared = load_file(folder / "gradients.safetensors")
+    far, worst = distance(alone, shared)
+    if far > CLOSE:
+        raise Failed(
+            f"the first step's gradient on two ranks is {far:.3g} of its size away from that on one, most at {worst}",
+            where=worst,
+            remedy=SHARDING.remedy,
+        )
+    worker.model.eval()
+    one = run(worker, STEPS)
+    _same_losses(one.losses, told["losses"])
+    loaded = kit.worker(PARITY)
+    loaded.load_checkpoint(folder / "checkpoint")
+    far, worst = distance(one.tensors, named_tensors(loaded.inner_model()))
+    if far > CLOSE:
+        raise Failed(
+            f"what two ranks saved, loaded on one, differs from one rank's weights by {far:.3g}, most at {worst}",
+            where=worst,
+            remedy="let a checkpoint hold everything: parameters and persistent buffers",
+        )
+    notes = f"; {'; '.join(told['notes'])}" if told["notes"] else ""
+    return f"{STEPS} steps on two ranks as on one: losses, gradients, weights{notes}"
+
+
+def _same_losses(one: Sequence[float], other: Sequence[float]) -> None:
+    for number, (alone, shared) in enumerate(zip(one, other, strict=True)):
+        if apart(alone, shared) > CLOSE:
+            raise Failed(
+                f"in step {number} two ranks have the loss {shared:.8g}, one has {alone:.8g}",
+                where="loss",
+                remedy=SHARDING.remedy,
+            )

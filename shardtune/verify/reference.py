@@ -1,0 +1,83 @@
+"""The same training in plain PyTorch: one process, all rows of a step at once, torch's own optimizer and clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardtune.batch import LossSum, Sample
+from shardtune.models.adapter import Adapter, LanguageModel, named
+from shardtune.models.causal_lm import CausalLM
+from shardtune.verify.trial import Trajectory, copies
+
+CLIP = 1.0
+
+
+def train_plainly(
+    adapter: Adapter, model: nn.Module, steps: Sequence[Sequence[Sample]], *, lr: float, momentum: float, decay: float
+) -> Trajectory:
+    """Train a model on the given rows of each step.
+
+    The denominators are sums of the rows' own weights; nothing is sharded, accumulated or packed.
+
+    Args:
+        adapter: says what the loss is.
+        model: a plain module with the weights to start from; changed in place.
+        steps: the rows of each.
+        lr: of SGD.
+        momentum: of SGD.
+        decay: of weights with two dimensions or more.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(
+        [
+            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": decay},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=lr,
+        momentum=momentum,
+    )
+    losses, norms = [], []
+    for samples in steps:
+        optimizer.zero_grad()
+        weights = [{**adapter.weights(sample), **adapter.row_terms()} for sample in samples]
+        terms = {term for row in weights for term in row}
+        denominators = {term: sum(row.get(term, 0.0) for row in weights) for term in terms}
+        found = whole_loss(adapter, model, samples, denominators)
+        loss = torch.stack([found[term].total / denominators[term] for term in terms if denominators[term]]).sum()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(trained, CLIP)))
+        optimizer.step()
+        losses.append(float(loss))
+    return Trajectory(losses, norms, copies({**dict(model.named_parameters()), **dict(model.named_buffers())}))
+
+
+def whole_loss(
+    adapter: Adapter, model: nn.Module, samples: Sequence[Sample], weights: Mapping[str, float]
+) -> Mapping[str, LossSum]:
+    """The loss of all rows of a step: of one batch of them, or for language models of each row alone."""
+    if not isinstance(adapter, LanguageModel):
+        return named(adapter.loss(model, adapter.collate(list(samples), list(range(len(samples))), weights)))
+    totals: dict[str, torch.Tensor] = {}
+    for sample in samples:
+        for term, total in _row_loss(adapter, model, sample).items():
+            totals[term] = totals[term] + total if term in totals else total
+    return {term: LossSum(total, weights[term]) for term, total in totals.items()}
+
+
+def _row_loss(adapter: LanguageModel, model: nn.Module, sample: Sample) -> dict[str, torch.Tensor]:
+    """The loss of one row: the cross-entropy of the model's own logits, where that is all there is to it."""
+    own = {**adapter.weights(sample), **adapter.row_terms()}
+    if not isinstance(adapter, CausalLM) or len(own) > 1:
+        losses = named(adapter.loss(model, adapter.collate([sample], [0], own)))
+        return {term: loss.total for term, loss in losses.items()}
+    ids = torch.from_numpy(sample.input_ids.astype(np.int64))
+    scale = torch.from_numpy(sample.loss_weights.astype(np.float64))[1:]
+    places = torch.arange(len(ids) - 1)
+    logits = adapter.reference_logits(model, ids, places)
+    each = F.cross_entropy(logits, ids[1:], reduction="none")
+    return dict.fromkeys(own, (each * scale).sum())

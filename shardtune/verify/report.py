@@ -1,0 +1,45 @@
+"""The result of the conformance kit as a table, with what to do about each failure below it."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardtune.verify.adapter import CHECKS
+from shardtune.verify.result import Report
+
+STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
+
+
+def show(report: Report, console: Console | None = None) -> None:
+    """Print a report."""
+    screen = console or Console()
+    table = Table(title=f"Conformance of {report.adapter}", title_justify="left", show_lines=False)
+    for column in ("check", "", "s"):
+        table.add_column(column, no_wrap=True, justify="right" if column == "s" else "left")
+    table.add_column("seen")
+    for result in report.results:
+        table.add_row(
+            result.name, Text(result.outcome, STYLES[result.outcome]), f"{result.seconds:.1f}", Text(result.text)
+        )
+    screen.print(table)
+    for result in report.failures:
+        screen.print(Text(str(result)), soft_wrap=True)
+    screen.print(Text(summary(report)))
+
+
+def summary(report: Report) -> str:
+    """The outcome in a line."""
+    counts = {outcome: sum(result.outcome == outcome for result in report.results) for outcome in STYLES}
+    told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
+    seconds = sum(result.seconds for result in report.results)
+    return f"{report.adapter}: {told} of {len(report.results)} checks in {seconds:.0f} s"
+
+
+def list_checks(console: Console | None = None) -> None:
+    """Print what is checked."""
+    table = Table(show_header=False, box=None)
+    for check in CHECKS:
+        table.add_row(check.name, Text(check.title))
+    (console or Console()).print(table)

@@ -1,0 +1,81 @@
+"""What became of a check: passed, failed (what, where, how to mend it) or skipped (why)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Outcome = Literal["passed", "failed", "skipped"]
+
+
+class Failed(Exception):
+    """A check found something wrong.
+
+    Args:
+        what: with numbers.
+        where: method, field, parameter or row.
+        remedy: what to do about it.
+    """
+
+    def __init__(self, what: str, *, where: str, remedy: str) -> None:
+        super().__init__(what, where, remedy)
+        self.what = what
+        self.where = where
+        self.remedy = remedy
+
+
+class Skipped(Exception):
+    """A check has nothing to check here; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The outcome of one check.
+
+    Attributes:
+        name: of the check.
+        outcome: passed, failed or skipped.
+        text: what was seen; of a failure what is wrong, with numbers.
+        where: of a failure.
+        remedy: of a failure.
+        seconds: it took.
+    """
+
+    name: str
+    outcome: Outcome
+    text: str
+    where: str = ""
+    remedy: str = ""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        if self.outcome != "failed":
+            return f"{self.name}: {self.outcome}: {self.text}"
+        return f"{self.name}: {self.text}\n  where: {self.where}\n  mend:  {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The outcome of all checks of an adapter.
+
+    Attributes:
+        adapter: as it was named.
+        results: in the order of the checks.
+    """
+
+    adapter: str
+    results: Sequence[Result]
+
+    @property
+    def failures(self) -> list[Result]:
+        return [result for result in self.results if result.outcome == "failed"]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed."""
+        return not self.failures
+
+    def __getitem__(self, name: str) -> Result:
+        """The result of the check of a name."""
+        return next(result for result in self.results if result.name == name)

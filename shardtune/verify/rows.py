@@ -1,0 +1,126 @@
+"""The few rows that an adapter is tried on: from the recipe's training data, or the adapter's own examples."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from shardtune.config import Recipe
+from shardtune.data.encoder import Encoder, Row, RowDropped, RowError
+from shardtune.data.formats import as_row, read_example
+from shardtune.data.readers import read_rows
+from shardtune.data.sources import Source, prepare_row, resolve_sources
+from shardtune.errors import ConfigError, DataError
+from shardtune.models.adapter import Adapter
+
+WANTED, FEWEST = 12, 2
+LOOKED_AT = 1000
+"""Rows that are looked at to find those that can be used."""
+
+
+def rows_for(adapter: Adapter, recipe: Recipe) -> list[Row]:
+    """The first rows that the adapter can use: of the recipe's training data, or else of its own `examples`.
+
+    Raises:
+        ConfigError: there are neither.
+        DataError: too few of them can be used; with the first reason.
+    """
+    if recipe.data.train_data_paths is not None:
+        found, label = _training_rows(recipe), "data.train_data_paths"
+    else:
+        found, label = (_plain(row) for row in adapter.examples()), f"{type(adapter).__name__}.examples"
+    encoder = adapter.encoder(with_prompts=False)
+    usable: list[Row] = []
+    seen, reason = 0, ""
+    for row in found:
+        seen += 1
+        problem = _unusable(encoder, row)
+        if problem is None:
+            usable.append(row)
+        reason = reason or problem or ""
+        if len(usable) == WANTED or seen == LOOKED_AT:
+            break
+    if not seen and recipe.data.train_data_paths is None:
+        raise ConfigError(
+            f"there are no rows to try {type(adapter).__name__} on",
+            where="shardtune verify adapter",
+            remedy="name a recipe with data.train_data_paths (shardtune verify adapter file.py:Class recipe.yaml), or "
+            "let the adapter's method examples() return a dozen rows",
+        )
+    if len(usable) < FEWEST:
+        raise DataError(
+            f"{len(usable)} of the first {seen} rows can be used{': ' + reason if reason else ''}",
+            where=label,
+            remedy=f"give {FEWEST} usable rows at least, better {WANTED}",
+        )
+    return usable
+
+
+def keep_rows(rows: Sequence[Row], folder: Path) -> Path:
+    """The rows as a data file: JSON lines, or Parquet where they hold more than JSON can."""
+    try:
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    except (TypeError, ValueError):
+        path = folder / "rows.parquet"
+        try:
+            pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), path)
+        except (pa.ArrowException, TypeError, ValueError) as error:
+            raise DataError(
+                f"the rows cannot be kept in a file: {error}",
+                where="examples",
+                remedy="give text, numbers, bytes, lists and dictionaries, the same columns in every row",
+            ) from error
+        return path
+    path = folder / "rows.jsonl"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _training_rows(recipe: Recipe) -> Iterator[Row]:
+    """Rows as the encoder takes them, those left out that cannot even be read."""
+    data = recipe.data
+    sources = resolve_sources(data.train_data_paths, data, name_format=lambda row: "rows", say=lambda text: None)
+    for source in sources:
+        for file in source.files:
+            for _, row in read_rows(file.path, file.kind):
+                prepared = None if isinstance(row, RowError) else _prepared(row, source)
+                if prepared is not None:
+                    yield prepared
+
+
+def _prepared(row: Row, source: Source) -> Row | None:
+    try:
+        prepared = prepare_row(row, source)
+        if prepared is not None and source.format is not None:
+            return as_row(read_example(prepared, source.format))
+    except RowError:
+        return None
+    return prepared
+
+
+def _unusable(encoder: Encoder, row: Row) -> str | None:
+    """Why a row cannot be used; None where it can, or where that is for the checks to find out."""
+    try:
+        weights = encoder.weights(encoder.fit(encoder.encode(row)))
+    except RowError as error:
+        return error.reason
+    except RowDropped as error:
+        return f"dropped: {error.reason}"
+    except Exception:  # a fault of the adapter's, which a check will name
+        return None
+    return None if any(weights.values()) else "it weighs nothing: it has no target"
+
+
+def _plain(value: Any) -> Any:
+    """A value as a file would hold it: arrays as lists."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

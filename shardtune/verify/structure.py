@@ -1,0 +1,244 @@
+"""Checks of what a model consists of: its parameters and buffers, built twice, and what its loss reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from shardtune.construction import build_empty, seeded
+from shardtune.models.adapter import Adapter
+from shardtune.parallel.materialise import named_tensors, persistent_buffers
+from shardtune.verify.case import STEPS
+from shardtune.verify.kit import PARITY, Kit
+from shardtune.verify.result import Failed
+from shardtune.verify.trial import copies, run
+
+BUILD = "build()"
+
+
+def check_build(kit: Kit) -> str:
+    """The model that is built without memory is the one that is built for real."""
+    seed = kit.case.recipe.runner.seed
+    empty, notes = build_empty(kit.adapter().build, seed)
+    with seeded(seed):
+        real = kit.adapter().build()
+    _same_parameters(empty, real)
+    _check_shared_memory(real)
+    _same_ties(empty, real)
+    _same_buffers(empty, real, kit.adapter(), seed)
+    parameters, tied = dict(empty.named_parameters()), ties(empty)
+    said = f"{len(parameters)} parameters, {sum(1 for _ in empty.buffers())} buffers, {len(tied)} tied"
+    return "; ".join([said, *notes])
+
+
+def ties(model: nn.Module) -> list[list[str]]:
+    """The names of parameters that have several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return sorted(group for group in names.values() if len(group) > 1)
+
+
+def _same_parameters(empty: nn.Module, real: nn.Module) -> None:
+    one, other = (dict(m.named_parameters(remove_duplicate=False)) for m in (empty, real))
+    missing = sorted(one.keys() ^ other.keys())
+    if missing:
+        raise Failed(
+            f"built without memory the model has {len(one)} parameters, built for real {len(other)}; {missing[0]} is "
+            "only in one of them",
+            where=f"{BUILD}: {missing[0]}",
+            remedy="let the constructor make the same parameters each time, whatever their values",
+        )
+    for name, parameter in one.items():
+        mine, its = (parameter.shape, parameter.dtype), (other[name].shape, other[name].dtype)
+        if mine != its:
+            raise Failed(
+                f"built without memory {name} is {list(mine[0])} {mine[1]}, built for real {list(its[0])} {its[1]}",
+                where=f"{BUILD}: {name}",
+                remedy="let its shape and dtype depend on the options alone, not on values",
+            )
+        if parameter.requires_grad != other[name].requires_grad:
+            raise Failed(
+                f"built without memory {name} is {'' if parameter.requires_grad else 'not '}trained, built for real "
+                "it is the other way",
+                where=f"{BUILD}: {name}",
+                remedy="set requires_grad in the constructor, or freeze by actor.model.freeze",
+            )
+
+
+def _check_shared_memory(real: nn.Module) -> None:
+    """Two parameters over one memory are tied in one process only: each would get a shard of its own."""
+    first: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, parameter in real.named_parameters():
+        if parameter.is_meta or not parameter.numel():
+            continue
+        other = first.setdefault(parameter.untyped_storage().data_ptr(), (name, parameter))
+        if other[1] is not parameter:
+            raise Failed(
+                f"{other[0]} and {name} are two parameters over the same memory, which is lost when the model is built "
+                "without memory or sharded: they would be trained apart",
+                where=f"{BUILD}: {name}",
+                remedy=f"assign the parameter itself, not its data: model.{name} = model.{other[0]}",
+            )
+
+
+def _same_ties(empty: nn.Module, real: nn.Module) -> None:
+    if ties(empty) != ties(real):
+        lost = next((group for group in ties(real) if group not in ties(empty)), None) or ties(empty)[0]
+        raise Failed(
+            f"{' and '.join(lost)} are one parameter in only one of two builds (without memory, for real)",
+            where=f"{BUILD}: {lost[-1]}",
+            remedy="tie in the constructor, by assigning the parameter: self.head.weight = self.embed.weight",
+        )
+
+
+def _same_buffers(empty: nn.Module, real: nn.Module, adapter: Adapter, seed: int) -> None:
+    one, other = dict(empty.named_buffers()), dict(real.named_buffers())
+    kept_one, kept_other = persistent_buffers(empty).keys(), persistent_buffers(real).keys()
+    odd = sorted((one.keys() ^ other.keys()) | (kept_one ^ kept_other))
+    if odd:
+        raise Failed(
+            f"the buffer {odd[0]} is there, or is saved, in only one of two builds (without memory, for real)",
+            where=f"{BUILD}: {odd[0]}",
+            remedy="register the same buffers each time",
+        )
+    stranded = [name for name, buffer in one.items() if buffer.is_meta and not other[name].is_meta]
+    if stranded:
+        raise Failed(
+            f"the buffer {stranded[0]} is computed from parameters, which have no values yet while the model is built",
+            where=f"{BUILD}: {stranded[0]}",
+            remedy="compute it in forward, or from the options alone",
+        )
+    # Saved buffers take the values of the build for real, as parameters do.
+    differing = [name for name, buffer in one.items() if name not in kept_one and not _equal(buffer, other[name])]
+    if not differing:
+        return
+    name = differing[0]
+    with seeded(seed + 1):
+        drawn = not _equal(dict(adapter.build().named_buffers())[name], other[name])
+    raise Failed(
+        f"the buffer {name} comes out differently when the model is built without memory"
+        + (": it is drawn at random" if drawn else ""),
+        where=f"{BUILD}: {name}",
+        remedy="draw it from a torch.Generator of its own with a fixed seed, or register it with persistent=True"
+        if drawn
+        else "compute it from the options alone, in the constructor",
+    )
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.is_meta or other.is_meta:
+        return one.shape == other.shape and one.dtype == other.dtype
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def check_gradient(kit: Kit) -> str:
+    """The loss has a graph, and it reaches every parameter that is trained."""
+    trial = kit.trial
+    adapter = type(trial.adapter).__name__
+    batches = [trial.batch(rows) for rows in trial.forwards(range(trial.num_rows))]
+    losses = trial.losses(batches[0])
+    for term, loss in losses.items():
+        total = loss.total
+        if not isinstance(total, torch.Tensor) or total.ndim:
+            kind = f"a tensor of shape {list(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
+            raise Failed(
+                f"the total of the term {term!r} is {kind}, not a scalar tensor",
+                where=f"{adapter}.loss",
+                remedy="sum it: LossSum(losses.sum(), weight)",
+            )
+        if not total.requires_grad:
+            raise Failed(
+                f"the term {term!r} ({float(total):.6g}) has no graph, so nothing would be learned from it",
+                where=f"{adapter}.loss",
+                remedy="leave out detach(), item(), numpy() and torch.no_grad() between the model and the loss",
+            )
+        if not torch.isfinite(total):
+            raise Failed(
+                f"the term {term!r} is {float(total)} on the first {trial.num_rows} rows",
+                where=f"{adapter}.loss",
+                remedy="look at the rows (shardtune data preview) and at divisions and logarithms in the loss",
+            )
+    measured = trial.measure(batches)
+    trained = trial.worker.weights.trainable()
+    unreached = [name for name in trained if name not in measured.gradients]
+    if unreached:
+        raise Failed(
+            f"the loss does not reach {len(unreached)} of {len(trained)} trained parameters: {_few(unreached)}",
+            where=f"{adapter}.loss, {BUILD}",
+            remedy="use them in the forward, or do not build them (add_pooling_layer=False, say), or name them in "
+            "actor.model.freeze; sharded, they would stay untrained at best",
+        )
+    infinite = [name for name, gradient in measured.gradients.items() if not torch.isfinite(gradient).all()]
+    if infinite:
+        raise Failed(
+            f"the gradient of {_few(infinite)} is not finite",
+            where=f"{adapter}.loss",
+            remedy="look for square roots, norms and logarithms at 0, and for masks by multiplication with infinities",
+        )
+    return f"{shown_losses(measured.totals, measured.weights)}; reaches {len(trained)} parameters"
+
+
+def shown_losses(totals: Mapping[str, float], weights: Mapping[str, float]) -> str:
+    return ", ".join(f"{term} {total:.4g} over {weights[term]:g}" for term, total in totals.items())
+
+
+def _few(names: list[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def check_ties(kit: Kit) -> str:
+    """Shared parameters stay shared and buffers keep what they hold, from build to a loaded checkpoint."""
+    worker = kit.worker(PARITY)
+    model = worker.inner_model()
+    built = ties(build_empty(kit.adapter().build, kit.case.recipe.runner.seed)[0])
+    _still_tied(built, model, "once it has its weights")
+    before = copies(dict(model.named_buffers()))
+    run(worker, STEPS)
+    _still_tied(built, model, "after training")
+    _check_unsaved(model, before)
+    folder = kit.case.folder / "ties"
+    worker.save_checkpoint(folder, STEPS)
+    other = kit.worker(PARITY)
+    other.load_checkpoint(folder)
+    loaded = other.inner_model()
+    _still_tied(built, loaded, "after loading a checkpoint")
+    for name, tensor in _changed(named_tensors(model), named_tensors(loaded)):
+        raise Failed(
+            f"{name} is not what was saved once the checkpoint is loaded ({tensor})",
+            where=f"{BUILD}: {name}",
+            remedy="keep all state in parameters and registered buffers, and none of it computed while the model loads",
+        )
+    return f"{len(built)} tied, {len(before)} buffers, as they were after saving and loading"
+
+
+def _still_tied(built: list[list[str]], model: nn.Module, when: str) -> None:
+    now = {frozenset(group) for group in ties(model)}
+    for group in built:
+        if frozenset(group) not in now:
+            raise Failed(
+                f"{' and '.join(group)} are one parameter when built, and no longer {when}",
+                where=f"{BUILD}: {group[-1]}",
+                remedy="tie in the constructor, and let nothing assign a new parameter afterwards",
+            )
+
+
+def _check_unsaved(model: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
+    saved = persistent_buffers(model)
+    for name, buffer in model.named_buffers():
+        if name not in saved and not _equal(buffer, before[name]):
+            raise Failed(
+                f"the buffer {name} changes in training and is not saved, so a resumed run goes on without it",
+                where=f"{BUILD}: {name}",
+                remedy="register it with persistent=True",
+            )
+
+
+def _changed(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
+    for name, tensor in one.items():
+        if name not in other:
+            yield name, "it is not there"
+        elif not _equal(tensor.detach(), other[name].detach()):
+            yield name, f"{float((tensor.detach().double() - other[name].detach().double()).abs().max()):.3g} apart"

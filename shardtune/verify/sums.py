@@ -1,0 +1,319 @@
+"""Checks of the loss as a sum: over any split of rows, without masked targets, padding or neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from shardtune.batch import Batch, PackedBatch
+from shardtune.models.adapter import LanguageModel, LanguageRoot, WholeStepAdapter
+from shardtune.verify.kit import Kit
+from shardtune.verify.masks import halves, maskings, without_last_target
+from shardtune.verify.result import Failed, Skipped
+from shardtune.verify.trial import CLOSE, Measured, Trial, apart, distance
+
+RANDOM_SPLITS = 3
+FURTHER = 3
+"""Positions by which padded fields are padded further."""
+
+
+def check_sums(kit: Kit) -> str:
+    """However rows are split into micro-batches, the totals add up and the weights are those of the rows."""
+    trial = kit.steady_trial()
+    rows = list(range(trial.num_rows))
+    splits = list(_splits(trial, rows))
+    reference: Measured | None = None
+    for how, parts in splits:
+        batches = [trial.batch(part) for part in parts]
+        measured = trial.measure(batches)
+        _check_weights(trial, measured, rows, how, parts)
+        if reference is None:
+            reference = measured
+            continue
+        _check_totals(trial, reference, measured, splits[0][0], how)
+        _check_gradients(trial, reference, measured, splits[0][0], how)
+    return f"{len(splits)} splits of {len(rows)} rows give the same sums, weights and gradients"
+
+
+def _splits(trial: Trial, rows: Sequence[int]) -> Iterator[tuple[str, list[list[int]]]]:
+    yield "row by row", [[row] for row in rows]
+    if not trial.adapter.rows_share_forwards:
+        return
+    yield f"all {len(rows)} rows together", [list(rows)]
+    draw = np.random.default_rng(0)
+    for _ in range(RANDOM_SPLITS):
+        order = draw.permutation(len(rows))
+        cuts = np.sort(draw.choice(np.arange(1, len(rows)), size=min(2, len(rows) - 1), replace=False))
+        parts = [part.tolist() for part in np.split(order, cuts)]
+        yield f"micro-batches of {', '.join(str(len(part)) for part in parts)} rows", parts
+
+
+def _check_weights(
+    trial: Trial, measured: Measured, rows: Sequence[int], how: str, parts: Sequence[Sequence[int]]
+) -> None:
+    name, promised = type(trial.adapter).__name__, trial.promised(rows)
+    for term in [term for term, weight in measured.weights.items() if apart(weight, promised[term]) > CLOSE]:
+        with torch.no_grad():
+            reported = [float(trial.losses(trial.batch(part))[term].weight) for part in parts]
+        expected = [trial.promised(part)[term] for part in parts]
+        wrong = next((n for n, pair in enumerate(zip(reported, expected, strict=True)) if apart(*pair) > CLOSE), 0)
+        raise Failed(
+            f"{how}, the loss reports weight {reported[wrong]:g} for the term {term!r} of {_rows(parts[wrong])}, which "
+            f"by weights is {expected[wrong]:g}",
+            where=f"{name}.loss: LossSum({term}).weight, {name}.weights",
+            remedy="let weights(sample) count exactly what loss sums over, and let loss report that count",
+        )
+
+
+def _rows(rows: Sequence[int]) -> str:
+    return f"row {rows[0]}" if len(rows) == 1 else f"{len(rows)} rows ({', '.join(map(str, rows[:6]))}…)"
+
+
+def _check_totals(trial: Trial, reference: Measured, measured: Measured, one: str, other: str) -> None:
+    for term, total in reference.totals.items():
+        found = measured.totals[term]
+        if apart(total, found) <= CLOSE:
+            continue
+        ratio = total / found if found else float("nan")
+        looks_mean = ratio > 1.5 and not isinstance(trial.adapter, WholeStepAdapter)
+        raise Failed(
+            f"the term {term!r} is {total:.8g} in sum {one} and {found:.8g} with {other} (ratio {ratio:.4g})",
+            where=f"{type(trial.adapter).__name__}.loss",
+            remedy=(
+                "this looks like a mean: return the sum over targets (reduction='sum') and its weight, and divide by "
+                "nothing, neither the rows of the batch nor its targets"
+                if looks_mean
+                else "let each row's share depend on that row alone: no means over the batch, no padding that counts, "
+                "no state of the adapter's; a loss of all rows of a step is a WholeStepAdapter's"
+            ),
+        )
+
+
+def _check_gradients(trial: Trial, reference: Measured, measured: Measured, one: str, other: str) -> None:
+    far, worst = distance(reference.gradients, measured.gradients)
+    if far > CLOSE:
+        raise Failed(
+            f"the gradient {one} and with {other} differ by {far:.3g} of their size, most at {worst}, though the "
+            "losses agree",
+            where=f"{type(trial.adapter).__name__}.loss: {worst}",
+            remedy="look for functions with a backward of their own, and for what is detached depending on the batch",
+        )
+
+
+def check_masked(kit: Kit) -> str:
+    """What weighs nothing gives no loss and no gradient."""
+    trial = kit.steady_trial()
+    if isinstance(trial.adapter, WholeStepAdapter):
+        raise Skipped("the loss is one of all rows of a step, in which each row is another's negative")
+    tried = [*_check_masked_rows(trial), *_check_masked_tokens(trial)]
+    if not tried:
+        raise Skipped("no field takes a target away: whatever was set to 0, NaN or -100, weights stayed what they were")
+    return f"without effect: {', '.join(tried)}"
+
+
+def _check_masked_rows(trial: Trial) -> Iterator[str]:
+    """A row whose targets are taken out leaves the losses of the others, and the gradient, in place."""
+    kept, taken = trial.samples[0], trial.samples[1]
+    alone = trial.measure([trial.batch_of([kept])])
+    for masking in maskings(trial.adapter, taken):
+        together = [kept, masking.sample]
+        groups = [together] if trial.adapter.rows_share_forwards else [[sample] for sample in together]
+        measured = trial.measure([trial.batch_of(group) for group in groups])
+        _check_nothing(trial, masking.how, masking.terms, alone, measured)
+        if masking.terms == set(trial.terms):
+            far, worst = distance(alone.gradients, measured.gradients)
+            if far > CLOSE:
+                raise Failed(
+                    f"a row without targets ({masking.how}) moves the gradient by {far:.3g} of its size, most at "
+                    f"{worst}",
+                    where=f"{type(trial.adapter).__name__}.loss: {worst}",
+                    remedy="leave its targets out of the sum before anything else is done with them",
+                )
+        yield masking.how
+
+
+def _check_nothing(trial: Trial, how: str, terms: frozenset[str], alone: Measured, measured: Measured) -> None:
+    name = type(trial.adapter).__name__
+    for term in sorted(terms):
+        if apart(alone.weights[term], measured.weights[term]) > CLOSE:
+            raise Failed(
+                f"a row without targets ({how}) counts {measured.weights[term] - alone.weights[term]:g} in the weight "
+                f"that the loss reports for {term!r}; weights says 0",
+                where=f"{name}.loss: LossSum({term}).weight",
+                remedy="count the targets that are left, not the rows or positions",
+            )
+        if apart(alone.totals[term], measured.totals[term]) > CLOSE:
+            raise Failed(
+                f"a row without targets ({how}) changes the term {term!r} from {alone.totals[term]:.8g} to "
+                f"{measured.totals[term]:.8g}",
+                where=f"{name}.loss",
+                remedy="leave masked targets out of the sum: multiply by the mask, or ignore_index=-100",
+            )
+
+
+def _check_masked_tokens(trial: Trial) -> Iterator[str]:
+    """The loss of a row of tokens is that of one half of its targets and of the other."""
+    for sample in trial.samples:
+        parts = halves(sample)
+        if parts is None:
+            continue
+        whole, first, second = (trial.measure([trial.batch_of([one])]) for one in (sample, *parts))
+        for term in trial.terms:
+            sums = first.totals[term] + second.totals[term]
+            if trial.adapter.row_terms().get(term) is None and apart(whole.totals[term], sums) > CLOSE:
+                raise Failed(
+                    f"the term {term!r} is {whole.totals[term]:.8g} over all targets of a row, {sums:.8g} over "
+                    "one half of them and the other",
+                    where=f"{type(trial.adapter).__name__}.loss",
+                    remedy="multiply each target's loss by its weight, and divide by nothing",
+                )
+        yield "half of a row's targets at a time"
+        break
+    for sample in trial.samples:
+        pair = without_last_target(sample, _another_token(trial))
+        if pair is None:
+            continue
+        before, after = (trial.measure([trial.batch_of([one])]) for one in pair)
+        for term in trial.terms:
+            if trial.adapter.row_terms().get(term) is None and apart(before.totals[term], after.totals[term]) > CLOSE:
+                raise Failed(
+                    f"another token in the place of the last, which is no target, changes the term {term!r} from "
+                    f"{before.totals[term]:.8g} to {after.totals[term]:.8g}",
+                    where=f"{type(trial.adapter).__name__}.loss",
+                    remedy="predict token t from tokens before t alone: a causal mask, targets shifted by one",
+                )
+        yield "the last token, where it is no target"
+        break
+
+
+def _another_token(trial: Trial) -> Mapping[int, int]:
+    """For each token of the rows another one of them."""
+    seen = sorted({int(token) for sample in trial.samples for token in sample.input_ids})
+    return dict(zip(seen, seen[1:] + seen[:1], strict=True))
+
+
+def check_padding(kit: Kit) -> str:
+    """Padding a row further changes nothing; neither do neighbours, where rows are packed."""
+    trial = kit.steady_trial()
+    if isinstance(trial.adapter, LanguageModel):
+        return _check_packing(trial, trial.adapter)
+    if not trial.adapter.padding:
+        raise Skipped("no field is padded: all rows have the same shapes")
+    before = trial.batch(trial.forwards(range(trial.num_rows))[0])
+    padded = [name for name in trial.adapter.padding if name in before.fields]
+    if not padded:
+        raise Skipped(f"padding names {', '.join(trial.adapter.padding)}, which no row has")
+    after = _pad_further(before, {name: trial.adapter.padding[name] for name in padded})
+    short, long = trial.measure([before]), trial.measure([after])
+    for term, total in short.totals.items():
+        if apart(total, long.totals[term]) > CLOSE or apart(short.weights[term], long.weights[term]) > CLOSE:
+            raise Failed(
+                f"{FURTHER} more positions of padding in {', '.join(padded)} change the term {term!r} from {total:.8g} "
+                f"(weight {short.weights[term]:g}) to {long.totals[term]:.8g} (weight {long.weights[term]:g})",
+                where=f"{type(trial.adapter).__name__}.loss",
+                remedy="mask what is beyond batch.lengths[name], in attention, in pooling (a mean over its own "
+                "positions alone) and in the loss",
+            )
+    far, worst = distance(short.gradients, long.gradients)
+    if far > CLOSE:
+        raise Failed(
+            f"{FURTHER} more positions of padding move the gradient by {far:.3g} of its size, most at {worst}",
+            where=f"{type(trial.adapter).__name__}.loss: {worst}",
+            remedy="let no padding reach that parameter: embeddings take padding_idx, masks come before the softmax",
+        )
+    return f"{', '.join(padded)} padded by {FURTHER} more positions: the same losses and gradients"
+
+
+def _pad_further(batch: Batch, padding: Mapping[str, float]) -> Batch:
+    fields = dict(batch.fields)
+    for name, value in padding.items():
+        tensor = fields[name]
+        more = tensor.new_full((tensor.shape[0], FURTHER, *tensor.shape[2:]), value)
+        fields[name] = torch.cat([tensor, more], dim=1)
+    return replace(batch, fields=fields)
+
+
+@torch.no_grad()
+def _check_packing(trial: Trial, adapter: LanguageModel) -> str:
+    """Packed rows have the logits that each has alone, by the model's own forward."""
+    root = trial.root
+    assert isinstance(root, LanguageRoot)
+    name = type(adapter).__name__
+    chosen = sorted(range(trial.num_rows), key=lambda row: -trial.samples[row].length)[:3]
+    for rows in trial.forwards(chosen):
+        batch = trial.batch(rows)
+        assert isinstance(batch, PackedBatch)
+        start = 0
+        for row in rows:
+            sample = trial.samples[row]
+            places = torch.arange(sample.length)
+            packed = root.logits(batch, places + start)
+            alone = root.reference_logits(torch.from_numpy(sample.input_ids.astype(np.int64)), places)
+            far = float((packed - alone).abs().max() / alone.abs().max().clamp(min=1e-30))
+            if not far <= CLOSE:
+                raise Failed(
+                    f"the logits of row {row} among {len(rows)} in one forward differ from its own by {far:.3g} of the "
+                    "largest",
+                    where=f"{name}.logits, {name}.reference_logits",
+                    remedy="give position_ids and document boundaries (batch.cu_seqlens) to the attention, or let "
+                    "rows_share_forwards be False",
+                )
+            start += sample.length
+    told = "packed rows have the logits that each has alone" if adapter.rows_share_forwards else "one row per forward"
+    return "; ".join([told, *trial.worker.notes])
+
+
+def check_empty(kit: Kit) -> str:
+    """A micro-batch without targets gives zeros: for a rank without rows, and for rows whose targets were cut off."""
+    trial = kit.trial
+    sample = trial.adapter.filler(trial.samples[0])
+    filler = trial.adapter.collate([sample], (-1,), dict.fromkeys(trial.terms, 0.0))
+    _check_zero(trial, filler, frozenset(trial.terms), "the filler of a rank without rows")
+    if isinstance(trial.adapter, WholeStepAdapter):
+        return "a filler is harmless"
+    ways = maskings(trial.adapter, trial.samples[0])
+    for masking in ways:
+        batch = trial.batch_of([masking.sample])
+        _check_zero(trial, batch, masking.terms, f"a micro-batch without targets ({masking.how})")
+    return "; ".join(["a filler is harmless", *(f"so is {masking.how}" for masking in ways)])
+
+
+def _check_zero(trial: Trial, batch: Batch, terms: frozenset[str], what: str) -> None:
+    name = type(trial.adapter).__name__
+    if isinstance(trial.adapter, WholeStepAdapter):
+        total = torch.stack([(output * 0.0).sum() for output in trial.root(batch).values()]).sum()
+    else:
+        losses = trial.losses(batch)
+        for term in sorted(terms & losses.keys()):
+            loss = losses[term]
+            value, weight = float(loss.total), float(loss.weight)
+            if value == 0.0 and weight == 0.0:
+                continue
+            raise Failed(
+                f"{what} gives the term {term!r} {value:g} with weight {weight:g}, not 0 with weight 0",
+                where=f"{name}.loss",
+                remedy="sum over the targets there are (the sum over none is 0): no mean, no division by their number; "
+                "torch.where before a function that is infinite at masked values, not after it",
+            )
+        total = torch.stack([losses[term].total for term in sorted(terms & losses.keys())]).sum()
+    if not total.requires_grad:
+        raise Failed(
+            f"{what} gives a loss without a graph, while other ranks wait for its backward pass",
+            where=f"{name}.loss",
+            remedy="compute the model and the sum in any case, without a branch for empty batches",
+        )
+    trial.worker.weights.zero_gradients()
+    total.backward()
+    try:
+        for parameter, tensor in trial.worker.weights.parameters.items():
+            if tensor.grad is not None and not (tensor.grad == 0).all():
+                raise Failed(
+                    f"{what} gives {parameter} a gradient of up to {float(tensor.grad.abs().max()):g}, not 0",
+                    where=f"{name}.loss: {parameter}",
+                    remedy="let nothing but targets count: regularisers are terms of their own, weighed by rows",
+                )
+    finally:
+        trial.worker.weights.zero_gradients()

@@ -1,0 +1,251 @@
+"""A model on one rank that checks may ask anything of, and short runs of training to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from shardtune.batch import Batch, LossSum, Sample
+from shardtune.config import Recipe
+from shardtune.data.loader import DataState, StepLoader
+from shardtune.data.prepare import WeighedRows
+from shardtune.models.adapter import Adapter, AdapterRoot, WholeStepAdapter, named
+from shardtune.parallel.shard import local
+from shardtune.sft_worker import SFTWorker
+from shardtune.step import Accumulate, accumulate, objective, set_draws
+from shardtune.verify.result import Failed
+from shardtune.whole_step import WholeStep
+
+Tensors = Mapping[str, torch.Tensor]
+CLOSE = 1e-6
+"""How far two ways to the same number may differ in fp64, relative: more than rounding in fp32, less than any fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Losses and gradients of some micro-batches together.
+
+    Attributes:
+        totals: the sum of each term.
+        weights: the weight of each term that the loss reports.
+        gradients: by parameter, of the totals over the weights of their rows; those that have one.
+    """
+
+    totals: Mapping[str, float]
+    weights: Mapping[str, float]
+    gradients: Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """A run of training.
+
+    Attributes:
+        losses: of each step.
+        norms: of each step's gradient.
+        tensors: parameters and buffers after it, on their own.
+    """
+
+    losses: Sequence[float]
+    norms: Sequence[float]
+    tensors: Tensors
+
+
+def set_up(recipe: Recipe) -> SFTWorker:
+    """The worker that trains on the rows of a case, ready for its first step."""
+    worker = SFTWorker(recipe, say=silent)
+    worker.setup()
+    return worker
+
+
+def run(worker: SFTWorker, steps: int) -> Trajectory:
+    """Train for some steps, in the mode (training or evaluation) that the model is in."""
+    losses, norms = [], []
+    for _ in range(steps):
+        measured = worker.run_training()
+        losses.append(measured["train/loss"])
+        norms.append(measured["train/grad_norm"])
+    return Trajectory(losses, norms, copies(worker.weights.tensors()))
+
+
+def accumulation(worker: SFTWorker) -> Accumulate:
+    """How the gradients of a worker's micro-batches add up."""
+    adapter = worker.adapter
+    return WholeStep(adapter, worker.ranks).accumulate if isinstance(adapter, WholeStepAdapter) else accumulate
+
+
+def copies(tensors: Tensors) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+class Trial:
+    """A model in evaluation mode on one rank, and the rows of its case.
+
+    In evaluation mode nothing is drawn and norms keep their statistics, so what a micro-batch gives depends on its rows
+    alone, and any two ways to the same rows can be compared.
+
+    Args:
+        worker: set up.
+    """
+
+    def __init__(self, worker: SFTWorker) -> None:
+        worker.model.eval()
+        assert worker.prepared.train is not None
+        self.worker = worker
+        self.adapter: Adapter = worker.adapter
+        self._rows = WeighedRows(worker.prepared.train, self.adapter.row_terms())
+        self.num_rows = len(worker.prepared.train)
+
+    @property
+    def root(self) -> AdapterRoot:
+        return self.worker.root
+
+    @cached_property
+    def samples(self) -> list[Sample]:
+        """The encoded rows."""
+        return [self._rows.row(index) for index in range(self.num_rows)]
+
+    @property
+    def terms(self) -> list[str]:
+        """The names of the loss terms."""
+        return list(self._rows.term_weights)
+
+    def promised(self, rows: Sequence[int]) -> dict[str, float]:
+        """What the row index says that rows weigh, by term."""
+        return {term: float(values[list(rows)].sum()) for term, values in self._rows.term_weights.items()}
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        """The micro-batch of some rows."""
+        return self.adapter.collate([self.samples[row] for row in rows], list(rows), self.promised(rows))
+
+    def batch_of(self, samples: Sequence[Sample]) -> Batch:
+        """The micro-batch of samples that are no rows of the case."""
+        weights = dict.fromkeys(self.terms, 0.0)
+        for sample in samples:
+            for term, weight in {**self.adapter.weights(sample), **self.adapter.row_terms()}.items():
+                weights[term] = weights.get(term, 0.0) + float(weight)
+        return self.adapter.collate(list(samples), list(range(len(samples))), weights)
+
+    def forwards(self, rows: Sequence[int]) -> list[list[int]]:
+        """Rows as they may share forwards: all together, or each by itself."""
+        return [list(rows)] if self.adapter.rows_share_forwards else [[row] for row in rows]
+
+    def losses(self, batch: Batch, seed: int = 0) -> dict[str, LossSum]:
+        """The terms of one micro-batch's loss, with their graph; a whole step's loss as if it were all of the step."""
+        set_draws(seed, 0, 0, 0, "verify")
+        if isinstance(self.adapter, WholeStepAdapter):
+            return named(self.adapter.step_loss(self.root(batch)))
+        return dict(self.root(batch))
+
+    def measure(self, batches: Sequence[Batch]) -> Measured:
+        """Losses and gradients of micro-batches together, as a step has them."""
+        weights = self.worker.weights
+        weights.zero_gradients()
+        denominators = {term: sum(batch.weights.get(term, 0.0) for batch in batches) for term in self.terms}
+        if isinstance(self.adapter, WholeStepAdapter):
+            every = accumulation(self.worker)
+            totals = every(self.root, batches, denominators, weights, draws=(0, 0, 0), scale=1.0)
+            sums = {term: float(total) for term, total in totals.items()}
+            return Measured(sums, denominators, self._gradients())
+        sums, reported = dict.fromkeys(self.terms, 0.0), dict.fromkeys(self.terms, 0.0)
+        for batch in batches:
+            losses = self.losses(batch)
+            self._check_terms(losses)
+            objective(losses, denominators, 1.0).backward()
+            for term, loss in losses.items():
+                sums[term] += float(loss.total.detach())
+                reported[term] += float(loss.weight)
+        return Measured(sums, reported, self._gradients())
+
+    @torch.no_grad()
+    def row_losses(self) -> list[dict[str, str]]:
+        """The terms of each row's loss, bit by bit, as `float.hex`."""
+        found = []
+        for row in range(self.num_rows):
+            losses = self.losses(self.batch([row]))
+            found.append({term: float(loss.total).hex() for term, loss in losses.items()})
+        return found
+
+    def _check_terms(self, losses: Mapping[str, LossSum]) -> None:
+        if set(losses) != set(self.terms):
+            raise Failed(
+                f"the loss has the terms {sorted(losses)}, weights says {sorted(self.terms)}",
+                where=f"{type(self.adapter).__name__}.loss, .weights",
+                remedy="let both name the same terms",
+            )
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        parameters = self.worker.weights.parameters
+        found = {name: local(p.grad).clone() for name, p in parameters.items() if p.grad is not None}
+        self.worker.weights.zero_gradients()
+        return found
+
+    def step_rows(self, number: int) -> list[np.ndarray]:
+        """The rows of each of the run's first steps."""
+        state, rows = DataState(), []
+        for _ in range(number):
+            assert isinstance(self.worker.loader, StepLoader)
+            step = self.worker.loader.step(state)
+            rows.append(step.rows)
+            state = step.after
+        return rows
+
+    @cached_property
+    def restless(self) -> str | None:
+        """Why two forwards of the same rows cannot be compared with each other; None where they can."""
+        batch = self.batch(self.forwards(range(self.num_rows))[0])
+        with torch.no_grad():
+            first, again, other = (
+                {term: float(loss.total) for term, loss in self.losses(batch, seed).items()} for seed in (0, 0, 1)
+            )
+        if not same(first, again):
+            return f"the same rows give {shown(first)} and then {shown(again)} with the same seed (see repeat)"
+        if not same(first, other):
+            return (
+                f"the loss draws at random in evaluation mode too ({shown(first)} and {shown(other)} with two seeds), "
+                "so two ways to it cannot be compared; to have them compared, draw in encode, or while model.training"
+            )
+        return None
+
+
+def same(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
+    """Equal bit for bit (NaN equals NaN)."""
+    return one.keys() == other.keys() and all(
+        value == other[name] or (value != value and other[name] != other[name]) for name, value in one.items()
+    )
+
+
+def shown(values: Mapping[str, float]) -> str:
+    """Loss terms for a message."""
+    numbers = [f"{value:.6g}" if len(values) == 1 else f"{name} {value:.6g}" for name, value in values.items()]
+    return ", ".join(numbers)
+
+
+def apart(one: float, other: float) -> float:
+    """The relative difference of two numbers; infinite where one is not finite."""
+    if not (np.isfinite(one) and np.isfinite(other)):
+        return float("inf")
+    return abs(one - other) / max(abs(one), abs(other), 1e-3)
+
+
+def distance(one: Tensors, other: Tensors) -> tuple[float, str]:
+    """How far two sets of gradients or weights are apart, relative to the larger one, and the name of the farthest."""
+    names = sorted({*one, *other})
+    zero = torch.zeros((), dtype=torch.float64)
+
+    def get(tensors: Tensors, name: str) -> torch.Tensor:
+        return tensors[name].detach().double() if name in tensors else zero
+
+    parts = {name: float((get(one, name) - get(other, name)).square().sum()) for name in names}
+    size = max(sum(float(get(tensors, name).square().sum()) for name in names) for tensors in (one, other))
+    worst = max(parts, key=lambda name: parts[name] if parts[name] == parts[name] else float("inf"), default="")
+    total = sum(parts.values())
+    return (float("inf") if total != total else (total / max(size, 1e-12)) ** 0.5), worst
+
+
+def silent(text: str) -> None:
+    """Nothing is said of data and model: the checks speak for themselves."""

@@ -1,0 +1,87 @@
+"""Adapters on disk: PEFT loads what is written, and merging gives the same model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from shardtune.checkpoint.huggingface import save_pretrained
+from shardtune.checkpoint.peft_directory import merging, save_adapter
+from shardtune.config import LoraConfig
+from tests.checkpoint.tiny import logits, saved
+from tests.dist.ranks import run_ranks
+from tests.models.adapted import adapted, train
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("llama", {"dropout": 0.2}),
+    "rslora": ("llama", {"use_rslora": True}),
+    "dora": ("llama", {"use_dora": True}),
+    "head": ("llama", {"target_modules": ["q_proj", "lm_head", "embed_tokens"]}),
+    "tied head": ("qwen2_tied", {"target_modules": ["q_proj", "lm_head"]}),
+    "tied embedding": ("qwen2_tied", {"target_modules": ["v_proj", "embed_tokens"], "use_dora": True}),
+    "in full": ("llama", {"target_modules": ["up_proj"], "modules_to_save": ["lm_head", "layers.1.mlp.down_proj"]}),
+    "tied in full": ("qwen2_tied", {"modules_to_save": ["embed_tokens"]}),
+    "pissa": ("llama", {"init": "pissa"}),
+    "pissa, rslora": ("llama", {"init": "pissa_niter_4", "use_rslora": True}),
+    "olora, dora": ("llama", {"init": "olora", "use_dora": True}),
+    "mica": ("llama", {"init": "mica"}),
+    "experts": ("qwen3_moe", {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
+    "only experts": ("mixtral", {"target_modules": [], "target_parameters": ["experts.down_proj"]}),
+}
+ON_RANKS = ("dora", "tied head", "tied in full", "pissa", "experts")
+
+
+def write(base: Path, to: Path, changes: dict[str, Any]) -> torch.Tensor:
+    """Train an adapter for some steps and write it, alone and merged; returns the logits of the model in memory."""
+    model, weights, ranks = adapted(base, LoraConfig(r=4, alpha=6.0, **changes), "fp32")
+    train(model, weights, ranks, steps=3)
+    save_adapter(model, to / "adapter", base=str(base))
+    merged = merging(model, torch.float32)
+    settings = {"tie_word_embeddings": False} if merged.unties else {}
+    save_pretrained(
+        model, to / "merged", dtype=torch.float32, tensors=merged.tensors, gather=merged.gather, settings=settings
+    )  # fmt: skip
+    return logits(model.eval())
+
+
+def write_all(base: Path, to: Path, cases: list[str]) -> dict[str, torch.Tensor]:
+    return {case: write(base / CASES[case][0], to / case, CASES[case][1]) for case in cases}
+
+
+def check(base: Path, directory: Path, own: torch.Tensor) -> None:
+    """Plain transformers and PEFT load what was written, and compute what the model in memory did."""
+    fresh = AutoModelForCausalLM.from_pretrained(base)
+    before = logits(fresh)
+    loaded = peft.PeftModel.from_pretrained(fresh, str(directory / "adapter"))
+    with_adapter = logits(loaded)
+    changed = float((own - before).abs().max())
+    assert changed > 1e-4
+    assert float((with_adapter - own).abs().max()) < min(1e-5, changed / 50)
+    merged = AutoModelForCausalLM.from_pretrained(directory / "merged")
+    assert float((logits(merged) - with_adapter).abs().max()) < min(1e-5, changed / 50)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bases")
+    for kind in {kind for kind, _ in CASES.values()}:
+        saved(kind, folder / kind)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("case", CASES)
+def test_peft_and_the_merged_model_compute_what_was_trained(case: str, bases: Path, tmp_path: Path) -> None:
+    kind, changes = CASES[case]
+    check(bases / kind, tmp_path, write(bases / kind, tmp_path, changes))
+
+
+def test_two_ranks_write_the_same(bases: Path, tmp_path: Path) -> None:
+    told = run_ranks(write_all, 2, bases, tmp_path, list(ON_RANKS))
+    for case in ON_RANKS:
+        check(bases / CASES[case][0], tmp_path / case, told[0][case])

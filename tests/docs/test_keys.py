@@ -1,0 +1,67 @@
+"""Every recipe key that a page names exists."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from shardtune.config.keys import ALIASES, OTHER_NAMES
+from shardtune.config.schema import Recipe
+from tests.docs.blocks import ROOT
+
+PAGES = ("docs/coming-from.md", "docs/add-a-model.md")
+_KEY = re.compile(r"`((?:runner|actor|data|eval)\.[\w.]+)(?:[=:][^`]*)?`")
+FREE = ("actor.model.options", "actor.model.config_overrides")
+
+
+def exists(key: str) -> bool:
+    """Whether the schema has the key, a section or something below a free mapping."""
+    if key.startswith(FREE):
+        return True
+    kind = Recipe
+    for part in key.split("."):
+        fields = getattr(kind, "model_fields", {})
+        if part not in fields:
+            return False
+        kind = fields[part].annotation
+    return True
+
+
+def ours(text: str) -> list[str]:
+    """The keys in prose and in the last column of tables: those that are ours."""
+    own = "\n".join(re.sub(r"^\|.*?\|(?=.*\|)", "", line) for line in text.splitlines())
+    return _KEY.findall(own)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_keys_are_in_the_schema(page: str):
+    found = ours((ROOT / page).read_text(encoding="utf-8"))
+    assert len(found) > 15
+    assert not sorted({key for key in found if not exists(key)})
+
+
+def test_the_check_would_find_a_wrong_key():
+    assert ours("| `lr` | `actor.optim.rate: 1` |") == ["actor.optim.rate"]
+    assert not exists("actor.optim.rate")
+    assert exists("actor.optim")
+    assert exists("actor.model.options.width")
+
+
+def rows(text: str) -> list[tuple[list[str], list[str]]]:
+    """The names in backticks in the first and in the last column of each row of a table."""
+    lines = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    return [(re.findall(r"`([\w.]+)", line[0]), re.findall(r"`([\w.]+)", line[-1])) for line in lines]
+
+
+def test_names_that_the_command_line_understands_are_all_listed():
+    page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    table = page[page.index("<!-- aliases -->") : page.index("<!-- /aliases -->")]
+    assert {first[0]: last[0] for first, last in rows(table)} == ALIASES
+
+
+def test_the_tables_agree_with_what_errors_suggest():
+    page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    told = [(name, last) for first, last in rows(page) for name in first if last and name in OTHER_NAMES]
+    assert len(told) > 20
+    assert not [(name, last) for name, last in told if OTHER_NAMES[name] not in last]

@@ -1,0 +1,217 @@
+"""What an adapter of one's own may rely on: options with types, rows that become batches, losses with names."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from pydantic import BaseModel
+from torch import nn
+
+from shardtune import Adapter, Batch, LossSum, Sample
+from shardtune.config import Recipe, load_recipe
+from shardtune.data.encoder import RowDropped, RowError
+from shardtune.errors import ConfigError, DataError, ModelError
+from shardtune.models.fields import FieldEncoder
+from shardtune.models.registry import find_adapter
+
+LABELLED = {"pixels": [1.0, 2.0], "label": 1}
+
+
+class Options(BaseModel):
+    width: int = 4
+    name: str = "net"
+
+
+class Small(Adapter):
+    """Fixed-size inputs, and notes of any length."""
+
+    Options = Options
+    padding: ClassVar[Mapping[str, float]] = {"notes": -1.0}
+
+    def build(self) -> nn.Module:
+        return nn.Linear(2, self.options.width)
+
+    def encode(self, row: Mapping[str, Any]) -> Sample:
+        fields = {"pixels": np.array(row["pixels"], np.float32), "label": np.asarray(row["label"])}
+        if "notes" in row:
+            fields["notes"] = np.array(row["notes"], np.int64)
+        return Sample(fields=fields)
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossSum:
+        return LossSum(model(batch["pixels"]).sum(), float(len(batch["label"])))
+
+
+class NoLoss(Adapter):
+    """Lacks a method."""
+
+    def build(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def encode(self, row: Mapping[str, Any]) -> Sample:
+        return Sample()
+
+
+def helper() -> None:
+    """No adapter."""
+
+
+def recipe(adapter: str = "Small", data: Mapping[str, Any] | None = None, **model: Any) -> Recipe:
+    values = {
+        "actor": {"model": {"adapter": f"{__file__}:{adapter}", **model}},
+        "data": {"train_data_paths": "rows.jsonl", **(data or {})},
+    }
+    return load_recipe(values, files_must_exist=False)
+
+
+def encoder(**changes: Any) -> FieldEncoder:
+    made = find_adapter(recipe(**changes)).encoder(with_prompts=False)
+    assert isinstance(made, FieldEncoder)
+    return made
+
+
+def test_options_are_typed_and_have_defaults() -> None:
+    assert find_adapter(recipe(options={"width": 7})).build().out_features == 7
+    assert find_adapter(recipe()).options.name == "net"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"widht": 7}, r"actor.model.options.widht is not an option of this model.*did you mean width"),
+        ({"width": "wide"}, r"actor.model.options.width = 'wide'.*the options are width: int, name: str"),
+    ],
+)
+def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_adapter(recipe(options=options))
+    assert caught.match(message.replace(".*", r"[\s\S]*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("NoLoss", "the adapter NoLoss lacks loss"),
+        ("helper", "is no adapter"),
+        ("Missing", "has no function 'Missing'"),
+    ],
+)
+def test_what_is_no_adapter_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_adapter(recipe(name))
+
+
+def test_options_without_a_reader_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no part of causal_lm reads them"):
+        find_adapter(load_recipe(
+            {"actor": {"model": {"model_path": "x", "options": {"a": 1}}}, "data": {"train_data_paths": "r.jsonl"}},
+            files_must_exist=False,
+        ))  # fmt: skip
+
+
+def test_rows_weigh_one_or_their_labels() -> None:
+    one = encoder()
+    assert one.weights(one.encode(LABELLED)) == {"loss": 1.0}
+    labels = Sample(fields={"labels": np.array([5, -100, 7])})
+    assert one.weights(labels) == {"loss": 2.0}
+    tokens = Sample(np.array([3, 4, 5], np.int32), np.array([0.0, 1.0, 0.5], np.float32))
+    assert one.weights(tokens) == {"loss": 1.5}
+
+
+def test_a_row_that_lacks_something_is_told_with_what_it_has() -> None:
+    with pytest.raises(RowError, match=r"the row has no 'label', it has pixels \(test_adapter.py:\d+\)"):
+        encoder().encode({"pixels": [1.0, 2.0]})
+    with pytest.raises(RowError, match=r"ValueError: could not convert string to float: 'a' \(test_adapter.py:\d+\)"):
+        encoder().encode({"pixels": ["a"], "label": 0})
+
+
+def test_long_fields_are_cut_dropped_or_refused() -> None:
+    row = {**LABELLED, "notes": list(range(9))}
+    cut = encoder(data={"max_length": 4})
+    sample = cut.fit(cut.encode(row))
+    assert sample.fields["notes"].tolist() == [0, 1, 2, 3]
+    assert sample.length == 4
+    dropping = encoder(data={"max_length": 4, "on_too_long": "drop"})
+    with pytest.raises(RowDropped):
+        dropping.fit(dropping.encode(row))
+    failing = encoder(data={"max_length": 4, "on_too_long": "fail"})
+    with pytest.raises(DataError, match=r"the field 'notes' has length 9, data.max_length is 4"):
+        failing.fit(failing.encode(row))
+
+
+def test_an_encoder_is_the_same_in_another_process() -> None:
+    one = encoder(options={"width": 9})
+    other = pickle.loads(pickle.dumps(one))
+    assert other.cache_key() == one.cache_key()
+    sample, again = one.encode(LABELLED), other.encode(LABELLED)
+    assert sample.fields["pixels"].tobytes() == again.fields["pixels"].tobytes()
+
+
+def test_the_cache_key_follows_options_and_code() -> None:
+    assert encoder().cache_key() == encoder().cache_key()
+    assert encoder().cache_key() != encoder(options={"width": 5}).cache_key()
+    assert encoder().cache_key() != encoder(data={"max_length": 9}).cache_key()
+
+
+def test_rows_are_stacked_and_padded() -> None:
+    adapter = find_adapter(recipe())
+    made = adapter.encoder(with_prompts=False)
+    samples = [made.encode({**LABELLED, "notes": [1] * length}) for length in (3, 1)]
+    batch = adapter.collate(samples, (4, 7), {"loss": 2.0})
+    assert batch["pixels"].shape == (2, 2)
+    assert batch["notes"].tolist() == [[1, 1, 1], [1, -1, -1]]
+    assert batch.lengths["notes"].tolist() == [3, 1]
+    assert (batch.rows, batch.num_rows, batch.weights) == ((4, 7), 2, {"loss": 2.0})
+
+
+def test_rows_of_different_shapes_need_padding() -> None:
+    adapter = find_adapter(recipe())
+    samples = [Sample(fields={"pixels": np.zeros(size)}) for size in (2, 3)]
+    with pytest.raises(ModelError, match=r"the field 'pixels' has rows of different shapes, \[2\] and \[3\]"):
+        adapter.collate(samples, (0, 1), {})
+
+
+def test_a_missing_field_names_those_that_are_there() -> None:
+    adapter = find_adapter(recipe())
+    batch = adapter.collate([adapter.encode(LABELLED)], (0,), {"loss": 1.0})
+    with pytest.raises(ModelError, match="the batch has no field 'image'; it has label, pixels"):
+        batch["image"]
+
+
+def test_a_filler_weighs_nothing_and_has_a_graph() -> None:
+    adapter = find_adapter(recipe(precision="fp32"))
+    root = adapter.root(adapter.build())
+    batch = adapter.collate([adapter.filler(adapter.encode(LABELLED))], (-1,), {"loss": 0.0})
+    losses = root(batch)
+    assert (losses["loss"].total.item(), losses["loss"].weight) == (0.0, 0.0)
+    losses["loss"].total.backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in root.parameters())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+def test_a_model_computes_in_the_precision_that_is_asked_for(precision: str) -> None:
+    adapter = find_adapter(recipe(precision=precision))
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[precision]
+    model = adapter.build().to(dtype)
+    seen = []
+    model.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0].dtype))
+    adapter.root(model)
+    model._forward_pre_hooks.move_to_end(next(iter(model._forward_pre_hooks)))  # looked at after the cast
+    outputs = model(torch.ones(1, 2))
+    assert seen == [dtype]
+    assert outputs.dtype == (torch.float32 if precision == "bf16" else dtype)
+
+
+def test_a_loss_that_is_none_is_refused() -> None:
+    class Mean(Small):
+        def loss(self, model: nn.Module, batch: Batch) -> Any:
+            return model(batch["pixels"]).mean()
+
+    adapter = Mean(recipe(precision="fp32"))
+    batch = adapter.collate([adapter.encode(LABELLED)], (0,), {"loss": 1.0})
+    with pytest.raises(ModelError, match="loss returned a Tensor, not a LossSum"):
+        adapter.root(adapter.build())(batch)
