@@ -6,30 +6,50 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from shardtune.checkpoint.peft_directory import check_adapter, load_adapter
-from shardtune.config import ModelConfig
+from shardtune.config import ModelConfig, Recipe
 from shardtune.errors import ConfigError
-from shardtune.models.lora import CONFIG_FILE, SECTION, attach_adapter, base_tensors, is_adapted, keep_in_nf4
+from shardtune.models.lora import attach_adapter, base_tensors, is_adapted, keep_in_nf4
+from shardtune.models.lora_config import CONFIG_FILE, SECTION
 from shardtune.models.lora_init import initialise_adapter
+from shardtune.models.new_tokens import KEY, grow_embeddings, token_ids
 from shardtune.parallel.shard import COMPUTE_DTYPE
 
 
-def adapt(model: nn.Module, config: ModelConfig) -> list[str]:
-    """Give a model the adapter that the recipe asks for, if it does; before it is sharded.
+def new_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """The ids of the tokens that a recipe adds."""
+    tokens = recipe.actor.tokenizer.new_tokens
+    if not tokens:
+        return []
+    if tokenizer is None:
+        raise ConfigError(
+            f"{KEY} = {tokens}, and there is no tokenizer",
+            where=KEY,
+            remedy="give actor.tokenizer.tokenizer_model, or leave them out",
+        )
+    return token_ids(tokenizer, tokens)
+
+
+def adapt(model: nn.Module, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
+    """Give a model the embeddings and the adapter that the recipe asks for, if it does; before it is sharded.
 
     Returns:
         What a user should know.
     """
+    config = recipe.actor.model
+    ids = new_ids(recipe, tokenizer)
+    notes = grow_embeddings(model, ids)
     if not config.is_lora:
-        return []
+        return notes
     if is_adapted(model):
         raise ConfigError(
             f"{type(model).__name__} has an adapter of PEFT already",
             where="actor.model.is_lora: true",
             remedy=f"hand over the base model and give the adapter as {SECTION}.adapter_path",
         )
-    notes = attach_adapter(model, config.lora)
+    notes += attach_adapter(model, config.lora, ids)
     if config.lora.base_dtype == "nf4":
         if not all(base.tensor.is_meta for base in base_tensors(model) if isinstance(base.tensor, nn.Parameter)):
             raise ConfigError(

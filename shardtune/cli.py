@@ -13,6 +13,7 @@ import typer
 
 from shardtune.errors import ConfigError, Interrupted, ShardtuneError
 from shardtune.interrupt import end_with_parent, listening
+from shardtune.verify.commands import verify_app
 
 UsageError: Any = typer.BadParameter.__mro__[1]
 """A command line that cannot be read: click's class, of whichever copy of click typer uses."""
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Look at the data as the model will see it.")
 app.add_typer(data_app, name="data")
+app.add_typer(verify_app, name="verify")
 
 RecipeArgument = Annotated[
     list[str] | None,

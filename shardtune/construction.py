@@ -118,6 +118,7 @@ def load_initial_weights(
     ranks: Ranks,
     device: torch.device,
     frozen: torch.dtype | None = None,
+    grow: bool = False,
 ) -> list[str]:
     """Give a sharded model the weights that training starts from, in full precision; every rank calls it.
 
@@ -136,6 +137,7 @@ def load_initial_weights(
         ranks: of the run.
         device: where the weights belong.
         frozen: the dtype of parameters that are not trained, if it is another.
+        grow: whether embeddings may have more rows than a directory of transformers; they get the mean of its rows.
 
     Returns:
         What a user should know of them, a sentence each.
@@ -151,7 +153,7 @@ def load_initial_weights(
         unadapted = build_empty(build, seed)[0] if is_adapted(model) else None
         initialise_weights(model, seed, root=root, unadapted=unadapted, **form)
     elif isinstance(model, PreTrainedModel) and isinstance(source, str | Path):
-        load_weights(model, directory_of(source), root=root, **form)
+        load_weights(model, directory_of(source), root=root, grow=grow, **form)
     else:
         found = _gather(source, model, build, seed, ranks)
         materialise(root, **form)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -31,7 +33,10 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def train_flops_per_token(num_parameters: float, num_layers: int, width: int, mean_length: float) -> float:
-    """Operations of forward and backward per token: 6 per parameter, and attention to half the row (PaLM, app. B)."""
+    """Operations of forward and backward per token: 6 per parameter, and attention to half the row (PaLM, app. B).
+
+    A parameter that is frozen has no gradient of its own, so it counts for two thirds of one.
+    """
     return 6.0 * num_parameters + 6.0 * num_layers * width * mean_length
 
 
@@ -53,8 +58,19 @@ class Utilisation:
     peak: float
 
     @classmethod
-    def known(cls, model: nn.Module, device: torch.device, precision: str, num_ranks: int) -> Utilisation | None:
-        """For a model on `num_ranks` such devices; None where the peak of the device is not known."""
+    def known(
+        cls,
+        model: nn.Module,
+        device: torch.device,
+        precision: str,
+        num_ranks: int,
+        sizes: Mapping[nn.Parameter, int] = MappingProxyType({}),
+    ) -> Utilisation | None:
+        """For a model on `num_ranks` such devices; None where the peak of the device is not known.
+
+        Args:
+            sizes: of parameters that are no weights but codes, how many weights they stand for.
+        """
         peak = peak_flops(device, precision)
         if peak is None or not isinstance(model, PreTrainedModel) or model.get_input_embeddings() is None:
             return None
@@ -65,7 +81,9 @@ class Utilisation:
         tied = bool(facts.get("tie_word_embeddings"))
         embedding = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
         parameters = sum(
-            parameter.numel() * (share if ".experts." in name else 1.0)
+            sizes.get(parameter, parameter.numel())
+            * (share if ".experts." in name else 1.0)
+            * (1.0 if parameter.requires_grad else 2 / 3)
             for name, parameter in model.named_parameters()
             if tied or id(parameter) not in embedding
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, TypeVar
@@ -26,7 +27,27 @@ _BASES: dict[tuple[str, str], Kind] = {
 }
 """By name, so that this module does without torch."""
 
-_registered: dict[str, dict[Kind, Any]] = {}
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A registered thing, and the file it is written in."""
+
+    thing: Any
+    file: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.thing.__qualname__} in {self.file}"
+
+    def is_again(self, other: Entry) -> bool:
+        """Whether another is the same thing, imported once more (a changed file, a cell that is run again)."""
+        return self.thing is other.thing or (
+            type(self.thing) is type(other.thing)
+            and (self.thing.__qualname__, self.file) == (other.thing.__qualname__, other.file)
+        )
+
+
+_registered: dict[str, dict[Kind, Entry]] = {}
 _declared: dict[str, str] = {}  # name -> the Enum member that declares it
 
 
@@ -45,15 +66,15 @@ def register_model(name: str, category: str = "sft") -> Callable[[T], T]:
     _check_name(name, category, f"register_model({name!r})")
 
     def register(thing: T) -> T:
-        kind = _kind_of(thing, name)
+        kind, entry = _kind_of(thing, name), Entry(thing, _file_of(thing))
         held = _registered.setdefault(name, {})
-        if kind in held and not _same(held[kind], thing):
+        if kind in held and not entry.is_again(held[kind]):
             raise ConfigError(
-                f"{name!r} is registered twice: as {_place(held[kind])} and as {_place(thing)}",
+                f"{name!r} is registered twice: as {held[kind].place} and as {entry.place}",
                 where=f"register_model({name!r})",
                 remedy="give one of them another name",
             )
-        held[kind] = thing
+        held[kind] = entry
         return thing
 
     return register
@@ -88,7 +109,7 @@ def registered(name: str) -> list[Any]:
         for entry in _entry_points():
             if entry.name == name:
                 register_model(name)(_load(entry))
-    return list(_registered.get(name, {}).values())
+    return [entry.thing for entry in _registered.get(name, {}).values()]
 
 
 def registered_worker(name: str) -> type[Any] | None:
@@ -101,6 +122,11 @@ def registered_adapter(name: str) -> type[Any] | None:
     return next((thing for thing in registered(name) if _kind_of(thing, name) == "adapter"), None)
 
 
+def registered_function(name: str) -> Callable[..., Any] | None:
+    """The function (cfg) -> nn.Module of a name; None where it has none."""
+    return next((thing for thing in registered(name) if _kind_of(thing, name) == "function"), None)
+
+
 def is_declared(name: str) -> bool:
     """Whether a subclass of `SupportedModel` has the name."""
     return name in _declared
@@ -108,7 +134,7 @@ def is_declared(name: str) -> bool:
 
 def is_registered(thing: object) -> bool:
     """Whether an object has any name."""
-    return any(thing is other for held in _registered.values() for other in held.values())
+    return any(thing is entry.thing for held in _registered.values() for entry in held.values())
 
 
 def known_names() -> list[str]:
@@ -119,7 +145,7 @@ def known_names() -> list[str]:
 def describe(name: str) -> str:
     """Where a known name comes from, in words."""
     held = _registered.get(name, {})
-    parts = [f"{kind} {_place(thing)}" for kind, thing in held.items()]
+    parts = [f"{kind} {entry.place}" for kind, entry in held.items()]
     parts += [_declared[name]] if name in _declared else []
     parts += [f"{entry.value} of {_package(entry)}" for entry in _entry_points() if entry.name == name and not held]
     return "; ".join(parts)
@@ -159,7 +185,7 @@ def _kind_of(thing: Any, name: str) -> Kind:
     if lacking:
         raise ConfigError(
             f"the {kind} {thing.__name__} lacks {', '.join(lacking)}",
-            where=f"{where}: {_place(thing)}",
+            where=f"{where}: {_file_of(thing)}",
             remedy=f"write {'them' if len(lacking) > 1 else 'it'}; each is a method of the class",
         )
     return kind
@@ -176,22 +202,11 @@ def missing_methods(cls: type[Any]) -> list[str]:
     return sorted(cls.__abstractmethods__) if inspect.isabstract(cls) else []
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two objects are one thing, imported again (a changed file, a cell run once more)."""
-    return one is other or (
-        type(one) is type(other) and one.__qualname__ == other.__qualname__ and _file_of(one) == _file_of(other)
-    )
-
-
 def _file_of(thing: Any) -> str:
     """The file that something is written in, or its module's name where there is none."""
     module = sys.modules.get(thing.__module__)
     file = vars(module).get("__file__") if module is not None else None
     return str(file or thing.__module__)
-
-
-def _place(thing: Any) -> str:
-    return f"{thing.__qualname__} in {_file_of(thing)}"
 
 
 def _entry_points() -> list[EntryPoint]:

@@ -22,6 +22,7 @@ from shardtune.data.user_loader import BatchLoader
 from shardtune.display import Display, count
 from shardtune.errors import ConfigError
 from shardtune.functions import import_plugins
+from shardtune.models.causal_lm import TOKENS
 from shardtune.models.registry import find_adapter
 from shardtune.parallel.mesh import leave_ranks
 from shardtune.run_directory import plan_run
@@ -131,12 +132,13 @@ def _show_further_rows(display: Display, worker: FSDPSftWorker) -> None:
 
 
 def describe(rows: TokenDataset) -> str:
-    """How many rows, tokens and targets there are, and how long the rows are."""
-    lengths, targets = rows.lengths, rows.term_weights["ce"].sum()
-    return (
-        f"{len(rows):,} rows, {int(lengths.sum(dtype='int64')):,} tokens, {targets:,.0f} trained; "
-        f"longest {int(lengths.max()):,}, median {int(np.median(lengths)):,}"
-    )
+    """How many rows, tokens and targets there are, and how long the rows are; of rows of fields, what they weigh."""
+    lengths, weights = rows.lengths, rows.term_weights
+    if TOKENS in weights:
+        held = f"{int(lengths.sum(dtype='int64')):,} tokens, {weights[TOKENS].sum():,.0f} trained"
+    else:
+        held = f"weight {', '.join(f'{values.sum():,.0f} in {term}' for term, values in weights.items())}"
+    return f"{len(rows):,} rows, {held}; longest {int(lengths.max()):,}, median {int(np.median(lengths)):,}"
 
 
 def preview(

@@ -146,6 +146,8 @@ class SFTTrainer(SFTWorker):
         self._step_metrics[id(batch)] = called.metrics  # again, where fp16 computes a step a second time
         return {TOKENS: LossSum(loss.total, loss.weight)}
 
+    _train_losses = FSDPSftWorker._train_losses  # of rows from the cache and of the caller's batches
+
     def _user_metrics(self, step: Step) -> dict[str, float]:
         kept, self._step_metrics = self._step_metrics, {}
         sums: dict[str, Metric] = {}

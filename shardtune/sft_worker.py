@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -37,17 +35,18 @@ from shardtune.evaluate import (
     sum_evaluation,
     summarize,
 )
-from shardtune.functions import load_function
-from shardtune.generate import Generator, Matcher, Sampling
+from shardtune.generate import Generator, Sampling
 from shardtune.models.adapter import Adapter, AdapterRoot, LanguageModel, LanguageRoot, WeightSource, WholeStepAdapter
 from shardtune.models.causal_lm import TOKENS
 from shardtune.models.hooks import Hooks
 from shardtune.models.lora import detach_adapter
+from shardtune.models.new_tokens import add_new_tokens
 from shardtune.models.pretrained import has_tokenizer, model_directory
 from shardtune.models.registry import find_adapter
 from shardtune.optim import build_optimizer, check_optimizer
 from shardtune.parallel.mesh import num_ranks
 from shardtune.parallel.shard import COMPUTE_DTYPE
+from shardtune.scoring import Answers, answered_rows, make_matcher
 from shardtune.step import Accumulate, accumulate
 from shardtune.trained_model import over_directory, silent
 from shardtune.whole_step import WholeStep
@@ -103,11 +102,13 @@ class SFTWorker(FSDPSftWorker):
         say: Callable[[str], None] = print,
     ) -> None:
         recipe = cfg if isinstance(cfg, Recipe) else load_recipe(cfg)
+        if tokenizer is not None:
+            add_new_tokens(tokenizer, recipe.actor.tokenizer.new_tokens)
         self.adapter: Adapter = find_adapter(recipe, model=model, tokenizer=tokenizer)
         self._in_memory = model
         self._hooks = Hooks.of(recipe, self.adapter, training=training)
         check_optimizer(recipe.actor.optim, num_ranks(recipe.runner.nproc_per_node))
-        self._matcher = _matcher(recipe)
+        self._matcher = make_matcher(recipe.eval)
         self.prepared: PreparedData = prepared or prepare_data(
             recipe, self._encoder, train_data=train_data, eval_data=eval_data, training=training, say=say
         )
@@ -134,12 +135,12 @@ class SFTWorker(FSDPSftWorker):
         """
         config = self.recipe.actor.model
         model, _ = build_empty(self.adapter.build, self.recipe.runner.seed)
-        adapt(model, config)
+        adapt(model, self.recipe, self.tokenizer)
         freeze(model, config.freeze)
         self.adapter.shard_units(model)
         source = None if config.from_scratch else self.adapter.initial_weights()
         if isinstance(model, PreTrainedModel) and isinstance(source, (str, Path)):
-            check_weights(model, model_directory(str(source)))
+            check_weights(model, model_directory(str(source)), grow=bool(self.recipe.actor.tokenizer.new_tokens))
         check_stored(model, config)
         trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         build_optimizer(trainable, self.recipe.actor.optim)
@@ -230,7 +231,7 @@ class SFTWorker(FSDPSftWorker):
         return self.root.model
 
     def initial_weights(self) -> WeightSource:
-        return self.adapter.initial_weights()
+        return None if self.recipe.actor.model.from_scratch else self.adapter.initial_weights()
 
     def shard_units(self, model: nn.Module) -> list[nn.Module]:
         units, note = self.adapter.shard_units(model)
@@ -297,7 +298,9 @@ class SFTWorker(FSDPSftWorker):
         return accumulate
 
     def get_train_model_output(self, batch: Batch) -> Mapping[str, Any]:
-        return self.model(batch.to(self.device))
+        return self.model(batch if self.device.type == "cpu" else batch.to(self.device))
+
+    _train_losses = get_train_model_output  # what the root gives are named sums already
 
     def get_eval_model_output(self, batch: Batch) -> Mapping[str, Metric]:
         found = self.root.evaluate(batch.to(self.device))
@@ -326,32 +329,24 @@ class SFTWorker(FSDPSftWorker):
         return Generator(self.model, self.tokenizer, encoder.stop_token_ids, self.ranks, GENERATION_ROWS)
 
     def _generated(self, name: str, rows: TokenDataset) -> dict[str, float]:
-        """Answer the set's rows and compare; answers in which the pattern is not found count as wrong."""
+        """Answer the set's rows and compare."""
         config = self.recipe.eval
-        wanted = [index for index in range(len(rows)) if rows.row(index).prompt_ids is not None]
-        wanted = wanted[: config.num_samples] if config.num_samples else wanted
-        if not wanted:
-            raise ConfigError(
-                "eval.generate is on, but no evaluation row has a question to answer",
-                where=f"data.eval_data_paths{': ' + name if name else ''}",
-                remedy="set eval.generate: false, or give rows with an assistant's answer",
-            )
-        samples = [rows.row(index) for index in wanted]
+        assert self.tokenizer is not None
+        wanted = answered_rows(rows, name, config.num_samples)
+        prompts = [prompt for index in wanted if (prompt := rows.row(index).prompt_ids) is not None]
         sampling = Sampling(config.max_new_tokens, config.temperature, seed=self.recipe.runner.seed)
-        prompts = [sample.prompt_ids for sample in samples if sample.prompt_ids is not None]
         generator = self.generator()
         written = generator.continuations(prompts, sampling, poll=self.poll)
-        answers = [generator.text(tokens) for tokens in written]
-        verdicts = [
-            self._matcher.correct(answer, sample.reference or "")
-            for answer, sample in zip(answers, samples, strict=True)
-        ]
-        self._keep_samples(name, rows, wanted, answers, verdicts)
+        texts = [generator.text(tokens) for tokens in written]
+        answers = Answers.judge(rows, wanted, texts, self._matcher, self.tokenizer)
+        self.samples = answers.samples
+        warning = answers.warning(config.answer_pattern)
+        if warning and self.ranks.is_main:
+            self.say(warning)
+        if self.samples_dir is not None and self.ranks.is_main:
+            answers.keep(self.samples_dir, self.step, name)
         self.answered(name, prompts, written)
-        return {
-            "eval_accuracy": sum(verdict is True for verdict in verdicts) / len(verdicts),
-            "unparsed": float(sum(verdict is None for verdict in verdicts)),
-        }
+        return answers.metrics()
 
     def answered(self, name: str, prompts: Sequence[np.ndarray], answers: Sequence[Sequence[int]]) -> None:
         """Told of an evaluation set's answers, on every rank; by default nothing comes of it.
@@ -361,39 +356,3 @@ class SFTWorker(FSDPSftWorker):
             prompts: int32 [length] each.
             answers: the tokens that the model wrote, the stop token included where it came to one.
         """
-
-    def _keep_samples(
-        self,
-        name: str,
-        rows: TokenDataset,
-        indices: Sequence[int],
-        answers: Sequence[str],
-        verdicts: Sequence[bool | None],
-    ) -> None:
-        """The answers of this evaluation, all of them, as `samples/step_N[_name].jsonl` in the run directory."""
-        assert self.tokenizer is not None
-        self.samples = []
-        for index, answer, verdict in zip(indices, answers, verdicts, strict=True):
-            sample = rows.row(index)
-            assert sample.prompt_ids is not None
-            self.samples.append(
-                {
-                    "row": rows.locate(index),
-                    "prompt": self.tokenizer.decode(sample.prompt_ids),
-                    "reference": sample.reference,
-                    "answer": answer,
-                    "correct": verdict,
-                }
-            )
-        if self.samples_dir is not None and self.ranks.is_main:
-            self.samples_dir.mkdir(parents=True, exist_ok=True)
-            file = self.samples_dir / f"step_{self.step}{'_' + name if name else ''}.jsonl"
-            lines = [json.dumps(sample, ensure_ascii=False) for sample in self.samples]
-            file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _matcher(recipe: Recipe) -> Matcher:
-    config = recipe.eval
-    pattern = re.compile(config.answer_pattern) if config.answer_pattern else None
-    match = config.match if config.match in ("exact", "numeric") else load_function(config.match, "eval.match")
-    return Matcher(pattern, match)

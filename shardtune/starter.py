@@ -53,12 +53,12 @@ def write_starter(name: str, directory: Path | None = None) -> list[Path]:
 
 def next_steps(written: list[Path]) -> str:
     """What `write_starter` wrote, and what to do with it."""
-    model, folder = written[0], written[0].parent
+    folder = written[0].parent
     commands = {
         "pytest": "twenty steps, resume, and every check of the adapter",
         "shardtune train recipe.yaml --dry-run": "look at everything, write nothing",
         "shardtune train recipe.yaml": "train",
-        f"shardtune verify adapter {model.name}:{class_name(model.stem)} --recipe recipe.yaml": "the checks alone",
+        "shardtune verify adapter recipe.yaml": "the checks alone, as a table",
     }
     width = max(map(len, commands))
     lines = [f"wrote {file}" for file in written]

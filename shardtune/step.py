@@ -155,7 +155,8 @@ def optimizer_step(
         scale = loss_scale.value if loss_scale else 1.0
         weights.zero_gradients()
         totals = accumulate(forward, micro_batches, denominators, weights, draws=draws, scale=scale)
-        weights.settle()
+        if ranks.mesh is not None:
+            weights.settle()
         norm = weights.gradient_norm() / scale
         if math.isfinite(norm) or loss_scale is None:
             break

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -131,7 +131,7 @@ def _named(spec: str) -> type[FSDPSftWorker]:
 
 def _only_worker(name: str, modules: list[ModuleType], *, required: bool) -> type[FSDPSftWorker]:
     """The one worker of the plugins that has no name of its own."""
-    found = list(unnamed_workers(modules))
+    found = unnamed_workers(modules)
     if len(found) == 1:
         return found[0]
     if not found and not required:
@@ -145,16 +145,18 @@ def _only_worker(name: str, modules: list[ModuleType], *, required: bool) -> typ
     )
 
 
-def unnamed_workers(modules: list[ModuleType]) -> Iterator[type[FSDPSftWorker]]:
+def unnamed_workers(modules: list[ModuleType]) -> list[type[FSDPSftWorker]]:
     """The complete worker classes that are written in some modules and are registered under no name."""
     names = tuple(module.__name__ for module in modules)
+    found: dict[tuple[str, str], type[FSDPSftWorker]] = {}  # of one that was defined again, the last
     waiting: list[type[FSDPSftWorker]] = [FSDPSftWorker]
     while waiting:
-        kind = waiting.pop()
+        kind = waiting.pop(0)
         waiting += kind.__subclasses__()
         inside = kind.__module__ in names or kind.__module__.startswith(tuple(f"{name}." for name in names))
         if inside and not missing_methods(kind) and not is_registered(kind):
-            yield kind
+            found[kind.__module__, kind.__qualname__] = kind
+    return list(found.values())
 
 
 def unused_workers(recipe: Recipe, worker: FSDPSftWorker) -> list[str]:

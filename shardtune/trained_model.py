@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from shardtune.adaptation import adapt, begin_adapter, from_elsewhere, frozen_dtype, is_adapter
+from shardtune.adaptation import adapt, begin_adapter, from_elsewhere, frozen_dtype, is_adapter, new_ids
 from shardtune.checkpoint.export import gather_full, save_pretrained, save_text_settings
 from shardtune.checkpoint.peft_directory import merging, save_adapter
 from shardtune.checkpoint.plain import save_plain
@@ -31,6 +31,8 @@ from shardtune.config import Recipe, load_recipe
 from shardtune.construction import freeze, load_initial_weights, share_values
 from shardtune.models.adapter import AdapterRoot, WeightSource
 from shardtune.models.lora import base_tensors, is_adapted
+from shardtune.models.new_tokens import grow_embeddings
+from shardtune.models.nf4 import coded_sizes
 from shardtune.models.options import NoOptions, read_options
 from shardtune.models.registry import get_model
 from shardtune.optim import build_optimizer, check_optimizer
@@ -39,10 +41,10 @@ from shardtune.parallel.mesh import Ranks, join_ranks, num_ranks
 from shardtune.parallel.shard import COMPUTE_DTYPE, MASTER_DTYPE, Weights, shard
 from shardtune.parallel.units import choose_units
 from shardtune.perf import Utilisation
+from shardtune.registration import registered_function
 from shardtune.step import LossScale
 from shardtune.weight_source import seeded
 
-IN_MEMORY = ("actor.model.model_path", "data.train_data_paths", "data.eval_data_paths")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
@@ -58,8 +60,7 @@ class TrainedModel:
     def __init__(self, cfg: DictConfig | Recipe) -> None:
         self.recipe: Recipe = cfg if isinstance(cfg, Recipe) else load_recipe(cfg)
         self.cfg: DictConfig = self.recipe.as_dict_config()
-        kind = type(self).Options
-        self.options: Any = None if kind is None else read_options(kind, self.recipe)
+        self.options: Any = self._read_options()
         check_optimizer(self.recipe.actor.optim, num_ranks(self.recipe.runner.nproc_per_node))
         self.ranks: Ranks = join_ranks(self.recipe.runner.device)
         self.device: torch.device = self.ranks.device
@@ -74,6 +75,13 @@ class TrainedModel:
         self.weights_directory: Path | None = None  # one that `export` wrote, instead of the initial weights
         self._loss_scale = LossScale() if self.recipe.actor.model.precision == "fp16" else None
         self._groups: list[dist.ProcessGroup | None] = []
+
+    def _read_options(self) -> Any:
+        """`actor.model.options`, as the class declares them; as they are where a registered function reads them."""
+        model, kind = self.recipe.actor.model, type(self).Options
+        if kind is NoOptions and registered_function(model.model_type) is not None:
+            return model.options
+        return None if kind is None else read_options(kind, self.recipe)
 
     # What a subclass may say of its model.
 
@@ -120,7 +128,11 @@ class TrainedModel:
         actor = self.recipe.actor
         self.optimizer = build_optimizer(self.weights.trainable(), actor.optim)
         self._utilisation = Utilisation.known(
-            self.inner_model(), self.device, actor.model.precision, self.ranks.world_size
+            self.inner_model(),
+            self.device,
+            actor.model.precision,
+            self.ranks.world_size,
+            coded_sizes(self.inner_model()),
         )
         self.model.train()
         self.prove()
@@ -138,7 +150,7 @@ class TrainedModel:
             self.model: nn.Module = self.model_provider_func()
         inner = self.inner_model()
         share_values(inner, self.ranks)
-        self.notes += adapt(inner, actor.model)
+        self.notes += adapt(inner, self.recipe, self.tokenizer)
         freeze(inner, actor.model.freeze)
         shard(
             self.model,
@@ -162,12 +174,13 @@ class TrainedModel:
                 directory or (self.initial_weights() if empty else None),
                 inner,
                 self.model,
-                build=self.build_again,
+                build=self._build_again,
                 seed=self.recipe.runner.seed,
                 dtype=dtype,
                 ranks=self.ranks,
                 device=self.device,
                 frozen=frozen_dtype(actor.model),
+                grow=bool(actor.tokenizer.new_tokens),
             )
             begin_adapter(inner, actor.model, self.recipe.runner.seed)
         else:
@@ -182,6 +195,11 @@ class TrainedModel:
         )
         if checkpoint is not None:
             self.step = int(self.load_model(checkpoint)["step"])
+
+    def _build_again(self) -> nn.Module:
+        model = self.build_again()
+        grow_embeddings(model, new_ids(self.recipe, self.tokenizer))
+        return model
 
     def release(self) -> None:
         """Let go of model and optimizer; the worker is of no more use.
@@ -305,15 +323,18 @@ def over_directory(recipe: Recipe, directory: Path) -> Recipe:
     if is_adapter(directory):
         # What the adapter says of itself holds, so it is not given here; the base model stays.
         model["lora"] = {"adapter_path": str(directory), "base_dtype": model["lora"]["base_dtype"]}
-        if not (directory / "tokenizer_config.json").is_file():
-            return load_recipe(values, in_memory=IN_MEMORY, files_must_exist=False)
-        tokenizer["tokenizer_model"] = str(directory)
+        if (directory / "tokenizer_config.json").is_file():
+            tokenizer["tokenizer_model"] = str(directory)
+            values["data"]["chat_template"] = None
     elif not (directory / "config.json").is_file():
         return recipe
     else:
         model |= {"model_path": str(directory), "from_scratch": False, "config_overrides": {}}
         tokenizer["tokenizer_model"] = None
-    return load_recipe(values, in_memory=["data.train_data_paths", "data.eval_data_paths"], files_must_exist=False)
+        values["data"]["chat_template"] = None
+    in_memory = ["actor.model.model_path", "data.train_data_paths"]
+    in_memory += ["data.eval_data_paths"] if not recipe.data.eval_split else []
+    return load_recipe(values, in_memory=in_memory, files_must_exist=False)
 
 
 def silent(text: str) -> None:

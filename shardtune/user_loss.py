@@ -207,10 +207,9 @@ def metric_of(name: str, value: Any, weight: float) -> Metric:
         return value
     given: list[Any] = [*value] if isinstance(value, (tuple, list)) else [value]
     try:
-        if len(given) == 2:
-            return Metric(float(given[0]), float(given[1]))
-        return Metric(float(given[0]) * weight, weight)
-    except (TypeError, ValueError, IndexError) as error:
+        first, *others = (float(item.detach() if isinstance(item, torch.Tensor) else item) for item in given)
+        return Metric(first, *others) if others else Metric(first * weight, weight)
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ModelError(
             f"{TRAIN} returned the metric {name!r} as {_describe(value)}, not as a number",
             where=TRAIN,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,26 +14,25 @@ from omegaconf import DictConfig
 
 from shardtune.batch import LossSum, Metric
 from shardtune.config import Recipe
-from shardtune.data.loader import DataState, Step, StepLoader
-from shardtune.data.loader_record import LoaderRecord
+from shardtune.data.loader import Step, StepLoader
+from shardtune.data.loader_errors import built
 from shardtune.data.user_batch import with_names
 from shardtune.data.user_loader import BatchLoader
 from shardtune.display import Facts
-from shardtune.errors import ModelError
 from shardtune.measure import step_metrics
+from shardtune.models.nf4 import coded_sizes
+from shardtune.models.pretrained import has_tokenizer, recipe_tokenizer
 from shardtune.optim import set_learning_rate
 from shardtune.parallel.mesh import leave_ranks
-from shardtune.step import Accumulate, StepResult, accumulate, optimizer_step
-from shardtune.trained_model import TrainedModel, over_directory
+from shardtune.step import Accumulate, accumulate, optimizer_step
+from shardtune.trained_model import over_directory
+from shardtune.trained_on_data import TrainedOnData
 from shardtune.user_errors import explaining
 from shardtune.user_evaluation import EvalOutput, sum_user_batches
 from shardtune.user_loss import TRAIN, BatchWeights, TrainOutput, losses_of, measured
 
-MAX_SKIPPED = 10
-"""Steps in a row that may be skipped for a gradient that is not finite."""
 
-
-class FSDPSftWorker(TrainedModel, ABC):
+class FSDPSftWorker(TrainedOnData, ABC):
     """A fine-tuning task on all ranks; a subclass says where batches come from and what the loss of one is.
 
     The life of a worker: it is made, `setup` builds the sharded model, optimizer and loaders on every rank, then
@@ -48,10 +46,10 @@ class FSDPSftWorker(TrainedModel, ABC):
         cfg: the recipe as a `DictConfig`.
         options: the recipe's `actor.model.options`, an instance of `Options`.
         model: the sharded model; call it, not its `forward`.
-        tokenizer: where the task has one.
+        tokenizer: the one that the recipe names or that lies with its model; None where there is none.
         device: where batches belong.
         amp_context: the context to call the model in; half precision is the sharded model's own, so it does nothing.
-        data_iter: yields steps of training.
+        data_iter: this rank's batches, one by one, from where training stands; what is taken from it counts as seen.
         step: optimizer steps done.
         notes: what is worth saying once, before the first step.
         say: tells it to whoever looks on.
@@ -61,8 +59,6 @@ class FSDPSftWorker(TrainedModel, ABC):
 
     def __init__(self, cfg: DictConfig | Recipe) -> None:
         super().__init__(cfg)
-        self.data_state = DataState()
-        self.problem = ""  # why the last skipped step was
         self.samples: list[dict[str, Any]] = []
         self.samples_dir: Path | None = None
         self.poll: Callable[[], None] = _nothing  # the runner's: called where all ranks may stop together
@@ -101,9 +97,9 @@ class FSDPSftWorker(TrainedModel, ABC):
     def setup(self) -> None:
         """Build the sharded model and its weights, the optimizer and the loaders; every rank calls it."""
         self.build_for_training()
-        loader, info = self.build_dataloader(_paths(self.recipe.data.train_data_paths), eval_dataset=False)
+        self._read_tokenizer()
+        loader, info = built(self.build_dataloader(_paths(self.recipe.data.train_data_paths), eval_dataset=False))
         self.loader = loader if isinstance(loader, StepLoader) else self._cut(loader, info)
-        self._data_iter: Iterator[Step] | None = None
         self._build_evaluations()
 
     def setup_evaluation(self, checkpoint: Path | None = None) -> None:
@@ -113,12 +109,12 @@ class FSDPSftWorker(TrainedModel, ABC):
             checkpoint: whose weights are taken; None: those that training would start from.
         """
         self.build_for_evaluation(checkpoint)
+        self._read_tokenizer()
         self._build_evaluations()
 
     def release(self) -> None:
         super().release()
-        for name in {"loader", "_data_iter", "eval_loaders"} & vars(self).keys():
-            delattr(self, name)
+        vars(self).pop("eval_loaders", None)
 
     def reopened(self, directory: Path) -> FSDPSftWorker:
         """A worker of the same kind over the weights that `export` wrote, not set up yet; this one may be released."""
@@ -132,6 +128,11 @@ class FSDPSftWorker(TrainedModel, ABC):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:  # otherwise other ranks may be waiting elsewhere
             leave_ranks(self.ranks)
+
+    def _read_tokenizer(self) -> None:
+        """The tokenizer that lies with the model, for methods of the task to use and to be handed on with it."""
+        if self.tokenizer is None and has_tokenizer(self.recipe):
+            self.tokenizer = recipe_tokenizer(self.recipe)
 
     def _build_evaluations(self) -> None:
         self.eval_loaders: dict[str, tuple[Any, dict[str, Any]]] = {}
@@ -167,57 +168,14 @@ class FSDPSftWorker(TrainedModel, ABC):
 
     def build_evaluation(self, name: str, paths: list[str]) -> tuple[Any, dict[str, Any]]:
         """The loader of one evaluation set."""
-        return self.build_dataloader(paths, eval_dataset=True)
-
-    # What a user's method may read.
-
-    @property
-    def data_iter(self) -> Iterator[Step]:
-        if self._data_iter is None:
-            self._data_iter = self.loader.steps(self.data_state)
-        return self._data_iter
-
-    @property
-    def _data_epoch(self) -> int:
-        return self.data_state.epoch
-
-    @property
-    def _data_iter_offset(self) -> int:
-        return self.data_state.rows_consumed
+        return built(self.build_dataloader(paths, eval_dataset=True))
 
     # Training.
-
-    def total_steps(self) -> int:
-        """The horizon: optimizer steps until `max_epochs` or `max_steps`, whichever comes first."""
-        runner = self.recipe.runner
-        steps = runner.max_steps if runner.max_steps > 0 else None
-        if runner.max_epochs > 0:
-            epochs = 0
-            for epoch in range(runner.max_epochs):
-                epochs += self.loader.num_steps(epoch)
-                if steps is not None and epochs >= steps:
-                    return steps
-            return epochs
-        assert steps is not None
-        return steps
-
-    @property
-    def epoch(self) -> float:
-        """How far training is, in epochs."""
-        return self.data_state.epoch + self.data_state.rows_consumed / max(1, self.loader.rows_per_epoch)
-
-    @property
-    def finished(self) -> bool:
-        """Whether `max_epochs` or `max_steps` is reached."""
-        runner = self.recipe.runner
-        return (runner.max_epochs > 0 and self.data_state.epoch >= runner.max_epochs) or (
-            runner.max_steps > 0 and self.step >= runner.max_steps
-        )
 
     def run_training(self) -> dict[str, float]:
         """One optimizer step; returns its metrics, the same on every rank."""
         began = time.perf_counter()
-        step = next(self.data_iter)
+        step = next(self._steps)
         waited = time.perf_counter() - began
         actor = self.recipe.actor
         rate = set_learning_rate(self.optimizer, self.step, self._horizon(), actor.optim)
@@ -264,31 +222,6 @@ class FSDPSftWorker(TrainedModel, ABC):
     def _accumulate(self) -> Accumulate:
         """How gradients of micro-batches add up."""
         return accumulate
-
-    def _horizon(self) -> int:
-        if self._total_steps is None:
-            self._total_steps = self.total_steps()
-        return self._total_steps
-
-    _total_steps: int | None = None
-    _skipped_in_a_row = 0
-
-    def _count(self, step: Step, result: StepResult) -> None:
-        """A skipped step moves the data on and nothing else."""
-        if result.updated:
-            self.step += 1
-            self._skipped_in_a_row = 0
-            return
-        self.skipped_steps += 1
-        self.problem = result.problem
-        self._skipped_in_a_row += 1
-        if self._skipped_in_a_row >= MAX_SKIPPED:
-            raise ModelError(
-                f"{MAX_SKIPPED} steps in a row were passed over, the last as {result.problem}; it held the rows "
-                f"{step.rows[:8].tolist()}{' …' if len(step.rows) > 8 else ''}",
-                where=f"after step {self.step}",
-                remedy="lower actor.optim.lr, or look at these rows with shardtune data preview",
-            )
 
     def _train_losses(self, batch: Any) -> Mapping[str, LossSum]:
         """What a subclass returns, as named sums."""
@@ -338,30 +271,11 @@ class FSDPSftWorker(TrainedModel, ABC):
         )
         return {key: metric.mean for key, metric in evaluated.items()}
 
-    # Checkpoints.
-
-    def data_files(self) -> list[dict[str, Any]]:
-        """What the training rows come from; a resumed run must have the same."""
-        return []
+    # What is told of a run.
 
     def describe_data(self) -> dict[str, Any]:
         """The data, for the manifest."""
         return {"train": self.data_files(), "rows_per_epoch": self.loader.rows_per_epoch}
-
-    def training_state(self) -> dict[str, Any]:
-        loader = self.loader.record().to_json() if isinstance(self.loader, BatchLoader) else None
-        data = {"data": asdict(self.data_state), "data_files": self.data_files(), "loader": loader}
-        return {**super().training_state(), **data}
-
-    def restore_state(self, state: dict[str, Any]) -> None:
-        super().restore_state(state)
-        self.data_state = DataState(**state["data"])
-        self._data_iter = None
-        if isinstance(self.loader, BatchLoader) and state.get("loader") is not None:
-            allowed = "data.train_data_paths" in self.recipe.runner.allow_changes
-            self.loader.resume(self.data_state, LoaderRecord.from_json(state["loader"]), allow_changed=allowed)
-
-    # What is told of a run.
 
     @property
     def answers(self) -> bool:
@@ -370,12 +284,12 @@ class FSDPSftWorker(TrainedModel, ABC):
 
     def facts(self) -> Facts:
         """What the first screen tells, once all is set up."""
-        notes = list(self.notes)
+        notes, sizes = list(self.notes), coded_sizes(self.inner_model())
         if self.recipe.runner.deterministic:
             notes.append("deterministic kernels: bitwise repeatable, and on CUDA slower than those left out")
         return Facts(
             model=type(self.inner_model()).__name__.removeprefix("FSDP"),
-            parameters=sum(parameter.numel() for parameter in self.weights.parameters.values()),
+            parameters=sum(sizes.get(p, p.numel()) for p in self.inner_model().parameters()),
             trainable=sum(parameter.numel() for parameter in self.weights.trainable().values()),
             dtypes=self.dtypes,
             ranks=f"{self.ranks.world_size} on {self.device.type}",

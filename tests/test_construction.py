@@ -28,6 +28,9 @@ from tests.parallel.test_shard import group
 from tests.plain_modules import KINDS, SEED, WIDTH, made
 
 SOURCES = ("constructor", "state dict", "functions", "file", "several files", "pickle", "parts", "real")
+CASES = [(kind, source) for kind in ("tied", "bare") for source in SOURCES]
+CASES += [(kind, source) for kind in ("perceptron", "convolutions", "reading") for source in ("constructor", "file")]
+CASES += [("convolutions", "real")]
 ROWS, STEPS = 12, 3
 
 
@@ -91,8 +94,7 @@ def weights_from_everywhere(folder: str) -> dict[tuple[str, str], dict[str, torc
         (kind, source): {
             name: whole(tensor) for name, tensor in named_tensors(built(kind, source, Path(folder))[0]).items()
         }
-        for kind in KINDS
-        for source in SOURCES
+        for kind, source in CASES
     }
 
 
@@ -190,22 +192,63 @@ REQUESTS = [
 ]
 
 
-def everything(folder: str) -> tuple[Any, Any]:
-    return weights_from_everywhere(folder), train_all(folder, REQUESTS)
+class Counting(nn.Module):
+    """Buffers that each forward changes, in ways that leave no trace in a tensor's version or in the tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 1)
+        self.seen: torch.Tensor
+        self.calls: torch.Tensor
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("still", torch.full((3,), 1 / 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.data += x.sum()
+        self.calls = self.calls + len(x)
+        return self.inner(x)
+
+
+def moved_buffers() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The buffers after a first forward on this rank's rows alone, and after the ranks agreed: rows 1, then row 2."""
+    ranks = group()
+    model = Counting()
+    shard(model, [], ranks, "fp32")
+    weights = Weights(model, model, "fp32", ranks)
+    weights.begin_micro_batch(last=True)
+    model(torch.full((ranks.rank + 1, WIDTH), float(ranks.rank + 1)))
+    before = {name: tensor.clone() for name, tensor in model.named_buffers()}
+    weights.settle()
+    return before, {name: tensor.clone() for name, tensor in weights.tensors().items() if name in before}
+
+
+def first_statistics() -> torch.Tensor:
+    """Of the first batch norm, after one micro-batch on each rank."""
+    model, ranks, notes = built("convolutions", "constructor", Path("nowhere"))
+    assert "2 batch norms (layers.1, …)" in notes[0]
+    weights = Weights(model, model, "fp64", ranks)
+    weights.begin_micro_batch(last=True)
+    model(data()[0].chunk(2)[ranks.rank]).sum().backward()
+    weights.settle()
+    return weights.tensors()["layers.1.running_mean"].clone()
+
+
+def everything(folder: str) -> tuple[Any, ...]:
+    return weights_from_everywhere(folder), train_all(folder, REQUESTS), first_statistics(), moved_buffers()
 
 
 @pytest.fixture(scope="module")
-def two_ranks(files: Path) -> list[tuple[Any, Any]]:
+def two_ranks(files: Path) -> list[tuple[Any, ...]]:
     return run_ranks(everything, 2, str(files))
 
 
 @pytest.fixture(scope="module")
-def one_rank(files: Path) -> tuple[Any, Any]:
-    return everything(str(files))
+def one_rank(files: Path) -> tuple[Any, ...]:
+    return weights_from_everywhere(str(files)), train_all(str(files), REQUESTS)
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "source"), CASES)
 def test_weights_are_those_of_the_source_on_one_rank_and_two(
     kind: str, source: str, one_rank: Any, two_ranks: list[Any]
 ) -> None:
@@ -254,33 +297,24 @@ def test_running_statistics_are_averaged_over_ranks(two_ranks: list[Any]) -> Non
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert int(first["layers.1.num_batches_tracked"]) == STEPS
     # The first layer's inputs do not depend on its norm, so the first step's statistics are known.
-    model = made("convolutions").double()
-    x, _ = data()
     halves = []
-    for half in x.chunk(2):
+    for half in data()[0].chunk(2):
         model = made("convolutions").double()
-        model.train()
         model(half)
         halves.append(model.state_dict()["layers.1.running_mean"].clone())
     assert not torch.equal(*halves)
-    assert torch.allclose(one_step_statistics(), (halves[0] + halves[1]) / 2, atol=1e-14, rtol=0)
+    for found in two_ranks:
+        assert torch.allclose(found[2], (halves[0] + halves[1]) / 2, atol=1e-14, rtol=0)
 
 
-def one_step_statistics() -> torch.Tensor:
-    found = run_ranks(_first_statistics, 2)
-    assert torch.equal(*found)
-    return found[0]
-
-
-def _first_statistics() -> torch.Tensor:
-    model, ranks, notes = built("convolutions", "constructor", Path("nowhere"))
-    assert "2 batch norms (layers.1, …)" in notes[0]
-    weights = Weights(model, model, "fp64", ranks)
-    weights.begin_micro_batch(last=True)
-    half = data()[0].chunk(2)[ranks.rank]
-    model(half).sum().backward()
-    weights.settle()
-    return weights.tensors()["layers.1.running_mean"].clone()
+def test_other_buffers_that_forwards_change_become_rank_0s(two_ranks: list[Any]) -> None:
+    (_, agreed), (own, same) = (found[3] for found in two_ranks)
+    assert {name: tensor.tolist() for name, tensor in own.items()} == {
+        "seen": 4.0 * WIDTH, "calls": 2, "still": agreed["still"].tolist()
+    }  # fmt: skip
+    assert agreed["seen"].item() == 1.0 * WIDTH
+    assert agreed["calls"].item() == 1
+    assert all(torch.equal(agreed[name], same[name]) for name in agreed)
 
 
 def load(source: WeightSource, kind: str = "tied") -> list[str]:

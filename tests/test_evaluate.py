@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from itertools import islice
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardtune.batch import Metric
 from shardtune.config import load_recipe
-from shardtune.errors import DataError
-from shardtune.evaluate import sum_user_batches, summarize
+from shardtune.evaluate import summarize
 from shardtune.sft_worker import SFTWorker
 from tests.dist.ranks import run_ranks
 from tests.dist.training import flat_script, quiet, recipe, save_model, save_rows
-from tests.parallel.test_shard import group
 
 EVALUATION_ROWS = 11
 
@@ -65,51 +61,3 @@ def test_several_terms_are_told_apart() -> None:
         "token_accuracy": 0.25,
     }
     assert math.isfinite(summarize({"loss/ce": Metric(1e6, 1.0), "token_accuracy": Metric(0.0, 1.0)})["perplexity"])
-
-
-def count_user_batches(num_batches: int, sharded: bool) -> tuple[dict[str, Metric], int]:
-    """Each forward is one of all ranks: a rank that left one out would hang the others."""
-    ranks = group()
-    calls = 0
-
-    def correct(batch: torch.Tensor) -> int:
-        nonlocal calls
-        calls += 1
-        if dist.is_initialized():
-            dist.all_reduce(torch.zeros(1))
-        return int((batch % 2).sum())
-
-    batches: list[torch.Tensor] = list(torch.arange(3 * num_batches).split(3))
-    mine = list(islice(batches, ranks.rank, None, ranks.world_size)) if sharded else batches
-    found = sum_user_batches(
-        lambda batch: correct(batch["rows"]),
-        [{"rows": batch} for batch in mine],
-        ranks,
-        sharded=sharded,
-        num_samples=3 * num_batches,
-        name="eval",
-        poll=lambda: None,
-    )
-    return found, calls
-
-
-@pytest.mark.parametrize("sharded", [False, True], ids=["same batches everywhere", "sharded"])
-def test_a_users_batches_are_counted_once_and_no_rank_is_left_alone(sharded: bool) -> None:
-    for num_batches in (5, 7):
-        wanted = {"eval_accuracy": Metric(float(3 * num_batches // 2), 3.0 * num_batches)}
-        assert count_user_batches(num_batches, sharded) == (wanted, num_batches)
-        turns = -(-num_batches // 2)
-        assert run_ranks(count_user_batches, 2, num_batches, sharded) == [(wanted, turns)] * 2
-
-
-def test_a_loader_that_drops_rows_is_an_error() -> None:
-    with pytest.raises(DataError, match="saw 3 samples of the 4"):
-        sum_user_batches(
-            lambda batch: 1,
-            [{"rows": torch.zeros(3)}],
-            group(),
-            sharded=False,
-            num_samples=4,
-            name="eval",
-            poll=lambda: None,
-        )

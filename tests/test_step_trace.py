@@ -27,7 +27,7 @@ AROUND = 20
 
 @contextmanager
 def traced() -> Iterator[dict[str, CodeType]]:
-    """The package's functions that this thread enters meanwhile, as `file function`; a comprehension is a part of one."""
+    """The package's functions that this thread enters meanwhile, by file and name; comprehensions aside."""
     seen: dict[str, CodeType] = {}
 
     def note(frame: FrameType, event: str, _: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from shardtune.checkpoint.initialise import initialise_weights
 from shardtune.checkpoint.weight_files import WeightTensor, find_weights
 from shardtune.errors import ModelError
 from shardtune.models.lora import BaseTensor, base_tensors
+from shardtune.models.new_tokens import growing
 from shardtune.models.nf4 import encode
 from shardtune.parallel.materialise import (
     init_empty_weights,
@@ -61,6 +62,7 @@ def load_weights(
     device: torch.device | str = "cpu",
     root: nn.Module | None = None,
     frozen: torch.dtype | None = None,
+    grow: bool = False,
 ) -> LoadReport:
     """Fills a model made inside `init_empty_weights()` from a directory; sharded before or not at all.
 
@@ -72,11 +74,12 @@ def load_weights(
         dtype: of the floating parameters in memory, whatever is on disk.
         root: the outermost sharded module, where that is not `model` itself.
         frozen: the dtype of parameters that are not trained, if it is another.
+        grow: whether embeddings and head may have more rows than on disk; these become the mean of the others.
 
     Raises:
         ModelError: weights missing, torn, of another shape, or quantised; tied weights that differ.
     """
-    assignments, unexpected = check_weights(model, model_path)
+    assignments, unexpected = check_weights(model, model_path, grow=grow)
     materialise(root if root is not None else model, dtype=dtype, device=torch.device(device), frozen=frozen)
     targets = _targets(model)
     loaded = _fill_all(model, assignments, targets)
@@ -93,7 +96,9 @@ def load_weights(
     return LoadReport(loaded, tuple(unexpected))
 
 
-def check_weights(model: PreTrainedModel, model_path: str | Path) -> tuple[list[Assignment], list[str]]:
+def check_weights(
+    model: PreTrainedModel, model_path: str | Path, *, grow: bool = False
+) -> tuple[list[Assignment], list[str]]:
     """What of a directory goes where in the model, and the names it has no place for; reads headers, takes no memory.
 
     Raises:
@@ -110,7 +115,8 @@ def check_weights(model: PreTrainedModel, model_path: str | Path) -> tuple[list[
     assignments, unexpected = assign(model, stored, targets)
     unexpected = _worth_saying(model, unexpected)
     _check_complete(model, targets, assignments, Path(model_path))
-    _check_shapes(assignments, targets)
+    growable = {id(parameter) for parameter in growing(model)} if grow else set()
+    _check_shapes(assignments, targets, growable)
     return assignments, unexpected
 
 
@@ -166,13 +172,16 @@ def _names_made(assignment: Assignment, targets: Mapping[str, BaseTensor]) -> li
     return [name for name in names if name in targets]
 
 
-def _check_shapes(assignments: Sequence[Assignment], targets: Mapping[str, BaseTensor]) -> None:
+def _check_shapes(
+    assignments: Sequence[Assignment], targets: Mapping[str, BaseTensor], growable: Collection[int]
+) -> None:
     """Before any memory is taken: plain tensors have the shape of their target."""
     for assignment in assignments:
         if assignment.converter is not None:
             continue
         source, target = assignment.single, targets[assignment.target]
-        if tuple(source.shape) != tuple(target.shape):
+        grows = id(target.tensor) in growable and source.shape[0] < target.shape[0]
+        if tuple(source.shape)[grows:] != tuple(target.shape)[grows:]:
             raise ModelError(
                 f"'{source.name}' has shape {list(source.shape)}, the model expects {list(target.shape)}",
                 where=str(source.file),
@@ -201,12 +210,27 @@ def _fill_all(model: PreTrainedModel, assignments: Sequence[Assignment], targets
 def _read(source: WeightTensor, target: BaseTensor, into: torch.Tensor) -> None:
     """Fills `into`, of the form of this rank's part of the target, from the disk."""
     offsets = shard_of(target.tensor).offsets
-    if target.layer is None:
+    if target.layer is None and target.shape and source.shape[0] < target.shape[0]:
+        there = max(0, min(source.shape[0] - offsets[0], into.shape[0]))
+        source.read_into(into[:there], offsets)
+        if there < into.shape[0]:
+            into[there:] = _mean_row(source).to(into)
+    elif target.layer is None:
         source.read_into(into, offsets)
     elif into.numel():
         rows = torch.empty(into.shape[0], target.shape[1], device=into.device)
         source.read_into(rows, (offsets[0], 0))
         into.copy_(encode(rows))
+
+
+def _mean_row(source: WeightTensor, rows: int = 4096) -> torch.Tensor:
+    """The mean of a tensor's rows, in fp64."""
+    count, *inner = source.shape
+    total = torch.zeros(inner, dtype=torch.float64)
+    for start in range(0, count, rows):
+        size = min(rows, count - start)
+        total += source.read_slice((start, *(0 for _ in inner)), (size, *inner)).double().sum(0)
+    return total / count
 
 
 def _check_equal(first: WeightTensor, second: WeightTensor, target: BaseTensor) -> None:

@@ -17,8 +17,8 @@ from shardtune.checkpoint.export import gather_full, save_error
 from shardtune.checkpoint.safetensors_file import SafetensorsWriter, TensorPlan
 from shardtune.checkpoint.weight_files import WeightTensor, find_weights
 from shardtune.errors import ModelError
-from shardtune.models.lora import ADAPTER, BaseTensor, adapter_config, base_tensors, lora_layers
-from shardtune.models.lora_init import INITIAL, merged
+from shardtune.models.lora import ADAPTER, BaseTensor, adapter_config, base_tensors, lora_layers, token_rows
+from shardtune.models.lora_init import INITIAL, merged, with_rows
 from shardtune.parallel.materialise import shard_of
 
 PREFIX = "base_model.model."
@@ -179,6 +179,7 @@ def merging(model: nn.Module, dtype: torch.dtype) -> Merging:
         dtype: of the arithmetic, fp32 or fp64; the result is cast when it is saved.
     """
     layers = dict(lora_layers(model))
+    rows = {f"{name}.token_adapter.base_layer.weight": wrapper for name, wrapper in token_rows(model)}
     places = {target.name: _place(target, layers) for target in base_tensors(model)}
     names: dict[int, list[str]] = {}
     own: dict[str, BaseTensor] = {}
@@ -190,6 +191,8 @@ def merging(model: nn.Module, dtype: torch.dtype) -> Merging:
 
     def gather(name: str, tensor: torch.Tensor) -> torch.Tensor:
         place = places[name]
+        if own[name].own_name in rows:
+            return with_rows(rows[own[name].own_name])
         if place is None:
             return gather_full(name, tensor)
         layer, key = place

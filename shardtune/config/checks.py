@@ -10,7 +10,9 @@ from typing import Any
 
 from shardtune.config.layers import Merged
 from shardtune.config.schema import OptimConfig, Recipe
+from shardtune.config.values import WORKERS
 from shardtune.errors import ConfigError
+from shardtune.registration import BUILT_IN
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +100,14 @@ def _not_yet(facts: Facts) -> Iterator[ConfigError]:
 
 
 def _required(facts: Facts) -> Iterator[ConfigError]:
-    model = facts.recipe.actor.model
-    given = {"data.train_data_paths": facts.recipe.data.train_data_paths}
-    if model.adapter is None and model.model_type == "causal_lm":  # any other knows itself where its weights are from
-        given = {"actor.model.model_path": model.model_path, **given}
+    actor, model = facts.recipe.actor, facts.recipe.actor.model
+    # A worker of the user's own knows itself where weights and rows come from, an adapter where weights do.
+    worker = (actor.worker is not None and actor.worker not in WORKERS) or model.model_type not in BUILT_IN
+    given: dict[str, Any] = {}
+    if not worker and model.adapter is None and model.model_type == "causal_lm":
+        given["actor.model.model_path"] = model.model_path
+    if not worker:
+        given["data.train_data_paths"] = facts.recipe.data.train_data_paths
     for key, value in given.items():
         if value is None and key not in facts.in_memory:
             what = "the base model" if key.startswith("actor") else "the training rows"

@@ -218,6 +218,10 @@ class TokenizerConfig(Section):
     tokenizer_model: Text | None = key(
         None, "The tokenizer: a directory or a Hub name; null: the one that comes with `actor.model.model_path`."
     )
+    new_tokens: Annotated[list[Text], Distinct] = sequence(
+        "Tokens to add. Their embeddings are trained, with an adapter too; a model with too few rows gets more, each "
+        "at first the mean of the others."
+    )
 
 
 class ParameterGroup(Section):
@@ -288,7 +292,7 @@ class ActorConfig(Section):
     loss: FunctionInFile | None = key(
         None,
         "A loss per target, file.py:function: (outputs [n, …], targets [n]) -> losses [n], in place of the model's own "
-        "one; null: cross-entropy for language models, otherwise the adapter's.",
+        "one; null: cross-entropy for language models, otherwise the adapter's; `eval/loss` stays the model's own.",
     )
     label_smoothing: Number = key(
         0.0,

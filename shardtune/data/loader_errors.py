@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from shardtune.data.user_batch import COLLATE
 from shardtune.errors import CheckpointError, ConfigError, DataError
@@ -38,6 +39,19 @@ def unmade(error: KeyError, number: int) -> DataError:
         where=COLLATE,
         remedy="give every sample the same fields: where one has none (an image, say), put in an empty or blank one",
     )
+
+
+def built(returned: Any) -> tuple[Any, dict[str, Any]]:
+    """What `build_dataloader` returned, if it is what it should be."""
+    pair = isinstance(returned, (tuple, list)) and len(returned) == 2
+    if not pair or not isinstance(returned[1], Mapping):
+        what = f"{len(returned)} things" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+        raise DataError(
+            f"{BUILD} returned {what}, not a loader and a dict",
+            where=BUILD,
+            remedy='return data_loader, {"num_samples": len(dataset)}',
+        )
+    return returned[0], dict(returned[1])
 
 
 def no_length(loader: object) -> DataError:

@@ -293,14 +293,14 @@ class AdapterRoot(nn.Module):
 
     def forward(self, batch: Batch) -> dict[str, LossSum]:
         losses = self._adapter.train_loss(self.model, batch, self.token_loss)
-        return _for_nothing(losses, batch) if batch.is_filler else losses
+        return losses if max(batch.rows) >= 0 else _for_nothing(losses)
 
     def evaluate(self, batch: Batch) -> Evaluation:
         found = self._adapter.evaluate(self.model, batch, self.measure)
-        return Evaluation(_for_nothing(found.losses, batch), {}) if batch.is_filler else found
+        return found if max(batch.rows) >= 0 else Evaluation(_for_nothing(found.losses), {})
 
 
-def _for_nothing(losses: Mapping[str, LossSum], batch: Batch) -> dict[str, LossSum]:
+def _for_nothing(losses: Mapping[str, LossSum]) -> dict[str, LossSum]:
     """The losses of a batch that no row of counts: computed for the others' sake."""
     return {name: LossSum(losses[name].total * 0.0, 0.0) for name in losses}
 

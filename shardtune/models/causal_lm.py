@@ -267,8 +267,15 @@ class CausalLM(LanguageModel):
     ) -> tuple[Any, torch.Tensor, nn.Module | None]:
         """The model's outputs, what its head takes at some tokens, and the head; their logits where there is None."""
         assert isinstance(model, PreTrainedModel)
+        arguments: dict[str, Any] = {"output_router_logits": True} if self._balance_factor else {}
+        if self.packs:
+            arguments["position_ids"] = batch.position_ids[None]
+        if self._attention == DOCUMENTS or self._attention.startswith("flash"):
+            arguments |= {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
+            arguments |= {"max_length_q": batch.max_length, "max_length_k": batch.max_length}
+        input_ids = batch.input_ids[None]
         if self._through_own_head:
-            outputs = self._call(model, batch, logits_to_keep=positions)
+            outputs = model(input_ids=input_ids, use_cache=False, logits_to_keep=positions, **arguments)
             return outputs, outputs.logits[0], None
         head = model.get_output_embeddings()
         if head is None:
@@ -277,7 +284,7 @@ class CausalLM(LanguageModel):
                 where="actor.model.model_path",
                 remedy="give the directory of a causal language model",
             )
-        outputs = self._call(model.base_model, batch)
+        outputs = model.base_model(input_ids=input_ids, use_cache=False, **arguments)
         # In the head's dtype: models that add up their residuals in fp32 (Mamba) leave them so.
         hidden = outputs[0][0].index_select(0, positions)
         return outputs, hidden.to(next(head.parameters(), hidden).dtype), head
@@ -309,21 +316,6 @@ class CausalLM(LanguageModel):
             return Evaluation(losses, {})
         accuracy = Metric(float(correct), float(batch.targets.numel()))
         return Evaluation(losses, {"token_accuracy": accuracy, **measure(self._pieces(hidden, head, batch))})
-
-    def _call(self, module: nn.Module, batch: PackedBatch, **further: Any) -> Any:
-        """A forward over packed documents; several documents need their boundaries, one needs none."""
-        if self._balance_factor:
-            further["output_router_logits"] = True
-        if self.packs:
-            further["position_ids"] = batch.position_ids[None]
-        if self._attention == DOCUMENTS or self._attention.startswith("flash"):
-            further.update(
-                cu_seq_lens_q=batch.cu_seqlens,
-                cu_seq_lens_k=batch.cu_seqlens,
-                max_length_q=batch.max_length,
-                max_length_k=batch.max_length,
-            )
-        return module(input_ids=batch.input_ids[None], use_cache=False, **further)
 
     def logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
         _, hidden, head = self._to_head(model, batch, positions)

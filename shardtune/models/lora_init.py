@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
+from peft.utils.other import TrainableTokensWrapper
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardtune.data.order import derive_seed
 from shardtune.errors import ConfigError
-from shardtune.models.lora import ADAPTER, adapter_config, lora_layers
+from shardtune.models.lora import ADAPTER, adapter_config, lora_layers, token_rows
 from shardtune.models.nf4 import NF4Linear, decode
 from shardtune.parallel.materialise import fill
 
@@ -52,6 +53,11 @@ def initialise_adapter(model: nn.Module, seed: int) -> None:
         for name, layer in _nested(path, outermost):
             made = _begun(name, layer, config, seed)
             _keep(layer, made, subtracted=_begins(config, SUBTRACTING))
+    for _, wrapper in token_rows(model):
+        rows = wrapper.token_adapter
+        if rows.tied_adapter is None:
+            weight = _whole(rows.base_layer.get_parameter("weight").detach())
+            fill(rows.trainable_tokens_delta[ADAPTER], weight[rows.token_indices[ADAPTER]])
 
 
 @torch.no_grad()
@@ -71,6 +77,15 @@ def merged(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
         module.merge()
         module = module.base_layer
     return module
+
+
+@torch.no_grad()
+def with_rows(wrapper: TrainableTokensWrapper) -> torch.Tensor:
+    """The whole weight of an embedding or head with the rows that were trained; all ranks call it."""
+    rows = wrapper.token_adapter
+    weight = _whole(rows.base_layer.get_parameter("weight").detach()).clone()
+    weight[rows.token_indices[ADAPTER]] = _whole(rows.trainable_tokens_delta[ADAPTER].detach()).to(weight)
+    return weight
 
 
 def _begun(name: str, layer: LoraLayer, config: LoraConfig, seed: int) -> nn.Module:

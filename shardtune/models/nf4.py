@@ -44,6 +44,8 @@ LEVELS = (
     1.0,
 )
 
+_PAIRS = torch.cartesian_prod(torch.tensor(LEVELS), torch.tensor(LEVELS))
+
 
 def packed_width(columns: int) -> int:
     """The bytes that a row of so many weights takes."""
@@ -95,11 +97,14 @@ def decode(packed: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tens
     return values.mul_(scale).view(rows, -1)[:, :columns].to(dtype)
 
 
-@functools.cache
 def _pairs(device: torch.device) -> torch.Tensor:
-    """[256, 2]: the levels of both codes in a byte."""
-    levels = torch.tensor(LEVELS, device=device)
-    return torch.cartesian_prod(levels, levels)
+    """[256, 2]: the levels of both codes in a byte; kept per device, where no compiler has to see through that."""
+    return _PAIRS.to(device) if torch.compiler.is_compiling() else _pairs_on(device)
+
+
+@functools.cache
+def _pairs_on(device: torch.device) -> torch.Tensor:
+    return _PAIRS.to(device)
 
 
 class _Linear(torch.autograd.Function):
@@ -174,3 +179,9 @@ def to_nf4(model: nn.Module, kept: Collection[nn.Module], dtype: torch.dtype) ->
         setattr(model.get_submodule(parent), child, NF4Linear(module, dtype))
         replaced.append(name)
     return replaced
+
+
+def coded_sizes(model: nn.Module) -> dict[nn.Parameter, int]:
+    """Of parameters that are codes, how many weights they stand for."""
+    layers = [module for module in model.modules() if isinstance(module, NF4Linear)]
+    return {layer.packed: layer.in_features * layer.out_features for layer in layers}

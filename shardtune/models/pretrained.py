@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 
 from shardtune.config import ModelConfig, Recipe
 from shardtune.errors import ConfigError, ModelError
+from shardtune.models.new_tokens import add_new_tokens
 
 MODEL_PATH = "actor.model.model_path"
 OVERRIDES = "actor.model.config_overrides"
@@ -109,7 +110,9 @@ def recipe_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     source = recipe.actor.tokenizer.tokenizer_model or recipe.actor.model.model_path
     if source is None:
         raise no_model_path()
-    return load_tokenizer(source, trust_remote_code=recipe.actor.model.trust_remote_code)
+    tokenizer = load_tokenizer(source, trust_remote_code=recipe.actor.model.trust_remote_code)
+    add_new_tokens(tokenizer, recipe.actor.tokenizer.new_tokens)
+    return tokenizer
 
 
 def has_tokenizer(recipe: Recipe) -> bool:
@@ -121,18 +124,20 @@ def has_tokenizer(recipe: Recipe) -> bool:
     )
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
-    """Refuse a tokenizer with tokens that the model has no embedding for."""
+def check_vocabulary(
+    tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, new_tokens: Sequence[str] = ()
+) -> None:
+    """Refuse a tokenizer with tokens that the model has no embedding for, and gets none for."""
     rows = int(config.get_text_config().vocab_size)
-    largest = max(tokenizer.get_vocab().values(), default=-1)
+    largest = max((number for token, number in tokenizer.get_vocab().items() if token not in new_tokens), default=-1)
     if largest >= rows:
         raise ModelError(
             f"the tokenizer has token ids up to {largest}, the model's embedding has {rows} rows",
             where=f"{tokenizer.name_or_path or 'tokenizer'}",
             remedy=(
-                "use the model's own tokenizer, or make the embedding larger first: "
-                "model.resize_token_embeddings(len(tokenizer)) and save_pretrained; with actor.model.from_scratch, "
-                f"config_overrides: {{vocab_size: {largest + 1}}}"
+                "use the model's own tokenizer and name what is added in actor.tokenizer.new_tokens, or make the "
+                "embedding larger first: model.resize_token_embeddings(len(tokenizer)) and save_pretrained; with "
+                f"actor.model.from_scratch, config_overrides: {{vocab_size: {largest + 1}}}"
             ),
         )
 

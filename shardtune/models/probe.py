@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
+from torch import nn
 
 from shardtune.batch import PackedBatch, Sample
 from shardtune.data.packing import pack
 from shardtune.errors import ModelError
 from shardtune.models.adapter import LanguageRoot
-
-if TYPE_CHECKING:
-    from shardtune.models.causal_lm import CausalLM
 
 LONGEST = 2048
 """Tokens of a row that the probe looks at."""
@@ -31,9 +29,22 @@ SAME_SHAPES = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-3, 
 """How far a row of any other model may move: less than the last digit, as all shapes stay the same."""
 
 
+class Choices(Protocol):
+    """What an adapter of language models may give up where its faster way is not exact."""
+
+    @property
+    def packs(self) -> bool: ...
+    @property
+    def has_experts(self) -> bool: ...
+    @property
+    def sliding_window(self) -> int | None: ...
+    def one_row_per_forward(self, model: nn.Module) -> None: ...
+    def use_own_head(self) -> None: ...
+
+
 @torch.no_grad()
 def probe_packing(
-    root: LanguageRoot, adapter: CausalLM, samples: Sequence[Sample], device: torch.device, dtype: torch.dtype
+    root: LanguageRoot, adapter: Choices, samples: Sequence[Sample], device: torch.device, dtype: torch.dtype
 ) -> list[str]:
     """Choose the fastest way that gives right numbers for this model; every rank calls it with the same rows.
 
@@ -62,7 +73,7 @@ def probe_packing(
 
 
 def _choose(
-    root: LanguageRoot, adapter: CausalLM, rows: list[Sample], device: torch.device, dtype: torch.dtype
+    root: LanguageRoot, adapter: Choices, rows: list[Sample], device: torch.device, dtype: torch.dtype
 ) -> list[str]:
     reference = [
         root.reference_logits(torch.from_numpy(row.input_ids.astype(np.int64)).to(device), _ends(row).to(device))

@@ -36,6 +36,7 @@ def find_adapter(
     kind = adapter_class(config)
     if kind is not None:
         return kind.from_recipe(recipe, tokenizer)
+    _require_known(config.model_type)
     if config.options:
         raise ConfigError(
             f"actor.model.options = {config.options}: no part of {config.model_type} reads them",
@@ -44,7 +45,7 @@ def find_adapter(
         )
     tokenizer = tokenizer or recipe_tokenizer(recipe)
     adapter = causal_lm(config, wrap=recipe.actor.fsdp_config.wrap, model=model, tokenizer=tokenizer, data=recipe.data)
-    check_vocabulary(tokenizer, adapter.config)
+    check_vocabulary(tokenizer, adapter.config, recipe.actor.tokenizer.new_tokens)
     return adapter
 
 
@@ -157,20 +158,26 @@ def _registered_model(
     """
     if config.model_type in MODEL_TYPES:
         return None
-    if config.model_type not in known_names():
-        raise ConfigError(
-            f"actor.model.model_type = {config.model_type} is not known",
-            where="actor.model.model_type",
-            remedy=(
-                f"use one of {', '.join([*MODEL_TYPES, *known_names()])} (shardtune models lists them), or name the "
-                "file that registers it in plugins"
-            ),
-        )
+    _require_known(config.model_type)
     function = next((entry for entry in registered(config.model_type) if not inspect.isclass(entry)), None)
     if function is None:
         return None
     values = config.model_dump() | {"config_overrides": {**config.config_overrides, **(overrides or {})}}
     return lambda: function(OmegaConf.create(values))
+
+
+def _require_known(name: str) -> None:
+    """Refuse a `model_type` that nobody has registered, before anything else is asked of it."""
+    if name in MODEL_TYPES or name in known_names():
+        return
+    raise ConfigError(
+        f"actor.model.model_type = {name} is not known",
+        where="actor.model.model_type",
+        remedy=(
+            f"use one of {', '.join([*MODEL_TYPES, *known_names()])} (shardtune models lists them), or name the file "
+            "that registers it in plugins"
+        ),
+    )
 
 
 def known_architectures() -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -140,7 +140,8 @@ class Weights:
 
     def begin_micro_batch(self, last: bool) -> None:
         """Say, before its forward, whether a micro-batch is the step's last, after which gradients are reduced."""
-        self._buffers.watch()
+        if self._ranks.mesh is not None:
+            self._buffers.watch()
         if isinstance(self._root, FSDPModule):
             self._root.set_requires_gradient_sync(last or self._reduce_each)
 
@@ -186,17 +187,11 @@ class Weights:
             self._computed[name].data = self._computed[name].data.to(self._master)
         self.zero_gradients()
 
-    def gradients(self) -> Iterator[torch.Tensor]:
-        """This rank's part of each gradient."""
-        for parameter in self.parameters.values():
-            if parameter.grad is not None:
-                yield local(parameter.grad)
-
     @torch.no_grad()
     def gradient_norm(self) -> float:
         """The Euclidean norm of the whole gradient over all ranks, summed in fp64."""
         # What every rank holds whole is counted by one of them.
-        passed_over = set() if self._ranks.is_main else set(self._whole)
+        passed_over = set(self._whole) if self._ranks.rank else set()
         counted = [parameter for name, parameter in self.parameters.items() if name not in passed_over]
         grads = [local(parameter.grad) for parameter in counted if parameter.grad is not None]
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads if grad.numel()]
@@ -209,7 +204,7 @@ class Weights:
 
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
-        grads = list(self.gradients())
+        grads = [local(parameter.grad) for parameter in self.parameters.values() if parameter.grad is not None]
         if factor != 1.0 and grads:
             torch._foreach_mul_(grads, factor)
 

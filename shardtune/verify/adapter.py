@@ -93,11 +93,15 @@ def verify_adapter(
 
 @contextmanager
 def open_kit(
-    adapter: str | Path, recipe: RecipeSource | None, *overrides: str, only: Collection[str] = (), processes: bool = True
+    adapter: str | Path,
+    recipe: RecipeSource | None,
+    *overrides: str,
+    only: Collection[str] = (),
+    processes: bool = True,
 ) -> Iterator[tuple[Kit, Sequence[Check]]]:
     """What the checks of an adapter share, with the chosen checks; what it started and wrote is gone afterwards."""
     checks = chosen(only)
-    with tempfile.TemporaryDirectory(prefix="shardtune-verify-") as folder, _own_draws():
+    with tempfile.TemporaryDirectory(prefix="shardtune-verify-") as folder, _as_found():
         kit = Kit(find_case(adapter, recipe, overrides, Path(folder)), processes=processes)
         try:
             if processes and any(check.ranks for check in checks):
@@ -110,10 +114,15 @@ def open_kit(
 
 
 @contextmanager
-def _own_draws() -> Iterator[None]:
-    """The caller's generator stays where it is."""
-    with torch.random.fork_rng(devices=[]):
-        yield
+def _as_found() -> Iterator[None]:
+    """One thread inside, as the other processes have; the caller's threads and generator stay what they are."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def chosen(only: Collection[str]) -> list[Check]:
@@ -128,22 +137,14 @@ def chosen(only: Collection[str]) -> list[Check]:
 
 
 def _run_all(kit: Kit, checks: Sequence[Check], say: Callable[[str], None]) -> Iterator[Result]:
-    cannot_start = ""
     for number, check in enumerate(checks, 1):
-        result = run_check(kit, check, cannot_start)
-        cannot_start = cannot_start or kit.cannot_start
+        result = run_check(kit, check)
         say(f"{number:2}/{len(checks)} {check.name:<9} {result.outcome:<8} {result.seconds:5.1f} s  {check.title}")
         yield result
 
 
-def run_check(kit: Kit, check: Check, cannot_start: str = "") -> Result:
-    """One check, whatever it runs into.
-
-    Args:
-        kit: of the adapter.
-        check: which one.
-        cannot_start: the name of a check that has told already why the model cannot be set up.
-    """
+def run_check(kit: Kit, check: Check) -> Result:
+    """One check, whatever it runs into; that the model cannot be set up is told by the first one alone."""
     began = time.perf_counter()
 
     def result(outcome: str, text: str, where: str = "", remedy: str = "") -> Result:
@@ -155,8 +156,8 @@ def run_check(kit: Kit, check: Check, cannot_start: str = "") -> Result:
     except Skipped as reason:
         return result("skipped", str(reason))
     except CannotStart as error:
-        if cannot_start:
-            return result("skipped", f"the model cannot be set up (see {cannot_start})")
+        if kit.cannot_start:
+            return result("skipped", f"the model cannot be set up (see {kit.cannot_start})")
         kit.cannot_start = check.name
         what, where, remedy = error.args
         return result("failed", what, where or "setting up", remedy or "mend what the message names")

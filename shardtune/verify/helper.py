@@ -38,7 +38,8 @@ def main() -> int:
         if work["work"] == "train":
             _train(recipe, Path(work["shared"]))
         else:
-            _load(recipe, Path(work["checkpoint"]), folder / "losses.json")
+            told = _load(recipe, Path(work["checkpoint"]), Path(work["final"]))
+            (folder / "losses.json").write_text(json.dumps(told))
     except BaseException as error:
         traceback.print_exc()
         (folder / ERROR).write_text(json.dumps(_told(error)))
@@ -101,11 +102,14 @@ def _first_gradient(worker: SFTWorker) -> dict[str, torch.Tensor]:
     return found
 
 
-def _load(recipe: Recipe, checkpoint: Path, answer: Path) -> None:
-    """The losses of each row with the weights of a checkpoint."""
+def _load(recipe: Recipe, checkpoint: Path, final: Path) -> dict[str, list[dict[str, str]]]:
+    """The losses of each row with the weights of a checkpoint, and with those of an exported model."""
     worker = SFTWorker(recipe, say=silent)
     worker.setup_evaluation(checkpoint)
-    answer.write_text(json.dumps(Trial(worker).row_losses()))
+    found = {"checkpoint": Trial(worker).row_losses()}
+    reopened = worker.reopened(final)
+    reopened.setup_evaluation()
+    return {**found, "exported model": Trial(reopened).row_losses()}
 
 
 if __name__ == "__main__":

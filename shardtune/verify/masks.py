@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardtune.batch import Sample
-from shardtune.models.adapter import IGNORED, LABELS, Adapter
+from shardtune.models.adapter import IGNORED, LABELS
+
+Weigh = Callable[[Sample], Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +28,42 @@ class Masking:
     terms: frozenset[str]
 
 
-def maskings(adapter: Adapter, sample: Sample) -> list[Masking]:
-    """The ways in which one field of a sample takes its targets away, told by `weights`."""
-    before = adapter.weights(sample)
+def maskings(weigh: Weigh, sample: Sample, padding: Mapping[str, float]) -> list[Masking]:
+    """The ways in which one field of a sample takes its targets away, told by its weights.
+
+    Args:
+        weigh: a sample to its weight in each loss term.
+        sample: to be masked.
+        padding: the adapter's.
+    """
+    before = weigh(sample)
     found = []
-    for how, changed in _attempts(sample, adapter.padding):
+    for how, changed in _attempts(sample, padding):
         try:
-            after = adapter.weights(changed)
+            after = weigh(changed)
         except Exception:  # a value that the field never has
             continue
         terms = frozenset(term for term, weight in before.items() if weight and not after.get(term, 0.0))
         if terms:
             found.append(Masking(how, changed, terms))
+    return found
+
+
+def partial_maskings(weigh: Weigh, sample: Sample, padding: Mapping[str, float]) -> list[Masking]:
+    """The ways in which the first half of a field takes away some of a sample's targets and leaves others."""
+    before = weigh(sample)
+    found = []
+    for masking in maskings(weigh, sample, padding):
+        fields = dict(sample.fields)
+        for name, array in masking.sample.fields.items():
+            if array is not sample.fields[name] and array.ndim:
+                half = len(array) // 2
+                fields[name] = np.concatenate([array[:half], sample.fields[name][half:]])
+        changed = replace(sample, fields=fields)
+        after = weigh(changed)
+        terms = frozenset(term for term in masking.terms if 0 < after[term] < before[term])
+        if terms and sample.fields:
+            found.append(Masking(masking.how.replace(" all ", " half "), changed, terms))
     return found
 
 

@@ -45,6 +45,7 @@ class Axis:
     remedy: str
 
 
+NEW_LINE = "\n"
 WHOLE = {"actor.micro_batch_size": 1000}
 ALONE = Axis(
     "loss",
@@ -72,7 +73,8 @@ CHECKPOINTING = Axis(
     WHOLE,
     CLOSE,
     "activations computed a second time",
-    "a layer gives something else when it is computed again: it counts calls, keeps state, or draws outside torch",
+    "a layer gives something else when it is computed again: it counts calls, fills a cache (use_cache=False), keeps "
+    "state, or draws outside torch",
 )
 PRECISION = Axis(
     "precision",
@@ -98,7 +100,7 @@ def check_parity(kit: Kit) -> str:
     optim = kit.case.variant(PARITY).actor.optim
     steps = [[trial.samples[int(row)] for row in rows] for rows in trial.step_rows(STEPS)]
     plain = train_plainly(
-        trial.adapter, model, steps, lr=optim.lr, momentum=optim.args["momentum"], decay=optim.weight_decay
+        trial.adapter, model, steps, trial.weigh, lr=optim.lr, momentum=optim.args["momentum"], decay=optim.weight_decay
     )
     agreeing: list[str] = []
     diverging: list[tuple[Axis, str]] = []
@@ -109,7 +111,12 @@ def check_parity(kit: Kit) -> str:
         except CannotStart as error:
             left_out.append(f"{axis.name} ({error.args[0]})")
             continue
-        said = _compare(plain, found, axis)
+        except Failed as error:
+            said = error.what
+        except Exception as error:
+            said = f"it fails: {type(error).__name__}: {str(error).strip().partition(NEW_LINE)[0]}"
+        else:
+            said = _compare(plain, found, axis)
         if said is None:
             agreeing.append(axis.name)
         else:

@@ -12,18 +12,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from shardtune.config import Recipe
 from shardtune.launch import free_port
 from shardtune.verify.result import Failed
 
 RANKS = 2
-LONGEST = 180.0
+LONGEST = 120.0
 """Seconds that a process may take for its work; ranks that wait for each other never end."""
 POLL_SECONDS = 0.05
 ERROR = "error.json"
@@ -93,6 +90,8 @@ class RankPair:
         self._recipe = recipe
         self._folder = folder
         self._processes: list[Process] = []
+        self._waited = False
+        self._failure: Failed | None = None
 
     def start(self) -> None:
         """Let them begin; to be called early, as they take seconds to import torch."""
@@ -111,7 +110,7 @@ class RankPair:
             self._processes.append(process)
             process.send({"work": "train", "recipe": self._recipe.to_dict(), "shared": str(self._folder / "ranks")})
 
-    @cached_property
+    @property
     def folder(self) -> Path:
         """Where they have written what they measured, once both are done.
 
@@ -120,6 +119,14 @@ class RankPair:
         """
         if not self._processes:
             self.start()
+        if not self._waited:
+            self._waited, self._failure = True, self._wait()
+        if self._failure is not None:
+            raise self._failure
+        return self._folder / "ranks"
+
+    def _wait(self) -> Failed | None:
+        """Until both are done; what went wrong, if anything did."""
         until = time.monotonic() + LONGEST
         while not all(process.ended() for process in self._processes):
             failures = [process.failure() for process in self._processes if process.ended()]
@@ -132,15 +139,15 @@ class RankPair:
         causes = [failure for failure in told if failure is not None]
         if causes:
             causes.sort(key=lambda failure: failure.where == "another rank")
-            raise causes[0]
+            return causes[0]
         if len(told) < RANKS:
-            raise Failed(
+            return Failed(
                 f"two ranks did not come to an end within {LONGEST:.0f} s: they wait for each other",
                 where="loss, shard_units",
                 remedy="let every rank call the same modules in every forward, whatever its rows; what is called only "
                 "sometimes must be no unit (unit_classes, actor.fsdp_config.wrap)",
             )
-        return self._folder / "ranks"
+        return None
 
     def close(self) -> None:
         for process in self._processes:
@@ -160,17 +167,18 @@ class FreshProcess:
 
     def start(self) -> None:
         """Let it import what it needs."""
-        # The same number of threads, as sums over other numbers of them may differ in the last digit.
-        threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        threads = {"OMP_NUM_THREADS": "1"}  # as here: sums over more of them may differ in the last digit
         alone = {name: "" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ}
         self._process = Process(self._folder / "fresh", threads | alone)
 
-    def losses(self, recipe: Recipe, checkpoint: Path) -> list[dict[str, str]]:
-        """The terms of each row's loss with the weights of a checkpoint, by term, as `float.hex`."""
+    def losses(self, recipe: Recipe, checkpoint: Path, final: Path) -> dict[str, list[dict[str, str]]]:
+        """The terms of each row's loss with the weights of a checkpoint, and of an exported model, as `float.hex`."""
         if self._process is None:
             self.start()
         assert self._process is not None
-        self._process.send({"work": "load", "recipe": recipe.to_dict(), "checkpoint": str(checkpoint)})
+        self._process.send(
+            {"work": "load", "recipe": recipe.to_dict(), "checkpoint": str(checkpoint), "final": str(final)}
+        )
         until = time.monotonic() + LONGEST
         while not self._process.ended() and time.monotonic() < until:
             time.sleep(POLL_SECONDS)

@@ -12,13 +12,21 @@ from torch import nn
 from shardtune.batch import LossSum, Sample
 from shardtune.models.adapter import Adapter, LanguageModel, named
 from shardtune.models.causal_lm import CausalLM
+from shardtune.verify.masks import Weigh
 from shardtune.verify.trial import Trajectory, copies
 
 CLIP = 1.0
 
 
 def train_plainly(
-    adapter: Adapter, model: nn.Module, steps: Sequence[Sequence[Sample]], *, lr: float, momentum: float, decay: float
+    adapter: Adapter,
+    model: nn.Module,
+    steps: Sequence[Sequence[Sample]],
+    weigh: Weigh,
+    *,
+    lr: float,
+    momentum: float,
+    decay: float,
 ) -> Trajectory:
     """Train a model on the given rows of each step.
 
@@ -28,6 +36,7 @@ def train_plainly(
         adapter: says what the loss is.
         model: a plain module with the weights to start from; changed in place.
         steps: the rows of each.
+        weigh: a row to its weight in each loss term.
         lr: of SGD.
         momentum: of SGD.
         decay: of weights with two dimensions or more.
@@ -44,34 +53,35 @@ def train_plainly(
     losses, norms = [], []
     for samples in steps:
         optimizer.zero_grad()
-        weights = [{**adapter.weights(sample), **adapter.row_terms()} for sample in samples]
+        weights = [weigh(sample) for sample in samples]
         terms = {term for row in weights for term in row}
         denominators = {term: sum(row.get(term, 0.0) for row in weights) for term in terms}
-        found = whole_loss(adapter, model, samples, denominators)
+        found = _whole_loss(adapter, model, samples, denominators, weigh)
         loss = torch.stack([found[term].total / denominators[term] for term in terms if denominators[term]]).sum()
         loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(trained, CLIP)))
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return Trajectory(losses, norms, copies({**dict(model.named_parameters()), **dict(model.named_buffers())}))
 
 
-def whole_loss(
-    adapter: Adapter, model: nn.Module, samples: Sequence[Sample], weights: Mapping[str, float]
+def _whole_loss(
+    adapter: Adapter, model: nn.Module, samples: Sequence[Sample], weights: Mapping[str, float], weigh: Weigh
 ) -> Mapping[str, LossSum]:
     """The loss of all rows of a step: of one batch of them, or for language models of each row alone."""
     if not isinstance(adapter, LanguageModel):
         return named(adapter.loss(model, adapter.collate(list(samples), list(range(len(samples))), weights)))
     totals: dict[str, torch.Tensor] = {}
     for sample in samples:
-        for term, total in _row_loss(adapter, model, sample).items():
+        for term, total in _row_loss(adapter, model, sample, weigh(sample)).items():
             totals[term] = totals[term] + total if term in totals else total
     return {term: LossSum(total, weights[term]) for term, total in totals.items()}
 
 
-def _row_loss(adapter: LanguageModel, model: nn.Module, sample: Sample) -> dict[str, torch.Tensor]:
+def _row_loss(
+    adapter: LanguageModel, model: nn.Module, sample: Sample, own: Mapping[str, float]
+) -> dict[str, torch.Tensor]:
     """The loss of one row: the cross-entropy of the model's own logits, where that is all there is to it."""
-    own = {**adapter.weights(sample), **adapter.row_terms()}
     if not isinstance(adapter, CausalLM) or len(own) > 1:
         losses = named(adapter.loss(model, adapter.collate([sample], [0], own)))
         return {term: loss.total for term, loss in losses.items()}

@@ -83,7 +83,7 @@ def check_repeat(kit: Kit) -> str:
     for rows in trial.forwards(range(min(4, trial.num_rows))):
         batch = trial.batch(rows)
         with torch.no_grad():
-            values = [{t: float(loss.total) for t, loss in trial.losses(batch).items()} for _ in range(3)]
+            values = [{t: loss.total.item() for t, loss in trial.losses(batch).items()} for _ in range(3)]
         for again in values[1:]:
             if not same(values[0], again):
                 raise Failed(
@@ -135,20 +135,22 @@ def check_reload(kit: Kit) -> str:
     folder = kit.case.folder / "reload"
     worker = kit.worker(PARITY)
     run(worker, HALFWAY)
-    worker.save_checkpoint(folder, HALFWAY)
+    worker.save_checkpoint(folder / "checkpoint", HALFWAY)
+    worker.export(folder / "final", "fp64")
     here = Trial(worker).row_losses()
-    there = kit.fresh.losses(worker.recipe, folder)
-    for row, (mine, its) in enumerate(zip(here, there, strict=True)):
-        if mine != its:
-            term = next(term for term in mine if mine[term] != its.get(term))
-            raise Failed(
-                f"row {row} has the loss {float.fromhex(mine[term]):.9g} here and {float.fromhex(its[term]):.9g} in a "
-                "process that loaded the checkpoint",
-                where=f"{type(worker.adapter).__name__}: build, loss",
-                remedy="keep all that the loss depends on in parameters, persistent buffers and options; nothing in "
-                "module globals, on the adapter, or in values that loss or build compute while training",
-            )
-    return f"{len(here)} rows, the same losses bit for bit in a fresh process"
+    there = kit.fresh.losses(worker.recipe, folder / "checkpoint", folder / "final")
+    for what, losses in there.items():
+        for row, (mine, its) in enumerate(zip(here, losses, strict=True)):
+            term = next((term for term in mine if mine[term] != its.get(term)), None)
+            if term is not None:
+                raise Failed(
+                    f"row {row} has the loss {float.fromhex(mine[term]):.9g} here and {float.fromhex(its[term]):.9g} "
+                    f"in a fresh process that loaded the {what}",
+                    where=f"{type(worker.adapter).__name__}: build, loss",
+                    remedy="keep all that the loss depends on in parameters, persistent buffers and options; nothing "
+                    "in module globals, on the adapter, or in what loss or build compute while training",
+                )
+    return f"{len(here)} rows, the same losses bit for bit in a fresh process, from checkpoint and exported model"
 
 
 def check_bf16(kit: Kit) -> str:

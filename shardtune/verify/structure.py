@@ -151,13 +151,13 @@ def check_gradient(kit: Kit) -> str:
             )
         if not total.requires_grad:
             raise Failed(
-                f"the term {term!r} ({float(total):.6g}) has no graph, so nothing would be learned from it",
+                f"the term {term!r} ({total.item():.6g}) has no graph, so nothing would be learned from it",
                 where=f"{adapter}.loss",
                 remedy="leave out detach(), item(), numpy() and torch.no_grad() between the model and the loss",
             )
         if not torch.isfinite(total):
             raise Failed(
-                f"the term {term!r} is {float(total)} on the first {trial.num_rows} rows",
+                f"the term {term!r} is {total.item()} on the first {trial.num_rows} rows",
                 where=f"{adapter}.loss",
                 remedy="look at the rows (shardtune data preview) and at divisions and logarithms in the loss",
             )

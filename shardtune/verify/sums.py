@@ -11,7 +11,7 @@ import torch
 from shardtune.batch import Batch, PackedBatch
 from shardtune.models.adapter import LanguageModel, LanguageRoot, WholeStepAdapter
 from shardtune.verify.kit import Kit
-from shardtune.verify.masks import halves, maskings, without_last_target
+from shardtune.verify.masks import halves, maskings, partial_maskings, without_last_target
 from shardtune.verify.result import Failed, Skipped
 from shardtune.verify.trial import CLOSE, Measured, Trial, apart, distance
 
@@ -108,7 +108,7 @@ def check_masked(kit: Kit) -> str:
     trial = kit.steady_trial()
     if isinstance(trial.adapter, WholeStepAdapter):
         raise Skipped("the loss is one of all rows of a step, in which each row is another's negative")
-    tried = [*_check_masked_rows(trial), *_check_masked_tokens(trial)]
+    tried = [*_check_masked_rows(trial), *_check_masked_parts(trial), *_check_masked_tokens(trial)]
     if not tried:
         raise Skipped("no field takes a target away: whatever was set to 0, NaN or -100, weights stayed what they were")
     return f"without effect: {', '.join(tried)}"
@@ -118,7 +118,7 @@ def _check_masked_rows(trial: Trial) -> Iterator[str]:
     """A row whose targets are taken out leaves the losses of the others, and the gradient, in place."""
     kept, taken = trial.samples[0], trial.samples[1]
     alone = trial.measure([trial.batch_of([kept])])
-    for masking in maskings(trial.adapter, taken):
+    for masking in maskings(trial.weigh, taken, trial.adapter.padding):
         together = [kept, masking.sample]
         groups = [together] if trial.adapter.rows_share_forwards else [[sample] for sample in together]
         measured = trial.measure([trial.batch_of(group) for group in groups])
@@ -138,7 +138,8 @@ def _check_masked_rows(trial: Trial) -> Iterator[str]:
 def _check_nothing(trial: Trial, how: str, terms: frozenset[str], alone: Measured, measured: Measured) -> None:
     name = type(trial.adapter).__name__
     for term in sorted(terms):
-        if apart(alone.weights[term], measured.weights[term]) > CLOSE:
+        # A row that weighs nothing at all never gets into a run, so what is said of its weight does not matter.
+        if terms != set(trial.terms) and apart(alone.weights[term], measured.weights[term]) > CLOSE:
             raise Failed(
                 f"a row without targets ({how}) counts {measured.weights[term] - alone.weights[term]:g} in the weight "
                 f"that the loss reports for {term!r}; weights says 0",
@@ -152,6 +153,23 @@ def _check_nothing(trial: Trial, how: str, terms: frozenset[str], alone: Measure
                 where=f"{name}.loss",
                 remedy="leave masked targets out of the sum: multiply by the mask, or ignore_index=-100",
             )
+
+
+def _check_masked_parts(trial: Trial) -> Iterator[str]:
+    """With some of its targets taken out, a row weighs what is left, and the loss says so."""
+    sample = trial.samples[0]
+    for masking in partial_maskings(trial.weigh, sample, trial.adapter.padding):
+        promised = trial.weigh(masking.sample)
+        measured = trial.measure([trial.batch_of([masking.sample])])
+        for term in sorted(masking.terms):
+            if apart(measured.weights[term], promised[term]) > CLOSE:
+                raise Failed(
+                    f"a row with {masking.how} has weight {measured.weights[term]:g} by loss (term {term!r}), "
+                    f"{promised[term]:g} by weights",
+                    where=f"{type(trial.adapter).__name__}.loss: LossSum({term}).weight",
+                    remedy="count the targets that are left, not the rows or positions",
+                )
+        yield masking.how
 
 
 def _check_masked_tokens(trial: Trial) -> Iterator[str]:
@@ -274,7 +292,7 @@ def check_empty(kit: Kit) -> str:
     _check_zero(trial, filler, frozenset(trial.terms), "the filler of a rank without rows")
     if isinstance(trial.adapter, WholeStepAdapter):
         return "a filler is harmless"
-    ways = maskings(trial.adapter, trial.samples[0])
+    ways = maskings(trial.weigh, trial.samples[0], trial.adapter.padding)
     for masking in ways:
         batch = trial.batch_of([masking.sample])
         _check_zero(trial, batch, masking.terms, f"a micro-batch without targets ({masking.how})")
@@ -289,8 +307,8 @@ def _check_zero(trial: Trial, batch: Batch, terms: frozenset[str], what: str) ->
         losses = trial.losses(batch)
         for term in sorted(terms & losses.keys()):
             loss = losses[term]
-            value, weight = float(loss.total), float(loss.weight)
-            if value == 0.0 and weight == 0.0:
+            value, weight = loss.total.item(), float(loss.weight)
+            if value == 0.0 and (weight == 0.0 or terms == set(trial.terms)):
                 continue
             raise Failed(
                 f"{what} gives the term {term!r} {value:g} with weight {weight:g}, not 0 with weight 0",

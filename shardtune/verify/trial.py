@@ -114,6 +114,10 @@ class Trial:
         """The names of the loss terms."""
         return list(self._rows.term_weights)
 
+    def weigh(self, sample: Sample) -> dict[str, float]:
+        """What a sample weighs in each term."""
+        return {**self.worker.prepared.encoder.weights(sample), **self.adapter.row_terms()}
+
     def promised(self, rows: Sequence[int]) -> dict[str, float]:
         """What the row index says that rows weigh, by term."""
         return {term: float(values[list(rows)].sum()) for term, values in self._rows.term_weights.items()}
@@ -126,7 +130,7 @@ class Trial:
         """The micro-batch of samples that are no rows of the case."""
         weights = dict.fromkeys(self.terms, 0.0)
         for sample in samples:
-            for term, weight in {**self.adapter.weights(sample), **self.adapter.row_terms()}.items():
+            for term, weight in self.weigh(sample).items():
                 weights[term] = weights.get(term, 0.0) + float(weight)
         return self.adapter.collate(list(samples), list(range(len(samples))), weights)
 
@@ -167,7 +171,7 @@ class Trial:
         found = []
         for row in range(self.num_rows):
             losses = self.losses(self.batch([row]))
-            found.append({term: float(loss.total).hex() for term, loss in losses.items()})
+            found.append({term: float(loss.total.item()).hex() for term, loss in losses.items()})
         return found
 
     def _check_terms(self, losses: Mapping[str, LossSum]) -> None:
@@ -200,7 +204,7 @@ class Trial:
         batch = self.batch(self.forwards(range(self.num_rows))[0])
         with torch.no_grad():
             first, again, other = (
-                {term: float(loss.total) for term, loss in self.losses(batch, seed).items()} for seed in (0, 0, 1)
+                {term: loss.total.item() for term, loss in self.losses(batch, seed).items()} for seed in (0, 0, 1)
             )
         if not same(first, again):
             return f"the same rows give {shown(first)} and then {shown(again)} with the same seed (see repeat)"

@@ -136,7 +136,7 @@ def assert_final(run: Path, *weights: str) -> None:
 
 
 def test_the_basic_command_under_accelerate(here: Path):
-    pytest.importorskip("accelerate", reason="accelerate is not installed: it comes with the extra [bench]")
+    pytest.importorskip("accelerate", reason="accelerate is not installed, which starts the processes here")
     before, after = words(BASIC)
     before[before.index("29501")] = str(free_ports(1)[0])
     assert before[:2] == ["accelerate", "launch"]
@@ -147,6 +147,16 @@ def test_the_basic_command_under_accelerate(here: Path):
     assert json.loads((run / "manifest.json").read_text())["world_size"] == 2
     model, tokenizer = AutoModelForCausalLM.from_pretrained(run / "FINAL"), AutoTokenizer.from_pretrained(run / "FINAL")
     assert model(**tokenizer("What is 1", return_tensors="pt")).logits.isfinite().all()
+
+
+def test_the_example_starts_four_processes():
+    """Its file is one that accelerate reads, and says nothing that shardtune would not act on."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed, whose file this is")
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config: Any = load_config_from_file(str(EXAMPLE / "accelerate_config/fsdp_4gpu.yaml"))
+    assert (config.num_processes, config.distributed_type, config.mixed_precision) == (4, "MULTI_GPU", "no")
+    assert not config.fsdp_config
 
 
 def test_the_command_with_lora_under_torchrun(here: Path):

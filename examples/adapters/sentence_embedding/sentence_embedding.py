@@ -25,8 +25,12 @@ class SentenceEmbedding(WholeStepAdapter):
     padding = {"question": 0, "passage": 0}  # fields that differ in length, and what they are filled with
 
     def build(self):
-        """Weights come from `actor.model.model_path` like the config, unless `actor.model.from_scratch` is set."""
-        return AutoModel.from_config(AutoConfig.from_pretrained(self.recipe.actor.model.model_path))
+        """BERT without its pooler, which nothing below would train: `verify adapter` tells of such parameters.
+
+        Weights come from `actor.model.model_path` like the config, unless `actor.model.from_scratch` is set.
+        """
+        config = AutoConfig.from_pretrained(self.recipe.actor.model.model_path)
+        return AutoModel.from_config(config, add_pooling_layer=False)
 
     def encode(self, row):
         """`self.tokenizer` is that of `actor.tokenizer.tokenizer_model`, or else of `actor.model.model_path`."""

@@ -25,9 +25,12 @@ class Seq2Seq(Adapter):
         return Sample(fields={"input_ids": tokens["source"], "labels": tokens["target"]})
 
     def _logits(self, model, batch):
-        """[rows, tokens, vocabulary]: given labels, the model makes its decoder's inputs of them, shifted by one."""
-        mask = batch.mask("input_ids")
-        return model(input_ids=batch["input_ids"], attention_mask=mask, labels=batch["labels"]).logits
+        """[rows, tokens, vocabulary]: given labels, the model makes its decoder's inputs of them, shifted by one.
+
+        Without `use_cache=False` it would keep keys and values, which is a waste and breaks gradient checkpointing.
+        """
+        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch.mask("input_ids")}
+        return model(**inputs, labels=batch["labels"], use_cache=False).logits
 
     def loss(self, model, batch):
         logits, labels = self._logits(model, batch), batch["labels"]

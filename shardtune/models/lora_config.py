@@ -1,0 +1,293 @@
+"""What is adapted and how, as PEFT's own config: from a recipe, with names checked against the model, or as stored."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection
+from copy import deepcopy
+from pathlib import Path
+
+import peft
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from shardtune.config import LoraConfig
+from shardtune.errors import ConfigError
+
+ALL_LINEAR = "all-linear"
+SECTION = "actor.model.lora"
+CONFIG_FILE = "adapter_config.json"
+LINEAR = (nn.Linear, Conv1D)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+ADAPTABLE = (*LINEAR, nn.Embedding, *CONVOLUTIONS)
+CLASSIFIERS = ("score", "classifier")
+"""Heads of transformers' sequence classifiers."""
+# Of an adapter's config: what would change the forward pass in ways that are not covered here.
+UNSUPPORTED = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "lora_bias",
+    "megatron_config",
+    "monteclora_config",
+    "use_bdlora",
+    "use_qalora",
+    "velora_config",
+)
+
+
+def fresh_config(
+    model: nn.Module, config: LoraConfig, trained: Collection[str], notes: list[str]
+) -> tuple[peft.LoraConfig, list[str]]:
+    """PEFT's config of a new adapter, and the full names of the modules that it is for."""
+    kind = class_name(model)
+    made = peft.LoraConfig(
+        r=config.r,
+        lora_alpha=int(config.alpha) if config.alpha.is_integer() else config.alpha,  # pyright: ignore[reportArgumentType]
+        lora_dropout=config.dropout,
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+        target_parameters=list(config.target_parameters) or None,
+        task_type=peft.TaskType.CAUSAL_LM if kind.endswith("ForCausalLM") else None,
+        init_lora_weights="mica" if config.init == "mica" else True,  # others are drawn once there is memory
+    )
+    asked = config.target_modules
+    if asked == ALL_LINEAR:
+        names = _all_linear(model, trained, notes)
+    else:
+        names = [name for ending in ([asked] if isinstance(asked, str) else asked) for name in _ending(model, ending)]
+        _check_apart(names, trained)
+    names = _not_renamed(model, made, names, everything=asked == ALL_LINEAR, notes=notes)
+    if asked == ALL_LINEAR and not config.target_parameters:
+        notes += _left_out(model)
+    for ending in config.target_parameters:
+        _check_parameter(model, ending)
+    made.target_modules = _as_target(model, names)
+    return made, names
+
+
+def _all_linear(model: nn.Module, trained: Collection[str], notes: list[str]) -> list[str]:
+    """Linear layers that are no head, are called as modules, share no weight and are not trained in full."""
+    head, shared = head_of(model), _shared(model)
+    attention = [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
+    found = []
+    for name, module in model.named_modules():
+        if not isinstance(module, LINEAR) or module is head or is_inside(name, trained):
+            continue
+        if not shared.isdisjoint(module.parameters(recurse=False)):
+            notes.append(f"LoRA leaves out {name}, which shares its weight: merged, the two would differ")
+            continue
+        if not is_inside(name, attention):
+            found.append(name)
+    if attention:
+        notes.append(
+            f"LoRA leaves out {len(attention)} modules of class nn.MultiheadAttention ({attention[0]}, …), which use "
+            "their matrices without calling them as layers"
+        )
+    if not found:
+        raise ConfigError(
+            f"{class_name(model)} has no linear layer to adapt",
+            where=f"{SECTION}.target_modules: {ALL_LINEAR}",
+            remedy="name the modules to adapt (embeddings and convolutions can be), or parameters in target_parameters",
+        )
+    return found
+
+
+def _shared(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that have several names."""
+    names = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+    return {parameter for parameter, count in names.items() if count > 1}
+
+
+def _ending(model: nn.Module, ending: str) -> list[str]:
+    """The modules whose name is `ending`, or ends with it after a dot."""
+    named = dict(model.named_modules())
+    found = [name for name in named if _ends(name, ending)]
+    where = f"{SECTION}.target_modules"
+    if not found:
+        known = sorted({name.rpartition(".")[2] for name, module in named.items() if isinstance(module, ADAPTABLE)})
+        raise ConfigError(
+            f"{where}: no module of {class_name(model)} is called {ending!r}",
+            where=where,
+            remedy=f"use {ALL_LINEAR}, or of {', '.join(known)}",
+        )
+    attention = [name for name, module in named.items() if isinstance(module, nn.MultiheadAttention)]
+    for name in found:
+        inside = any(name != owner and is_inside(name, [owner]) for owner in attention)
+        what = "inside an nn.MultiheadAttention" if inside else _obstacle(named[name])
+        if what:
+            raise ConfigError(
+                f"{where}: {name} is {what}, which cannot be adapted",
+                where=where,
+                remedy="name linear layers, embeddings or convolutions, or train it in full: "
+                f"{SECTION}.modules_to_save",
+            )
+    return found
+
+
+def _obstacle(module: nn.Module) -> str:
+    """Why a module cannot be adapted, in words; empty if it can."""
+    if not isinstance(module, ADAPTABLE):
+        return f"a {class_name(module)}"
+    if isinstance(module, CONVOLUTIONS):
+        # PEFT's factor is a convolution with the kernel, stride and padding of the module, but nothing else of it.
+        others = {"dilation": set(module.dilation) - {1}, "groups": module.groups > 1}
+        others["padding_mode"] = module.padding_mode != "zeros"
+        return next((f"a {class_name(module)} with {name}" for name, present in others.items() if present), "")
+    return ""
+
+
+def _check_apart(names: Collection[str], trained: Collection[str]) -> None:
+    both = [name for name in names if is_inside(name, trained)]
+    if both:
+        raise ConfigError(
+            f"{both[0]} is both adapted and trained in full",
+            where=f"{SECTION}.target_modules, {SECTION}.modules_to_save",
+            remedy="leave it out of one of them",
+        )
+
+
+def _not_renamed(
+    model: nn.Module, made: peft.LoraConfig, names: list[str], *, everything: bool, notes: list[str]
+) -> list[str]:
+    """Without the modules that PEFT, when it loads the adapter, would take for fused experts by their names."""
+    if not isinstance(model, PreTrainedModel):
+        return names
+    trial = deepcopy(made)
+    trial.target_modules = list(names)
+    convert_peft_config_for_transformers(trial, model, None)
+    assert trial.target_modules is not None
+    taken = [name for name in names if name not in trial.target_modules]
+    if not taken:
+        return names
+    what = f"{len(taken)} linear layers ({taken[0]}, …) whose names PEFT takes for fused experts' in this kind of model"
+    if everything:
+        notes.append(f"LoRA leaves out {what}")
+        return [name for name in names if name in trial.target_modules]
+    raise ConfigError(
+        f"{SECTION}.target_modules names {what}",
+        where=f"{SECTION}.target_modules",
+        remedy=f"leave them out; experts are adapted by {SECTION}.target_parameters",
+    )
+
+
+def _left_out(model: nn.Module) -> list[str]:
+    """A note on parameters of three dimensions that no convolution has: experts, stacked."""
+    stacked = [
+        join(prefix, name)
+        for prefix, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3 and not isinstance(module, ADAPTABLE)
+    ]
+    if not stacked:
+        return []
+    endings = sorted({".".join(name.split(".")[-2:]) for name in stacked})
+    return [
+        f"LoRA leaves out {len(stacked)} stacked parameters, which are no linear layers; to adapt them: "
+        f"{SECTION}.target_parameters: [{', '.join(endings)}]"
+    ]
+
+
+def _check_parameter(model: nn.Module, ending: str) -> None:
+    key = f"{SECTION}.target_parameters"
+    found = [parameter for name, parameter in model.named_parameters() if _ends(name, ending)]
+    if found and all(parameter.ndim in (2, 3) for parameter in found):
+        return
+    stacked = sorted({n.rpartition(".")[2] for n, p in model.named_parameters() if p.ndim == 3})
+    raise ConfigError(
+        f"{key}: {ending!r} {'has not two or three dimensions' if found else 'matches no parameter'}",
+        where=key,
+        remedy=f"parameters of three dimensions here: {', '.join(stacked) or 'none'}",
+    )
+
+
+def _as_target(model: nn.Module, names: list[str]) -> list[str] | str:
+    """Names as PEFT takes them: a list matches endings, so where that is ambiguous a regular expression."""
+    chosen = set(names)
+    others = [name for name, _ in model.named_modules() if name and name not in chosen]
+    if any(other.endswith(f".{name}") for other in others for name in chosen):
+        return "|".join(re.escape(name) for name in names)
+    return names
+
+
+def trained_in_full(model: nn.Module, endings: Collection[str], notes: list[str]) -> list[str]:
+    """The modules of `modules_to_save` by their full names, and those that share weights with them."""
+    named = dict(model.named_modules())
+    found: list[str] = []
+    for ending in endings:
+        matching = [name for name in named if _ends(name, ending)]
+        if not matching or not any(True for name in matching for _ in named[name].parameters()):
+            raise ConfigError(
+                f"{SECTION}.modules_to_save: no module with parameters of {class_name(model)} is called {ending!r}",
+                where=f"{SECTION}.modules_to_save",
+                remedy=f"modules at the top are {', '.join(name for name, _ in model.named_children())}",
+            )
+        found += [name for name in matching if name not in found]
+    moved = {id(parameter) for name in found for parameter in named[name].parameters()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = name.rpartition(".")[0]
+        if id(parameter) in moved and not is_inside(owner, found):
+            notes.append(f"{owner} shares its weights with one of {', '.join(found)}, so it is trained and saved too")
+            found.append(owner)
+    return [name for name in found if not any(is_inside(name, [other]) for other in found if other != name)]
+
+
+def head_of(model: nn.Module) -> nn.Module | None:
+    """The last layer of a model of transformers, which turns hidden states into logits or classes."""
+    if not isinstance(model, PreTrainedModel):
+        return None
+    if class_name(model).endswith("Classification"):
+        return next((child for name, child in model.named_children() if name in CLASSIFIERS), None)
+    return model.get_output_embeddings()
+
+
+def stored_config(directory: Path) -> peft.LoraConfig:
+    """The LoRA config of a directory that PEFT can load.
+
+    Raises:
+        ConfigError: it holds none, or one that asks for more than LoRA, rsLoRA and DoRA.
+    """
+    key = f"{SECTION}.adapter_path"
+    if not (directory / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"{directory} holds no {CONFIG_FILE}, so it is no adapter",
+            where=key,
+            remedy="give a directory as PEFT's save_pretrained (or a LoRA run's final/) has it",
+        )
+    try:
+        found = peft.PeftConfig.from_pretrained(str(directory))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{directory / CONFIG_FILE} cannot be read: {error}", where=key) from error
+    if not isinstance(found, peft.LoraConfig):
+        raise ConfigError(f"{directory} holds an adapter of type {found.peft_type}, not LoRA", where=key)
+    defaults = peft.LoraConfig()
+    changed = [name for name in UNSUPPORTED if vars(found)[name] not in (vars(defaults)[name], None)]
+    changed += ["bias"] if found.bias != "none" else []
+    if changed:
+        raise ConfigError(
+            f"the adapter in {directory} uses {', '.join(changed)}, which is not supported",
+            where=key,
+            remedy="train it with PEFT, or start a fresh adapter",
+        )
+    found.inference_mode = False
+    return found
+
+
+def class_name(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _ends(name: str, ending: str) -> bool:
+    return name == ending or name.endswith(f".{ending}")
+
+
+def is_inside(name: str, owners: Collection[str]) -> bool:
+    return any(name == owner or name.startswith(f"{owner}.") for owner in owners)
+
+
+def join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,94 @@
+"""Tokens that a recipe adds: they come into the tokenizer, and where the model has too few embeddings it gets more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from shardtune.errors import ConfigError
+
+KEY = "actor.tokenizer.new_tokens"
+
+
+def add_new_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
+    """Add tokens to a tokenizer, in place; those that it has already stay as they are."""
+    if tokens:
+        tokenizer.add_tokens(list(tokens))
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> list[int]:
+    """The ids of tokens that were added."""
+    vocabulary = tokenizer.get_vocab()
+    return [vocabulary[token] for token in tokens]
+
+
+def grow_embeddings(model: nn.Module, ids: Sequence[int]) -> list[str]:
+    """Give a model of transformers embeddings for tokens with these ids, and its head rows, where it has too few.
+
+    A model in memory gets the mean of its rows as each new row; without memory, loading does that (`mean_rows`).
+
+    Returns:
+        What was done, for the user; nothing for a model that has enough, or none of transformers.
+    """
+    if not ids or not isinstance(model, PreTrainedModel) or model.get_input_embeddings() is None:
+        return []
+    before, rows = int(model.get_input_embeddings().get_parameter("weight").shape[0]), max(ids) + 1
+    if rows <= before:
+        return []
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    with torch.no_grad():
+        for parameter in {id(p): p for module in _embeddings(model) for p in module.parameters()}.values():
+            if not parameter.is_meta:
+                parameter[before:] = parameter[:before].double().mean(0).to(parameter.dtype)
+    return [
+        f"{rows - before} rows more in the embedding, {rows} now, each at first the mean of the others: to load the "
+        f"base model beside an adapter, call model.resize_token_embeddings({rows}) first"
+    ]
+
+
+def growing(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters of a model that have a row for each token."""
+    if not isinstance(model, PreTrainedModel):
+        return set()
+    return {parameter for module in _embeddings(model) for parameter in module.parameters()}
+
+
+def _embeddings(model: PreTrainedModel) -> list[nn.Module]:
+    found = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [module for module in found if module is not None]
+
+
+def trained_rows(model: nn.Module, ids: Sequence[int], trained_in_full: set[nn.Module]) -> dict[str, list[int]]:
+    """Of which modules an adapter trains which rows: PEFT's `trainable_token_indices`.
+
+    Raises:
+        ConfigError: the model has no embedding that is known, or a head that PEFT cannot train by rows.
+    """
+    if not ids:
+        return {}
+    if not isinstance(model, PreTrainedModel) or model.get_input_embeddings() is None:
+        raise ConfigError(
+            f"which embedding of {type(model).__name__} has the new tokens' rows is not known",
+            where=f"{KEY}, actor.model.is_lora",
+            remedy="leave new_tokens out and name the embedding in actor.model.lora.modules_to_save",
+        )
+    head = model.get_output_embeddings()
+    if isinstance(head, nn.Linear) and head.bias is not None and head not in trained_in_full:
+        raise ConfigError(
+            f"the head of {type(model).__name__} has a bias, which PEFT leaves out when it trains rows of it",
+            where=f"{KEY}, actor.model.is_lora",
+            remedy="name the head in actor.model.lora.modules_to_save",
+        )
+    found: dict[str, list[int]] = {}
+    weights: list[nn.Parameter] = []
+    for module in _embeddings(model):
+        weight = module.get_parameter("weight")
+        tied = any(weight is other for other in weights)  # PEFT trains one set of rows for both
+        weights.append(weight)
+        if module not in trained_in_full and not tied:
+            name = next(name for name, other in model.named_modules() if other is module)
+            found[name] = list(ids)
+    return found

@@ -1,0 +1,68 @@
+"""`shardtune verify`: commands that prove a property. torch is imported once one of them runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardtune.errors import ConfigError
+
+verify_app = typer.Typer(help="Prove a property on your own adapter, rows and recipe; exit code 0 or 1.")
+
+
+@verify_app.callback(invoke_without_command=True)
+def _help(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@verify_app.command("adapter")
+def adapter(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="ADAPTER [RECIPE.yaml] [key=value …]",
+            help="file.py:Class or a registered name; a recipe for its model, options and rows (without one, those of "
+            "the adapter's own examples); keys to override. A recipe alone means the adapter that it names.",
+        ),
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="A check's name; may be given several times.")] = None,
+    listing: Annotated[bool, typer.Option("--list", help="Print what is checked, and check nothing.")] = False,
+) -> None:
+    """Check that a model is integrated correctly: a dozen rows, a few seconds, a table of what was seen.
+
+    **Examples**
+
+    ```text
+    shardtune verify adapter my_model.py:MyModel
+    shardtune verify adapter my_model.py:MyModel recipe.yaml actor.model.options.width=8
+    shardtune verify adapter recipe.yaml --only sums --only padding
+    shardtune verify adapter --list
+    ```
+    """
+    if listing:
+        from shardtune.verify.report import list_checks
+
+        list_checks()
+        return
+    name, recipe, overrides = _split(words or [])
+    from shardtune.verify.adapter import verify_adapter
+    from shardtune.verify.report import show
+
+    report = verify_adapter(name, recipe, *overrides, only=only or (), say=typer.echo)
+    show(report)
+    raise typer.Exit(0 if report.passed else 1)
+
+
+def _split(words: list[str]) -> tuple[str, str | None, list[str]]:
+    """The adapter, the recipe if one is named, and the overrides."""
+    names = [word for word in words if "=" not in word or Path(word).is_file()]
+    if not 1 <= len(names) <= 2:
+        what = "no adapter is named" if not names else f"{', '.join(names)}: an adapter and a recipe at most"
+        raise ConfigError(
+            what, where="shardtune verify adapter", remedy="shardtune verify adapter file.py:Class [RECIPE.yaml]"
+        )
+    overrides = [word for word in words if word not in names]
+    return names[0], names[1] if len(names) == 2 else None, overrides
