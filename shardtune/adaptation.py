@@ -15,6 +15,7 @@ from shardtune.models.lora import attach_adapter, base_tensors, is_adapted, keep
 from shardtune.models.lora_config import CONFIG_FILE, SECTION
 from shardtune.models.lora_init import initialise_adapter
 from shardtune.models.new_tokens import KEY, grow_embeddings, token_ids
+from shardtune.parallel.buffers import statistical_norms
 from shardtune.parallel.shard import COMPUTE_DTYPE
 
 
@@ -43,6 +44,9 @@ def adapt(model: nn.Module, recipe: Recipe, tokenizer: PreTrainedTokenizerBase |
     notes = grow_embeddings(model, ids)
     if not config.is_lora:
         return notes
+    if notes:
+        call = f"base.resize_token_embeddings({max(ids) + 1})"
+        notes.append(f"to load the adapter with PEFT, call {call} before PeftModel.from_pretrained")
     if is_adapted(model):
         raise ConfigError(
             f"{type(model).__name__} has an adapter of PEFT already",
@@ -50,6 +54,7 @@ def adapt(model: nn.Module, recipe: Recipe, tokenizer: PreTrainedTokenizerBase |
             remedy=f"hand over the base model and give the adapter as {SECTION}.adapter_path",
         )
     notes += attach_adapter(model, config.lora, ids)
+    notes += _keep_statistics(model)
     if config.lora.base_dtype == "nf4":
         if not all(base.tensor.is_meta for base in base_tensors(model) if isinstance(base.tensor, nn.Parameter)):
             raise ConfigError(
@@ -59,6 +64,24 @@ def adapt(model: nn.Module, recipe: Recipe, tokenizer: PreTrainedTokenizerBase |
             )
         notes.append(keep_in_nf4(model, COMPUTE_DTYPE[config.precision]))
     return notes
+
+
+def _keep_statistics(model: nn.Module) -> list[str]:
+    """Let the norms of a frozen base use their running statistics and not move them: an adapter does not hold them."""
+    frozen = {
+        name: norm
+        for name, norm in statistical_norms(model).items()
+        if not any(parameter.requires_grad for parameter in norm.parameters())
+    }
+    for norm in frozen.values():
+        norm.register_forward_pre_hook(_in_evaluation)
+    if not frozen:
+        return []
+    return [f"{len(frozen)} batch norms of the frozen base ({next(iter(frozen))}, …) keep their running statistics"]
+
+
+def _in_evaluation(module: nn.Module, _inputs: object) -> None:
+    module.training = False
 
 
 def check_stored(model: nn.Module, config: ModelConfig) -> None:

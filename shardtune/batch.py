@@ -91,6 +91,11 @@ class Batch:
         """Whether no row counts."""
         return self.num_rows == 0
 
+    def widened(self) -> Batch:
+        """The same with floating fields in fp64."""
+        fields = {name: t.double() if t.is_floating_point() else t for name, t in self.fields.items()}
+        return replace(self, fields=fields)
+
     def to(self, device: torch.device) -> Batch:
         """The same on a device."""
         if device.type == "cpu":

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-import traceback
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated
 
 import typer
 
-from shardtune.errors import ConfigError, Interrupted, ShardtuneError
+from shardtune.ending import UsageError, end, leave, wrong_usage
+from shardtune.errors import ConfigError
 from shardtune.interrupt import end_with_parent, listening
 from shardtune.verify.commands import verify_app
 
-UsageError: Any = typer.BadParameter.__mro__[1]
-"""A command line that cannot be read: click's class, of whichever copy of click typer uses."""
 CTRL_C = 130
 """What typer makes of a KeyboardInterrupt."""
 
@@ -348,67 +345,11 @@ def main() -> None:
     try:
         code = app(standalone_mode=False, prog_name="shardtune")
         if code == CTRL_C:
-            _end(KeyboardInterrupt())
+            end(KeyboardInterrupt())
     except UsageError as error:
-        _end(_usage(error))
+        end(wrong_usage(error))
     except BaseException as error:
         if isinstance(error, SystemExit):
             raise
-        _end(error)
-    _leave(code if isinstance(code, int) else 0)
-
-
-def _usage(error: Any) -> ConfigError:
-    """A command line that cannot be read, in the form of all other mistakes."""
-    command = error.ctx.command_path if error.ctx is not None else "shardtune"
-    return ConfigError(
-        error.format_message(),
-        where=" ".join(["shardtune", *sys.argv[1:]]),
-        remedy=f"{command} --help shows what it takes",
-    )
-
-
-def _end(error: BaseException) -> NoReturn:
-    """Say what went wrong, once, and leave with the exit code that tells which kind it is."""
-    rank = int(os.environ.get("RANK", "0"))
-    launched = "SHARDTUNE_REPORT_DIR" in os.environ
-    code = 1
-    if isinstance(error, (ShardtuneError, Interrupted)):
-        code, text = error.exit_code, str(error)
-    elif isinstance(error, (KeyboardInterrupt, typer.Abort)):
-        text = "interrupted"
-    else:
-        text = _explain(error)
-    if launched and not isinstance(error, Interrupted):
-        from shardtune.launch import write_report
-
-        write_report(rank, error, text)
-    elif not launched or rank == 0:
-        kind = "stopped" if isinstance(error, Interrupted) else "error"
-        prefix = f"rank {rank}: " if "RANK" in os.environ and not launched else ""
-        print(f"{prefix}{kind}: {text}", file=sys.stderr)
-    _leave(code)
-
-
-def _explain(error: BaseException) -> str:
-    """What is shown of an error that is not the user's to mend."""
-    from shardtune.launch import RankFailed, lost_a_peer
-    from shardtune.memory import explain_out_of_memory
-
-    if isinstance(error, RankFailed):
-        return str(error)
-    if lost_a_peer(error):
-        return f"another rank has ended; what it says is the cause ({str(error).strip().splitlines()[-1][:200]})"
-    return explain_out_of_memory(error) or "".join(traceback.format_exception(error))
-
-
-def _leave(code: int) -> NoReturn:
-    """End the process; a rank without taking the interpreter down.
-
-    The threads of its process group may be beyond an orderly end (they abort the process), and others must not wait.
-    """
-    sys.stderr.flush()
-    sys.stdout.flush()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        os._exit(code)
-    sys.exit(code)
+        end(error)
+    leave(code if isinstance(code, int) else 0)

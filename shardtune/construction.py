@@ -47,6 +47,12 @@ def build_empty(build: Build, seed: int) -> tuple[nn.Module, list[str]]:
             model = build()  # raises what is wrong with it, if that is not the meta device
         reason = str(problem).strip().partition("\n")[0]
         notes = [f"{_kind(model)} cannot be built without memory, so every rank first builds it whole ({reason})"]
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"build returned a {type(model).__name__}, not a torch.nn.Module",
+            where="build()",
+            remedy="return the model",
+        )
     empty: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if isinstance(parameter, UninitializedParameter):

@@ -24,6 +24,7 @@ from shardtune.batch import Sample
 PLAIN_SECONDS = 10.0
 """Without a terminal, a line at most this often."""
 PREVIEW_TOKENS = 400
+SHOWN_PATTERNS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class Facts:
         total_steps: the horizon.
         evaluation: rows of each evaluation set; None where that is not known.
         notes: what is worth saying besides.
+        trained: where not all parameters are: (name with numbers as *, tensors, parameters).
     """
 
     model: str
@@ -59,6 +61,7 @@ class Facts:
     total_steps: int
     evaluation: Mapping[str, int | None]
     notes: Sequence[str] = ()
+    trained: Sequence[tuple[str, int, int]] = ()
 
 
 def trained_text(sample: Sample, tokenizer: PreTrainedTokenizerBase | None, *, color: bool) -> Text:
@@ -122,6 +125,11 @@ class Display:
         tokens = f"{facts.tokens:,} tokens ({facts.targets:,.0f} trained), " if facts.tokens is not None else ""
         lines = [
             ("model", f"{facts.model}, {count(facts.parameters)} parameters, {share:.2%} trained"),
+            *(
+                ("trained" if number == 0 else "", f"{name}: {tensors:,} tensors, {count(parameters)}")
+                for number, (name, tensors, parameters) in enumerate(facts.trained[:SHOWN_PATTERNS])
+            ),
+            *([("", f"and {more} others: manifest.json")] if (more := len(facts.trained) - SHOWN_PATTERNS) > 0 else []),
             ("numbers", facts.dtypes),
             ("ranks", facts.ranks),
             *([("packing", facts.attention)] if facts.attention else []),

@@ -11,11 +11,14 @@ import torch
 from shardtune.batch import Batch, Metric
 from shardtune.config import RunnerConfig
 from shardtune.data.loader import BatchMaker
-from shardtune.errors import ConfigError
+from shardtune.errors import ConfigError, ModelError
 from shardtune.parallel.mesh import Ranks
 
 BLOCK_MICRO_BATCHES = 16
 """Micro-batches of each rank that are dealt together: enough to balance ranks, few enough to keep memory flat."""
+
+OF_LOSSES = ("loss", "perplexity")
+"""Metrics that are made of the losses."""
 
 
 def evaluation_blocks(num_rows: int, maker: BatchMaker, rows_per_block: int) -> Iterator[tuple[Batch, ...]]:
@@ -24,9 +27,31 @@ def evaluation_blocks(num_rows: int, maker: BatchMaker, rows_per_block: int) -> 
         yield maker.micro_batches(np.arange(start, min(start + rows_per_block, num_rows)))
 
 
-def as_metric(value: Metric | tuple[float, float]) -> Metric:
-    """A (sum, weight) pair as one."""
-    return value if isinstance(value, Metric) else Metric(float(value[0]), float(value[1]))
+def as_metrics(values: Mapping[str, Metric | tuple[float, float]], where: str) -> dict[str, Metric]:
+    """What a model measures of itself besides its losses, as metrics by name.
+
+    Raises:
+        ModelError: a value is no pair of numbers, or a name is that of a loss.
+    """
+    found = {}
+    for name, value in values.items():
+        if name in OF_LOSSES or name.startswith("loss/"):
+            raise ModelError(
+                f"a metric is named {name!r}, as what evaluation makes of the losses",
+                where=where,
+                remedy="give it another name",
+            )
+        try:
+            total, weight = (value.total, value.weight) if isinstance(value, Metric) else value
+            found[name] = Metric(float(total), float(weight))
+        except (TypeError, ValueError) as error:
+            raise ModelError(
+                f"the metric {name!r} is {value!r}, not a pair (sum, weight)",
+                where=where,
+                remedy="return the sum over this batch and what it is divided by in the end: "
+                f'{{"{name}": (int(right.sum()), len(right))}}',
+            ) from error
+    return found
 
 
 def sum_evaluation(

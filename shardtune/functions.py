@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
 from shardtune.errors import ConfigError, ShardtuneError
@@ -97,6 +97,30 @@ def check_call(function: Callable[..., Any], number: int, call: str, where: str)
         raise ConfigError(
             f"{name} takes other arguments: {error}", where=where, remedy=f"it is called as {call}"
         ) from None
+
+
+def user_fault(error: BaseException) -> ConfigError | None:
+    """An error that came through a user's own file, as a message that begins there; None for any other."""
+    traced = error.__traceback__
+    while traced is not None and not _is_users(traced):
+        traced = traced.tb_next
+    if traced is None or not isinstance(error, Exception):
+        return None
+    inner, last = traced, traced
+    while inner is not None:
+        last = inner if _is_users(inner) else last
+        inner = inner.tb_next
+    code = last.tb_frame.f_code
+    trace = "".join(traceback.format_exception(type(error), error, traced)).rstrip()
+    return ConfigError(
+        f"{type(error).__name__}: {error}",
+        where=f"{code.co_filename}:{last.tb_lineno}, in {code.co_qualname}",
+        remedy=f"mend it there; from your code on it came so:\n{trace}",
+    )
+
+
+def _is_users(traced: TracebackType) -> bool:
+    return str(traced.tb_frame.f_globals.get("__name__", "")).startswith(USER_MODULE)
 
 
 def load_function(spec: str, where: str) -> Callable[..., Any]:

@@ -93,7 +93,8 @@ def _launch(recipe: Recipe, plan: RunPlan, objects: Objects, display: Display) -
         )
     free_port(recipe.runner.master_port)
     choose_device(recipe.runner.device, recipe.runner.nproc_per_node - 1)
-    if issubclass(worker_class(recipe), SFTWorker):  # any other is made in the ranks alone: it may hold what cannot be shared
+    # A worker of the user's own is made in the ranks alone: it may hold what cannot be shared.
+    if issubclass(worker_class(recipe), SFTWorker):
         worker = make_worker(recipe, say=display.say)
         worker.check()
         if plan.resume_from is not None:

@@ -29,7 +29,7 @@ from shardtune.display import Facts
 from shardtune.errors import ConfigError, ModelError
 from shardtune.evaluate import (
     BLOCK_MICRO_BATCHES,
-    as_metric,
+    as_metrics,
     check_monitors,
     evaluation_blocks,
     sum_evaluation,
@@ -107,6 +107,12 @@ class SFTWorker(FSDPSftWorker):
         self.adapter: Adapter = find_adapter(recipe, model=model, tokenizer=tokenizer)
         self._in_memory = model
         self._hooks = Hooks.of(recipe, self.adapter, training=training)
+        if recipe.eval.generate and not isinstance(self.adapter, LanguageModel):
+            raise ConfigError(
+                f"eval.generate: {type(self.adapter).__name__} describes no language model, so it gives no answers",
+                where=recipe.where("eval.generate"),
+                remedy="leave it out; metrics(model, batch) of the adapter, or eval.metrics, measure what is right",
+            )
         check_optimizer(recipe.actor.optim, num_ranks(recipe.runner.nproc_per_node))
         self._matcher = make_matcher(recipe.eval)
         self.prepared: PreparedData = prepared or prepare_data(
@@ -216,6 +222,7 @@ class SFTWorker(FSDPSftWorker):
     def model_provider_func(self) -> nn.Module:
         model, notes = build_empty(self.adapter.build, self.recipe.runner.seed)
         self.notes += notes
+        self.adapter.set_execution(model)
         return self._hooks.attach(self.adapter.root(model))
 
     def build_again(self) -> nn.Module:
@@ -305,7 +312,7 @@ class SFTWorker(FSDPSftWorker):
     def get_eval_model_output(self, batch: Batch) -> Mapping[str, Metric]:
         found = self.root.evaluate(batch.to(self.device))
         losses = {f"loss/{name}": Metric(float(term.total), term.weight) for name, term in found.losses.items()}
-        return losses | {name: as_metric(value) for name, value in found.metrics.items()}
+        return losses | as_metrics(found.metrics, f"{type(self.adapter).__name__}.metrics")
 
     def evaluate_set(self, name: str, loader: Iterable[Any], info: Mapping[str, Any]) -> dict[str, float]:
         assert isinstance(loader, EvaluationSet)

@@ -17,6 +17,7 @@ from shardtune.errors import Interrupted
 from shardtune.final import FinalScore, write_final
 from shardtune.interrupt import StopSignal, end_with_parent, listening
 from shardtune.launch import is_launched
+from shardtune.models.lora import trainable_patterns
 from shardtune.parallel.mesh import leave_ranks
 from shardtune.parallel.shard import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.run_directory import (
@@ -149,6 +150,10 @@ def _manifest(recipe: Recipe, objects: Objects, worker: FSDPSftWorker) -> dict[s
         },
         "world_size": worker.ranks.world_size,
         "trainable": sorted(worker.weights.trainable()),
+        "trainable_patterns": [
+            {"name": name, "tensors": tensors, "parameters": parameters}
+            for name, tensors, parameters in trainable_patterns(worker.weights.trainable())
+        ],
     }
 
 

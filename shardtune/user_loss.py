@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -29,15 +30,15 @@ class BatchWeights:
 
     Args:
         declared: a batch to the weight of each term; to None where the worker declares nothing.
-        measure: a batch to the number that the train method returns for it, without a gradient; all ranks call it
-            together.
+        measure: a batch to the number that the train method returns for it, without a gradient; None where it fails.
+            All ranks call it together.
         ranks: of the run.
     """
 
     def __init__(
         self,
         declared: Callable[[Any], Mapping[str, float] | None],
-        measure: Callable[[Any], float],
+        measure: Callable[[Any], float | None],
         ranks: Ranks,
     ) -> None:
         self._declared = declared
@@ -61,8 +62,10 @@ class BatchWeights:
         if not self._ranks.largest(float(telling is not None)):
             return
         probed = batches[0] if telling is None else telling
-        first, none = (self._measure(_only(probed, keep)) for keep in (1, 0))
-        used = telling is not None and not (first == none or (math.isnan(first) and math.isnan(none)))
+        one, other = (self._measure(_with_labels(probed, 0, keep)) for keep in (1, 0))
+        if self._ranks.largest(float(one is None or other is None)):  # a task that does not bear so few targets
+            one, other = self._measure(probed), self._measure(_with_labels(probed, 1, None))
+        used = telling is not None and not _same_number(one, other)
         self._shifted = not self._ranks.largest(float(used))
 
 
@@ -72,14 +75,23 @@ def has_first_labels(batch: Any) -> bool:
     return isinstance(labels, torch.Tensor) and labels.ndim > 1 and bool((labels[:, :1] != IGNORED).any())
 
 
-def _only(batch: Any, keep: int) -> Any:
-    """The batch with the first `keep` labels of each row alone; unchanged where it has no labels."""
+def _same_number(one: float | None, other: float | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one == other or (math.isnan(one) and math.isnan(other))
+
+
+def _with_labels(batch: Any, start: int, stop: int | None) -> Any:
+    """The batch with these labels of each row alone; unchanged where it has none."""
     labels = batch.get(LABELS) if isinstance(batch, Mapping) else None
     if not isinstance(labels, torch.Tensor):
         return batch
     masked = torch.full_like(labels, IGNORED)
-    masked[:, :keep] = labels[:, :keep]
-    return {**batch, LABELS: masked}
+    masked[:, start:stop] = labels[:, start:stop]
+    # Of its own type: a tokenizer's batch has methods.
+    changed: Any = copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
+    changed[LABELS] = masked
+    return changed
 
 
 def _checked(weights: Any) -> Mapping[str, float]:

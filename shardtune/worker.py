@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +18,9 @@ from shardtune.data.loader_errors import built
 from shardtune.data.user_batch import with_names
 from shardtune.data.user_loader import BatchLoader
 from shardtune.display import Facts
+from shardtune.errors import ShardtuneError
 from shardtune.measure import step_metrics
+from shardtune.models.lora import trainable_patterns
 from shardtune.models.nf4 import coded_sizes
 from shardtune.models.pretrained import has_tokenizer, recipe_tokenizer
 from shardtune.optim import set_learning_rate
@@ -233,14 +234,16 @@ class FSDPSftWorker(TrainedOnData, ABC):
         assert isinstance(output, Mapping)
         return output
 
-    def _measure(self, batch: Any) -> float:
-        """The loss of a batch as a number, without dropout; NaN where the task has none for it. A call of all ranks."""
+    def _measure(self, batch: Any) -> float | None:
+        """The loss of a batch as a number, without dropout; None where the task fails at it. A call of all ranks."""
         self.model.eval()
         try:
             with torch.no_grad(), explaining(TRAIN, batch, self.device):
                 return measured(self.get_train_model_output(with_names(batch)))
-        except (ZeroDivisionError, AssertionError, ValueError):  # as of a mean over no target
-            return math.nan
+        except (ShardtuneError, torch.OutOfMemoryError):
+            raise
+        except (ArithmeticError, AssertionError, IndexError, RuntimeError, ValueError):  # as of a mean over no target
+            return None
         finally:
             self.model.train()
 
@@ -285,11 +288,12 @@ class FSDPSftWorker(TrainedOnData, ABC):
     def facts(self) -> Facts:
         """What the first screen tells, once all is set up."""
         notes, sizes = list(self.notes), coded_sizes(self.inner_model())
+        parameters = dict(self.inner_model().named_parameters())
         if self.recipe.runner.deterministic:
             notes.append("deterministic kernels: bitwise repeatable, and on CUDA slower than those left out")
         return Facts(
             model=type(self.inner_model()).__name__.removeprefix("FSDP"),
-            parameters=sum(sizes.get(p, p.numel()) for p in self.inner_model().parameters()),
+            parameters=sum(sizes.get(p, p.numel()) for p in parameters.values()),
             trainable=sum(parameter.numel() for parameter in self.weights.trainable().values()),
             dtypes=self.dtypes,
             ranks=f"{self.ranks.world_size} on {self.device.type}",
@@ -301,6 +305,7 @@ class FSDPSftWorker(TrainedOnData, ABC):
             total_steps=self.total_steps(),
             evaluation={name: info.get("num_samples") for name, (_, info) in self.eval_loaders.items()},
             notes=notes,
+            trained=trainable_patterns(parameters) if any(not p.requires_grad for p in parameters.values()) else [],
         )
 
 

@@ -390,6 +390,11 @@ def test_a_constructor_that_needs_values_is_run_for_real_with_a_note() -> None:
         build_empty(lambda: nn.LazyLinear(3), SEED)
 
 
+def test_what_is_built_is_a_module() -> None:
+    with pytest.raises(ModelError, match=r"build returned a NoneType, not a torch\.nn\.Module"):
+        build_empty(lambda: None, SEED)  # pyright: ignore[reportArgumentType]
+
+
 def test_building_leaves_no_trace_in_the_callers_draws() -> None:
     torch.manual_seed(0)
     expected = torch.rand(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from shardtune.conversation import chat
 from shardtune.generate import Sampling
+from shardtune.run import Run
 
 
 class Encoder:
@@ -25,8 +27,8 @@ class Worker:
 
     tokenizer = object()
 
-    class prepared:
-        encoder = Encoder
+    def chat_encoder(self) -> Encoder:
+        return Encoder()
 
     def generator(self) -> Worker:
         return self
@@ -36,11 +38,6 @@ class Worker:
         if last == "stop":
             raise KeyboardInterrupt
         return [f"re {last}"]
-
-
-class Run:
-    def worker(self, *_: str) -> Worker:
-        return Worker()
 
 
 asked: list[list[str]] = []
@@ -58,7 +55,8 @@ def talk(monkeypatch: pytest.MonkeyPatch, *lines: str, system: str | None = None
             raise EOFError from None
 
     monkeypatch.setattr(builtins, "input", read)
-    chat(Run(), "final", system, Sampling())  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr("shardtune.conversation.answering", lambda run, checkpoint: Worker())
+    chat(Run(Path("nowhere")), "final", system, Sampling())
     return asked
 
 

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardtune.batch import Metric
 from shardtune.config import load_recipe
-from shardtune.evaluate import summarize
+from shardtune.errors import ModelError
+from shardtune.evaluate import as_metrics, summarize
 from shardtune.sft_worker import SFTWorker
 from tests.dist.ranks import run_ranks
 from tests.dist.training import flat_script, quiet, recipe, save_model, save_rows
@@ -61,3 +62,24 @@ def test_several_terms_are_told_apart() -> None:
         "token_accuracy": 0.25,
     }
     assert math.isfinite(summarize({"loss/ce": Metric(1e6, 1.0), "token_accuracy": Metric(0.0, 1.0)})["perplexity"])
+
+
+def test_metrics_of_a_model_are_pairs() -> None:
+    given = {"near": (torch.tensor(3), 4), "far": Metric(1.0, 2.0)}
+    assert as_metrics(given, "here") == {"near": Metric(3.0, 4.0), "far": Metric(1.0, 2.0)}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("near", torch.tensor(0.5), r"the metric 'near' is tensor\(0.5000\), not a pair \(sum, weight\)"),
+        ("near", (1, 2, 3), "not a pair"),
+        ("near", None, "not a pair"),
+        ("loss", (1.0, 2.0), "a metric is named 'loss'"),
+        ("loss/near", (1.0, 2.0), "a metric is named 'loss/near'"),
+        ("perplexity", (1.0, 2.0), "a metric is named 'perplexity'"),
+    ],
+)
+def test_metrics_that_are_none(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        as_metrics({name: value}, "Net.metrics")

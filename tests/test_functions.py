@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardtune.errors import ConfigError
-from shardtune.functions import import_file, import_plugins, load_function
+from shardtune.functions import import_file, import_plugins, load_function, user_fault
 from tests.dist.ranks import run_ranks
 
 
@@ -79,3 +79,22 @@ def test_what_does_not_import_is_told_with_its_line(tmp_path: Path, code: str, s
 def test_a_function_that_is_not_there_names_those_that_are(plugin: Path) -> None:
     with pytest.raises(ConfigError, match=r"no function 'triple'(?s:.*)double"):
         load_function(f"{plugin}:triple", "eval.match")
+
+
+def test_a_mistake_in_a_users_file_is_told_from_there_on(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def inner():\n    return {}['x']\n\n\ndef outer():\n    return inner()\n")
+    outer = load_function(f"{file}:outer", "somewhere")
+    with pytest.raises(KeyError) as caught:
+        outer()
+    told = user_fault(caught.value)
+    assert told is not None
+    assert (told.what, told.where, told.exit_code) == ("KeyError: 'x'", f"{file}:2, in inner", 2)
+    assert "return inner()" in told.remedy
+    assert __file__ not in told.remedy
+
+
+def test_any_other_error_stays_what_it_is() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        _ = 1 / 0
+    assert user_fault(caught.value) is None

@@ -218,9 +218,9 @@ def test_while_answers_are_generated(tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 
 
 def test_while_final_is_written(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    import shardtune.sft_worker as sft_worker
+    import shardtune.trained_model as trained_model
 
-    stopped_in(tiny, monkeypatch, sft_worker, "save_pretrained", "finishing")
+    stopped_in(tiny, monkeypatch, trained_model, "save_pretrained", "finishing")
     assert [path.name for path in tiny.run("finishing").glob(".final*")] == []
 
 

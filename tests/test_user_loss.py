@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import BatchEncoding
 
 from shardtune.batch import LossSum, Metric
 from shardtune.data.user_batch import UserBatch
@@ -142,6 +143,13 @@ def half_precision(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return aligned(batch).bfloat16()
 
 
+def demanding(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Fails where targets are few."""
+    if (batch["labels"] >= 0).sum() < 5:
+        raise ValueError
+    return aligned(batch)
+
+
 def example(first: int = 4) -> dict[str, torch.Tensor]:
     ids = torch.arange(12).reshape(2, 6) % 9
     labels = ids.clone()
@@ -152,14 +160,17 @@ def example(first: int = 4) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("loss", "targets"),
-    [(shifting, 9.0), (aligned, 11.0), (with_auxiliary, 9.0), (half_precision, 11.0)],
+    [(shifting, 9.0), (aligned, 11.0), (with_auxiliary, 9.0), (half_precision, 11.0), (demanding, 11.0)],
 )
 def test_whether_labels_are_shifted_is_measured(loss: Any, targets: float) -> None:
     calls: list[int] = []
 
-    def measure(batch: Any) -> float:
+    def measure(batch: Any) -> float | None:
         calls.append(1)
-        return measured(loss(batch))
+        try:
+            return measured(loss(batch))
+        except ValueError:
+            return None
 
     weights = BatchWeights(lambda batch: None, measure, ALONE)
     masked = example(first=-100)
@@ -167,13 +178,20 @@ def test_whether_labels_are_shifted_is_measured(loss: Any, targets: float) -> No
     assert not calls
     assert weights([masked, example()]) == [{TERM: 9.0}, {TERM: targets}]
     assert weights([example()]) == [{TERM: targets}]
-    assert len(calls) == 2  # once
+    assert len(calls) == (4 if loss is demanding else 2)  # once
 
 
 def test_values_are_counted_where_the_loss_is_squared() -> None:
     batch = {"input_ids": torch.zeros(2, 3, dtype=torch.int64), "labels": torch.rand(2, 3)}
     weights = BatchWeights(lambda batch: None, lambda batch: measured(squared(batch)), ALONE)
     assert weights([batch]) == [{TERM: 6.0}]
+
+
+def test_a_tokenizers_batch_keeps_its_type() -> None:
+    batch = BatchEncoding(example())
+    weights = BatchWeights(lambda batch: None, lambda batch: measured(aligned(batch.to("cpu"))), ALONE)
+    assert weights([batch]) == [{TERM: 11.0}]
+    assert torch.equal(batch["labels"], example()["labels"])
 
 
 def test_declared_weights_count_and_nothing_is_measured() -> None:

@@ -48,9 +48,14 @@ def adapted_logits_of(directory: Path) -> torch.Tensor:
     import peft
     from transformers import AutoModelForCausalLM
 
-    base = peft.PeftConfig.from_pretrained(str(directory)).base_model_name_or_path
+    config = peft.LoraConfig.from_pretrained(str(directory))
+    base = config.base_model_name_or_path
     assert base is not None
-    model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager", dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager", dtype=torch.float32)
+    by_module = config.trainable_token_indices
+    rows = 1 + max((row for ids in by_module.values() for row in ids), default=0) if isinstance(by_module, dict) else 0
+    if rows > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(rows, mean_resizing=False)
     adapted: Any = peft.PeftModel.from_pretrained(model, str(directory)).eval()
     return logits_on_probe(adapted)
 

@@ -80,6 +80,12 @@ def check_adapter(model: nn.Module, directory: str | Path) -> list[tuple[torch.T
     stored = find_weights(file)
     own = _named(model)
     places = adapter_tensors(model)
+    # Of an adapted embedding or head PEFT saves the base weight too, which may have grown since the base was saved.
+    for base in base_tensors(model):
+        key = PREFIX + base.own_name
+        if base.layer is None and key in stored and key not in places:
+            places[key] = base.own_name
+            own[base.own_name] = base.tensor
     complaints = [
         f"{len(names)} {what}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
         for what, names in (
@@ -126,36 +132,38 @@ def save_adapter(
     """
     path = Path(directory)
     source = _named(model) if tensors is None else tensors
-    initial = dict(model.named_buffers())
-    plan: dict[str, tuple[str, TensorPlan]] = {}
-    for key, name in adapter_tensors(model).items():
-        shape = list(source[name].shape)
-        if _initial(name) in initial:
-            shape[_rank_dimension(name)] *= 2
-        kind = dtype if dtype is not None and source[name].is_floating_point() else source[name].dtype
-        plan[key] = name, TensorPlan(key, tuple(shape), kind)
-    writes = not dist.is_initialized() or dist.get_rank() == 0
+    places = adapter_tensors(model)
+    initial = {name: buffer for name, buffer in model.named_buffers() if name.endswith(f".{INITIAL}")}
+    plan = [_planned(key, source[name], dtype, _initial(name) in initial) for key, name in places.items()]
     try:
         writer = None
-        if writes:
+        if not dist.is_initialized() or dist.get_rank() == 0:
             path.mkdir(parents=True, exist_ok=True)
-            _stored_config(model, base, doubled=any(name in initial for name in map(_initial, source))).save_pretrained(
-                str(path)
-            )
-            writer = SafetensorsWriter(path / WEIGHTS, [planned for _, planned in plan.values()])
-        for key, (name, _) in plan.items():
+            _stored_config(model, base, doubled=bool(initial)).save_pretrained(str(path))
+            writer = SafetensorsWriter(path / WEIGHTS, plan)
+        for key, name in places.items():
             whole = gather(name, source[name]).detach()
-            before = initial.get(_initial(name))
-            if before is not None:
-                began = gather_full(name, before).to(whole)
-                is_second = _rank_dimension(name) == 1
-                whole = torch.cat([whole, -began if is_second else began], dim=_rank_dimension(name))
+            if _initial(name) in initial:
+                whole = _since(whole, gather_full(name, initial[_initial(name)]), key)
             if writer is not None:
                 writer.write(key, whole)
         if writer is not None:
             writer.close()
     except OSError as problem:
         raise save_error(path, problem) from problem
+
+
+def _planned(key: str, tensor: torch.Tensor, dtype: torch.dtype | None, doubled: bool) -> TensorPlan:
+    shape = list(tensor.shape)
+    if doubled:
+        shape[_rank_dimension(key)] *= 2
+    return TensorPlan(key, tuple(shape), dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
+
+
+def _since(factor: torch.Tensor, began: torch.Tensor, key: str) -> torch.Tensor:
+    """A factor of what has been learned since the beginning: B A - B0 A0 is the product of [B, -B0] and [A; A0]."""
+    dimension = _rank_dimension(key)
+    return torch.cat([factor, (-began if dimension else began).to(factor)], dim=dimension)
 
 
 class Merging(NamedTuple):
@@ -220,9 +228,9 @@ def _initial(name: str) -> str:
     return f"{name.removesuffix('.weight')}.{INITIAL}"
 
 
-def _rank_dimension(name: str) -> int:
+def _rank_dimension(key: str) -> int:
     """Which dimension of a factor is the adapter's rank: of A the first, of B the second."""
-    return 1 if f".lora_B.{ADAPTER}." in name else 0
+    return 1 if key.endswith(".lora_B.weight") else 0
 
 
 def _stored_config(model: nn.Module, base: str | None, *, doubled: bool) -> peft.LoraConfig:

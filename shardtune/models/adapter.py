@@ -20,6 +20,7 @@ from shardtune.data.packing import stack
 from shardtune.errors import ConfigError, ModelError
 from shardtune.loss import TokenLoss
 from shardtune.models.casting import compute_in
+from shardtune.models.execution import set_execution
 from shardtune.models.fields import FieldEncoder
 from shardtune.models.options import NoOptions, read_options
 from shardtune.models.predictions import Measure, Prediction, predicted_loss
@@ -65,12 +66,15 @@ class Adapter(ABC):
         padding: fields whose rows differ in length, and the value they are padded with at the end.
         unit_classes: class names of the modules that are gathered and freed together, usually the layers; without any,
             as transformers declares them, else chosen by size.
+        reads: keys of the recipe that the adapter acts on by itself, of those that are otherwise refused: such as
+            `actor.model.config_overrides`, where `build` hands them to a config.
         options: the recipe's `actor.model.options`, an instance of `Options`.
     """
 
     Options: ClassVar[type[BaseModel]] = NoOptions
     padding: ClassVar[Mapping[str, float]] = {}
     unit_classes: ClassVar[Sequence[str]] = ()
+    reads: ClassVar[Sequence[str]] = ()
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self.recipe = recipe
@@ -141,6 +145,12 @@ class Adapter(ABC):
         """The modules whose parameters are gathered and freed together, and a sentence on how they were chosen."""
         return choose_units(model, self.unit_classes, self.recipe.actor.fsdp_config.wrap)
 
+    def set_execution(self, model: nn.Module) -> None:
+        """Apply `actor.model.gradient_checkpointing` and `actor.model.compile`, by default to what shards together."""
+        config = self.recipe.actor.model
+        if config.gradient_checkpointing or config.compile:
+            set_execution(model, self.shard_units(model)[0], config)
+
     def examples(self) -> Sequence[Row]:
         """A few rows for the conformance kit to try the adapter on; by default none, and the kit asks for a recipe."""
         return ()
@@ -157,7 +167,8 @@ class Adapter(ABC):
 
     def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> Batch:
         """Samples as one micro-batch; by default each field is stacked, and padded where `padding` names it."""
-        return stack(samples, rows, weights, self.padding)
+        batch = stack(samples, rows, weights, self.padding)
+        return batch.widened() if self.recipe.actor.model.precision == "fp64" else batch
 
     def filler(self, sample: Sample) -> Sample:
         """What a rank without rows computes for nothing, so that others need not wait; by default this sample."""

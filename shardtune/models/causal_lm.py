@@ -57,7 +57,6 @@ class CausalLM(LanguageModel):
         precision: bf16 | fp16 | fp32 | fp64; no grouped kernel takes fp64, so there experts are computed one by one.
         model: a model in memory instead of one built from `config`.
         make: makes the model instead of `config`.
-        tokenizer: of the rows.
         model_path: where the weights are; None: in memory, or drawn from the seed.
         data: how rows are encoded.
     """
@@ -74,12 +73,11 @@ class CausalLM(LanguageModel):
         precision: str = "fp32",
         model: PreTrainedModel | None = None,
         make: Callable[[], nn.Module] | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
         model_path: str | None = None,
         data: DataConfig | None = None,
     ) -> None:
         self.config = config
-        self._tokenizer = tokenizer
+        self._tokenizer = None
         self._model = model
         self._make = make
         self._model_path = model_path
@@ -125,6 +123,9 @@ class CausalLM(LanguageModel):
             for unit in outermost(self.shard_units(model)[0]):
                 unit.compile(dynamic=True)
         return model
+
+    def set_execution(self, model: nn.Module) -> None:
+        """`build` has done it."""
 
     def hand_back(self, model: nn.Module) -> None:
         """Undo what `build` changed in a model that its caller goes on using."""
@@ -184,6 +185,10 @@ class CausalLM(LanguageModel):
         if self._tokenizer is None:
             raise ModelError("this adapter was made without a tokenizer")
         return self._tokenizer
+
+    def take_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Encode rows with this tokenizer."""
+        self._tokenizer = tokenizer
 
     def initial_weights(self) -> WeightSource:
         return None if self._model_path is None or self._model is not None else model_directory(self._model_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import hashlib
 import importlib
 import inspect
@@ -64,8 +65,19 @@ class FieldEncoder:
                 remedy='return Sample(fields={"name": array, …})',
             )
         fields = {name: _as_array(name, value) for name, value in sample.fields.items()}
+        self._check_padding(fields)
         size = sample.size or max(1, sum(len(fields[name]) for name in self._adapter.padding if name in fields))
         return replace(sample, fields=fields, size=size)
+
+    def _check_padding(self, fields: Mapping[str, np.ndarray]) -> None:
+        for name in self._adapter.padding:
+            if name not in fields:
+                near = difflib.get_close_matches(name, fields, n=1)
+                raise ModelError(
+                    f"padding names {name!r}, which is no field of a row",
+                    where=f"{type(self._adapter).__name__}.padding",
+                    remedy=f"did you mean {near[0]!r}?" if near else f"encode gives {', '.join(fields) or 'no fields'}",
+                )
 
     def fit(self, sample: Sample) -> Sample:
         """The sample with its padded fields cut at `data.max_length`, or as `data.on_too_long` asks."""

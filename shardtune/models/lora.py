@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -188,14 +188,14 @@ def _below(module: nn.Module, own: str, name: str) -> Iterator[BaseTensor]:
             yield from _below(child, join(own, key), name)
 
 
-def trainable_patterns(named: Iterator[tuple[str, torch.Tensor]]) -> list[tuple[str, int, int]]:
+def trainable_patterns(parameters: Mapping[str, torch.Tensor]) -> list[tuple[str, int, int]]:
     """What is trained, in few lines: (name with numbers as *, tensors, parameters), in the model's order.
 
     Args:
-        named: parameters by name; the frozen ones are passed over.
+        parameters: by name; the frozen ones are passed over.
     """
     found: dict[str, tuple[int, int]] = {}
-    for name, parameter in named:
+    for name, parameter in parameters.items():
         if parameter.requires_grad:
             pattern = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name).replace(f".{ADAPTER}", "")
             tensors, numbers = found.get(pattern, (0, 0))
@@ -209,7 +209,7 @@ def _inject(made: peft.LoraConfig, model: nn.Module) -> None:
             # Of tied weights, of Conv1D's layout, of patterns for parameters: what matters is said in our own notes.
             warnings.simplefilter("ignore")
             peft.inject_adapter_in_model(made, model, ADAPTER, low_cpu_mem_usage=True)
-    except (ValueError, TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise ConfigError(
             f"PEFT cannot adapt {class_name(model)} so: {str(error).splitlines()[0]}",
             where=SECTION,

@@ -43,10 +43,7 @@ def grow_embeddings(model: nn.Module, ids: Sequence[int]) -> list[str]:
         for parameter in {id(p): p for module in _embeddings(model) for p in module.parameters()}.values():
             if not parameter.is_meta:
                 parameter[before:] = parameter[:before].double().mean(0).to(parameter.dtype)
-    return [
-        f"{rows - before} rows more in the embedding, {rows} now, each at first the mean of the others: to load the "
-        f"base model beside an adapter, call model.resize_token_embeddings({rows}) first"
-    ]
+    return [f"{rows - before} rows more in the embedding, {rows} now, each at first the mean of the others"]
 
 
 def growing(model: nn.Module) -> set[nn.Parameter]:

@@ -14,10 +14,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from shardtune.config import DataConfig, ModelConfig, Recipe
 from shardtune.errors import ConfigError, ModelError
 from shardtune.functions import load_function
-from shardtune.models.adapter import Adapter
+from shardtune.models.adapter import Adapter, LanguageModel
 from shardtune.models.causal_lm import CausalLM
+from shardtune.models.execution import set_execution
 from shardtune.models.pretrained import MODEL_PATH, check_vocabulary, load_config, recipe_tokenizer
-from shardtune.registration import known_names, registered
+from shardtune.parallel.units import choose_units
+from shardtune.registration import known_names, registered, registered_function
 
 MODEL_TYPES = {"causal_lm": "any causal language model of transformers, by its config.json"}
 
@@ -35,17 +37,18 @@ def find_adapter(
     config = recipe.actor.model
     kind = adapter_class(config)
     if kind is not None:
+        _check_read(recipe, kind)
         return kind.from_recipe(recipe, tokenizer)
     _require_known(config.model_type)
-    if config.options:
+    if config.options and registered_function(config.model_type) is None:
         raise ConfigError(
             f"actor.model.options = {config.options}: no part of {config.model_type} reads them",
             where="actor.model.options",
             remedy="leave them out; they are for an adapter or a worker of your own",
         )
-    tokenizer = tokenizer or recipe_tokenizer(recipe)
-    adapter = causal_lm(config, wrap=recipe.actor.fsdp_config.wrap, model=model, tokenizer=tokenizer, data=recipe.data)
-    check_vocabulary(tokenizer, adapter.config, recipe.actor.tokenizer.new_tokens)
+    adapter = causal_lm(config, wrap=recipe.actor.fsdp_config.wrap, model=model, data=recipe.data)
+    adapter.take_tokenizer(tokenizer or recipe_tokenizer(recipe))
+    check_vocabulary(adapter.tokenizer, adapter.config, recipe.actor.tokenizer.new_tokens)
     return adapter
 
 
@@ -63,6 +66,26 @@ def adapter_class(config: ModelConfig) -> type[Adapter] | None:
     if config.model_type in MODEL_TYPES:
         return None
     return next((found for found in registered(config.model_type) if _is_adapter(found)), None)
+
+
+def _check_read(recipe: Recipe, kind: type[Adapter]) -> None:
+    """Refuse keys that an adapter does not act on; a language model is taken to read them all."""
+    if issubclass(kind, LanguageModel):
+        return
+    model, data = recipe.actor.model, recipe.data
+    given = {
+        "actor.model.config_overrides": bool(model.config_overrides),
+        "actor.model.attn_implementation": model.attn_implementation != "auto",
+        "data.chat_template": data.chat_template is not None,
+        "data.system_prompt": data.system_prompt is not None,
+        "data.train_on": data.train_on != "assistant",
+    }
+    for key in (key for key, is_given in given.items() if is_given and key not in kind.reads):
+        raise ConfigError(
+            f"{key}: the adapter {kind.__name__} does not read it",
+            where=recipe.where(key),
+            remedy=f"leave it out; or act on it in {kind.__name__} (self.recipe has it) and say so: reads = ({key!r},)",
+        )
 
 
 def _is_adapter(found: Any) -> bool:
@@ -87,7 +110,6 @@ def causal_lm(
     wrap: list[str] | None = None,
     overrides: Mapping[str, Any] | None = None,
     model: PreTrainedModel | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
     data: DataConfig | None = None,
 ) -> CausalLM:
     """The adapter of a recipe's causal language model.
@@ -97,8 +119,7 @@ def causal_lm(
         wrap: `actor.fsdp_config.wrap`.
         overrides: further settings of the model's config.
         model: a model in memory.
-        tokenizer: for the rows; not needed to build the model.
-        data: the section `data`; likewise.
+        data: the section `data`; not needed to build the model.
     """
     make = None if model is not None else _registered_model(config)
     loaded = load_config(config, overrides) if model is None else model.config
@@ -122,7 +143,6 @@ def causal_lm(
         precision=config.precision,
         model=model,
         make=make,
-        tokenizer=tokenizer,
         model_path=None if config.from_scratch else config.model_path,
         data=data,
     )
@@ -141,7 +161,9 @@ def get_model(
     config = given if isinstance(given, ModelConfig) else ModelConfig.model_validate(given)
     make = _registered_model(config, override_config_kwargs)
     if make is not None:
-        return make()
+        made = make()
+        set_execution(made, choose_units(made)[0], config)
+        return made
     adapter = causal_lm(config, overrides=override_config_kwargs)
     model = adapter.build()
     adapter.one_row_per_forward(model)  # a user's batch is padded, so the model's own attention reads its mask

@@ -134,11 +134,18 @@ SIZES: list[Case] = [
 
 FEATURES: list[Case] = [
     with_keys(
-        "an adapter of low rank",
+        "an adapter on modules that are not there",
         "actor.model.is_lora=true",
-        says="actor.model.is_lora | True | not supported | leave it false",
+        "actor.model.lora.target_modules=[query]",
+        says="actor.model.lora.target_modules | 'query' | all-linear | q_proj",
     ),
-    with_keys("settings of such an adapter", "actor.model.lora.r=8", says="actor.model.lora.r | 8 | leave it out"),
+    with_keys("settings of no adapter", "actor.model.lora.r=8", says="actor.model.lora.r | no effect | is_lora"),
+    with_keys(
+        "an adapter that begins with data",
+        "actor.model.is_lora=true",
+        "actor.model.lora.init=eva",
+        says="actor.model.lora.init | eva | data | gaussian",
+    ),
     with_keys("vision", "actor.model.model_type=vision_language", says="vision_language | causal_lm"),
     with_keys(
         "an adapter class",

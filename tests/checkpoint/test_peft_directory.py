@@ -31,14 +31,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olora, dora": ("llama", {"init": "olora", "use_dora": True}),
     "mica": ("llama", {"init": "mica"}),
     "experts": ("qwen3_moe", {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
+    "tokens": ("llama", {"target_modules": ["q_proj"], "new_ids": [5, 12, 66]}),
+    "more tokens, tied": ("qwen2_tied", {"use_dora": True, "new_ids": [14, 67, 68]}),
     "only experts": ("mixtral", {"target_modules": [], "target_parameters": ["experts.down_proj"]}),
 }
-ON_RANKS = ("dora", "tied head", "tied in full", "pissa", "experts")
+ON_RANKS = ("dora", "tied head", "tied in full", "pissa", "experts", "more tokens, tied")
 
 
 def write(base: Path, to: Path, changes: dict[str, Any]) -> torch.Tensor:
     """Train an adapter for some steps and write it, alone and merged; returns the logits of the model in memory."""
-    model, weights, ranks = adapted(base, LoraConfig(r=4, alpha=6.0, **changes), "fp32")
+    new_ids = changes.get("new_ids", ())
+    config = {key: value for key, value in changes.items() if key != "new_ids"}
+    model, weights, ranks = adapted(base, LoraConfig(r=4, alpha=6.0, **config), "fp32", new_ids=new_ids)
     train(model, weights, ranks, steps=3)
     save_adapter(model, to / "adapter", base=str(base))
     merged = merging(model, torch.float32)
@@ -57,6 +61,10 @@ def check(base: Path, directory: Path, own: torch.Tensor) -> None:
     """Plain transformers and PEFT load what was written, and compute what the model in memory did."""
     fresh = AutoModelForCausalLM.from_pretrained(base)
     before = logits(fresh)
+    rows = own.shape[-1]
+    if rows > before.shape[-1]:
+        fresh.resize_token_embeddings(rows)
+        before = torch.nn.functional.pad(before, (0, rows - before.shape[-1]))
     loaded = peft.PeftModel.from_pretrained(fresh, str(directory / "adapter"))
     with_adapter = logits(loaded)
     changed = float((own - before).abs().max())

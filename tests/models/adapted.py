@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from shardtune.checkpoint.peft_directory import load_adapter
 from shardtune.config import LoraConfig
 from shardtune.models.lora import attach_adapter, keep_in_nf4
 from shardtune.models.lora_init import initialise_adapter
+from shardtune.models.new_tokens import grow_embeddings
 from shardtune.parallel.materialise import init_empty_weights
 from shardtune.parallel.mesh import Ranks
 from shardtune.parallel.shard import COMPUTE_DTYPE, MASTER_DTYPE, Weights, shard
@@ -41,22 +43,30 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def adapted(
-    directory: Path, config: LoraConfig, precision: str = "fp32", *, seed: int = 1, adapter: Path | None = None
+    directory: Path,
+    config: LoraConfig,
+    precision: str = "fp32",
+    *,
+    seed: int = 1,
+    adapter: Path | None = None,
+    new_ids: Sequence[int] = (),
 ) -> tuple[nn.Module, Weights, Ranks]:
     """The model in a directory with an adapter, sharded over all ranks, as a run builds it.
 
     Args:
         adapter: where the adapter's weights come from; None: they are drawn from `seed`.
+        new_ids: of tokens whose embeddings are trained.
     """
     ranks = group()
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32)
-    attach_adapter(model, config)
+    grow_embeddings(model, new_ids)
+    attach_adapter(model, config, new_ids)
     if config.base_dtype == "nf4":
         keep_in_nf4(model, COMPUTE_DTYPE[precision])
     frozen = {"auto": None, "bf16": torch.bfloat16, "nf4": COMPUTE_DTYPE[precision]}[config.base_dtype]
     shard(model, model.model.layers, ranks, precision)
-    load_weights(model, directory, dtype=MASTER_DTYPE[precision], frozen=frozen)
+    load_weights(model, directory, dtype=MASTER_DTYPE[precision], frozen=frozen, grow=bool(new_ids))
     if adapter is None:
         initialise_adapter(model, seed)
     else:

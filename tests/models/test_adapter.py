@@ -19,7 +19,7 @@ from shardtune.errors import ConfigError, DataError, ModelError
 from shardtune.models.fields import FieldEncoder
 from shardtune.models.registry import find_adapter
 
-LABELLED = {"pixels": [1.0, 2.0], "label": 1}
+LABELLED = {"pixels": [1.0, 2.0], "label": 1, "notes": [5]}
 
 
 class Options(BaseModel):
@@ -38,9 +38,7 @@ class Small(Adapter):
 
     def encode(self, row: Mapping[str, Any]) -> Sample:
         fields = {"pixels": np.array(row["pixels"], np.float32), "label": np.asarray(row["label"])}
-        if "notes" in row:
-            fields["notes"] = np.array(row["notes"], np.int64)
-        return Sample(fields=fields)
+        return Sample(fields={**fields, "notes": np.array(row["notes"], np.int64)})
 
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
         return LossSum(model(batch["pixels"]).sum(), float(len(batch["label"])))
@@ -126,7 +124,7 @@ def test_a_row_that_lacks_something_is_told_with_what_it_has() -> None:
     with pytest.raises(RowError, match=r"the row has no 'label', it has pixels \(test_adapter.py:\d+\)"):
         encoder().encode({"pixels": [1.0, 2.0]})
     with pytest.raises(RowError, match=r"ValueError: could not convert string to float: 'a' \(test_adapter.py:\d+\)"):
-        encoder().encode({"pixels": ["a"], "label": 0})
+        encoder().encode({"pixels": ["a"], "label": 0, "notes": []})
 
 
 def test_long_fields_are_cut_dropped_or_refused() -> None:
@@ -178,7 +176,7 @@ def test_rows_of_different_shapes_need_padding() -> None:
 def test_a_missing_field_names_those_that_are_there() -> None:
     adapter = find_adapter(recipe())
     batch = adapter.collate([adapter.encode(LABELLED)], (0,), {"loss": 1.0})
-    with pytest.raises(ModelError, match="the batch has no field 'image'; it has label, pixels"):
+    with pytest.raises(ModelError, match="the batch has no field 'image'; it has label, notes, pixels"):
         batch["image"]
 
 
@@ -215,3 +213,75 @@ def test_a_loss_that_is_none_is_refused() -> None:
     batch = adapter.collate([adapter.encode(LABELLED)], (0,), {"loss": 1.0})
     with pytest.raises(ModelError, match="loss returned a Tensor, not a LossSum"):
         adapter.root(adapter.build())(batch)
+
+
+class Deep(Small):
+    """A stack of layers, some of which may be computed twice."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 8), *(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(3)))
+
+
+def gradients(**model: Any) -> tuple[list[torch.Tensor], int]:
+    """The gradients of one batch, and how often the layers were computed."""
+    adapter = find_adapter(recipe("Deep", precision="fp32", **model))
+    torch.manual_seed(1)
+    net = adapter.build()
+    adapter.set_execution(net)
+    runs = []
+    assert isinstance(net, nn.Sequential)
+    for layer in net[1:]:
+        assert isinstance(layer, nn.Sequential)
+        layer[0].register_forward_hook(lambda *_: runs.append(1))
+    batch = adapter.collate([adapter.encode(LABELLED)], (0,), {"loss": 1.0})
+    torch.manual_seed(2)
+    adapter.root(net)(batch)["loss"].total.backward()
+    return [parameter.grad for parameter in net.parameters() if parameter.grad is not None], len(runs)
+
+
+def test_gradient_checkpointing_computes_twice_and_changes_nothing() -> None:
+    once, runs = gradients()
+    twice, more = gradients(gradient_checkpointing=True)
+    assert (runs, more) == (3, 6)
+    assert len(once) == len(twice) == 8
+    assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
+
+
+def test_gradient_checkpointing_without_units_is_refused() -> None:
+    adapter = find_adapter(recipe(precision="fp32", gradient_checkpointing=True))
+    with pytest.raises(ModelError, match="Linear has no units whose activations could be computed again"):
+        adapter.set_execution(adapter.build())
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "message"),
+    [
+        ({}, {"config_overrides": {"a": 1}}, "actor.model.config_overrides: the adapter Small does not read it"),
+        ({}, {"attn_implementation": "eager"}, "actor.model.attn_implementation: the adapter Small does not read it"),
+        ({"system_prompt": "Hm."}, {}, "data.system_prompt: the adapter Small does not read it"),
+    ],
+)
+def test_keys_that_an_adapter_does_not_read_are_refused(
+    data: dict[str, Any], model: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_adapter(recipe(data=data, **model))
+
+
+class Misspelt(Small):
+    """Pads what it does not have."""
+
+    padding: ClassVar[Mapping[str, float]] = {"note": 0.0}
+
+
+def test_padding_of_a_field_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ModelError, match="padding names 'note', which is no field of a row") as caught:
+        encoder(adapter="Misspelt").encode(LABELLED)
+    assert caught.match("did you mean 'notes'")
+
+
+def test_fp64_takes_fields_along() -> None:
+    adapter = find_adapter(recipe(precision="fp64"))
+    batch = adapter.collate([adapter.encode(LABELLED)], (0,), {"loss": 1.0})
+    assert batch["pixels"].dtype == torch.float64
+    assert batch["notes"].dtype == torch.int64

@@ -200,10 +200,9 @@ def test_all_linear_layers_but_the_head() -> None:
     assert type(model) is kind
     assert len(names(model)) == 14
     assert "lm_head" not in names(model)
-    assert trainable_patterns(model.named_parameters())[0] == (
-        "model.layers.*.self_attn.q_proj.lora_A.weight", 2, 64,
-    )  # fmt: skip
-    assert all("lora_" in pattern for pattern, _, _ in trainable_patterns(model.named_parameters()))
+    patterns = trainable_patterns(dict(model.named_parameters()))
+    assert patterns[0] == ("model.layers.*.self_attn.q_proj.lora_A.weight", 2, 64)
+    assert all("lora_" in pattern for pattern, _, _ in patterns)
 
 
 def test_names_below_the_adapter_are_those_before_it() -> None:
