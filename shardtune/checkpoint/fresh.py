@@ -49,6 +49,7 @@ def adapted_logits_of(directory: Path) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
     config = peft.LoraConfig.from_pretrained(str(directory))
+    assert isinstance(config, peft.LoraConfig)
     base = config.base_model_name_or_path
     assert base is not None
     model: Any = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager", dtype=torch.float32)
