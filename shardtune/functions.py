@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -111,10 +112,11 @@ def user_fault(error: BaseException) -> ConfigError | None:
         last = inner if _is_users(inner) else last
         inner = inner.tb_next
     code = last.tb_frame.f_code
+    rank = f", on rank {os.environ['RANK']}" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     trace = "".join(traceback.format_exception(type(error), error, traced)).rstrip()
     return ConfigError(
         f"{type(error).__name__}: {error}",
-        where=f"{code.co_filename}:{last.tb_lineno}, in {code.co_qualname}",
+        where=f"{code.co_filename}:{last.tb_lineno}, in {code.co_qualname}{rank}",
         remedy=f"mend it there; from your code on it came so:\n{trace}",
     )
 

@@ -62,12 +62,16 @@ def adapted_logits_of(directory: Path) -> torch.Tensor:
 
 
 def tensors_of_model(directory: Path) -> dict[str, torch.Tensor]:
-    """The parameters and persistent buffers of a directory's model, built by the class that its config names."""
+    """The parameters and persistent buffers of a directory's model, built by the class that its config names.
+
+    What that class has and the directory does not (a pooler that was built without) is no part of the saved model.
+    """
     import transformers
 
     name = json.loads((directory / "config.json").read_text())["architectures"][0]
-    model = getattr(transformers, name).from_pretrained(directory)
-    state = model.state_dict(keep_vars=True)
+    model, told = getattr(transformers, name).from_pretrained(directory, output_loading_info=True)
+    missing = set(told["missing_keys"])
+    state = {key: tensor for key, tensor in model.state_dict(keep_vars=True).items() if key not in missing}
     once = {id(tensor): key for key, tensor in reversed(state.items())}
     return {key: tensor.detach() for key, tensor in state.items() if once[id(tensor)] == key}
 

@@ -248,9 +248,7 @@ class TestReport:
             build(path, WordEncoder(on_too_long="fail"))
 
     def test_nothing_left(self, tmp_path, build):
-        with pytest.raises(
-            DataError, match=r"(?s)no row is left.*2 of 2 rows dropped, without a target.*a.jsonl"
-        ):
+        with pytest.raises(DataError, match=r"(?s)no row is left.*2 of 2 rows dropped, without a target.*a.jsonl"):
             build(write(tmp_path / "a.jsonl", [{"text": "1="}, {"text": "2="}]))
 
 

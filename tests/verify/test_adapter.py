@@ -33,7 +33,7 @@ def verify(file: Path, name: str, *only: str, processes: bool = False) -> Report
     ("name", "skipped"),
     [
         ("Regressor", {"padding"}),
-        ("Pictures", {"padding", "masked", "lora"}),
+        ("Pictures", {"padding", "masked"}),
         ("Tokens", set()),
         ("Encoder", {"masked"}),
         ("Contrast", {"padding", "masked"}),
