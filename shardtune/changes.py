@@ -119,10 +119,12 @@ def check_same_data(checkpoint: Path, files: Sequence[Mapping[str, Any]], allowe
     same = [(file["rows"], file["key"]) for file in before] == [(file["rows"], file["key"]) for file in files]
     if same or "data.train_data_paths" in allowed:
         return
+    # The key of a file is of its content and of all that its encoding depends on.
+    how = "other content, or encoded otherwise (tokenizer, template, max_length, the adapter's code and options)"
     old = {entry["file"]: entry for entry in before}
     new = {entry["file"]: entry for entry in files}
     changed = [
-        f"{file}: {old[file]['rows']:,} rows -> {new[file]['rows']:,} rows, other content"
+        f"{file}: {old[file]['rows']:,} rows -> {new[file]['rows']:,} rows, {how}"
         for file in old
         if file in new and old[file] != new[file]
     ]

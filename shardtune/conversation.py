@@ -55,8 +55,9 @@ def _prompt(line: str, where: str) -> str | list[dict[str, Any]]:
 def chat(run: Run, checkpoint: str, system: str | None, sampling: Sampling) -> None:
     """Read turns and answer them, word by word, until an empty line or the end of input."""
     worker = answering(run, checkpoint)
+    encoder, console = worker.chat_encoder(), Console(highlight=False)
     assert worker.tokenizer is not None
-    generator, encoder, console = worker.generator(), worker.chat_encoder(), Console(highlight=False)
+    generator = worker.generator()
     opening: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     while True:

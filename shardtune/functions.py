@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -131,11 +132,17 @@ def load_function(spec: str, where: str) -> Callable[..., Any]:
     module = import_file(Path(file), where)
     function = vars(module).get(name)
     if not callable(function):
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        known = [
+            key
+            for key, value in vars(module).items()
+            if callable(value) and not key.startswith("_") and value.__module__ == module.__name__
+        ]
+        near = difflib.get_close_matches(name, known, n=1)
+        has = f"it has {', '.join(known)}" if known else "write it into that file"
         raise ConfigError(
-            f"{file} has no function {name!r}",
+            f"{file} has no function or class {name!r}",
             where=f"{where}: {spec}",
-            remedy=f"its functions are: {', '.join(known)}" if known else "write it into that file",
+            remedy=f"did you mean {near[0]}?" if near else has,
         )
     return function
 

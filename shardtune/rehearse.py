@@ -15,12 +15,13 @@ from transformers import PreTrainedTokenizerBase
 from shardtune.batch import Sample
 from shardtune.callbacks import load_callbacks
 from shardtune.config import load_recipe
+from shardtune.data.chat import ChatEncoder
 from shardtune.data.dataset import TokenDataset
 from shardtune.data.prepare import PreparedData, prepare_data
 from shardtune.data.user_batch import describe_batch
 from shardtune.data.user_loader import BatchLoader
 from shardtune.display import Display, count
-from shardtune.errors import ConfigError
+from shardtune.errors import ConfigError, ModelError
 from shardtune.functions import import_plugins
 from shardtune.models.causal_lm import TOKENS
 from shardtune.models.registry import find_adapter
@@ -63,10 +64,23 @@ def dry_run(recipe: str | Path | Mapping[str, Any] | DictConfig | None, *overrid
         )
         for note in plan.notes:
             display.say(note)
-        display.say("dry run: nothing was written but the cache of tokenised rows")
+        if isinstance(worker, SFTWorker) and not worker.answers:
+            display.say("shardtune verify adapter RECIPE proves that the adapter's sums, weights and masks are right")
+        display.say("dry run: nothing was written but the cache of encoded rows")
+        _require_a_step(worker, metrics)
         return metrics
     finally:
         leave_ranks(worker.ranks)
+
+
+def _require_a_step(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> None:
+    if worker.step:
+        return
+    raise ModelError(
+        f"the first step would be passed over: {worker.problem}",
+        where=f"the rows {worker.passed_over}",
+        remedy="look at what the loss of these rows is, and whether they have targets and finite values",
+    )
 
 
 def checklist(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> list[str]:
@@ -177,5 +191,6 @@ def preview(
             where=f"--start {start}",
             remedy=f"give a number below {len(data):,}",
         )
+    tokenizer = prepared.encoder.tokenizer if isinstance(prepared.encoder, ChatEncoder) else None
     for index in range(start, min(start + rows, len(data))):
-        display.show_row(data.row(index), adapter.tokenizer, data.locate(index))
+        display.show_row(data.row(index), tokenizer, data.locate(index))

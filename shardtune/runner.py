@@ -25,7 +25,7 @@ from shardtune.callbacks import (
 )
 from shardtune.checkpoint.store import CheckpointStore, read_state
 from shardtune.config import Recipe, load_recipe
-from shardtune.errors import Interrupted
+from shardtune.errors import Interrupted, ModelError
 from shardtune.evaluate import check_monitors
 from shardtune.interrupt import StopSignal
 from shardtune.measure import TRAIN_METRICS
@@ -225,6 +225,12 @@ class SFTRunner:
         if Ask.STOP in self._asked:
             by = " and ".join(self._callbacks.stopped_by) or "a callback"
             self._observer.said(f"stopping after step {actor.step}: {by} asked for it")
+        if not actor.step and actor.skipped_steps:
+            raise ModelError(
+                f"nothing was trained: all {actor.skipped_steps} steps were passed over, the last as {actor.problem}",
+                where=f"the rows {actor.passed_over}",
+                remedy="look at what the loss of these rows is, and whether they have targets and finite values",
+            )
         self._saver.save(self._state())
 
     def _step(self) -> None:
@@ -239,7 +245,7 @@ class SFTRunner:
             if trace is not None:
                 self._observer.said(f"the profile is in {trace}")
         else:
-            self._observer.said(f"after step {step}: {actor.problem}, these rows are passed over")
+            self._observer.said(f"after step {step}: {actor.problem}, its rows are passed over: {actor.passed_over}")
         self._observer.stepped(actor.step, metrics)
         self._tell(StepEnd, metrics=metrics, updated=advanced)
         self._after_step(epoch_ended=actor.data_state.epoch != epoch, advanced=advanced)
@@ -254,6 +260,8 @@ class SFTRunner:
             measure = actor.finished or asked or self._due(runner.val_check_interval, epoch_ended, advanced)
             measure = measure and advanced  # a skipped step has changed nothing
             if measure:
+                if save or actor.finished:  # saved in any case: before what may fail, so that the training is not lost
+                    self._saver.save(self._state())
                 self._evaluate()
         best = measure and advanced and self._watches.update(self._line, actor.step)
         if self._evaluated_at == actor.step or actor.step % runner.logger.log_interval == 0:

@@ -22,7 +22,7 @@ from shardtune.construction import build_empty, freeze
 from shardtune.data.chat import ChatEncoder
 from shardtune.data.dataset import TokenDataset
 from shardtune.data.encoder import Encoder
-from shardtune.data.loader import BatchMaker, Limits, StepLoader
+from shardtune.data.loader import BatchMaker, Limits, Step, StepLoader
 from shardtune.data.order import DataOrder, OrderSource
 from shardtune.data.prepare import PreparedData, WeighedRows, prepare_data
 from shardtune.display import Facts
@@ -53,6 +53,8 @@ from shardtune.whole_step import WholeStep
 from shardtune.worker import FSDPSftWorker
 
 GENERATION_ROWS = 64
+NAMED_ROWS = 8
+"""Rows of a step that was passed over that are named one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +250,11 @@ class SFTWorker(FSDPSftWorker):
 
     def evaluation_sets(self) -> dict[str, list[str]]:
         return {name: [] for name in self.prepared.evals}
+
+    def name_rows(self, step: Step) -> str:
+        assert self.prepared.train is not None
+        named = [self.prepared.train.locate(int(row)) for row in step.rows[:NAMED_ROWS]]
+        return ", ".join(named) + (f" and {len(step.rows) - NAMED_ROWS} more" if len(step.rows) > NAMED_ROWS else "")
 
     def hand_back(self) -> None:
         self.adapter.hand_back(self.inner_model())

@@ -178,7 +178,11 @@ def check_keys(recipe: Recipe, kind: type[FSDPSftWorker]) -> None:
         "actor.z_loss": actor.z_loss > 0,
         "actor.max_tokens_per_micro_batch": actor.max_tokens_per_micro_batch is not None,
         "actor.global_batch_tokens": actor.global_batch_tokens is not None,
+        "actor.eval_micro_batch_size": actor.eval_micro_batch_size is not None,
         "data.eval_split": data.eval_split > 0,
+        "data.transform": data.transform is not None,
+        "data.on_bad_row": data.on_bad_row != "fail",
+        "data.on_too_long": data.on_too_long != "truncate",
         "eval.generate": evaluation.generate,
         "eval.metrics": bool(evaluation.metrics),
     }

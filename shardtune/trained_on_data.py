@@ -35,6 +35,7 @@ class TrainedOnData(TrainedModel):
         super().__init__(cfg)
         self.data_state = DataState()
         self.problem = ""  # why the last skipped step was
+        self.passed_over = ""  # its rows
         self._open_steps: Iterator[Step] | None = None
         self._total_steps: int | None = None
         self._skipped_in_a_row = 0
@@ -114,15 +115,18 @@ class TrainedOnData(TrainedModel):
             self._skipped_in_a_row = 0
             return
         self.skipped_steps += 1
-        self.problem = result.problem
+        self.problem, self.passed_over = result.problem, self.name_rows(step)
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= MAX_SKIPPED:
             raise ModelError(
-                f"{MAX_SKIPPED} steps in a row were passed over, the last as {result.problem}; it held the rows "
-                f"{step.rows[:8].tolist()}{' …' if len(step.rows) > 8 else ''}",
-                where=f"after step {self.step}",
-                remedy="lower actor.optim.lr, or look at these rows with shardtune data preview",
+                f"{MAX_SKIPPED} steps in a row were passed over, the last as {result.problem}",
+                where=f"after step {self.step}, the rows {self.passed_over}",
+                remedy="look at these rows, or lower actor.optim.lr",
             )
+
+    def name_rows(self, step: Step) -> str:
+        """Which rows a step holds, in few words."""
+        return f"those after {step.state.rows_consumed:,} of epoch {step.state.epoch}"
 
     # Checkpoints.
 

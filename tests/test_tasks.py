@@ -140,7 +140,7 @@ def test_a_worker_is_found(tmp_path: Path, code: str, model: dict[str, Any], nam
         (NET + worker() + worker("Other"), {}, "several that have no name"),
         (HALF, {"worker": "Half"}, "the worker Half lacks build_dataloader, get_eval_model_output"),
         (NET, {"worker": "my_net"}, "mine.py:my_net is no worker"),
-        (NET, {"worker": "Nobody"}, "has no function 'Nobody'"),
+        (NET, {"worker": "Nobody"}, "has no function or class 'Nobody'"),
     ],
     ids=["none", "an abstract one", "two", "two beside a function", "half", "a function", "nobody"],
 )

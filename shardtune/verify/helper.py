@@ -113,4 +113,7 @@ def _load(recipe: Recipe, checkpoint: Path, final: Path) -> dict[str, list[dict[
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the threads of a process group that is not left in order would abort an orderly end

@@ -95,7 +95,7 @@ def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:
     [
         ("NoLoss", "the adapter NoLoss lacks loss"),
         ("helper", "is no adapter"),
-        ("Missing", "has no function 'Missing'"),
+        ("Missing", "has no function or class 'Missing'"),
     ],
 )
 def test_what_is_no_adapter_is_refused(name: str, message: str) -> None:

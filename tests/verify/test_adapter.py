@@ -123,7 +123,7 @@ def test_failures_are_shown_and_give_the_exit_code() -> None:
     [
         ([], "no adapter is named"),
         ([f"{HEALTHY}:Regressor", "a.yaml", "b.yaml"], "an adapter and a recipe at most"),
-        ([f"{HEALTHY}:Nobody"], "has no function 'Nobody'"),
+        ([f"{HEALTHY}:Nobody"], "has no function or class 'Nobody'"),
         ([f"{HEALTHY}:Block"], "is no adapter"),
         (["never_heard_of"], "never_heard_of is not known"),
         ([f"{HEALTHY}:Regressor", "--only", "everything"], "there is no check 'everything'"),
