@@ -261,7 +261,7 @@ class SFTRunner:
             measure = measure and advanced  # a skipped step has changed nothing
             if measure:
                 if save or actor.finished:  # saved in any case: before what may fail, so that the training is not lost
-                    self._saver.save(self._state())
+                    self._saver.save(self._state(), tell=False)
                 self._evaluate()
         best = measure and advanced and self._watches.update(self._line, actor.step)
         if self._evaluated_at == actor.step or actor.step % runner.logger.log_interval == 0:

@@ -39,6 +39,7 @@ class Unfinished:
     step: int
     state: dict[str, Any]
     best: bool
+    tell: bool
     writes: list[PendingSave]
 
 
@@ -72,6 +73,7 @@ class Saver:
         self._observer = observer
         self._on_saved = on_saved
         self._unfinished: Unfinished | None = None
+        self._untold: tuple[int, Path] | None = None  # a checkpoint that has its name, which nobody was told of
         self.saved_at = -1
 
     def require_space(self) -> None:
@@ -79,17 +81,26 @@ class Saver:
         needed = self._worker.checkpoint_bytes() + self._worker.model_bytes()
         on_main(self._ranks, lambda: require_space(self._store.folder, needed))
 
-    def save(self, state: dict[str, Any], *, best: bool = False) -> None:
-        """Write a checkpoint of the worker as it stands; if there is one of this step, only what it says of the run."""
+    def save(self, state: dict[str, Any], *, best: bool = False, tell: bool = True) -> None:
+        """Write a checkpoint of the worker as it stands; if there is one of this step, only what it says of the run.
+
+        Args:
+            state: what the checkpoint says of the run.
+            best: whether it is the best so far.
+            tell: False where another `save` of this step follows, after which it is told of.
+        """
         step = self._worker.step
         self.finish()
         if self.saved_at == step:
             on_main(self._ranks, lambda: self._store.update(step, state, best=best))
+            if tell and self._untold is not None:
+                (_, path), self._untold = self._untold, None
+                self._tell(step, path, best)
             return
         needed = self._worker.checkpoint_bytes()
         folder = on_main(self._ranks, lambda: self._store.begin(step, needed_bytes=needed))
         writes = self._worker.save_checkpoint(folder, step, background=self._background)
-        self._unfinished = Unfinished(folder, step, state, best, writes)
+        self._unfinished = Unfinished(folder, step, state, best, tell, writes)
         self.saved_at = step
         if not self._background:
             self.finish()
@@ -110,5 +121,11 @@ class Saver:
             write.wait()
         self._ranks.barrier()
         path = on_main(self._ranks, lambda: self._store.commit(done.folder, done.step, done.state, best=done.best))
-        self._observer.saved(done.step, path)
-        self._on_saved(done.step, path, done.best)
+        if done.tell:
+            self._tell(done.step, path, done.best)
+        else:
+            self._untold = done.step, path
+
+    def _tell(self, step: int, path: Path, best: bool) -> None:
+        self._observer.saved(step, path)
+        self._on_saved(step, path, best)

@@ -77,7 +77,7 @@ def test_what_does_not_import_is_told_with_its_line(tmp_path: Path, code: str, s
 
 
 def test_a_function_that_is_not_there_names_those_that_are(plugin: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no function 'triple'(?s:.*)double"):
+    with pytest.raises(ConfigError, match=r"no function or class 'triple'(?s:.*)double"):
         load_function(f"{plugin}:triple", "eval.match")
 
 

@@ -207,7 +207,7 @@ def test_metrics_are_logged_and_can_be_watched(folder: Path) -> None:
         ({"eval__metrics": ["mine.py:loss"]}, r"eval.metrics: there is another metric eval/loss"),
         ({"eval__metrics": ["mine.py:top2", "copy.py:top2"]}, r"there is another metric eval/top2"),
         ({"eval__metrics": ["mine.py:one"]}, r"one takes other arguments(?s:.*)one\(outputs, targets, weights\)"),
-        ({"eval__metrics": ["mine.py:none"]}, r"no function 'none'"),
+        ({"eval__metrics": ["mine.py:none"]}, r"no function or class 'none'"),
         ({"eval__metrics": ["mine.py:top2"], "runner__best": {"monitor": "eval/top3"}}, r"eval/top3(?s:.*)eval/top2"),
         ({"eval__metrics": ["mine.py:top2"], "data__eval_data_paths": None}, r"eval.metrics.*needs evaluation data"),
         ({"actor__loss": "mine.py:focal", "actor__z_loss": 0.1}, r"z_loss \(0.1\)(?s:.*)replaces"),

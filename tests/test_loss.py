@@ -324,7 +324,7 @@ def test_it_never_sees_all_logits_nor_none(own: Callable[[str], TokenLoss], tmp_
         ("number", r"number returned float for"),
         ("counted", r"counted returned \[37\] of torch.int64"),
         ("lacking", r"lacking takes other arguments(?s:.*)called as lacking\(outputs, targets\)"),
-        ("missing", r"no function 'missing'"),
+        ("missing", r"no function or class 'missing'"),
         ("failing", r"failing failed: RuntimeError(?s:.*)mine.py:27"),
     ],
 )
