@@ -91,7 +91,7 @@ class Generator:
             streamer: a transformers streamer, for a single prompt.
         """
         order = sorted(range(len(prompts)), key=lambda number: (-len(prompts[number]), number))
-        num_ranks = self._ranks.world_size
+        num_ranks = self._ranks.num_data_ranks
         rows = self._batch_rows
         if sampling.temperature == 0:  # draws belong to a batch, so with them batches are the same on any ranks
             rows = max(1, min(rows, -(-len(prompts) // num_ranks)))
@@ -101,7 +101,7 @@ class Generator:
         self._root.eval()
         for first in range(0, len(batches), num_ranks):
             poll()
-            here = first + self._ranks.rank
+            here = first + self._ranks.data_rank
             idle = here >= len(batches)
             numbers = batches[first] if idle else batches[here]
             torch.manual_seed(derive_seed(sampling.seed, here, "generate"))

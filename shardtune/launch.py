@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,6 +25,10 @@ from shardtune.interrupt import LAUNCHER_PID, StopSignal, listening
 
 REPORT_DIR = "SHARDTUNE_REPORT_DIR"
 """Where a rank leaves the error it ends with, for its launcher to show."""
+LAUNCH_ID = "SHARDTUNE_LAUNCH_ID"
+"""Names one launch, however often its ranks are started again."""
+RESTARTS = "SHARDTUNE_RESTARTS"
+"""How often the ranks of this launch were started again."""
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 5.0
 """How long ranks may take to notice that another one ended before they are killed."""
@@ -44,6 +48,18 @@ class RankFailed(Exception):
     """A rank ended with an error; the message is the first one's, with its rank."""
 
     exit_code = 1
+
+
+class RankLost(RankFailed):
+    """A rank ended without saying why, or its host is gone: others could go on from the last checkpoint.
+
+    Attributes:
+        ranks: which ones.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class ReportedError(ShardtuneError):
@@ -84,6 +100,17 @@ def is_launched() -> bool:
     return REPORT_DIR in os.environ
 
 
+def restarted_launch() -> str | None:
+    """The launch that this rank belongs to, if its ranks were started before; None in a first start."""
+    by_us = int(os.environ.get(RESTARTS, "0"))
+    return launch_id() if by_us or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) else None
+
+
+def launch_id() -> str | None:
+    """What all starts of this rank have in common; None for a process that no launcher has started."""
+    return os.environ.get(LAUNCH_ID) or os.environ.get("TORCHELASTIC_RUN_ID")
+
+
 def write_report(rank: int, error: BaseException, message: str) -> None:
     """Leave an error for the launcher, where there is one."""
     folder = os.environ.get(REPORT_DIR)
@@ -111,12 +138,25 @@ def free_port(wanted: int | None) -> int:
         return int(probe.getsockname()[1])
 
 
-def run_ranks(arguments: Sequence[str], num_ranks: int, *, master_port: int | None = None) -> None:
+def run_ranks(
+    arguments: Sequence[str],
+    num_ranks: int,
+    *,
+    master_port: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> None:
     """Run `python -m shardtune <arguments>` once per rank and wait for all of them.
+
+    Args:
+        arguments: of the command.
+        num_ranks: how many.
+        master_port: where they meet; None: at a free one.
+        environment: what their environment holds besides.
 
     Raises:
         Interrupted: the ranks were stopped by a signal, after saving.
         ShardtuneError: a rank found a mistake in the user's input.
+        RankLost: a rank was ended by a signal that nobody here sent; the others have been ended.
         RankFailed: a rank failed otherwise; the others have been ended.
     """
     port = free_port(master_port)
@@ -124,21 +164,24 @@ def run_ranks(arguments: Sequence[str], num_ranks: int, *, master_port: int | No
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(num_ranks):
-                ranks.append(_start(arguments, rank, num_ranks, port, folder))
+                ranks.append(_start(arguments, rank, num_ranks, port, folder, environment or {}))
             codes = _watch(ranks, stop)
         finally:
             for rank in ranks:
                 if rank.poll() is None:
                     rank.kill()
                 rank.wait()
-        _raise_outcome(codes, _reports(Path(folder)), told=stop.asked)
+        raise_outcome(codes, _reports(Path(folder)), told=stop.asked)
 
 
-def _start(arguments: Sequence[str], rank: int, num_ranks: int, port: int, folder: str) -> subprocess.Popen[bytes]:
+def _start(
+    arguments: Sequence[str], rank: int, num_ranks: int, port: int, folder: str, further: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     environment = {
         "OMP_NUM_THREADS": str(threads),  # all cores for each rank would make every rank slower
         **os.environ,
+        **further,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
@@ -177,13 +220,16 @@ def _reports(folder: Path) -> list[RankReport]:
     return sorted(found, key=lambda report: report.time)
 
 
-def _raise_outcome(codes: Sequence[int | None], reports: Sequence[RankReport], *, told: bool) -> None:
+def raise_outcome(
+    codes: Sequence[int | None], reports: Sequence[RankReport], *, told: bool, gone: Mapping[int, str] | None = None
+) -> None:
     """Turn exit codes and reports into the one error that the user sees: the first, not what followed from it.
 
     Args:
         codes: of each rank; None for one that had to be killed.
         reports: in order of time.
         told: whether the ranks were asked to stop.
+        gone: of each rank of which nothing is heard any more, what is known of that.
     """
     causes = [report for report in reports if not report.consequence]
     mistake = next((report for report in causes if report.user_error), None)
@@ -192,11 +238,11 @@ def _raise_outcome(codes: Sequence[int | None], reports: Sequence[RankReport], *
     # An abort may follow from the error of another rank; SIGTERM before a rank could listen is a stop like any other.
     followed = {-signal.SIGABRT} if causes else set()
     stopped = {Interrupted.exit_code, -signal.SIGTERM} if told else {Interrupted.exit_code}
-    for rank, code in enumerate(codes):
-        if code is not None and code < 0 and code not in followed | stopped:
-            name = signal.Signals(-code).name
-            hint = " (out of memory?)" if name == "SIGKILL" else ""
-            raise RankFailed(f"rank {rank} was ended by {name}{hint}; the other ranks have been ended")
+    killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0 and code not in followed | stopped]
+    if killed or gone:
+        told_of = gone or {killed[0]: f"was ended by {_signal(codes[killed[0]])}"}
+        rank, what = next(iter(told_of.items()))
+        raise RankLost(f"rank {rank} {what}; the other ranks have been ended", sorted({*killed, *(gone or {})}))
     if causes:
         raise RankFailed(f"rank {causes[0].rank} failed:\n{causes[0].message}")
     if stopped & set(codes):
@@ -206,3 +252,9 @@ def _raise_outcome(codes: Sequence[int | None], reports: Sequence[RankReport], *
     failed = next((rank for rank, code in enumerate(codes) if code), None)
     if failed is not None:
         raise RankFailed(f"rank {failed} ended with exit code {codes[failed]}; the other ranks have been ended")
+
+
+def _signal(code: int | None) -> str:
+    """The name of the signal that an exit code tells of."""
+    name = signal.Signals(-(code or 0)).name
+    return f"{name} (out of memory?)" if name == "SIGKILL" else name

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from shardtune.config import ActorConfig
 from shardtune.errors import ConfigError
 from shardtune.functions import check_call, load_function, named_errors
+from shardtune.parallel.shard import local
+from shardtune.parallel.tensor import Slice, row_slice
 
 LOGITS_PER_CHUNK = {"cpu": 2**23, "cuda": 2**26}
 """Logits held at a time (32 and 256 MiB in fp32), whatever the rows and the vocabulary; a GPU needs many to be busy."""
@@ -112,6 +115,85 @@ def chosen_loss(config: ActorConfig) -> TokenLoss | None:
     return losses
 
 
+class WholeVocabulary:
+    """The logits of a row are all here."""
+
+    def largest(self, logits: torch.Tensor) -> torch.Tensor:
+        """[rows, 1]: of [rows, vocabulary]."""
+        return logits.amax(-1, keepdim=True)
+
+    def sum(self, parts: torch.Tensor) -> torch.Tensor:
+        """The sum of [rows, 1] over those who have parts of the vocabulary."""
+        return parts
+
+    def at(self, logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """[rows, 1]: the logits of the targets [rows, 1]."""
+        return logits.gather(1, index)
+
+    def add_at(self, grad: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Add values [rows, 1] at the targets, in place."""
+        return grad.scatter_add_(1, index, values)
+
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """[rows, 1]: the first of the tokens with the largest logit."""
+        return logits.argmax(-1, keepdim=True)
+
+    def size(self, logits: torch.Tensor) -> int:
+        return logits.shape[-1]
+
+
+class SharedVocabulary(WholeVocabulary):
+    """Each tensor rank has the logits of a part of the vocabulary.
+
+    Args:
+        part: this rank's rows of the head.
+    """
+
+    def __init__(self, part: Slice) -> None:
+        self._part = part
+        self._group = part.ranks.get_group()
+
+    def largest(self, logits: torch.Tensor) -> torch.Tensor:
+        lowest = torch.finfo(logits.dtype).min
+        found = logits.amax(-1, keepdim=True) if logits.shape[-1] else logits.new_full((len(logits), 1), lowest)
+        dist.all_reduce(found, dist.ReduceOp.MAX, self._group)
+        return found
+
+    def sum(self, parts: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(parts, group=self._group)
+        return parts
+
+    def at(self, logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        place, here = self._place(logits, index)
+        found = logits.gather(1, place) if logits.shape[-1] else logits.new_zeros(index.shape)
+        return self.sum(found.where(here, 0.0))
+
+    def add_at(self, grad: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        place, here = self._place(grad, index)
+        return grad.scatter_add_(1, place, values.where(here, 0.0)) if grad.shape[-1] else grad
+
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        largest = self.largest(logits)
+        found = torch.full_like(largest, self._part.total, dtype=torch.int64)
+        if logits.shape[-1]:
+            first = logits.argmax(-1, keepdim=True)
+            found = (first + self._part.start).where(logits.gather(1, first) == largest, found)
+        dist.all_reduce(found, dist.ReduceOp.MIN, self._group)
+        return found
+
+    def size(self, logits: torch.Tensor) -> int:
+        return self._part.total
+
+    def _place(self, logits: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the targets are among this rank's tokens, and whether they are."""
+        place = index - self._part.start
+        here = (place >= 0) & (place < logits.shape[-1])
+        return place.where(here, 0), here
+
+
+WHOLE = WholeVocabulary()
+
+
 def _chunk_loss(
     logits: torch.Tensor,
     index: torch.Tensor,
@@ -119,6 +201,7 @@ def _chunk_loss(
     transform: LogitTransform,
     loss: CrossEntropy,
     with_grad: bool,
+    vocabulary: WholeVocabulary,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The weighted loss of some rows, and its gradient at the head's output; the logits are used up.
 
@@ -126,13 +209,15 @@ def _chunk_loss(
         logits: [rows, vocabulary], transformed already.
         index: [rows, 1], the targets.
         scale: [rows, 1], their weights.
+        vocabulary: which of the logits are here.
     """
-    largest, at_target = logits.amax(-1, keepdim=True), logits.gather(1, index)
+    largest, at_target = vocabulary.largest(logits), vocabulary.at(logits, index)
     if loss.smoothing:
-        at_target = (1 - loss.smoothing) * at_target + loss.smoothing * logits.mean(-1, keepdim=True)
+        mean = vocabulary.sum(logits.sum(-1, keepdim=True)) / vocabulary.size(logits)
+        at_target = (1 - loss.smoothing) * at_target + loss.smoothing * mean
     # A soft cap's own gradient needs the logits once more; without one they give way to their gradient.
     powers = (logits - largest if transform.softcap is not None else logits.sub_(largest)).exp_()
-    sums = powers.sum(-1, keepdim=True)
+    sums = vocabulary.sum(powers.sum(-1, keepdim=True))
     normalizer = sums.log() + largest
     losses = normalizer - at_target
     if loss.z:
@@ -141,9 +226,9 @@ def _chunk_loss(
     if not with_grad:
         return total, None
     factor = scale * (1 + 2 * loss.z * normalizer) if loss.z else scale
-    grad = powers.mul_(factor / sums).scatter_add_(1, index, -(1 - loss.smoothing) * scale)
+    grad = vocabulary.add_at(powers.mul_(factor / sums), index, -(1 - loss.smoothing) * scale)
     if loss.smoothing:
-        grad -= scale * (loss.smoothing / logits.shape[-1])
+        grad -= scale * (loss.smoothing / vocabulary.size(logits))
     return total, grad if transform is IDENTITY else transform.backward_(grad, logits)
 
 
@@ -156,9 +241,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, target_weights, transform, loss, count_correct, with_grad):
+    def forward(ctx, hidden, weight, bias, targets, target_weights, transform, loss, count_correct, with_grad, part):
         # needs_input_grad speaks of the inputs alone; whether a graph is being recorded has to be handed in.
         needs_hidden, needs_weight, needs_bias = (need and with_grad for need in ctx.needs_input_grad[:3])
+        vocabulary = WHOLE if part is None else SharedVocabulary(part)
         acc = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=acc, device=hidden.device)
         correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
@@ -168,20 +254,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Half-precision factors are multiplied exactly and summed in fp32; on a CPU by widening them, the head once.
         exact: dict[str, Any] = {"out_dtype": acc} if hidden.is_cuda and hidden.dtype != acc else {}
         head = weight if exact else weight.to(acc)
-        chunk = chunk_rows(hidden.device, weight.shape[0])
+        chunk = chunk_rows(hidden.device, weight.shape[0] if part is None else part.total)  # alike on tensor ranks
         for start in range(0, hidden.shape[0], chunk):
-            part = slice(start, start + chunk)
-            inputs = hidden[part] if exact else hidden[part].to(acc)
+            rows = slice(start, start + chunk)
+            inputs = hidden[rows] if exact else hidden[rows].to(acc)
             logits = torch.mm(inputs, head.t(), **exact)
             if bias is not None:
                 logits += bias.to(acc)
             if transform is not IDENTITY:
                 logits = transform(logits)
-            index, scale = targets[part, None], target_weights[part, None].to(acc)
+            index, scale = targets[rows, None], target_weights[rows, None].to(acc)
             if count_correct:
-                correct += ((logits.argmax(-1, keepdim=True) == index) & (scale > 0)).sum()
+                correct += ((vocabulary.likeliest(logits) == index) & (scale > 0)).sum()
             needs_grad = needs_hidden or needs_weight or needs_bias
-            part_total, grad = _chunk_loss(logits, index, scale, transform, loss, needs_grad)
+            part_total, grad = _chunk_loss(logits, index, scale, transform, loss, needs_grad, vocabulary)
             total += part_total
             if grad is None:
                 continue
@@ -189,11 +275,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_bias += grad.sum(0)
             grad = grad.to(inputs.dtype)
             if grad_hidden is not None:
-                grad_hidden[part] = torch.mm(grad, head, **exact)
+                grad_hidden[rows] = torch.mm(grad, head, **exact)
             if grad_weight is not None and exact:
                 grad_weight += torch.mm(grad.t(), inputs, **exact)
             elif grad_weight is not None:
                 grad_weight.addmm_(grad.t(), inputs)
+        if part is not None and grad_hidden is not None:
+            dist.all_reduce(grad_hidden, group=part.ranks.get_group())  # each rank has seen its part of the head alone
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.mark_non_differentiable(correct)
@@ -205,7 +293,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if grad is None else grad.mul_(grad_total.to(grad.dtype)).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return *grads, None, None, None, None, None, None
+        return *grads, None, None, None, None, None, None, None
 
 
 def linear_cross_entropy(
@@ -223,10 +311,10 @@ def linear_cross_entropy(
 
     Args:
         hidden: [targets, width], any floating dtype; half precision is summed in fp32.
-        weight: [vocabulary, width], of the same dtype.
+        weight: [vocabulary, width], of the same dtype; where tensor ranks share it, a DTensor of their rows.
         targets: int64 [targets].
         target_weights: float32 [targets].
-        bias: [vocabulary] or None.
+        bias: [vocabulary] or None; shared like the weight.
         transform: what the model does to its logits.
         loss: of a target.
         count_correct: also count the targets that have the largest logit (otherwise the count is 0).
@@ -234,7 +322,10 @@ def linear_cross_entropy(
     Returns:
         (total, correct): the sum as a scalar with a graph in fp32 (fp64 for fp64 inputs), and an int64 scalar.
     """
-    settings = (transform, loss, count_correct, torch.is_grad_enabled())
+    part = row_slice(weight)
+    if part is not None:
+        weight, bias = part.rows, None if bias is None else local(bias)
+    settings = (transform, loss, count_correct, torch.is_grad_enabled(), part)
     return _LinearCrossEntropy.apply(hidden, weight, bias, targets, target_weights, *settings)
 
 

@@ -126,7 +126,7 @@ def _evaluated(worker: FSDPSftWorker, name: str) -> str:
         return told
     require_all_samples(loader, name or "eval")
     worker.model.eval()
-    first = list(islice(iter(loader), worker.ranks.world_size))
+    first = list(islice(iter(loader), worker.ranks.num_data_ranks))
     found = worker.evaluate_set(name, first, {**info, "num_samples": None})
     worker.model.train()
     return f"{told}; its first batch gives {', '.join(f'{key} {value:.4f}' for key, value in found.items())}"

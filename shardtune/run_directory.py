@@ -20,6 +20,7 @@ from shardtune.checkpoint.durable import read_json, recover, write_json, write_t
 from shardtune.checkpoint.store import CheckpointStore, open_checkpoint
 from shardtune.config import Recipe, load_recipe
 from shardtune.errors import CheckpointError, ConfigError
+from shardtune.launch import launch_id, restarted_launch
 
 MANIFEST = "manifest.json"
 CONFIG = "config.yaml"
@@ -65,6 +66,8 @@ def plan_run(recipe: Recipe) -> RunPlan:
     run_dir = run_directory(recipe)
     check_writable(run_dir, "runner.logger.log_path")
     runner = recipe.runner
+    if _begun_before(run_dir):  # what is there is this launch's own: neither in the way nor to be moved out of it
+        return _continue(run_dir, recipe, read_json(run_dir / MANIFEST).get("resumed_from"))
     if runner.overwrite:
         return RunPlan(run_dir, move_aside=holds_run(run_dir))
     wanted = None if runner.resume_dir in (None, "auto") else open_checkpoint(str(runner.resume_dir))
@@ -80,6 +83,12 @@ def plan_run(recipe: Recipe) -> RunPlan:
         raise _occupied(run_dir)
     notes = (*_check_changes(run_dir, recipe), f"going back to {wanted}; later checkpoints go with the next save")
     return RunPlan(run_dir, resume_from=wanted, resumed_from=str(wanted), notes=notes)
+
+
+def _begun_before(run_dir: Path) -> bool:
+    """Whether the ranks were started again, and it was this launch that began the run."""
+    launch = restarted_launch()
+    return launch is not None and holds_run(run_dir) and read_json(run_dir / MANIFEST).get("launch") == launch
 
 
 def _continue(run_dir: Path, recipe: Recipe, began_from: str | None) -> RunPlan:
@@ -260,7 +269,7 @@ def begin_run(plan: RunPlan, recipe: Recipe, manifest: Mapping[str, Any], lock: 
             )
     try:
         # The manifest first: without its recipe a new directory is no run yet, and of an old one it drops "finished".
-        write_json(plan.run_dir / MANIFEST, {**manifest, "resumed_from": plan.resumed_from})
+        write_json(plan.run_dir / MANIFEST, {**manifest, "resumed_from": plan.resumed_from, "launch": launch_id()})
         write_text(plan.run_dir / CONFIG, recipe.to_yaml())
     except OSError as error:
         raise _unwritable(plan.run_dir, error) from error

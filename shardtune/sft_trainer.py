@@ -266,7 +266,7 @@ class SFTTrainer(SFTWorker):
         """What makes micro-batches of evaluation rows, and of how many rows at a time."""
         actor = self.recipe.actor
         max_rows = actor.eval_micro_batch_size or actor.micro_batch_size
-        return self._maker(rows, max_rows), (max_rows or 16) * BLOCK_MICRO_BATCHES * self.ranks.world_size
+        return self._maker(rows, max_rows), (max_rows or 16) * BLOCK_MICRO_BATCHES * self.ranks.num_data_ranks
 
     def _maker(self, rows: Rows, max_rows: int | None) -> BatchMaker:
         max_tokens = self.recipe.actor.max_tokens_per_micro_batch
@@ -274,7 +274,7 @@ class SFTTrainer(SFTWorker):
             fitting = max(1, max_tokens // int(rows.lengths.max()))
             max_rows = fitting if max_rows is None else min(max_rows, fitting)
         limits = Limits(max_rows, max_tokens)
-        return BatchMaker(rows, limits, Padding(), rank=self.ranks.rank, num_ranks=self.ranks.world_size)
+        return BatchMaker(rows, limits, Padding(), rank=self.ranks.data_rank, num_ranks=self.ranks.num_data_ranks)
 
     def reopened(self, directory: Path) -> Self:
         fresh = super().reopened(directory)

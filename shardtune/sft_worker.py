@@ -18,6 +18,7 @@ from shardtune.adaptation import adapt, check_stored, is_adapter
 from shardtune.batch import Batch, Metric
 from shardtune.checkpoint.huggingface import check_weights
 from shardtune.config import Recipe, load_recipe
+from shardtune.config.layout import Layout
 from shardtune.construction import build_empty, freeze
 from shardtune.data.chat import ChatEncoder
 from shardtune.data.dataset import TokenDataset
@@ -46,6 +47,7 @@ from shardtune.models.registry import find_adapter
 from shardtune.optim import build_optimizer, check_optimizer
 from shardtune.parallel.mesh import num_ranks
 from shardtune.parallel.shard import COMPUTE_DTYPE
+from shardtune.parallel.spread import Spread
 from shardtune.scoring import Answers, answered_rows, make_matcher
 from shardtune.step import Accumulate, accumulate
 from shardtune.trained_model import over_directory, silent
@@ -142,6 +144,7 @@ class SFTWorker(FSDPSftWorker):
         For a process that starts ranks: what they would find one after the other is known before.
         """
         config = self.recipe.actor.model
+        self.adapter.check_layout(Layout.of(self.recipe.actor, num_ranks(self.recipe.runner.nproc_per_node)))
         model, _ = build_empty(self.adapter.build, self.recipe.runner.seed)
         adapt(model, self.recipe, self.tokenizer)
         freeze(model, config.freeze)
@@ -248,6 +251,9 @@ class SFTWorker(FSDPSftWorker):
             self.notes.append(note)
         return units
 
+    def spread_over_ranks(self, model: nn.Module) -> Spread:
+        return self.adapter.spread_over(model, self.ranks)
+
     def evaluation_sets(self) -> dict[str, list[str]]:
         return {name: [] for name in self.prepared.evals}
 
@@ -297,14 +303,14 @@ class SFTWorker(FSDPSftWorker):
             block = actor.global_batch_size or len(rows)  # a loss of whole steps is evaluated in steps
         else:
             per_forward = (max_rows or 16) if self.adapter.rows_share_forwards else 1
-            block = per_forward * BLOCK_MICRO_BATCHES * self.ranks.world_size
+            block = per_forward * BLOCK_MICRO_BATCHES * self.ranks.num_data_ranks
         return EvaluationSet(rows, maker, block), {"num_samples": len(rows), "sharded": True}
 
     def _maker(self, rows: WeighedRows, max_rows: int | None) -> BatchMaker:
         limits = Limits(
             max_rows if self.adapter.rows_share_forwards else 1, self.recipe.actor.max_tokens_per_micro_batch
         )
-        return BatchMaker(rows, limits, self.adapter, rank=self.ranks.rank, num_ranks=self.ranks.world_size)
+        return BatchMaker(rows, limits, self.adapter, rank=self.ranks.data_rank, num_ranks=self.ranks.num_data_ranks)
 
     def _accumulate(self) -> Accumulate:
         if isinstance(self.adapter, WholeStepAdapter):

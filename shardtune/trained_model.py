@@ -29,7 +29,7 @@ from shardtune.checkpoint.training import (
 )
 from shardtune.config import Recipe, load_recipe
 from shardtune.construction import freeze, load_initial_weights, share_values
-from shardtune.models.adapter import AdapterRoot, WeightSource
+from shardtune.models.adapter import AdapterRoot, WeightSource, cannot_share_sequences
 from shardtune.models.lora import base_tensors, is_adapted
 from shardtune.models.new_tokens import grow_embeddings
 from shardtune.models.nf4 import coded_sizes
@@ -39,6 +39,7 @@ from shardtune.optim import build_optimizer, check_optimizer
 from shardtune.parallel.materialise import materialise
 from shardtune.parallel.mesh import Ranks, join_ranks, num_ranks
 from shardtune.parallel.shard import COMPUTE_DTYPE, MASTER_DTYPE, Weights, shard
+from shardtune.parallel.spread import Spread, spread
 from shardtune.parallel.units import choose_units
 from shardtune.perf import Utilisation
 from shardtune.registration import registered_function
@@ -62,7 +63,7 @@ class TrainedModel:
         self.cfg: DictConfig = self.recipe.as_dict_config()
         self.options: Any = self._read_options()
         check_optimizer(self.recipe.actor.optim, num_ranks(self.recipe.runner.nproc_per_node))
-        self.ranks: Ranks = join_ranks(self.recipe.runner.device)
+        self.ranks: Ranks = join_ranks(self.recipe.runner.device, self.recipe.actor)
         self.device: torch.device = self.ranks.device
         self.amp_context: AbstractContextManager[None] = nullcontext()
         self.tokenizer: PreTrainedTokenizerBase | None = None
@@ -101,6 +102,14 @@ class TrainedModel:
     def shard_units(self, model: nn.Module) -> list[nn.Module]:
         """The modules that are gathered as one."""
         return choose_units(model, wrap=self.recipe.actor.fsdp_config.wrap)[0]
+
+    def spread_over_ranks(self, model: nn.Module) -> Spread:
+        """Spread the inner model over the ranks that work on the same rows (tensor, expert), before it is sharded."""
+        if self.ranks.layout.sequence > 1:
+            raise cannot_share_sequences(type(self).__name__, "it makes its batches itself")
+        declared = model if isinstance(model, PreTrainedModel) else None
+        plans = ({}, {}) if declared is None else (declared.tp_plan, declared.ep_plan)
+        return spread(model, *plans, self.ranks, None)
 
     def inner_model(self) -> nn.Module:
         """The model inside `self.model`, whose names checkpoints use."""
@@ -152,6 +161,7 @@ class TrainedModel:
         share_values(inner, self.ranks)
         self.notes += adapt(inner, self.recipe, self.tokenizer)
         freeze(inner, actor.model.freeze)
+        self._spread = self.spread_over_ranks(inner)
         shard(
             self.model,
             self.shard_units(inner),
@@ -159,6 +169,8 @@ class TrainedModel:
             actor.model.precision,
             reshard_after_forward=actor.fsdp_config.reshard_after_forward,
             entry_points=self.model.entry_points if isinstance(self.model, AdapterRoot) else (),
+            experts=self._spread.experts,
+            offload=actor.fsdp_config.cpu_offload,
         )
 
     def _fill(self, checkpoint: Path | None) -> None:
@@ -192,6 +204,7 @@ class TrainedModel:
             self.ranks,
             reduce_each=actor.fsdp_config.reduce == "every",
             elsewhere=left_out,
+            partial=self._spread.partial,
         )
         if checkpoint is not None:
             self.step = int(self.load_model(checkpoint)["step"])

@@ -126,11 +126,11 @@ def _turns(batches: Iterable[Any], ranks: Ranks, sharded: bool) -> Iterator[tupl
     source = iter(batches)
     spare: list[Any] = []
     while True:
-        taken = list(islice(source, 1 if sharded else ranks.world_size))
+        taken = list(islice(source, 1 if sharded else ranks.num_data_ranks))
         if not (ranks.largest(len(taken)) if sharded else len(taken)):
             return
         spare = taken[:1] or spare
-        mine = taken if sharded else taken[ranks.rank : ranks.rank + 1]
+        mine = taken if sharded else taken[ranks.data_rank : ranks.data_rank + 1]
         if not mine and not spare:
             raise DataError(
                 f"rank {ranks.rank} has no batch to evaluate while others have",

@@ -90,16 +90,19 @@ class WholeStep:
         rows = len(next(iter(mine.values())))
         if self._ranks.mesh is None:
             return {name: tensor.clone() for name, tensor in mine.items()}, 0
-        counts = self._ranks.gather(rows)
+        # Ranks that work on the same rows have the same outputs: of each such group the first counts.
+        together = self._ranks.layout.model_ranks
+        counts = self._ranks.gather(rows)[::together]
         largest = max(counts)
         everyone = {}
         for name, tensor in mine.items():
             padded = tensor.new_zeros((largest, *tensor.shape[1:]))
             padded[:rows] = tensor
-            parts = [torch.empty_like(padded) for _ in counts]
+            parts = [torch.empty_like(padded) for _ in range(self._ranks.world_size)]
             dist.all_gather(parts, padded)
-            everyone[name] = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
-        return everyone, sum(counts[: self._ranks.rank])
+            counted = zip(parts[::together], counts, strict=True)
+            everyone[name] = torch.cat([part[:count] for part, count in counted])
+        return everyone, sum(counts[: self._ranks.data_rank])
 
 
 def _real(outputs: Outputs, batch: Batch) -> dict[str, torch.Tensor]:

@@ -187,7 +187,7 @@ class FSDPSftWorker(TrainedOnData, ABC):
             self.weights,
             self.optimizer,
             self.ranks,
-            draws=(self.recipe.runner.seed, self.step, self.ranks.rank),
+            draws=(self.recipe.runner.seed, self.step, self.ranks.draws_rank),
             clip=actor.optim.clip_grad,
             loss_scale=self._loss_scale,
             accumulate=self._accumulate(),

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from shardtune.errors import CheckpointError, ConfigError, Interrupted, ParallelError
-from shardtune.launch import RankFailed, RankReport, ReportedError, _raise_outcome, free_port, lost_a_peer, write_report
+from shardtune.launch import RankFailed, RankReport, ReportedError, raise_outcome, free_port, lost_a_peer, write_report
 
 PEER = RankReport(0, 2.0, False, True, "Connection closed by peer")
 BUG = RankReport(1, 1.0, False, False, "Traceback: ValueError: on purpose")
@@ -15,7 +15,7 @@ MISTAKE = RankReport(1, 1.0, True, False, "the recipe is wrong")
 
 
 def test_all_is_well() -> None:
-    _raise_outcome([0, 0], [], told=False)
+    raise_outcome([0, 0], [], told=False)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_all_is_well() -> None:
 )
 def test_the_cause_is_told(codes: list, reports: list, told: bool, error: type[BaseException], message: str) -> None:
     with pytest.raises(error) as raised:
-        _raise_outcome(codes, reports, told=told)
+        raise_outcome(codes, reports, told=told)
     assert message in str(raised.value)
 
 

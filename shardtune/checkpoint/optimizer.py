@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor as sharded_tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
 from shardtune.checkpoint.safetensors_file import DTYPE_NAMES
@@ -105,7 +106,7 @@ def _describe(value: Any, name: str, parameter: torch.Tensor, tensors: dict[str,
 
 
 def _placement_name(placement: Placement, name: str) -> str:
-    if isinstance(placement, Shard):
+    if isinstance(placement, Shard | _StridedShard):
         return f"shard:{placement.dim}"
     if isinstance(placement, Replicate):
         return "replicate"

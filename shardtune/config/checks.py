@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardtune.config.layers import Merged
+from shardtune.config.layout import Layout
 from shardtune.config.schema import OptimConfig, Recipe
 from shardtune.config.values import WORKERS
-from shardtune.errors import ConfigError
+from shardtune.errors import ConfigError, ParallelError
 from shardtune.registration import BUILT_IN
 
 
@@ -44,8 +45,6 @@ def _any_of(key: str, values: tuple[str, ...], instead: str) -> NotYet:
     return NotYet(key, ", ".join(values), lambda value: value in values, instead)
 
 
-RANKS = "use runner.nproc_per_node or torchrun"
-
 # A feature that arrives takes its lines out of here; nothing else knows of them.
 NOT_YET = (
     _any_of(
@@ -53,14 +52,7 @@ NOT_YET = (
         ("vision_language", "vision_language_action"),
         "use causal_lm or the name of a registered model",
     ),
-    _any_of("actor.training_backend", ("fsdp1", "ddp"), "use fsdp"),
-    *(
-        _other_than(f"actor.parallel.{axis}", 1, "leave it at 1: actor.parallel.data_shard uses the ranks")
-        for axis in ("data_replicate", "tensor", "sequence", "expert")
-    ),
-    _flag("actor.fsdp_config.cpu_offload", "leave it false"),
-    _any_of("runner.launcher", ("ray",), RANKS),
-    _other_than("runner.num_workers", None, RANKS),
+    _any_of("actor.training_backend", ("fsdp1",), "use fsdp"),
 )
 
 
@@ -84,7 +76,7 @@ class Facts:
 def check(recipe: Recipe, written: Merged, in_memory: Collection[str]) -> list[ConfigError]:
     """Everything that the recipe alone shows to be wrong."""
     facts = Facts(recipe, written, in_memory)
-    rules = (_not_yet, _required, _batches, _length, _schedule, _duration, _evaluation, _watching, _losses, _lora)
+    rules = (_not_yet, _launcher, _required, _batches, _length, _schedule, _duration, _evaluation, _watching, _losses, _lora)
     return [problem for rule in rules for problem in rule(facts)]
 
 
@@ -97,6 +89,48 @@ def _not_yet(facts: Facts) -> Iterator[ConfigError]:
             yield facts.problem(
                 feature.key, f"{feature.key}: {value!r} is not supported in this version of shardtune", feature.instead
             )
+
+
+def _launcher(facts: Facts) -> Iterator[ConfigError]:
+    runner = facts.recipe.runner
+    by_ray = runner.launcher == "ray"
+    if by_ray and runner.num_workers is None:
+        yield facts.problem(
+            "runner.launcher", "runner.launcher: ray needs to know how many ranks to start", "set runner.num_workers"
+        )
+    if by_ray and runner.nproc_per_node != 1:
+        yield facts.problem(
+            "runner.nproc_per_node",
+            f"runner.nproc_per_node ({runner.nproc_per_node}) has no effect with runner.launcher: ray",
+            "leave it out; runner.num_workers counts the ranks, runner.ray.placement says where they go",
+        )
+    unused = {"num_workers": runner.num_workers is not None, **dict.fromkeys(
+        (f"ray.{name}" for name in runner.ray.model_dump(exclude_defaults=True)), True)}  # fmt: skip
+    for name in (name for name, given in unused.items() if given and not by_ray):
+        yield facts.problem(
+            f"runner.{name}",
+            f"runner.{name} has no effect with runner.launcher: local",
+            "set runner.launcher: ray, or leave it out; runner.nproc_per_node starts ranks on this machine",
+        )
+    if runner.max_restarts and not by_ray and runner.nproc_per_node == 1:
+        yield facts.problem(
+            "runner.max_restarts",
+            f"runner.max_restarts ({runner.max_restarts}) has no effect on a single process, which nobody watches",
+            "set runner.nproc_per_node or runner.launcher: ray; under torchrun use its own --max-restarts",
+        )
+    fewest = runner.min_workers
+    if fewest is not None and not runner.max_restarts:
+        yield facts.problem(
+            "runner.min_workers",
+            f"runner.min_workers ({fewest}) has no effect with runner.max_restarts: 0",
+            "set runner.max_restarts, or leave it out",
+        )
+    elif fewest is not None and fewest > runner.workers:
+        yield facts.problem(
+            "runner.min_workers",
+            f"runner.min_workers ({fewest}) is more than the {runner.workers} ranks that are started",
+            "lower it",
+        )
 
 
 def _required(facts: Facts) -> Iterator[ConfigError]:
@@ -118,18 +152,15 @@ def _required(facts: Facts) -> Iterator[ConfigError]:
 
 def check_ranks(recipe: Recipe) -> list[ConfigError]:
     """What does not fit the number of ranks that are, or will be, started."""
-    shards = recipe.actor.parallel.data_shard
-    ranks = int(os.environ.get("WORLD_SIZE", recipe.runner.nproc_per_node))
-    if shards in (-1, ranks):
-        return []
-    key = "actor.parallel.data_shard"
-    return [
-        ConfigError(
-            f"{key}: {shards} does not fit {ranks} rank{'s' if ranks > 1 else ''}",
-            where=recipe.where(key),
-            remedy=f"set it to -1 (what is left), or runner.nproc_per_node to {shards}",
-        )
-    ]
+    runner = recipe.runner
+    to_start = runner.num_workers or 1 if runner.launcher == "ray" else runner.nproc_per_node
+    ranks = int(os.environ.get("WORLD_SIZE", to_start))
+    try:
+        Layout.of(recipe.actor, ranks)
+    except ParallelError as error:
+        key = error.where or ""
+        return [ConfigError(error.what, where=recipe.where(key) or key, remedy=error.remedy)]
+    return []
 
 
 def _batches(facts: Facts) -> Iterator[ConfigError]:

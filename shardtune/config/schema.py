@@ -93,6 +93,23 @@ class LoggerConfig(Section):
     log_interval: Count = key(1, "A line of metrics every so many optimizer steps.")
 
 
+class RayConfig(Section):
+    address: Text | None = key(
+        None,
+        "The cluster: null: one on this machine alone, started for the run and ended with it; auto: the one that runs "
+        "here; otherwise host:port of its head.",
+    )
+    cpus_per_worker: Count = key(1, "Cores that Ray sets aside for each worker.")
+    gpus_per_worker: Annotated[int, Field(ge=0, le=1)] | None = key(
+        None, "GPUs of each worker; null: 1 where the cluster has any and `runner.device` is not cpu."
+    )
+    resources: dict[str, Any] = mapping("What else each worker takes, by the cluster's names, e.g. {a100: 1}.")
+    placement: Literal["pack", "spread", "strict_pack", "strict_spread"] = key(
+        "pack", "Workers on as few hosts as possible, or on as many; strict: on one host, or each on its own."
+    )
+    wait_seconds: Count = key(60, "How long is waited until the cluster has room for the workers.")
+
+
 class RunnerConfig(Section):
     task_type: Literal["sft"] = key("sft", "The kind of training: supervised fine-tuning.")
     max_epochs: CountOrUnlimited = key(
@@ -128,12 +145,24 @@ class RunnerConfig(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Where the model is; auto: CUDA where there is one.")
     nproc_per_node: Count = key(1, "Ranks (processes) started on this machine; under torchrun its own count holds.")
-    num_workers: Count | None = key(None, "Ranks that Ray starts, with `launcher: ray`.")
+    num_workers: Count | None = key(None, "Ranks that Ray starts; required with `launcher: ray`.")
     launcher: Literal["local", "ray"] = key(
         "local", "Who starts the ranks; torchrun and accelerate launch are detected and need no key."
     )
     master_port: Annotated[int, Field(ge=1, le=65535)] | None = key(
         None, "The TCP port on which the ranks meet; null: a free one."
+    )
+    max_restarts: int = key(
+        0,
+        "How often the ranks are started again from the last checkpoint after one of them was lost (killed, or its host "
+        "gone); under torchrun its own `--max-restarts` holds.",
+        ge=0,
+    )
+    min_workers: Count | None = key(
+        None, "With `max_restarts`: the fewest ranks to go on with; null: as many as at first, a lost one is replaced."
+    )
+    lost_after: Count = key(
+        60, "Ranks on several hosts: a host of which nothing was heard for so many seconds counts as lost."
     )
     callbacks: Annotated[list[FunctionInFile], Distinct] = sequence(
         "Classes of yours that are told how the run goes and may ask it to stop, save or evaluate: [file.py:Class]."
@@ -141,6 +170,12 @@ class RunnerConfig(Section):
     early_stop: EarlyStopConfig = section(EarlyStopConfig, "When to end before the last step.")
     best: BestConfig = section(BestConfig, "Which checkpoint counts as the best.")
     logger: LoggerConfig = section(LoggerConfig, "Where the run is written and what is logged.")
+    ray: RayConfig = section(RayConfig, "The workers that Ray starts, with `launcher: ray`.")
+
+    @property
+    def workers(self) -> int:
+        """Ranks that a launcher of ours starts."""
+        return (self.num_workers or 1) if self.launcher == "ray" else self.nproc_per_node
 
 
 class LoraConfig(Section):

@@ -80,8 +80,8 @@ class BatchLoader:
         self._draws = LoaderDraws(loader, seed)
         self._say = say
         # In turns: a batch of the loader each, on all ranks at once where it is sharded.
-        self._turns_per_step = batches_per_rank if sharded else batches_per_rank * ranks.world_size
-        self._rows_per_turn = rows_per_batch * ranks.world_size if sharded else rows_per_batch
+        self._turns_per_step = batches_per_rank if sharded else batches_per_rank * ranks.num_data_ranks
+        self._rows_per_turn = rows_per_batch * ranks.num_data_ranks if sharded else rows_per_batch
         self._turns = int(ranks.largest(len(loader))) if sharded else len(loader)
         self._fields = SameFields()
         self._first = ""
@@ -118,9 +118,9 @@ class BatchLoader:
                 where="actor.global_batch_size",
                 remedy="set both, and build the loader with batch_size=self.cfg.actor.micro_batch_size",
             )
-        sharded, unit = bool(info.get("sharded")), micro_batch_size * ranks.world_size
+        sharded, unit = bool(info.get("sharded")), micro_batch_size * ranks.num_data_ranks
         if global_batch_size % unit and not sharded:
-            raise indivisible(global_batch_size, micro_batch_size, ranks.world_size)
+            raise indivisible(global_batch_size, micro_batch_size, ranks.num_data_ranks)
         batches_per_rank = max(1, round(global_batch_size / unit))
         if batches_per_rank * unit != global_batch_size:
             say(f"a step holds {batches_per_rank * unit} rows, the nearest to {global_batch_size} that divides")
@@ -214,8 +214,8 @@ class BatchLoader:
         spare = next((batch for batch, weight in pairs if any(weight.values())), self._last)
         filler = UserBatch(spare, dict.fromkeys(terms, 0.0), counts=False)
         if not self._sharded:
-            pairs = pairs[self._ranks.rank :: self._ranks.world_size]
-            turns = -(-turns // self._ranks.world_size)
+            pairs = pairs[self._ranks.data_rank :: self._ranks.num_data_ranks]
+            turns = -(-turns // self._ranks.num_data_ranks)
         made = [UserBatch(batch, weight) if any(weight.values()) else filler for batch, weight in pairs]
         made += [filler] * (turns - len(made))
         sums = [sum(weight[term] for weight in weights) for term in terms]
@@ -266,7 +266,7 @@ class BatchLoader:
         )
 
     def _identity(self) -> LoaderRecord:
-        return LoaderRecord(self._turns, self._num_samples, self._rows, self._ranks.world_size, self._sharded)
+        return LoaderRecord(self._turns, self._num_samples, self._rows, self._ranks.num_data_ranks, self._sharded)
 
     def _own_state(self) -> Any:
         """The loader's own state, encoded; None where it has none that can be kept."""

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from pydantic import BaseModel
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.batch import Batch, LossSum, Metric, PackedBatch, Sample
 from shardtune.config import Recipe
+from shardtune.config.layout import Layout
 from shardtune.data.encoder import Encoder, Row
 from shardtune.data.packing import stack
-from shardtune.errors import ConfigError, ModelError
+from shardtune.errors import ConfigError, ModelError, ParallelError
 from shardtune.loss import TokenLoss
 from shardtune.models.casting import compute_in
 from shardtune.models.execution import set_execution
@@ -25,7 +26,9 @@ from shardtune.models.fields import FieldEncoder
 from shardtune.models.options import NoOptions, read_options
 from shardtune.models.predictions import Measure, Prediction, predicted_loss
 from shardtune.models.pretrained import recipe_tokenizer
+from shardtune.parallel.mesh import Ranks
 from shardtune.parallel.shard import COMPUTE_DTYPE
+from shardtune.parallel.spread import Spread, spread
 from shardtune.parallel.units import choose_units
 
 LABELS, IGNORED = "labels", -100
@@ -68,6 +71,9 @@ class Adapter(ABC):
             as transformers declares them, else chosen by size.
         reads: keys of the recipe that the adapter acts on by itself, of those that are otherwise refused: such as
             `actor.model.config_overrides`, where `build` hands them to a config.
+        tensor_plan: how ranks share matrix multiplications (`actor.parallel.tensor`): names of modules and parameters,
+            with `*` for numbers in them, to styles of transformers ("colwise", "rowwise", "embedding_rowwise", …);
+            without one, as a model of transformers declares it.
         options: the recipe's `actor.model.options`, an instance of `Options`.
     """
 
@@ -75,6 +81,7 @@ class Adapter(ABC):
     padding: ClassVar[Mapping[str, float]] = {}
     unit_classes: ClassVar[Sequence[str]] = ()
     reads: ClassVar[Sequence[str]] = ()
+    tensor_plan: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self.recipe = recipe
@@ -144,6 +151,17 @@ class Adapter(ABC):
     def shard_units(self, model: nn.Module) -> tuple[list[nn.Module], str]:
         """The modules whose parameters are gathered and freed together, and a sentence on how they were chosen."""
         return choose_units(model, self.unit_classes, self.recipe.actor.fsdp_config.wrap)
+
+    def check_layout(self, layout: Layout) -> None:  # noqa: B027 (may stay empty)
+        """Refuse a layout that the model cannot have, as far as that shows before it is built."""
+        if layout.sequence > 1:
+            raise cannot_share_sequences(type(self).__name__, "it takes whole rows")
+
+    def spread_over(self, model: nn.Module, ranks: Ranks) -> Spread:
+        """Spread the model over the ranks that work on the same rows, before it is sharded."""
+        declared = model if isinstance(model, PreTrainedModel) else None
+        tensor_plan = self.tensor_plan or (declared.tp_plan if declared is not None else {})
+        return spread(model, tensor_plan, declared.ep_plan if declared is not None else {}, ranks, None)
 
     def set_execution(self, model: nn.Module) -> None:
         """Apply `actor.model.gradient_checkpointing` and `actor.model.compile`, by default to what shards together."""
@@ -270,6 +288,12 @@ class LanguageModel(Adapter):
 
     def root(self, model: nn.Module) -> LanguageRoot:
         return LanguageRoot(self, model)
+
+
+def cannot_share_sequences(what: str, why: str) -> ParallelError:
+    """What is said of a model whose sequences ranks cannot share."""
+    where = "actor.parallel.sequence"
+    return ParallelError(f"{what} cannot share sequences among ranks: {why}", where=where, remedy=f"set {where}: 1")
 
 
 def named(losses: Losses) -> dict[str, LossSum]:

@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from shardtune.parallel.sequence import TokenShare, to_heads, to_tokens
+
 DOCUMENTS = "shardtune_documents"
 """The name of the implementation, as `attn_implementation` of a transformers config."""
 
@@ -31,6 +33,7 @@ def document_attention(
     is_causal: bool | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
+    token_share: TokenShare | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention of each document to itself, with the model's window, soft cap and sinks.
@@ -49,6 +52,7 @@ def document_attention(
         is_causal: None: what the layer says.
         cu_seq_lens_q: int32 [documents + 1].
         max_length_q: tokens in the longest document.
+        token_share: where ranks share the tokens of a forward: which are this rank's. Heads are exchanged for tokens.
 
     Returns:
         ([1, tokens, heads, value_dim], None).
@@ -57,18 +61,44 @@ def document_attention(
         raise ValueError(
             f"{DOCUMENTS} needs document boundaries and no mask: the model did not hand them to its layers"
         )
+    if token_share is not None:
+        query, key, value = (to_heads(tensor, token_share) for tensor in (query, key, value))
+        if s_aux is not None:
+            s_aux = s_aux.chunk(token_share.ranks.size())[token_share.ranks.get_local_rank()]
+    output = _attend(
+        module, query, key, value, dropout, scaling, sliding_window, softcap, s_aux, is_causal, cu_seq_lens_q,
+        max_length_q,
+    )  # fmt: skip
+    return output if token_share is None else to_tokens(output, token_share), None
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+    is_causal: bool | None,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
+) -> torch.Tensor:
+    """As `document_attention`, over whole documents: [1, tokens, heads, value_dim]."""
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     plain = softcap is None and s_aux is None
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and plain and not dropout:
-        return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scale, causal, sliding_window), None
+        return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scale, causal, sliding_window)
     lengths = cu_seq_lens_q.diff().tolist()
     parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
     if plain:
         outputs = [_sdpa(q, k, v, scale, causal, sliding_window, dropout) for q, k, v in parts]
     else:
         outputs = [_explicit(q, k, v, scale, causal, sliding_window, dropout, softcap, s_aux) for q, k, v in parts]
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
+    return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
 def _varlen(

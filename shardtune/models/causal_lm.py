@@ -5,15 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.batch import Batch, LossSum, Metric, PackedBatch, Sample
 from shardtune.config import DataConfig
+from shardtune.config.layout import Layout
 from shardtune.data.chat import ChatEncoder
 from shardtune.data.encoder import Row
 from shardtune.data.packing import NO_ROW, pack
@@ -31,12 +34,24 @@ from shardtune.loss import (
     linear_cross_entropy,
     router_balance,
 )
-from shardtune.models.adapter import AdapterRoot, Evaluation, LanguageModel, LanguageRoot, WeightSource
+from shardtune.models.adapter import (
+    AdapterRoot,
+    Evaluation,
+    LanguageModel,
+    LanguageRoot,
+    WeightSource,
+    cannot_share_sequences,
+)
 from shardtune.models.attention import DOCUMENTS
 from shardtune.models.predictions import Measure, Prediction
 from shardtune.models.pretrained import model_directory
 from shardtune.models.probe import probe_packing
+from shardtune.parallel.collectives import sum_over
 from shardtune.parallel.materialise import init_empty_weights
+from shardtune.parallel.mesh import Ranks
+from shardtune.parallel.sequence import TokenShare
+from shardtune.parallel.spread import Spread, spread
+from shardtune.parallel.tensor import Heads, check_heads
 from shardtune.parallel.units import choose_units, outermost
 
 BALANCE = "router_balance"
@@ -90,6 +105,7 @@ class CausalLM(LanguageModel):
         self._precision = precision
         self._own_attention = ""
         self._attention = ""
+        self._sequence: DeviceMesh | None = None
         self.packs = False
         self._transform = _declared_transform(config)
         self._through_own_head = False
@@ -214,6 +230,29 @@ class CausalLM(LanguageModel):
     def filler(self, sample: Sample) -> Sample:
         return NO_ROW
 
+    def check_layout(self, layout: Layout) -> None:
+        if layout.tensor > 1 or layout.sequence > 1:
+            check_heads(self._heads(), layout.tensor, layout.sequence)
+
+    def _heads(self) -> Heads:
+        values = self.config.get_text_config().to_dict()
+        query = int(values["num_attention_heads"])
+        size = int(values.get("head_dim") or values["hidden_size"] // query)
+        return Heads(query, int(values.get("num_key_value_heads") or query), size)
+
+    def spread_over(self, model: nn.Module, ranks: Ranks) -> Spread:
+        """Spread the model over the ranks that work on the same rows, by the plans that transformers has for it."""
+        layout = ranks.layout
+        if layout.sequence > 1:
+            if self._attention != DOCUMENTS:
+                raise cannot_share_sequences(
+                    f"{type(model).__name__} with attn_implementation {self._attention}", "attention is not ours"
+                )
+            self._sequence = ranks.sequence_mesh
+        return spread(
+            model, _hf(model).tp_plan, _hf(model).ep_plan, ranks, self._heads() if layout.tensor > 1 else None
+        )
+
     def row_terms(self) -> Mapping[str, float]:
         return {BALANCE: 1.0} if self._balance_factor else {}
 
@@ -252,8 +291,8 @@ class CausalLM(LanguageModel):
     def predictions(self, model: nn.Module, batch: Batch) -> Iterator[Prediction]:
         """The logits of the supervised positions, as many at a time as the loss holds."""
         assert isinstance(batch, PackedBatch)
-        _, hidden, head = self._to_head(model, batch, batch.target_positions)
-        return self._pieces(hidden, head, batch)
+        at = self._to_head(model, batch, batch.target_positions)
+        return self._pieces(at.everywhere(), at.head, batch)
 
     def _pieces(self, hidden: torch.Tensor, head: nn.Module | None, batch: PackedBatch) -> Iterator[Prediction]:
         size = chunk_rows(hidden.device, self._vocabulary)
@@ -267,21 +306,24 @@ class CausalLM(LanguageModel):
     def _vocabulary(self) -> int:
         return self.config.get_text_config().vocab_size
 
-    def _to_head(
-        self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor
-    ) -> tuple[Any, torch.Tensor, nn.Module | None]:
-        """The model's outputs, what its head takes at some tokens, and the head; their logits where there is None."""
+    def _to_head(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> _AtHead:
+        """Run the model up to its head, at some tokens."""
         assert isinstance(model, PreTrainedModel)
         arguments: dict[str, Any] = {"output_router_logits": True} if self._balance_factor else {}
+        share = TokenShare.of(len(batch.input_ids), self._sequence) if self._sequence is not None else None
+        input_ids, position_ids, mine = batch.input_ids, batch.position_ids, None
+        if share is not None:
+            arguments["token_share"] = share
+            input_ids, position_ids, mine = share.cut(input_ids), share.cut(position_ids), share.mine(positions)
+            positions = positions[mine] - share.start
         if self.packs:
-            arguments["position_ids"] = batch.position_ids[None]
+            arguments["position_ids"] = position_ids[None]
         if self._attention == DOCUMENTS or self._attention.startswith("flash"):
             arguments |= {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
             arguments |= {"max_length_q": batch.max_length, "max_length_k": batch.max_length}
-        input_ids = batch.input_ids[None]
         if self._through_own_head:
-            outputs = model(input_ids=input_ids, use_cache=False, logits_to_keep=positions, **arguments)
-            return outputs, outputs.logits[0], None
+            outputs = model(input_ids=input_ids[None], use_cache=False, logits_to_keep=positions, **arguments)
+            return _AtHead(outputs, outputs.logits[0], None, share, mine)
         head = model.get_output_embeddings()
         if head is None:
             raise ModelError(
@@ -289,42 +331,52 @@ class CausalLM(LanguageModel):
                 where="actor.model.model_path",
                 remedy="give the directory of a causal language model",
             )
-        outputs = model.base_model(input_ids=input_ids, use_cache=False, **arguments)
+        outputs = model.base_model(input_ids=input_ids[None], use_cache=False, **arguments)
         # In the head's dtype: models that add up their residuals in fp32 (Mamba) leave them so.
         hidden = outputs[0][0].index_select(0, positions)
-        return outputs, hidden.to(next(head.parameters(), hidden).dtype), head
+        return _AtHead(outputs, hidden.to(next(head.parameters(), hidden).dtype), head, share, mine)
 
     def _measure(
         self, model: nn.Module, batch: Batch, token_loss: TokenLoss, measure: Measure | None = None
     ) -> Evaluation:
         """The losses; with `measure` also metrics: which predictions are right, and what it makes of them."""
         assert isinstance(batch, PackedBatch)
-        outputs, hidden, head = self._to_head(model, batch, batch.target_positions)
-        arguments, counts = (batch.targets, batch.target_weights), measure is not None
-        if type(head) is nn.Linear and isinstance(token_loss, CrossEntropy):
-            total, correct = linear_cross_entropy(
-                hidden, head.weight, *arguments, bias=head.bias, transform=self._transform, loss=token_loss,
-                count_correct=counts,
-            )  # fmt: skip
-        else:
-            total, correct = head_cross_entropy(
-                hidden, _same if head is None else head, self._vocabulary, *arguments,
-                transform=IDENTITY if head is None else self._transform, token_loss=token_loss, count_correct=counts,
-            )  # fmt: skip
+        at = self._to_head(model, batch, batch.target_positions)
+        total, correct = self._cross_entropy(at, batch, token_loss, count_correct=measure is not None)
         losses = {TOKENS: LossSum(total, batch.target_weight)}
         if self._balance_factor:
+            router_logits = tuple(at.all_tokens(logits) for logits in at.outputs.router_logits)
             balance = router_balance(
-                outputs.router_logits, batch.cu_seqlens, batch.document_weights, self._experts_per_token
+                router_logits, batch.cu_seqlens, batch.document_weights, self._experts_per_token
             )
             losses[BALANCE] = LossSum(self._balance_factor * balance, float(batch.num_rows))
         if measure is None:
             return Evaluation(losses, {})
         accuracy = Metric(float(correct), float(batch.targets.numel()))
-        return Evaluation(losses, {"token_accuracy": accuracy, **measure(self._pieces(hidden, head, batch))})
+        further = measure(self._pieces(at.everywhere(), at.head, batch)) if measure is not _nothing else {}
+        return Evaluation(losses, {"token_accuracy": accuracy, **further})
+
+    def _cross_entropy(
+        self, at: _AtHead, batch: PackedBatch, token_loss: TokenLoss, *, count_correct: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of all targets, and how many are right; the same on all ranks that share a sequence."""
+        arguments = at.mine_of(batch.targets), at.mine_of(batch.target_weights)
+        if type(at.head) is nn.Linear and isinstance(token_loss, CrossEntropy):
+            total, correct = linear_cross_entropy(
+                at.hidden, at.head.weight, *arguments, bias=at.head.bias, transform=self._transform, loss=token_loss,
+                count_correct=count_correct,
+            )  # fmt: skip
+        else:
+            total, correct = head_cross_entropy(
+                at.hidden, _same if at.head is None else at.head, self._vocabulary, *arguments,
+                transform=IDENTITY if at.head is None else self._transform, token_loss=token_loss,
+                count_correct=count_correct,
+            )  # fmt: skip
+        return at.summed(total), at.summed(correct)
 
     def logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
-        _, hidden, head = self._to_head(model, batch, positions)
-        return hidden if head is None else self._transform(head(hidden))
+        at = self._to_head(model, batch, positions)
+        return at.everywhere(at.hidden if at.head is None else self._transform(at.head(at.hidden)))
 
     def reference_logits(self, model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         with _attention(model, "eager"), torch.compiler.set_stance("force_eager"):
@@ -339,6 +391,42 @@ class CausalLM(LanguageModel):
         with _attention(model, self._own_attention), torch.compiler.set_stance("force_eager"):
             generate: Any = model.generate
             return generate(input_ids=input_ids, attention_mask=attention_mask, **arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class _AtHead:
+    """Where a model's head begins.
+
+    Attributes:
+        outputs: the model's.
+        hidden: [tokens, width], what the head takes; the logits where there is no head left.
+        head: the head, or None.
+        share: which tokens are this rank's, where ranks share them.
+        mine: bool [tokens asked for]: which of those are.
+    """
+
+    outputs: Any
+    hidden: torch.Tensor
+    head: nn.Module | None
+    share: TokenShare | None
+    mine: torch.Tensor | None
+
+    def mine_of(self, values: torch.Tensor) -> torch.Tensor:
+        """This rank's of the values [tokens asked for]."""
+        return values if self.mine is None else values[self.mine]
+
+    def summed(self, part: torch.Tensor) -> torch.Tensor:
+        """A sum over this rank's tokens to that over all."""
+        return part if self.share is None else sum_over(part, self.share.ranks)
+
+    def everywhere(self, values: torch.Tensor | None = None) -> torch.Tensor:
+        """What this rank has of the tokens asked for (by default `hidden`) to that of all of them."""
+        values = self.hidden if values is None else values
+        return values if self.share is None or self.mine is None else self.share.gather(values, self.mine)
+
+    def all_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """Of the tokens that this rank computes, [tokens, ...], to those of the whole forward."""
+        return values if self.share is None else self.share.whole(values)
 
 
 def _hf(model: nn.Module) -> PreTrainedModel:

@@ -16,12 +16,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardtune.batch import Metric
+from shardtune.config import ActorConfig
+from shardtune.config.layout import Layout
 from shardtune.errors import ParallelError
 
 T = TypeVar("T")
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 EXIT_TIMEOUT = datetime.timedelta(minutes=5)
 """How long a rank whose script has ended waits for the others to end too."""
+
+
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +36,72 @@ class Ranks:
         rank: of this process, 0 to world_size - 1.
         world_size: processes of the run.
         device: where this rank computes.
-        mesh: one dimension ("shard") over all ranks; None for a single process, which needs no process group.
+        mesh: ("replicate", "shard", "tensor") over all ranks, those that share a sequence among "shard"; None for a single
+            process, which needs no process group.
+        layout: the sizes of the axes.
+        sequence_mesh: the ranks that share this one's sequences.
+        expert_mesh: ("expert_shard", "expert") over all ranks, where experts are spread.
     """
 
     rank: int
     world_size: int
     device: torch.device
     mesh: DeviceMesh | None = None
+    layout: Layout = Layout()
+    sequence_mesh: DeviceMesh | None = None
+    expert_mesh: DeviceMesh | None = None
+
+    @property
+    def data_rank(self) -> int:
+        """Which rows are this rank's, 0 to `num_data_ranks` - 1; ranks that share a model share it."""
+        return self.rank // self.layout.model_ranks
+
+    @property
+    def num_data_ranks(self) -> int:
+        return self.layout.num_data_ranks
+
+    @property
+    def sequence_rank(self) -> int:
+        return self.rank // self.layout.tensor % self.layout.sequence
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.rank % self.layout.tensor
+
+    @property
+    def draws_rank(self) -> int:
+        """Equal for ranks whose random draws have to agree, which are those that compute the same activations."""
+        return self.rank // self.layout.tensor
+
+    @property
+    def counts(self) -> bool:
+        """Whether sums over rows count this rank's: of those that work on the same rows together the first does."""
+        return self.rank % self.layout.model_ranks == 0
+
+    @property
+    def shard_mesh(self) -> DeviceMesh | None:
+        """Over which weights are sharded; with two dimensions they are replicated over the first."""
+        if self.mesh is None:
+            return None
+        return self.mesh["replicate", "shard"] if self.layout.replicate > 1 else self.mesh["shard"]
+
+    @property
+    def tensor_mesh(self) -> DeviceMesh:
+        """The ranks that share this one's matrix multiplications."""
+        assert self.mesh is not None
+        return self.mesh["tensor"]
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """The sums over ranks, in fp64; every rank passes as many values."""
+        """The sums over ranks, in fp64; every rank passes as many values, those that do not count for nothing."""
         if self.mesh is None:
             return [float(value) for value in values]
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        if not self.counts:
+            tensor.zero_()
         dist.all_reduce(tensor)
         return tensor.tolist()
 
@@ -135,9 +188,18 @@ def num_ranks(to_launch: int) -> int:
     return started if started > 1 else to_launch
 
 
-def join_ranks(device: str) -> Ranks:
-    """Become the rank that RANK, WORLD_SIZE and LOCAL_RANK name (as torchrun does); without them a single process."""
+def join_ranks(device: str, actor: ActorConfig) -> Ranks:
+    """Become the rank that RANK, WORLD_SIZE and LOCAL_RANK name (as torchrun does); without them a single process.
+
+    Args:
+        device: `runner.device`.
+        actor: the section of the recipe that says how ranks are laid out.
+
+    Raises:
+        ParallelError: this many ranks cannot be laid out so, or this rank has no device.
+    """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    layout = Layout.of(actor, world_size)
     chosen = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -147,7 +209,22 @@ def join_ranks(device: str) -> Ranks:
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
         _leave_at_exit()
-    return Ranks(rank, world_size, chosen, init_device_mesh(chosen.type, (world_size,), mesh_dim_names=("shard",)))
+    return lay_out(layout, rank, chosen)
+
+
+def lay_out(layout: Layout, rank: int, device: torch.device) -> Ranks:
+    """The ranks of an open process group in a layout; every rank calls it."""
+    sizes = (layout.replicate, layout.shard * layout.sequence, layout.tensor)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
+    sequence = experts = None
+    if layout.sequence > 1:
+        size = (layout.num_data_ranks, layout.sequence, layout.tensor)
+        sequence = init_device_mesh(device.type, size, mesh_dim_names=("data", "sequence", "tensor"))["sequence"]
+    if layout.expert > 1:
+        # Copies of the model are one more way to shard experts: FSDP2 sums their gradients over all that have them.
+        size = (layout.num_ranks // layout.expert, layout.expert)
+        experts = init_device_mesh(device.type, size, mesh_dim_names=("expert_shard", "expert"))
+    return Ranks(rank, layout.num_ranks, device, mesh, layout, sequence, experts)
 
 
 def _leave_at_exit() -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
@@ -26,8 +34,13 @@ def shard(
     *,
     reshard_after_forward: bool = True,
     entry_points: Sequence[str] = (),
+    experts: Collection[nn.Module] = (),
+    offload: bool = False,
 ) -> None:
-    """Shard `root` in place over all ranks with FSDP2; a single process keeps the plain module.
+    """Shard `root` in place over the ranks that its layout names, with FSDP2; a single process keeps the plain module.
+
+    With copies of the sharded model (HSDP) gradients are reduced over the shards first, then over the copies; copies
+    alone (DDP) are shards of one rank.
 
     Gradients are summed over ranks, not averaged: losses are divided by the step's weight beforehand. FSDP2 averages
     unless told otherwise on every one of its modules (on the root alone it is silently wrong), and gloo can only sum.
@@ -41,9 +54,12 @@ def shard(
         precision: bf16 | fp16 | fp32 | fp64.
         reshard_after_forward: False keeps a unit's weights between forward and backward.
         entry_points: names of further methods of `root` that use its weights.
+        experts: modules whose parameters are spread over experts' ranks already; each shards over the others by itself.
+        offload: keep weights, gradients and optimizer states in host memory.
     """
     if ranks.mesh is None:
         return
+    shards = ranks.shard_mesh
     compute = COMPUTE_DTYPE[precision]
     policy = MixedPrecisionPolicy(
         param_dtype=compute if compute != MASTER_DTYPE[precision] else None, reduce_dtype=MASTER_DTYPE[precision]
@@ -51,14 +67,16 @@ def shard(
     whole = {parameter for parameter in root.parameters() if parameter.ndim == 0}
     if policy.param_dtype is not None:
         whole |= norm_parameters(root)
-    innermost_first = [module for module in reversed(list(root.modules())) if module in set(units)]
+    by_itself = {*units, *experts}
+    innermost_first = [module for module in reversed(list(root.modules())) if module in by_itself]
     for unit in (*innermost_first, root):
         fully_shard(
             unit,
-            mesh=ranks.mesh,
+            mesh=ranks.expert_mesh["expert_shard"] if unit in experts and ranks.expert_mesh is not None else shards,
             mp_policy=policy,
             reshard_after_forward=reshard_after_forward and unit is not root,
             ignored_params=whole,
+            offload_policy=CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if offload else OffloadPolicy(),
         )
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -88,6 +106,7 @@ class Weights:
         ranks: of the run.
         reduce_each: reduce gradients over ranks after each micro-batch (less memory) and not only after the last.
         elsewhere: names of parameters that checkpoints leave out, because they are loaded from where training starts.
+        partial: names of parameters that every tensor rank holds, and of whose gradient each computes a part.
     """
 
     def __init__(
@@ -99,8 +118,10 @@ class Weights:
         *,
         reduce_each: bool = False,
         elsewhere: Collection[str] = (),
+        partial: Collection[str] = (),
     ) -> None:
         self._root = root
+        self._partial = partial
         self._elsewhere = elsewhere
         self._ranks = ranks
         self._reduce_each = reduce_each
@@ -149,20 +170,38 @@ class Weights:
     def settle(self) -> None:
         """Make what ranks hold whole the same on all of them, after the backward pass of a step's last micro-batch.
 
-        That is: sum the gradients of whole parameters, and agree on the buffers that forwards have changed.
+        That is: sum the gradients of whole parameters, and agree on the buffers that forwards have changed. Once per
+        step: a hook on each backward pass would sum again what earlier micro-batches have summed.
         """
         self._buffers.agree()
-        whole = [self.parameters[name] for name in self._whole if self.parameters[name].requires_grad]
-        if self._ranks.mesh is None or not whole:
+        if self._ranks.mesh is None:
+            return
+        self._sum_partial()
+        whole = {name: self.parameters[name] for name in self._whole if self.parameters[name].requires_grad}
+        if not whole:
             return
         # A parameter that no rank used keeps no gradient, so that the optimizer passes over it.
-        used = torch.tensor([parameter.grad is not None for parameter in whole], device=self._ranks.device)
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in whole]
+        used = torch.tensor([parameter.grad is not None for parameter in whole.values()], device=self._ranks.device)
+        # Tensor ranks compute the same gradient, so one of them brings it.
+        bring = self._ranks.tensor_rank == 0
+        grads = [torch.zeros_like(p) if p.grad is None or not bring else p.grad for p in whole.values()]
         flat = torch.cat([*(grad.reshape(-1) for grad in grads), used.to(grads[0].dtype)])
         dist.all_reduce(flat)
         pieces = flat.split([*(grad.numel() for grad in grads), len(whole)])
-        for parameter, piece, users in zip(whole, pieces, pieces[-1].tolist(), strict=False):
+        for parameter, piece, users in zip(whole.values(), pieces, pieces[-1].tolist(), strict=False):
             parameter.grad = piece.view_as(parameter).clone() if users else None
+
+    def _sum_partial(self) -> None:
+        """Sum over tensor ranks the gradients of which each has a part; shards lie alike on all of them."""
+        if self._ranks.layout.tensor == 1:
+            return
+        grads = [local(grad) for name in self._partial if (grad := self.parameters[name].grad) is not None]
+        if not grads:
+            return
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        dist.all_reduce(flat, group=self._ranks.tensor_mesh.get_group())
+        for grad, piece in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(piece.view_as(grad))
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -189,18 +228,28 @@ class Weights:
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
-        """The Euclidean norm of the whole gradient over all ranks, summed in fp64."""
-        # What every rank holds whole is counted by one of them.
-        passed_over = set(self._whole) if self._ranks.rank else set()
-        counted = [parameter for name, parameter in self.parameters.items() if name not in passed_over]
-        grads = [local(parameter.grad) for parameter in counted if parameter.grad is not None]
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads if grad.numel()]
+        """The Euclidean norm of the whole gradient over all ranks, summed in fp64.
+
+        Each rank adds up its parts, each divided by the number of ranks that hold the same part.
+        """
         square = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
-        if norms:
-            square = torch.stack(norms).square().sum()
+        by_copies: dict[int, list[torch.Tensor]] = {}
+        for parameter in self.parameters.values():
+            if parameter.grad is not None and (grad := local(parameter.grad)).numel():
+                by_copies.setdefault(self._copies(parameter), []).append(grad)
+        for copies, grads in by_copies.items():
+            norms = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads])
+            square += (norms.square().sum() / copies).to(square.device)
         if self._ranks.mesh is not None:
             dist.all_reduce(square)
         return float(square.sqrt())
+
+    def _copies(self, parameter: torch.Tensor) -> int:
+        """How many ranks hold the same part of a parameter."""
+        if not isinstance(parameter, DTensor):
+            return self._ranks.world_size
+        sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+        return self._ranks.world_size // math.prod(size for size, placement in sizes if not placement.is_replicate())
 
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:

@@ -89,7 +89,7 @@ def _first_gradient(worker: SFTWorker) -> dict[str, torch.Tensor]:
         step.micro_batches,
         step.denominators,
         weights,
-        draws=(0, 0, worker.ranks.rank),
+        draws=(0, 0, worker.ranks.draws_rank),
         scale=1.0,
     )
     weights.settle()

@@ -1,0 +1,151 @@
+"""How ranks are laid out: the sizes of the axes of `actor.parallel`, and which of them a number of ranks can have."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shardtune.config.schema import ActorConfig
+from shardtune.errors import ParallelError
+
+SECTION = "actor.parallel"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Ranks in rows and columns: `replicate x shard x sequence x tensor` of them, the last axis the innermost.
+
+    Ranks that differ along `replicate` or `shard` have other rows; those along `sequence` have parts of the same rows,
+    those along `tensor` parts of the same matrices. Experts are spread over `expert` ranks that differ along `shard` or
+    `sequence`: it is no axis of its own.
+
+    Attributes:
+        replicate: copies of the sharded model.
+        shard: ranks among which the weights of each copy are sharded (together with those of `sequence`).
+        sequence: ranks that share each sequence.
+        tensor: ranks that share each matrix multiplication.
+        expert: ranks among which a layer's experts are spread.
+    """
+
+    replicate: int = 1
+    shard: int = 1
+    sequence: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.replicate * self.shard * self.sequence * self.tensor
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Groups of ranks that have rows of their own."""
+        return self.replicate * self.shard
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that work on the same rows together."""
+        return self.sequence * self.tensor
+
+    def __str__(self) -> str:
+        sizes = {
+            "replicate": self.replicate,
+            "shard": self.shard,
+            "sequence": self.sequence,
+            "tensor": self.tensor,
+            "expert": self.expert,
+        }
+        return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+
+    @classmethod
+    def of(cls, actor: ActorConfig, num_ranks: int) -> Layout:
+        """The layout that a recipe asks for on a number of ranks.
+
+        Raises:
+            ParallelError: there is none; the message says which sizes would fit.
+        """
+        asked = actor.parallel
+        inner = asked.sequence * asked.tensor
+        if num_ranks % inner:
+            raise ParallelError(
+                f"{SECTION}: sequence {asked.sequence} x tensor {asked.tensor} = {inner} ranks do not divide "
+                f"{_ranks(num_ranks)}",
+                where=_where("tensor" if asked.tensor > 1 else "sequence"),
+                remedy=f"{_fit_inner(asked.sequence, asked.tensor, num_ranks)}, or use a multiple of {inner} ranks",
+            )
+        outer = num_ranks // inner
+        replicate, shard = _data_axes(actor, outer, num_ranks)
+        layout = cls(replicate, shard, asked.sequence, asked.tensor, asked.expert)
+        layout._check_experts()
+        return layout
+
+    def _check_experts(self) -> None:
+        among = self.shard * self.sequence
+        if self.expert == 1:
+            return
+        if self.tensor > 1:
+            raise ParallelError(
+                f"{SECTION}: expert {self.expert} and tensor {self.tensor} exclude each other",
+                where=_where("expert"),
+                remedy=f"{SECTION}.tensor: 1; experts are spread over the ranks that shard the model",
+            )
+        if among % self.expert:
+            nearest = max(size for size in range(1, self.expert) if among % size == 0)
+            raise ParallelError(
+                f"{SECTION}.expert: {self.expert} does not divide the {among} ranks that shard a copy of the model",
+                where=_where("expert"),
+                remedy=f"set it to {nearest}, or use other ranks",
+            )
+
+
+def _data_axes(actor: ActorConfig, outer: int, num_ranks: int) -> tuple[int, int]:
+    """The sizes of replicate and shard, of which the product is `outer`."""
+    asked = actor.parallel
+    replicate, shard = asked.data_replicate, asked.data_shard
+    if actor.training_backend == "ddp":
+        if shard not in (-1, 1) or replicate not in (1, outer):
+            raise ParallelError(
+                f"actor.training_backend: ddp keeps the whole model on every rank, {SECTION} asks for "
+                f"data_replicate {replicate} x data_shard {shard}",
+                where="actor.training_backend",
+                remedy="leave both out, or use actor.training_backend: fsdp",
+            )
+        return outer, 1
+    if shard == -1 and outer % replicate:
+        nearest = max(size for size in range(1, min(replicate, outer) + 1) if outer % size == 0)
+        raise ParallelError(
+            f"{SECTION}.data_replicate: {replicate} does not divide {_of(outer, num_ranks)}",
+            where=_where("data_replicate"),
+            remedy=f"set it to {nearest}, or use a multiple of {replicate} ranks",
+        )
+    shard = outer // replicate if shard == -1 else shard
+    if replicate * shard != outer:
+        raise ParallelError(
+            f"{SECTION}: data_replicate {replicate} x data_shard {shard} = {replicate * shard} is not "
+            f"{_of(outer, num_ranks)}",
+            where=_where("data_shard"),
+            remedy=f"set {SECTION}.data_shard to -1 (what is left)"
+            + (f", or runner.nproc_per_node to {replicate * shard}" if outer == num_ranks else ""),
+        )
+    return replicate, shard
+
+
+def _fit_inner(sequence: int, tensor: int, num_ranks: int) -> str:
+    """The largest sizes not above those asked for that divide the ranks."""
+    fitting = [
+        (s, t) for s in range(1, sequence + 1) for t in range(1, tensor + 1) if num_ranks % (s * t) == 0
+    ]  # (1, 1) always does
+    best = max(fitting, key=lambda pair: (math.prod(pair), pair[1]))
+    return f"the nearest that fits is sequence {best[0]}, tensor {best[1]}"
+
+
+def _where(axis: str) -> str:
+    return f"{SECTION}.{axis}"
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' if number > 1 else ''}"
+
+
+def _of(outer: int, num_ranks: int) -> str:
+    return _ranks(num_ranks) if outer == num_ranks else f"the {outer} of {num_ranks} ranks that have rows of their own"

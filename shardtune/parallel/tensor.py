@@ -1,0 +1,222 @@
+"""Tensor parallelism: ranks that share each matrix multiplication, by the plan that a model declares.
+
+The styles of a plan and the layers that carry them out are transformers' own (`transformers.distributed`). Its way of
+summing the gradients of replicated parameters is not used: it sums at each backward pass, what earlier micro-batches
+have summed included (`Weights.settle` does it, once per step).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
+
+from shardtune.errors import ParallelError
+from shardtune.parallel.collectives import hand_to_all
+
+Plan = Mapping[str, str]
+"""Names of modules and parameters, with `*` for layer numbers, to styles of transformers."""
+PARTIAL = "replicated_with_grad_allreduce"
+"""The style of what every rank holds and uses on its own heads alone."""
+PACKED = ("packed_colwise", "packed_rowwise")
+KEY_VALUE = ("k_proj", "v_proj")
+WHERE = "actor.parallel.tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What of a model's attention has to divide.
+
+    Attributes:
+        query: heads of the queries.
+        key_value: heads of keys and values.
+        size: of one head.
+    """
+
+    query: int
+    key_value: int
+    size: int
+
+
+def check_heads(heads: Heads, tensor: int, sequence: int) -> None:
+    """Refuse sizes of the axes tensor and sequence that heads cannot be dealt to.
+
+    Raises:
+        ParallelError: names the nearest that can.
+    """
+
+    def fits(tensor: int, sequence: int) -> bool:
+        ranks = tensor * sequence
+        fewer, more = sorted((ranks, heads.key_value))
+        return heads.query % ranks == 0 and more % fewer == 0
+
+    if fits(tensor, sequence):
+        return
+    sizes = [(t, s) for t in range(1, tensor + 1) for s in range(1, sequence + 1) if fits(t, s)]
+    nearest = max(sizes, key=lambda pair: (pair[0] * pair[1], pair[0]))
+    asked = f"tensor {tensor} x sequence {sequence}" if sequence > 1 and tensor > 1 else str(tensor * sequence)
+    raise ParallelError(
+        f"actor.parallel: {asked} ranks cannot share {heads.query} heads of queries and {heads.key_value} of keys and "
+        "values",
+        where=WHERE if tensor > 1 else "actor.parallel.sequence",
+        remedy=f"the nearest that fits is tensor {nearest[0]}, sequence {nearest[1]}",
+    )
+
+
+def parallelise(model: nn.Module, plan: Plan, ranks: DeviceMesh, heads: Heads | None) -> list[str]:
+    """Spread a model over tensor ranks in place, before it is sharded.
+
+    Args:
+        model: on the meta device.
+        plan: which module is cut how.
+        ranks: the mesh along the axis `tensor`.
+        heads: of its attention; None for a model without.
+
+    Returns:
+        The names of parameters that every rank holds, and of whose gradient each computes a part.
+
+    Raises:
+        ParallelError: the plan is empty or names nothing, or has a style that is not known here.
+    """
+    _check_plan(model, plan)
+    shared = _shared_parameters(model)
+    repeated = heads is not None and heads.key_value < ranks.size()
+    partial: list[str] = []
+    for name, style in expanded(model, plan):
+        owner, _, key = name.rpartition(".")
+        if style == PARTIAL:
+            partial += [name] if name in dict(model.named_parameters()) else []
+        elif repeated and any(part in KEY_VALUE for part in name.split(".")[-2:]):
+            assert heads is not None
+            if key in KEY_VALUE:
+                _repeat_heads(model.get_submodule(name), ranks, heads)
+                partial += [f"{name}.{parameter}" for parameter, _ in model.get_submodule(name).named_parameters()]
+        elif key in model.get_submodule(owner)._parameters:
+            ALL_PARALLEL_STYLES[style].shard_param(model.get_submodule(owner), key, ranks)
+        else:
+            ALL_PARALLEL_STYLES[style].install_forward(model.get_submodule(name), ranks)
+    _share_again(model, shared)
+    if repeated:
+        assert heads is not None
+        for module in model.modules():
+            if "num_key_value_groups" in vars(module):
+                vars(module)["num_key_value_groups"] = heads.query // ranks.size()
+    return partial
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """This rank's rows of a matrix whose rows are dealt to tensor ranks.
+
+    Attributes:
+        rows: this rank's, [rows, width].
+        start: the first of them in the whole.
+        total: rows of the whole.
+        ranks: that have the others.
+    """
+
+    rows: torch.Tensor
+    start: int
+    total: int
+    ranks: DeviceMesh
+
+
+def row_slice(weight: torch.Tensor) -> Slice | None:
+    """This rank's rows of a weight, if tensor ranks share it; to be called where the weight is gathered otherwise."""
+    if not isinstance(weight, DTensor):
+        return None
+    (placement,) = weight.placements
+    assert isinstance(placement, Shard) and placement.dim == 0
+    _, (start, *_) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    rows = weight.to_local()
+    return Slice(rows, start if len(rows) else weight.shape[0], weight.shape[0], weight.device_mesh)
+
+
+def _check_plan(model: nn.Module, plan: Plan) -> None:
+    if not plan:
+        raise ParallelError(
+            f"{type(model).__name__} declares no plan for tensor parallelism",
+            where=WHERE,
+            remedy=f"set {WHERE}: 1, or give the adapter a tensor_plan",
+        )
+    unknown = sorted(set(plan.values()) - set(ALL_PARALLEL_STYLES.keys()))
+    packed = sorted(name for name, style in plan.items() if style in PACKED)
+    if unknown or packed:
+        raise ParallelError(
+            f"the tensor plan of {type(model).__name__} has the style {', '.join(unknown)}, which is not known"
+            if unknown
+            else f"{type(model).__name__} holds several matrices in one ({packed[0]}), which tensor ranks cannot share",
+            where=WHERE,
+            remedy=f"set {WHERE}: 1" + ("" if unknown else "; experts are spread by actor.parallel.expert"),
+        )
+    names = {
+        replace_layer_number_by_wildcard(name)
+        for name in (*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False)))
+    }
+    if not names.intersection(plan):
+        raise ParallelError(
+            f"the tensor plan of {type(model).__name__} names nothing in it: {', '.join(list(plan)[:3])}",
+            where=WHERE,
+            remedy=f"use names such as {', '.join(sorted(names)[:3])}",
+        )
+
+
+def expanded(model: nn.Module, plan: Plan) -> list[tuple[str, str]]:
+    """Each parameter and module that the plan names, a module's parameters before the module itself."""
+    found: list[tuple[str, str]] = []
+    for name, module in model.named_modules():
+        style = plan.get(replace_layer_number_by_wildcard(name))
+        for key, _ in module.named_parameters(recurse=False):
+            path = f"{name}.{key}" if name else key
+            chosen = plan.get(replace_layer_number_by_wildcard(path), style)
+            found += [(path, chosen)] if chosen is not None else []
+        found += [(name, style)] if style is not None and name else []
+    return found
+
+
+def _repeat_heads(projection: nn.Module, ranks: DeviceMesh, heads: Heads) -> None:
+    """Fewer heads of keys and values than ranks: every rank computes all of them and takes the one that it needs."""
+    number = ranks.get_local_rank() * heads.key_value // ranks.size()
+    part = slice(number * heads.size, (number + 1) * heads.size)
+
+    def enter(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (hand_to_all(inputs[0], ranks), *inputs[1:])
+
+    def take(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output[..., part]
+
+    projection.register_forward_pre_hook(enter)
+    projection.register_forward_hook(take)
+
+
+def _shared_parameters(model: nn.Module) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _share_again(model: nn.Module, shared: list[list[str]]) -> None:
+    """One parameter under several names stays one, though cutting it made a new one of one of them."""
+    for group in shared:
+        found = [model.get_parameter(name) for name in group]
+        cut = next((parameter for parameter in found if isinstance(parameter, DTensor)), found[0])
+        placements = {str(p.placements) if isinstance(p, DTensor) else "" for p in found} - {""}
+        if len(placements) > 1:
+            raise ParallelError(
+                f"{' and '.join(group)} are one parameter, which the tensor plan cuts in several ways",
+                where=WHERE,
+                remedy=f"set {WHERE}: 1",
+            )
+        for name in group:
+            owner, _, key = name.rpartition(".")
+            model.get_submodule(owner)._parameters[key] = cut
+
+

@@ -1,0 +1,194 @@
+"""The actor that holds one rank: it starts the rank's process on its host, passes on what that says, and ends it.
+
+A rank needs a process of its own: signals reach its main thread, its exit code tells how it went, and nothing of a
+process group that broke is left for the next start. This file is sent to the cluster as it is, so that a host without
+shardtune can say so: it imports nothing but Python's own modules before it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+LINES_AT_ONCE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is.
+
+    Attributes:
+        node: Ray's name of the host.
+        host: its own name.
+        address: the IP address by which the others reach it.
+        gpus: those that Ray gave to the rank, as CUDA_VISIBLE_DEVICES has them.
+        cores: of the host.
+        port: one that is free there.
+        shardtune: whether the host has it.
+    """
+
+    node: str
+    host: str
+    address: str
+    gpus: tuple[str, ...]
+    cores: int
+    port: int
+    shardtune: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """What is new of a rank.
+
+    Attributes:
+        lines: that it printed: stdout or stderr, text.
+        code: its exit code, once it has ended and its last line is among these or those before.
+        report: the error that it left.
+    """
+
+    lines: list[tuple[str, str]]
+    code: int | None
+    report: dict[str, Any] | None
+
+
+class RankHolder:
+    """Holds one rank.
+
+    Args:
+        patience: seconds; after so many without a call the launcher counts as gone, and the rank is killed.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._heard = time.monotonic()
+        self._process: subprocess.Popen[str] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._lines: deque[tuple[str, str]] = deque()
+        self._readers: list[threading.Thread] = []
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def place(self, wanted_port: int | None) -> Place:
+        import ray
+
+        context = ray.get_runtime_context()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        gpus = tuple(name for name in visible.split(",") if name) if context.get_accelerator_ids().get("GPU") else ()
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", wanted_port or 0))
+                port = probe.getsockname()[1]
+            except OSError:
+                port = 0
+        return Place(
+            context.get_node_id(),
+            socket.gethostname(),
+            ray.util.get_node_ip_address(),
+            gpus,
+            os.cpu_count() or 1,
+            port,
+            importlib.util.find_spec("shardtune") is not None,
+        )
+
+    def start(self, arguments: list[str], recipe: str, environment: dict[str, str], names: dict[str, str]) -> None:
+        """Start the rank.
+
+        Args:
+            arguments: of `python -m shardtune`; RECIPE among them stands for the recipe's file.
+            recipe: its text.
+            environment: what the rank's holds besides this actor's.
+            names: of the variables that say where reports go (`reports`), who watches (`launcher`), and by which
+                interface hosts reach each other (`interface`, where they are several).
+        """
+        self._heard = time.monotonic()
+        self._folder = tempfile.TemporaryDirectory(prefix="shardtune-rank-")
+        file = Path(self._folder.name, "recipe.yaml")
+        file.write_text(recipe)
+        words = [str(file) if word == "RECIPE" else word for word in arguments]
+        further = {names["reports"]: self._folder.name, names["launcher"]: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        if "interface" in names and names["interface"] not in {**os.environ, **environment}:
+            further |= _interface(names["interface"])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "shardtune", *words],
+            env={**os.environ, **environment, **further},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        for name, stream in (("stdout", self._process.stdout), ("stderr", self._process.stderr)):
+            reader = threading.Thread(target=self._read, args=(name, stream), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+
+    def sign(self) -> Sign:
+        """What is new of the rank."""
+        self._heard = time.monotonic()
+        assert self._process is not None
+        code = self._process.poll()
+        if code is not None:
+            for reader in self._readers:
+                reader.join(timeout=2)  # a child of the rank may hold the pipes open
+        count = min(len(self._lines), LINES_AT_ONCE)
+        lines = [self._lines.popleft() for _ in range(count)]
+        report = self._report() if code is not None else None
+        return Sign(lines, code if not self._lines else None, report)
+
+    def stop(self) -> None:
+        """Ask the rank to save and to end."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def end(self) -> int | None:
+        """Kill the rank if it lives; returns its process id."""
+        process = self._process
+        if process is None:
+            return None
+        if process.poll() is None:
+            # Its own children too: workers of its loaders.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if self._folder is not None:
+            self._folder.cleanup()
+        return process.pid
+
+    def _read(self, name: str, stream: IO[str]) -> None:
+        for line in stream:
+            self._lines.append((name, line.rstrip("\n")))
+
+    def _report(self) -> dict[str, Any] | None:
+        assert self._folder is not None
+        files = list(Path(self._folder.name).glob("rank_*.json"))
+        return json.loads(files[0].read_text()) if files else None
+
+    def _watch(self) -> None:
+        while time.monotonic() - self._heard < self._patience:
+            time.sleep(0.25)
+        self.end()
+        os._exit(1)
+
+
+def _interface(variable: str) -> dict[str, str]:
+    """The network interface that has the address by which the other hosts reach this one."""
+    import psutil
+    import ray
+
+    address = ray.util.get_node_ip_address()
+    found = [name for name, held in psutil.net_if_addrs().items() if any(entry.address == address for entry in held)]
+    return {variable: found[0]} if found else {}
