@@ -6,8 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardtune import nn
     from shardtune.batch import Batch, LossSum, Metric, Sample
     from shardtune.callbacks import Ask, Callback
+    from shardtune.engine.division import NeedParallel
+    from shardtune.engine.engine import TrainEngine
+    from shardtune.engine.session import init
     from shardtune.models.adapter import Adapter, Prediction, WholeStepAdapter
     from shardtune.models.registry import get_model
     from shardtune.parallel.materialise import init_empty_weights
@@ -26,6 +30,7 @@ _HOME = {
     "FSDPSftWorker": "worker",
     "LossSum": "batch",
     "Metric": "batch",
+    "NeedParallel": "engine.division",
     "Prediction": "models.adapter",
     "Run": "run",
     "SFTRunner": "runner",
@@ -33,8 +38,10 @@ _HOME = {
     "SFTWorker": "sft_worker",
     "Sample": "batch",
     "SupportedModel": "registration",
+    "TrainEngine": "engine.engine",
     "WholeStepAdapter": "models.adapter",
     "get_model": "models.registry",
+    "init": "engine.session",
     "init_empty_weights": "parallel.materialise",
     "load_run": "run",
     "register_model": "registration",
@@ -49,6 +56,7 @@ __all__ = [
     "FSDPSftWorker",
     "LossSum",
     "Metric",
+    "NeedParallel",
     "Prediction",
     "Run",
     "SFTRunner",
@@ -56,10 +64,13 @@ __all__ = [
     "SFTWorker",
     "Sample",
     "SupportedModel",
+    "TrainEngine",
     "WholeStepAdapter",
     "get_model",
+    "init",
     "init_empty_weights",
     "load_run",
+    "nn",
     "register_model",
     "train",
 ]
@@ -67,6 +78,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: `shardtune --help` must not wait for torch."""
+    if name == "nn":
+        return import_module("shardtune.nn")
     if name not in _HOME:
         raise AttributeError(f"module 'shardtune' has no attribute {name!r}")
     return getattr(import_module(f"shardtune.{_HOME[name]}"), name)

@@ -268,6 +268,39 @@ def preview(
 
 
 @app.command()
+def launch(
+    recipe: RecipeArgument = None,
+    show: Annotated[bool, typer.Option("--print", help="Show the commands; nothing is run.")] = False,
+    nodes: Annotated[int, typer.Option(min=1, help="Hosts.")] = 1,
+    nproc_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on each host; by default as the recipe says.")
+    ] = None,
+    by: Annotated[str, typer.Option(help="torchrun | slurm | ray | all")] = "all",
+) -> None:
+    """Show what starts a recipe on several hosts: commands and environment for torchrun, Slurm and Ray.
+
+    **Examples**
+
+    ```text
+    shardtune launch recipe.yaml --print --nodes 4 --nproc-per-node 8
+    shardtune launch recipe.yaml --print --nodes 2 --nproc-per-node 8 --by slurm > job.sh
+    ```
+    """
+    from shardtune.cluster_commands import LAUNCHERS, launch_commands
+
+    path, overrides = _split(recipe)
+    if path is None or not show:
+        raise ConfigError(
+            "launch shows commands and runs none" if path else "there is no recipe to launch",
+            where="shardtune launch",
+            remedy=f"shardtune launch {path or 'recipe.yaml'} --print, or shardtune train {path or 'recipe.yaml'}",
+        )
+    if by not in (*LAUNCHERS, "all"):
+        raise ConfigError(f"{by} is no launcher that is known here", where="--by", remedy="torchrun, slurm, ray or all")
+    typer.echo(launch_commands(path, overrides, nodes, nproc_per_node, LAUNCHERS if by == "all" else (by,)))
+
+
+@app.command()
 def models(recipe: RecipeArgument = None) -> None:
     """List what actor.model.model_type may be: built in, of installed packages, and registered by a recipe's plugins.
 
@@ -340,7 +373,7 @@ def env() -> None:
 
 def main() -> None:
     """Run the command line; exit with 0, 1, 2 (the user's to mend) or 75 (stopped after saving)."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "SHARDTUNE_REPORT_DIR" in os.environ:
         end_with_parent()
     try:
         code = app(standalone_mode=False, prog_name="shardtune")

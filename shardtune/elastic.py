@@ -64,7 +64,9 @@ def run_elastic(
             before, workers = workers, left(numbers, workers - len(lost.ranks))
             if not workers:
                 few = f"of {before} workers fewer than runner.min_workers ({restarts.fewest}) are left"
-                raise RankLost(f"{lost}\n{few}; the same command goes on from the last checkpoint", lost.ranks) from None
+                raise RankLost(
+                    f"{lost}\n{few}; the same command goes on from the last checkpoint", lost.ranks
+                ) from None
             noun = "worker" if workers == 1 else "workers"
             say(f"{lost}; restart {again + 1} of {restarts.most}, from the last checkpoint, on {workers} {noun}")
 

@@ -238,7 +238,9 @@ def raise_outcome(
     # An abort may follow from the error of another rank; SIGTERM before a rank could listen is a stop like any other.
     followed = {-signal.SIGABRT} if causes else set()
     stopped = {Interrupted.exit_code, -signal.SIGTERM} if told else {Interrupted.exit_code}
-    killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0 and code not in followed | stopped]
+    killed = [
+        rank for rank, code in enumerate(codes) if code is not None and code < 0 and code not in followed | stopped
+    ]
     if killed or gone:
         told_of = gone or {killed[0]: f"was ended by {_signal(codes[killed[0]])}"}
         rank, what = next(iter(told_of.items()))

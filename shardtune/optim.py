@@ -6,6 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,9 +95,9 @@ def check_optimizer(config: OptimConfig, num_ranks: int) -> None:
     _make(kind, [{"params": [stand_in], "lr": config.lr}], _arguments(kind, config))
 
 
-def _group_of(name: str, parameter: nn.Parameter, config: OptimConfig) -> tuple[float, float]:
+def _group_of(name: str, ndim: int, config: OptimConfig) -> tuple[float, float]:
     """(learning rate, weight decay) of a parameter; the last pattern that matches its name wins."""
-    decay = config.weight_decay if parameter.ndim >= 2 else 0.0  # norms and biases are vectors
+    decay = config.weight_decay if ndim >= 2 else 0.0  # norms and biases are vectors
     rate = config.lr
     for group in config.groups:
         if re.search(group.pattern, name):
@@ -105,10 +106,19 @@ def _group_of(name: str, parameter: nn.Parameter, config: OptimConfig) -> tuple[
     return rate, decay
 
 
-def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    parameters: Mapping[str, nn.Parameter],
+    config: OptimConfig,
+    shapes: Mapping[str, torch.Size] = MappingProxyType({}),
+) -> torch.optim.Optimizer:
     """The optimizer over named parameters, in groups of equal learning rate and weight decay.
 
     Each group carries `base_lr`, which `set_learning_rate` scales, and `names`, the parameters it holds.
+
+    Args:
+        parameters: by name.
+        config: the recipe's `actor.optim`.
+        shapes: of whole parameters, by name, where a rank's part has another number of dimensions.
     """
     kind = optimizer_class(config.name)
     arguments = _arguments(kind, config)
@@ -122,7 +132,7 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimConfig)
     # Parameters that every rank holds whole stand apart: torch does not take both kinds in one operation.
     groups: dict[tuple[float, float, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters.items():
-        key = (*_group_of(name, parameter, config), isinstance(parameter, DTensor))
+        key = (*_group_of(name, len(shapes.get(name, parameter.shape)), config), isinstance(parameter, DTensor))
         groups.setdefault(key, []).append((name, parameter))
     settings = [
         {

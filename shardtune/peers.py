@@ -98,8 +98,8 @@ class PeerWatch:
         if self._done.is_set():
             return
         print(
-            f"rank {self._rank}: error: {lost}; {socket.gethostname()} ends its ranks, the same command goes on from the "
-            "last checkpoint",
+            f"rank {self._rank}: error: {lost}; {socket.gethostname()} ends its ranks, the same command goes on from "
+            "the last checkpoint",
             file=sys.stderr,
             flush=True,
         )

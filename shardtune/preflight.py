@@ -27,7 +27,6 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from shardtune.changes import FREE
 from shardtune.config import Recipe, flatten
 from shardtune.config.paths import named_files
 from shardtune.errors import ParallelError, ShardtuneError
@@ -41,6 +40,9 @@ SEEN_SECONDS = 15.0
 COLLECTIVE_SECONDS = 120.0
 """How long the first reduction over all ranks may take."""
 LEAST_FREE_BYTES = 64 * 2**20
+MAY_DIFFER = ("runner.nproc_per_node", "runner.num_workers", "runner.launcher", "runner.master_port", "runner.ray",
+              "data.num_workers", "data.cache_dir")  # fmt: skip
+"""Keys that each host may have its own value of."""
 PACKAGES = ("shardtune", "torch", "transformers", "tokenizers", "safetensors", "datasets", "numpy", "peft")
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -68,6 +70,11 @@ class Inventory:
     files: dict[str, tuple[str, str]]
     mark: str | None
     error: str | None
+
+
+def is_one_of_several() -> bool:
+    """Whether a launcher started this process as one rank of several."""
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def read_together(read: Callable[[], Recipe]) -> tuple[Recipe, PeerWatch | None]:
@@ -113,7 +120,7 @@ def take_inventory(recipe: Recipe | None, mark: str | None = None, error: str | 
 
 
 def _may_differ(key: str) -> bool:
-    return key.startswith("runner.") and any(key == free or key.startswith(f"{free}.") for free in FREE)
+    return any(key == free or key.startswith(f"{free}.") for free in MAY_DIFFER)
 
 
 def _versions() -> dict[str, str]:
@@ -203,7 +210,7 @@ def _meet(mine: Inventory, rank: int, world_size: int, recipe: Recipe | None) ->
     store.set(f"verdict/{rank}", json.dumps([mine.node, mine.host, problems]))
     if rank == 0:
         names = [f"verdict/{other}" for other in range(world_size)]
-        late = "rank {} has not come; all ranks have to be started at about the same time, on the same number of hosts"
+        late = "rank {} has not come"
         verdicts = [json.loads(_received(store, name, until, late.format(n))) for n, name in enumerate(names)]
         store.set("outcome", json.dumps(verdicts))
     verdicts = json.loads(_received(store, "outcome", until + SEEN_SECONDS, "rank 0 collected no verdicts"))
@@ -222,9 +229,11 @@ def _store(rank: int, world_size: int) -> dist.Store:
         store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=MEET_SECONDS))))
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
+        said = str(error).strip().splitlines()[0]
+        if "joined" in said:
+            raise _late(f"not all {world_size} ranks have come: {said}") from error
         raise ParallelError(
-            f"rank {rank} on {socket.gethostname()} cannot reach {address}, where the ranks meet: "
-            f"{str(error).strip().splitlines()[0]}",
+            f"rank {rank} on {socket.gethostname()} cannot reach {address}, where the ranks meet: {said}",
             where=f"MASTER_ADDR = {os.environ['MASTER_ADDR']}",
             remedy="check that the address is one by which the other hosts reach rank 0's, and that the port is open",
         ) from error
@@ -236,11 +245,15 @@ def _received(store: dist.Store, key: str, until: float, late: str) -> str:
         store.wait([key], timedelta(seconds=max(1.0, until - time.monotonic())))
         return store.get(key).decode()
     except RuntimeError as error:  # DistStoreError among them
-        raise ParallelError(
-            f"{late} (waited for {MEET_SECONDS:.0f} s on {socket.gethostname()})",
-            where=f"MASTER_ADDR = {os.environ['MASTER_ADDR']}",
-            remedy="look at what the ranks on the other hosts said; hosts have to reach each other on all ports",
-        ) from error
+        raise _late(late) from error
+
+
+def _late(what: str) -> ParallelError:
+    return ParallelError(
+        f"{what} (waited for {MEET_SECONDS:.0f} s on {socket.gethostname()})",
+        where=f"MASTER_ADDR = {os.environ['MASTER_ADDR']}",
+        remedy="start all ranks at about the same time, and look at what those on the other hosts said",
+    )
 
 
 def _read_by_all(store: dist.Store, rank: int, world_size: int) -> None:
@@ -295,7 +308,7 @@ def _seen(file: Path) -> bool:
 
 
 def short_of_space(recipe: Recipe, rank: int, host: str) -> list[str]:
-    """File systems that this rank writes to and that are full; whether a checkpoint fits is known once there is a model."""
+    """File systems that this rank writes to and that are full; whether a checkpoint fits is known once a model is."""
     places = {"runner.logger.log_path": run_directory(recipe), "data.cache_dir": recipe.data.cache_dir}
     found = []
     for key, place in places.items():
@@ -336,6 +349,25 @@ def _choose_interface() -> None:
             os.environ[GLOO_INTERFACE] = found[0]
 
 
+@contextmanager
+def connecting() -> Iterator[None]:
+    """Inside, ranks connect to each other; gloo's error of hosts that cannot is told in words."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "connectFullMesh" not in str(error):
+            raise
+        raise _unreachable(f"connecting the ranks failed: {str(error).strip().splitlines()[0][:300]}") from error
+
+
+def _unreachable(what: str) -> ParallelError:
+    return ParallelError(
+        f"{what}, on rank {os.environ.get('RANK')} on {socket.gethostname()}",
+        where=f"{GLOO_INTERFACE} = {os.environ.get(GLOO_INTERFACE, 'not set')}",
+        remedy="hosts have to reach each other on all ports; name the network: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
+    )
+
+
 def try_collective(device: torch.device) -> None:
     """One reduction over all ranks, whose result is known, within a time limit; every rank of several calls it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -351,8 +383,4 @@ def try_collective(device: torch.device) -> None:
         fault = f"failed: {str(error).strip().splitlines()[0][:300]}"
     if fault:
         backend = dist.get_backend() if device.type == "cuda" else "gloo"
-        raise ParallelError(
-            f"the first reduction over {world_size} ranks ({backend}) {fault}, on rank {rank} on {socket.gethostname()}",
-            where=f"{GLOO_INTERFACE} = {os.environ.get(GLOO_INTERFACE, 'not set')}",
-            remedy="hosts have to reach each other on all ports; name the network: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
-        )
+        raise _unreachable(f"the first reduction over {world_size} ranks ({backend}) {fault}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +34,27 @@ END_SECONDS = 10.0
 """How long actors may take to kill their ranks before they are killed themselves."""
 RESERVE_SECONDS = 3.0
 """How long a number of workers is waited for before a smaller one is tried."""
+HEAD_SECONDS = 10.0
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+def _check_head(address: str) -> None:
+    """Whether something listens where a cluster's head is to be: Ray itself tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise _no_cluster(address, "an address is host:port of the head (of a ray:// address, the host and 6379)")
+    try:
+        socket.create_connection((host, int(port)), timeout=HEAD_SECONDS).close()
+    except OSError as error:
+        raise _no_cluster(address, f"{address} does not answer ({error})") from error
+
+
+def _no_cluster(address: str | None, what: str) -> ParallelError:
+    return ParallelError(
+        f"the Ray cluster cannot be used: {what}",
+        where=f"runner.ray.address = {address or 'null'}",
+        remedy="ray status shows a running cluster, ray start --head begins one; null: one of this machine's own",
+    )
 
 
 @dataclass(slots=True)
@@ -96,7 +117,7 @@ def _import_ray() -> Any:
 
 
 @contextmanager
-def connected(runner: RunnerConfig, device_is_cpu: bool) -> Iterator[Cluster]:
+def connected(runner: RunnerConfig) -> Iterator[Cluster]:
     """The cluster that a recipe names, or one of this machine's that ends with this."""
     ray = _import_ray()
     ours = not ray.is_initialized()
@@ -105,7 +126,7 @@ def connected(runner: RunnerConfig, device_is_cpu: bool) -> Iterator[Cluster]:
     try:
         gpus = runner.ray.gpus_per_worker
         if gpus is None:
-            gpus = 0 if device_is_cpu or not ray.cluster_resources().get("GPU") else 1
+            gpus = 0 if runner.device == "cpu" or not ray.cluster_resources().get("GPU") else 1
         yield Cluster(ray, runner, gpus)
     finally:
         if ours:
@@ -114,6 +135,8 @@ def connected(runner: RunnerConfig, device_is_cpu: bool) -> Iterator[Cluster]:
 
 def _connect(ray: Any, runner: RunnerConfig) -> None:
     address = runner.ray.address
+    if address not in (None, "auto"):
+        _check_head(str(address))
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": "shardtune"}
     if address is None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # asks the network
@@ -123,11 +146,7 @@ def _connect(ray: Any, runner: RunnerConfig) -> None:
     try:
         ray.init(address=address or "local", **options)
     except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
-        raise ParallelError(
-            f"the Ray cluster cannot be used: {str(error).strip().splitlines()[0]}",
-            where=f"runner.ray.address = {address or 'null'}",
-            remedy="ray status shows a running cluster, ray start --head begins one; null: one of this machine's own",
-        ) from error
+        raise _no_cluster(address, str(error).strip().splitlines()[0]) from error
     finally:
         for number, handler in before.items():  # Ray sets one of its own, which would end the run without saving
             with suppress(ValueError):
@@ -188,10 +207,10 @@ def _reserve(cluster: Cluster, workers: int, stop: StopSignal) -> Any:
         return group
     takes = " ".join(f"{name} {amount:g}" for name, amount in cluster.bundle().items())
     raise ParallelError(
-        f"the cluster has no room for {workers} workers, waited for {asked.wait_seconds} s: each takes {takes}, placement "
-        f"is {asked.placement}, and there is {cluster.describe()}",
+        f"the cluster has no room for {workers} workers, waited for {asked.wait_seconds} s: each takes {takes}, "
+        f"placement is {asked.placement}, and there is {cluster.describe()}",
         where="runner.num_workers",
-        remedy=f"lower it (room for {cluster.room()} if nothing else runs), lower runner.ray.cpus_per_worker, or add hosts",
+        remedy=f"lower it (room for {cluster.room()} if nothing else runs) or what each takes, or add hosts",
     )
 
 
@@ -273,14 +292,15 @@ class _Ranks:
         places = self._ask([holder.place.remote(cluster.config.master_port) for holder in made])
         if self.gone:
             return
-        nodes = list(dict.fromkeys(place.node for place in places))
+        here = self._ray.get_runtime_context().get_node_id()  # rank 0 is near the one who looks on
+        nodes = sorted(dict.fromkeys(place.node for place in places), key=lambda node: node != here)
         order = sorted(range(workers), key=lambda number: nodes.index(places[number].node))
         self._holders = [made[number] for number in order]
         self._places = [places[number] for number in order]
 
     def _ask(self, refs: list[Any]) -> list[Any]:
         """The answers of all actors; those that do not answer in time are gone."""
-        ready, late = self._ray.wait(refs, num_returns=len(refs), timeout=self._lost_after)
+        _, late = self._ray.wait(refs, num_returns=len(refs), timeout=self._lost_after)
         answers: list[Any] = []
         for rank, ref in enumerate(refs):
             try:

@@ -19,13 +19,16 @@ from shardtune.checkpoint.durable import publish, read_json
 from shardtune.checkpoint.reload import check_reload
 from shardtune.checkpoint.store import CheckpointStore
 from shardtune.config import Recipe, load_recipe
+from shardtune.config.layout import Layout
 from shardtune.display import Display
-from shardtune.errors import CheckpointError, ConfigError
+from shardtune.elastic import Restarts, run_elastic
+from shardtune.errors import CheckpointError, ConfigError, ParallelError
 from shardtune.functions import import_plugins
 from shardtune.generate import Sampling
-from shardtune.interrupt import end_with_parent, listening
-from shardtune.launch import free_port, run_ranks
+from shardtune.interrupt import StopSignal, end_with_parent, listening
+from shardtune.launch import free_port, is_launched, run_ranks
 from shardtune.parallel.mesh import choose_device, leave_ranks
+from shardtune.preflight import is_one_of_several, read_together
 from shardtune.run_directory import (
     FINAL,
     MANIFEST,
@@ -66,10 +69,18 @@ def train(
         Interrupted: stopped by a signal, after saving; calling again continues.
     """
     objects = Objects(model, tokenizer, train_data, eval_data)
-    loaded = load_recipe(recipe, overrides, in_memory=objects.keys())
-    import_plugins(loaded.plugins)
-    load_callbacks(loaded.runner.callbacks)
-    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+
+    def read() -> Recipe:
+        loaded = load_recipe(recipe, overrides, in_memory=objects.keys())
+        import_plugins(loaded.plugins)
+        load_callbacks(loaded.runner.callbacks)
+        return loaded
+
+    if is_one_of_several():
+        loaded, peers = read_together(read)
+        return Run(train_rank(loaded, objects, peers))
+    loaded = read()
+    if is_launched():
         return Run(train_rank(loaded, objects))
     display = Display()
     plan = plan_run(loaded)
@@ -77,20 +88,29 @@ def train(
     if plan.finished:
         display.say(f"{plan.run_dir} is finished; its result is {plan.run_dir / FINAL}")
         return Run(plan.run_dir)
-    if loaded.runner.nproc_per_node > 1:
-        with listening():
-            return _launch(loaded, plan, objects, display)
+    by_ray = loaded.runner.launcher == "ray"
+    if by_ray or loaded.runner.nproc_per_node > 1:
+        _refuse_objects(loaded, objects)
+        with listening() as stop:
+            (_launch_on_ray if by_ray else _launch)(loaded, plan, display, stop)
+        return Run(plan.run_dir)
     return Run(train_rank(loaded, objects))
 
 
-def _launch(recipe: Recipe, plan: RunPlan, objects: Objects, display: Display) -> Run:
-    """Check everything that can be checked here, tokenise, then start the ranks."""
-    if objects != NOTHING:
-        raise ConfigError(
-            "objects in memory train on one rank",
-            where=f"runner.nproc_per_node = {recipe.runner.nproc_per_node}",
-            remedy="save them and name them in the recipe, or set runner.nproc_per_node: 1",
-        )
+def _refuse_objects(recipe: Recipe, objects: Objects) -> None:
+    if objects == NOTHING:
+        return
+    by_ray = recipe.runner.launcher == "ray"
+    raise ConfigError(
+        "objects in memory train on one rank" + (" of this process" if by_ray else ""),
+        where="runner.launcher = ray" if by_ray else f"runner.nproc_per_node = {recipe.runner.nproc_per_node}",
+        remedy="save them and name them in the recipe, or set runner."
+        + ("launcher: local" if by_ray else "nproc_per_node: 1"),
+    )
+
+
+def _launch(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal) -> None:
+    """Check everything that can be checked here, tokenise, then start the ranks on this machine."""
     free_port(recipe.runner.master_port)
     choose_device(recipe.runner.device, recipe.runner.nproc_per_node - 1)
     # A worker of the user's own is made in the ranks alone: it may hold what cannot be shared.
@@ -103,8 +123,47 @@ def _launch(recipe: Recipe, plan: RunPlan, objects: Objects, display: Display) -
     with tempfile.TemporaryDirectory(prefix="shardtune-") as folder:
         file = Path(folder) / "recipe.yaml"
         file.write_text(recipe.to_yaml())
-        run_ranks(["train", str(file)], recipe.runner.nproc_per_node, master_port=recipe.runner.master_port)
-    return Run(plan.run_dir)
+
+        def start(workers: int, environment: Mapping[str, str]) -> None:
+            run_ranks(["train", str(file)], workers, master_port=recipe.runner.master_port, environment=environment)
+
+        def left(numbers: Sequence[int], survivors: int) -> int:
+            return next((number for number in numbers if number <= survivors), min(numbers, default=0))
+
+        run_elastic(start, _restarts(recipe), left=left, fits=_fits(recipe), stop=stop, say=display.say)
+
+
+def _launch_on_ray(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal) -> None:
+    """Start the ranks on a Ray cluster; they read data and model where they are."""
+    from shardtune.ray_ranks import connected, reserve_for_the_rest, run_ranks_on_ray
+
+    with connected(recipe.runner) as cluster:
+
+        def start(workers: int, environment: Mapping[str, str]) -> None:
+            run_ranks_on_ray(cluster, ["train", "RECIPE"], recipe, workers, environment, stop=stop, say=display.say)
+
+        def left(numbers: Sequence[int], survivors: int) -> int:
+            return reserve_for_the_rest(cluster, numbers, stop)
+
+        run_elastic(start, _restarts(recipe), left=left, fits=_fits(recipe), stop=stop, say=display.say)
+
+
+def _restarts(recipe: Recipe) -> Restarts:
+    runner = recipe.runner
+    return Restarts(runner.max_restarts, runner.workers, runner.min_workers or runner.workers)
+
+
+def _fits(recipe: Recipe) -> Callable[[int], bool]:
+    """Whether a number of ranks can have the layout of a recipe."""
+
+    def fits(workers: int) -> bool:
+        try:
+            Layout.of(recipe.actor, workers)
+        except ParallelError:
+            return False
+        return True
+
+    return fits
 
 
 class Run:
@@ -261,12 +320,12 @@ def evaluate(target: str | Path, *overrides: str, checkpoint: str = "final") -> 
     recipe = load_run(target).recipe if is_run else load_recipe(target, overrides, in_memory=EVERYTHING[1:2])
     if is_run and overrides:
         recipe = load_recipe(recipe.to_dict(), overrides, in_memory=EVERYTHING, files_must_exist=False)
-    if recipe.runner.nproc_per_node > 1 and "RANK" not in os.environ:
-        arguments = ["eval", str(target), *overrides, "--checkpoint", checkpoint]
-        run_ranks(arguments, recipe.runner.nproc_per_node, master_port=recipe.runner.master_port)
+    if (recipe.runner.nproc_per_node > 1 or recipe.runner.launcher == "ray") and "RANK" not in os.environ:
+        _evaluate_on_ranks(["eval", str(target), *overrides, "--checkpoint", checkpoint], recipe, is_run=is_run)
         return {}
     if "RANK" in os.environ:
         end_with_parent()
+    peers = read_together(lambda: recipe)[1] if is_one_of_several() else None
     if is_run:
         worker = load_run(target).worker(checkpoint, *overrides)
     else:
@@ -283,7 +342,21 @@ def evaluate(target: str | Path, *overrides: str, checkpoint: str = "final") -> 
         Display().say(f"evaluating {model} on {rows}")
     metrics = worker.run_eval()
     leave_ranks(worker.ranks)  # only if all went well: otherwise the other ranks may be waiting elsewhere
+    if peers is not None:
+        peers.end()
     return metrics
+
+
+def _evaluate_on_ranks(arguments: list[str], recipe: Recipe, *, is_run: bool) -> None:
+    runner = recipe.runner
+    if runner.launcher == "local":
+        run_ranks(arguments, runner.nproc_per_node, master_port=runner.master_port)
+        return
+    from shardtune.ray_ranks import connected, run_ranks_on_ray
+
+    arguments[1] = str(Path(arguments[1]).absolute()) if is_run else "RECIPE"
+    with listening() as stop, connected(runner) as cluster:
+        run_ranks_on_ray(cluster, arguments, recipe, runner.workers, {}, stop=stop, say=silent, bare=True)
 
 
 def answering(run: Run, checkpoint: str) -> SFTWorker:

@@ -117,7 +117,7 @@ class SFTWorker(FSDPSftWorker):
                 where=recipe.where("eval.generate"),
                 remedy="leave it out; metrics(model, batch) of the adapter, or eval.metrics, measure what is right",
             )
-        check_optimizer(recipe.actor.optim, num_ranks(recipe.runner.nproc_per_node))
+        check_optimizer(recipe.actor.optim, num_ranks(recipe.runner))
         self._matcher = make_matcher(recipe.eval)
         self.prepared: PreparedData = prepared or prepare_data(
             recipe, self._encoder, train_data=train_data, eval_data=eval_data, training=training, say=say
@@ -144,7 +144,7 @@ class SFTWorker(FSDPSftWorker):
         For a process that starts ranks: what they would find one after the other is known before.
         """
         config = self.recipe.actor.model
-        self.adapter.check_layout(Layout.of(self.recipe.actor, num_ranks(self.recipe.runner.nproc_per_node)))
+        self.adapter.check_layout(Layout.of(self.recipe.actor, num_ranks(self.recipe.runner)))
         model, _ = build_empty(self.adapter.build, self.recipe.runner.seed)
         adapt(model, self.recipe, self.tokenizer)
         freeze(model, config.freeze)

@@ -36,9 +36,10 @@ from shardtune.models.nf4 import coded_sizes
 from shardtune.models.options import NoOptions, read_options
 from shardtune.models.registry import get_model
 from shardtune.optim import build_optimizer, check_optimizer
+from shardtune.parallel.backend import shard_model
 from shardtune.parallel.materialise import materialise
 from shardtune.parallel.mesh import Ranks, join_ranks, num_ranks
-from shardtune.parallel.shard import COMPUTE_DTYPE, MASTER_DTYPE, Weights, shard
+from shardtune.parallel.shard import COMPUTE_DTYPE, MASTER_DTYPE, Weights
 from shardtune.parallel.spread import Spread, spread
 from shardtune.parallel.units import choose_units
 from shardtune.perf import Utilisation
@@ -62,7 +63,7 @@ class TrainedModel:
         self.recipe: Recipe = cfg if isinstance(cfg, Recipe) else load_recipe(cfg)
         self.cfg: DictConfig = self.recipe.as_dict_config()
         self.options: Any = self._read_options()
-        check_optimizer(self.recipe.actor.optim, num_ranks(self.recipe.runner.nproc_per_node))
+        check_optimizer(self.recipe.actor.optim, num_ranks(self.recipe.runner))
         self.ranks: Ranks = join_ranks(self.recipe.runner.device, self.recipe.actor)
         self.device: torch.device = self.ranks.device
         self.amp_context: AbstractContextManager[None] = nullcontext()
@@ -135,13 +136,13 @@ class TrainedModel:
         self._build()
         self._fill(None)
         actor = self.recipe.actor
-        self.optimizer = build_optimizer(self.weights.trainable(), actor.optim)
+        self.optimizer = build_optimizer(self.weights.trainable(), actor.optim, self.weights.shapes)
         self._utilisation = Utilisation.known(
             self.inner_model(),
             self.device,
             actor.model.precision,
             self.ranks.world_size,
-            coded_sizes(self.inner_model()),
+            self.sizes(),
         )
         self.model.train()
         self.prove()
@@ -153,6 +154,11 @@ class TrainedModel:
         self.model.eval()
         self.prove()
 
+    def sizes(self) -> dict[nn.Parameter, int]:
+        """How many weights each parameter of the inner model stands for, on all ranks together."""
+        parameters, coded = self.inner_model().named_parameters(), coded_sizes(self.inner_model())
+        return {parameter: coded.get(parameter, self.weights.shapes[name].numel()) for name, parameter in parameters}
+
     def _build(self) -> None:
         actor = self.recipe.actor
         with seeded(self.recipe.runner.seed):
@@ -162,7 +168,7 @@ class TrainedModel:
         self.notes += adapt(inner, self.recipe, self.tokenizer)
         freeze(inner, actor.model.freeze)
         self._spread = self.spread_over_ranks(inner)
-        shard(
+        self._hold = shard_model(
             self.model,
             self.shard_units(inner),
             self.ranks,
@@ -197,11 +203,8 @@ class TrainedModel:
             begin_adapter(inner, actor.model, self.recipe.runner.seed)
         else:
             materialise(self.model, dtype=dtype, device=self.device)
-        self.weights = Weights(
-            self.model,
+        self.weights: Weights = self._hold(
             inner,
-            actor.model.precision,
-            self.ranks,
             reduce_each=actor.fsdp_config.reduce == "every",
             elsewhere=left_out,
             partial=self._spread.partial,
@@ -294,6 +297,10 @@ class TrainedModel:
             merge: write a model with an adapter as the whole model that both are; else the adapter alone is written,
                 as PEFT has it.
         """
+        with self.weights.in_rows():
+            self._export(directory, dtype, merge=merge)
+
+    def _export(self, directory: Path, dtype: str, *, merge: bool) -> None:
         model, tensors = self.inner_model(), self.weights.tensors()
         gather, settings = gather_full, {}
         chosen = None if dtype == "auto" else DTYPES[dtype]

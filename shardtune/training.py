@@ -20,6 +20,8 @@ from shardtune.launch import is_launched
 from shardtune.models.lora import trainable_patterns
 from shardtune.parallel.mesh import leave_ranks
 from shardtune.parallel.shard import COMPUTE_DTYPE, MASTER_DTYPE
+from shardtune.peers import PeerWatch
+from shardtune.preflight import connecting, try_collective
 from shardtune.run_directory import (
     RunLock,
     RunPlan,
@@ -40,9 +42,15 @@ from shardtune.worker import FSDPSftWorker
 SHOWN_SAMPLES = 5
 
 
-def train_rank(recipe: Recipe, objects: Objects = NOTHING) -> Path:
-    """One rank of training (or all of it, on one rank); returns the run directory."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+def train_rank(recipe: Recipe, objects: Objects = NOTHING, peers: PeerWatch | None = None) -> Path:
+    """One rank of training (or all of it, on one rank); returns the run directory.
+
+    Args:
+        recipe: the same on all ranks.
+        objects: given in place of what it names.
+        peers: watches the other hosts; it is ended with the run.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or is_launched():
         end_with_parent()
     main = os.environ.get("RANK", "0") == "0"
     display = Display() if main else None
@@ -56,15 +64,25 @@ def train_rank(recipe: Recipe, objects: Objects = NOTHING) -> Path:
             # Every rank finds the mistakes that can be found here, so that none waits for another that has ended.
             plan = plan_run(recipe)
             tell = display.say if display else silent
-            worker = make_worker(recipe, objects, say=silent if is_launched() else tell)  # the launcher has said it
+            with connecting():
+                worker = make_worker(recipe, objects, say=silent if _is_told(recipe) else tell)
             worker.say = tell
+            if worker.ranks.world_size > 1:
+                try_collective(worker.device)
             with _together(worker):
                 plan = worker.ranks.broadcast(plan)
                 if not plan.finished:
                     lock = _train(recipe, objects, plan, worker, display, stop, lock)
     finally:
         lock.release()
+    if peers is not None:
+        peers.end()
     return run_dir
+
+
+def _is_told(recipe: Recipe) -> bool:
+    """Whether the launcher has said what there is to say of the data: on this machine it reads them first."""
+    return is_launched() and recipe.runner.launcher == "local"
 
 
 @contextmanager
@@ -152,7 +170,7 @@ def _manifest(recipe: Recipe, objects: Objects, worker: FSDPSftWorker) -> dict[s
         "trainable": sorted(worker.weights.trainable()),
         "trainable_patterns": [
             {"name": name, "tensors": tensors, "parameters": parameters}
-            for name, tensors, parameters in trainable_patterns(worker.weights.trainable())
+            for name, tensors, parameters in trainable_patterns(worker.weights.trainable(), worker.weights.shapes)
         ],
     }
 

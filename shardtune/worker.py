@@ -21,10 +21,9 @@ from shardtune.display import Facts
 from shardtune.errors import ShardtuneError
 from shardtune.measure import step_metrics
 from shardtune.models.lora import trainable_patterns
-from shardtune.models.nf4 import coded_sizes
 from shardtune.models.pretrained import has_tokenizer, recipe_tokenizer
 from shardtune.optim import set_learning_rate
-from shardtune.parallel.mesh import leave_ranks
+from shardtune.parallel.mesh import Ranks, leave_ranks
 from shardtune.step import Accumulate, accumulate, optimizer_step
 from shardtune.trained_model import over_directory
 from shardtune.trained_on_data import TrainedOnData
@@ -287,16 +286,16 @@ class FSDPSftWorker(TrainedOnData, ABC):
 
     def facts(self) -> Facts:
         """What the first screen tells, once all is set up."""
-        notes, sizes = list(self.notes), coded_sizes(self.inner_model())
-        parameters = dict(self.inner_model().named_parameters())
+        notes, parameters = list(self.notes), dict(self.inner_model().named_parameters())
+        shapes = self.weights.shapes
         if self.recipe.runner.deterministic:
             notes.append("deterministic kernels: bitwise repeatable, and on CUDA slower than those left out")
         return Facts(
             model=type(self.inner_model()).__name__.removeprefix("FSDP"),
-            parameters=sum(sizes.get(p, p.numel()) for p in parameters.values()),
-            trainable=sum(parameter.numel() for parameter in self.weights.trainable().values()),
+            parameters=sum(self.sizes().values()),
+            trainable=sum(shapes[name].numel() for name in self.weights.trainable()),
             dtypes=self.dtypes,
-            ranks=f"{self.ranks.world_size} on {self.device.type}",
+            ranks=_ranks(self.ranks),
             attention="",
             rows=self.loader.rows_per_epoch,
             tokens=None,
@@ -305,8 +304,16 @@ class FSDPSftWorker(TrainedOnData, ABC):
             total_steps=self.total_steps(),
             evaluation={name: info.get("num_samples") for name, (_, info) in self.eval_loaders.items()},
             notes=notes,
-            trained=trainable_patterns(parameters) if any(not p.requires_grad for p in parameters.values()) else [],
+            trained=trainable_patterns(parameters, shapes)
+            if any(not p.requires_grad for p in parameters.values())
+            else [],
         )
+
+
+def _ranks(ranks: Ranks) -> str:
+    """How many ranks there are, where, and how they are laid out."""
+    layout = f" ({ranks.layout})" if ranks.world_size > 1 else ""
+    return f"{ranks.world_size} on {ranks.device.type}{layout}"
 
 
 def _nothing() -> None:

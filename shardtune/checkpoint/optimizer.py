@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,24 +19,50 @@ from shardtune.checkpoint.sharded import load_tensors
 from shardtune.errors import CheckpointError
 
 Names = Mapping[torch.nn.Parameter, str]
+
+
+class Forms(Protocol):
+    """How tensors that lie as a parameter does are stored, where that is not as they are."""
+
+    def stored(self, name: str, tensor: torch.Tensor, /) -> torch.Tensor:
+        """As checkpoints hold it; all ranks call it."""
+        ...
+
+    def kept(self, name: str, tensor: torch.Tensor, /) -> torch.Tensor:
+        """The way back."""
+        ...
+
+    def template(self, name: str, /) -> torch.Tensor:
+        """A tensor of the form that checkpoints hold a parameter in."""
+        ...
+
+
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
 
 
-def optimizer_tensors(optimizer: Optimizer, names: Names) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def optimizer_tensors(
+    optimizer: Optimizer, names: Names, forms: Forms | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The state's tensors, named "parameter::key", and everything else as JSON.
 
-    The tensors are the optimizer's own, not copies. Before the first step there are none.
+    The tensors are the optimizer's own, not copies, but for those that `forms` changes. Before the first step there are
+    none.
 
     Args:
         names: the name of every parameter the optimizer has.
+        forms: of the tensors; then all ranks call it.
 
     Raises:
         CheckpointError: the state holds something else than tensors, JSON values and lists of them.
     """
     tensors: dict[str, torch.Tensor] = {}
+
+    def stored(name: str, value: Any) -> Any:
+        return value if forms is None else _changed(value, name, forms.stored)
+
     state = {
         names[parameter]: {
-            key: _describe(value, f"{names[parameter]}::{key}", parameter, tensors)
+            key: _describe(stored(names[parameter], value), f"{names[parameter]}::{key}", parameter, tensors)
             for key, value in optimizer.state[parameter].items()
         }
         for group in optimizer.param_groups
@@ -58,6 +84,7 @@ def load_optimizer_tensors(
     optimizer: Optimizer,
     names: Names,
     description: Mapping[str, Any],
+    forms: Forms | None = None,
     *,
     keep: Collection[str] = (),
     process_group: dist.ProcessGroup | None = None,
@@ -67,6 +94,7 @@ def load_optimizer_tensors(
     No step is run for it: tensors are made by the description, sharded as their parameter is now, and filled.
 
     Args:
+        forms: of the tensors, as they were when they were described.
         keep: options of the parameter groups that stay as the optimizer was built, such as "lr".
 
     Raises:
@@ -80,8 +108,12 @@ def load_optimizer_tensors(
             if names[parameter] in description["state"]:
                 described = description["state"][names[parameter]]
                 on_device = bool(group.get("capturable") or group.get("fused"))
-                state[parameter] = {k: _rebuild(v, parameter, on_device, tensors) for k, v in described.items()}
+                like = parameter.detach() if forms is None else forms.template(names[parameter])
+                state[parameter] = {k: _rebuild(v, like, on_device, tensors) for k, v in described.items()}
     load_tensors(path, tensors, process_group=process_group)
+    if forms is not None:
+        for parameter, values in state.items():
+            state[parameter] = {key: _changed(value, names[parameter], forms.kept) for key, value in values.items()}
     optimizer.state.clear()
     optimizer.state.update(state)
     for group, saved in zip(optimizer.param_groups, description["groups"], strict=False):
@@ -103,6 +135,26 @@ def _describe(value: Any, name: str, parameter: torch.Tensor, tensors: dict[str,
         items = [_describe(item, f"{name}.{i}", parameter, tensors) for i, item in enumerate(value)]
         return {"items": items, "tuple": isinstance(value, tuple)}
     return {"value": _json(value, name)}
+
+
+def _changed(value: Any, name: str, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
+    """A value of the state with its tensors changed; `name` is the parameter's."""
+    if isinstance(value, torch.Tensor):
+        return change(name, value)
+    if isinstance(value, list | tuple):
+        return type(value)(_changed(item, name, change) for item in value)
+    return value
+
+
+def optimizer_bytes(optimizer: Optimizer, names: Names, shapes: Mapping[str, torch.Size]) -> int:
+    """The size of the state's tensors on all ranks together; `shapes` are those of whole parameters."""
+    parts = {name: parameter.shape for parameter, name in names.items()}
+    size = 0
+    for key, tensor in optimizer_tensors(optimizer, names)[0].items():
+        name = key.rpartition("::")[0]
+        whole = shapes[name] if tensor.shape == parts[name] else tensor.shape
+        size += whole.numel() * tensor.element_size()
+    return size
 
 
 def _placement_name(placement: Placement, name: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from shardtune.checkpoint.optimizer import load_optimizer_tensors, optimizer_tensors
+from shardtune.checkpoint.optimizer import load_optimizer_tensors, optimizer_bytes, optimizer_tensors
 from shardtune.checkpoint.sharded import PendingSave, async_save_tensors, load_tensors, save_tensors
 from shardtune.errors import CheckpointError
 from shardtune.parallel.shard import Weights
@@ -40,7 +40,7 @@ def save_training(
             what is returned. None: return when all is on the disk.
     """
     tensors = weights.checkpointed()
-    moments, description = optimizer_tensors(optimizer, _names(weights))
+    moments, description = optimizer_tensors(optimizer, _names(weights), weights)
     if writes_state:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / STATE_FILE).write_text(json.dumps({**state, "optimizer": description}))
@@ -64,15 +64,16 @@ def load_training(folder: Path, weights: Weights, optimizer: Optimizer) -> dict[
     state = load_weights_only(folder, weights)
     # The recipe's options hold, not the checkpoint's: they are the same unless the user allowed a change.
     kept = {key for group in optimizer.param_groups for key in group}
-    load_optimizer_tensors(folder / OPTIMIZER, optimizer, _names(weights), state["optimizer"], keep=kept)
+    load_optimizer_tensors(folder / OPTIMIZER, optimizer, _names(weights), state["optimizer"], weights, keep=kept)
     return state
 
 
 def load_weights_only(folder: Path, weights: Weights) -> dict[str, Any]:
     """Take the weights from a checkpoint, and nothing else; returns its state."""
     state = read_training_state(folder)
-    load_tensors(folder / MODEL, weights.checkpointed())
-    weights.publish()
+    tensors = weights.checkpointed()
+    load_tensors(folder / MODEL, tensors)
+    weights.take(tensors)
     return state
 
 
@@ -94,16 +95,15 @@ def read_training_state(folder: Path) -> dict[str, Any]:
 
 def model_bytes(weights: Weights) -> int:
     """The size of the weights on all ranks together."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in weights.checkpointed().values())
+    return weights.checkpointed_bytes()
 
 
 def training_bytes(weights: Weights, optimizer: Optimizer) -> int:
     """The size of a checkpoint on all ranks together, before it is written."""
-    moments = optimizer_tensors(optimizer, _names(weights))[0].values()
-    size = model_bytes(weights) + sum(tensor.numel() * tensor.element_size() for tensor in moments)
+    moments = optimizer_bytes(optimizer, _names(weights), weights.shapes)
     if not moments:  # before the first step: as the common optimizers will have it
-        size += 2 * sum(p.numel() * p.element_size() for p in weights.trainable().values())
-    return size
+        moments = 2 * sum(weights.shapes[n].numel() * p.element_size() for n, p in weights.trainable().items())
+    return model_bytes(weights) + moments
 
 
 def _names(weights: Weights) -> dict[Any, str]:

@@ -52,7 +52,6 @@ NOT_YET = (
         ("vision_language", "vision_language_action"),
         "use causal_lm or the name of a registered model",
     ),
-    _any_of("actor.training_backend", ("fsdp1",), "use fsdp"),
 )
 
 
@@ -152,9 +151,7 @@ def _required(facts: Facts) -> Iterator[ConfigError]:
 
 def check_ranks(recipe: Recipe) -> list[ConfigError]:
     """What does not fit the number of ranks that are, or will be, started."""
-    runner = recipe.runner
-    to_start = runner.num_workers or 1 if runner.launcher == "ray" else runner.nproc_per_node
-    ranks = int(os.environ.get("WORLD_SIZE", to_start))
+    ranks = int(os.environ.get("WORLD_SIZE", recipe.runner.ranks_to_start))
     try:
         Layout.of(recipe.actor, ranks)
     except ParallelError as error:
@@ -289,6 +286,14 @@ def _losses(facts: Facts) -> Iterator[ConfigError]:
 def _lora(facts: Facts) -> Iterator[ConfigError]:
     model = facts.recipe.actor.model
     lora, section = model.lora, "actor.model.lora"
+    for axis in ("tensor", "expert"):
+        size = getattr(facts.recipe.actor.parallel, axis)
+        if size > 1 and model.is_lora:
+            yield facts.problem(
+                f"actor.parallel.{axis}",
+                f"actor.parallel.{axis}: {size} cannot share the layers of a low-rank adapter (actor.model.is_lora)",
+                "set it to 1: a frozen base is sharded by actor.parallel.data_shard",
+            )
     if not model.is_lora:
         for name in lora.model_dump(exclude_defaults=True):
             yield facts.problem(

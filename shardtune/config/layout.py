@@ -16,8 +16,8 @@ class Layout:
     """Ranks in rows and columns: `replicate x shard x sequence x tensor` of them, the last axis the innermost.
 
     Ranks that differ along `replicate` or `shard` have other rows; those along `sequence` have parts of the same rows,
-    those along `tensor` parts of the same matrices. Experts are spread over `expert` ranks that differ along `shard` or
-    `sequence`: it is no axis of its own.
+    those along `tensor` parts of the same matrices. Experts are spread over neighbours among all of them: `expert` is no
+    axis of its own.
 
     Attributes:
         replicate: copies of the sharded model.
@@ -25,6 +25,7 @@ class Layout:
         sequence: ranks that share each sequence.
         tensor: ranks that share each matrix multiplication.
         expert: ranks among which a layer's experts are spread.
+        flat: whether FSDP1 shards, which cuts the joined parameters of a unit and not each one's rows.
     """
 
     replicate: int = 1
@@ -32,6 +33,7 @@ class Layout:
     sequence: int = 1
     tensor: int = 1
     expert: int = 1
+    flat: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -65,6 +67,9 @@ class Layout:
             ParallelError: there is none; the message says which sizes would fit.
         """
         asked = actor.parallel
+        flat = actor.training_backend == "fsdp1"
+        if flat:
+            _check_flat(actor)
         inner = asked.sequence * asked.tensor
         if num_ranks % inner:
             raise ParallelError(
@@ -75,27 +80,54 @@ class Layout:
             )
         outer = num_ranks // inner
         replicate, shard = _data_axes(actor, outer, num_ranks)
-        layout = cls(replicate, shard, asked.sequence, asked.tensor, asked.expert)
+        layout = cls(replicate, shard, asked.sequence, asked.tensor, asked.expert, flat)
         layout._check_experts()
+        layout._check_copies()
         return layout
 
-    def _check_experts(self) -> None:
-        among = self.shard * self.sequence
-        if self.expert == 1:
-            return
-        if self.tensor > 1:
+    def _check_copies(self) -> None:
+        if self.flat and self.num_ranks > 1 and self.shard * self.sequence == 1:
             raise ParallelError(
-                f"{SECTION}: expert {self.expert} and tensor {self.tensor} exclude each other",
-                where=_where("expert"),
-                remedy=f"{SECTION}.tensor: 1; experts are spread over the ranks that shard the model",
+                f"FSDP1 has nothing to shard: {SECTION} asks for {self.replicate} copies of the model on "
+                f"{_ranks(self.num_ranks)}",
+                where="actor.training_backend: fsdp1",
+                remedy="use actor.training_backend: ddp",
             )
+
+    def _check_experts(self) -> None:
+        among = self.shard * self.model_ranks
         if among % self.expert:
             nearest = max(size for size in range(1, self.expert) if among % size == 0)
             raise ParallelError(
-                f"{SECTION}.expert: {self.expert} does not divide the {among} ranks that shard a copy of the model",
+                f"{SECTION}.expert: {self.expert} does not divide the {_ranks(among)} that hold a copy of the model",
                 where=_where("expert"),
                 remedy=f"set it to {nearest}, or use other ranks",
             )
+
+
+def _check_flat(actor: ActorConfig) -> None:
+    """Refuse what FSDP1 cannot be combined with, because it joins the parameters of a unit into one."""
+    parallel, lora = actor.parallel, actor.model.lora
+    refused = {
+        f"{SECTION}.tensor: {parallel.tensor}": parallel.tensor > 1,
+        f"{SECTION}.expert: {parallel.expert}": parallel.expert > 1,
+        "actor.fsdp_config.cpu_offload: true": actor.fsdp_config.cpu_offload,
+        "actor.model.compile: true": actor.model.compile,
+        "actor.model.lora.base_dtype: nf4": actor.model.is_lora and lora.base_dtype == "nf4",
+    }
+    why = {
+        f"{SECTION}.tensor: {parallel.tensor}": "parameters that are parts of matrices cannot be joined",
+        f"{SECTION}.expert: {parallel.expert}": "experts are sharded over other ranks than the rest of their unit",
+        "actor.fsdp_config.cpu_offload: true": "it keeps its joined parameters on the device",
+        "actor.model.compile: true": "its hooks cannot be compiled with a unit",
+        "actor.model.lora.base_dtype: nf4": "four-bit codes cannot be joined with other weights",
+    }
+    for key in (key for key, asked in refused.items() if asked):
+        raise ParallelError(
+            f"actor.training_backend: fsdp1 does not go with {key}: {why[key]}",
+            where=key.partition(":")[0],
+            remedy="use actor.training_backend: fsdp (FSDP2), or leave it out",
+        )
 
 
 def _data_axes(actor: ActorConfig, outer: int, num_ranks: int) -> tuple[int, int]:

@@ -177,6 +177,11 @@ class RunnerConfig(Section):
         """Ranks that a launcher of ours starts."""
         return (self.num_workers or 1) if self.launcher == "ray" else self.nproc_per_node
 
+    @property
+    def ranks_to_start(self) -> int:
+        """Ranks of the whole run, where no launcher of another's has started them."""
+        return self.num_workers or 1 if self.launcher == "ray" else self.nproc_per_node
+
 
 class LoraConfig(Section):
     r: Count = key(16, "The rank of the adapter matrices.")
@@ -309,7 +314,9 @@ class FsdpConfig(Section):
 
 class ActorConfig(Section):
     training_backend: Literal["fsdp", "fsdp1", "ddp"] = key(
-        "fsdp", "How the model is spread over ranks; fsdp is FSDP2."
+        "fsdp",
+        "How the model is spread over ranks: fsdp is FSDP2, ddp keeps all of it on each, fsdp1 is torch's "
+        "FullyShardedDataParallel, with the same numbers and checkpoints.",
     )
     micro_batch_size: Count | None = key(
         2, "Rows of one forward at most; null: only `max_tokens_per_micro_batch`, which is then required."

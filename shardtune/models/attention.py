@@ -40,9 +40,9 @@ def document_attention(
 
     Args:
         module: the attention layer, which says whether it is causal.
-        query: [1, heads, tokens, head_dim].
-        key: [1, key_value_heads, tokens, head_dim].
-        value: [1, key_value_heads, tokens, value_dim].
+        query: [rows, heads, tokens, head_dim]; documents are counted over all rows, laid end to end.
+        key: [rows, key_value_heads, tokens, head_dim].
+        value: [rows, key_value_heads, tokens, value_dim].
         attention_mask: must be None; documents are told by `cu_seq_lens_q`.
         dropout: probability on the attention weights.
         scaling: factor on the scores; None: 1 / sqrt(head_dim).
@@ -55,7 +55,7 @@ def document_attention(
         token_share: where ranks share the tokens of a forward: which are this rank's. Heads are exchanged for tokens.
 
     Returns:
-        ([1, tokens, heads, value_dim], None).
+        ([rows, tokens, heads, value_dim], None).
     """
     if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None:
         raise ValueError(
@@ -65,11 +65,20 @@ def document_attention(
         query, key, value = (to_heads(tensor, token_share) for tensor in (query, key, value))
         if s_aux is not None:
             s_aux = s_aux.chunk(token_share.ranks.size())[token_share.ranks.get_local_rank()]
+    rows = query.shape[0]
+    if rows > 1:
+        query, key, value = (_end_to_end(tensor) for tensor in (query, key, value))
     output = _attend(
         module, query, key, value, dropout, scaling, sliding_window, softcap, s_aux, is_causal, cu_seq_lens_q,
         max_length_q,
     )  # fmt: skip
+    output = output.unflatten(1, (rows, -1))[0] if rows > 1 else output
     return output if token_share is None else to_tokens(output, token_share), None
+
+
+def _end_to_end(tensor: torch.Tensor) -> torch.Tensor:
+    """[rows, heads, tokens, size] to [1, heads, rows x tokens, size]."""
+    return tensor.transpose(0, 1).flatten(1, 2)[None]
 
 
 def _attend(

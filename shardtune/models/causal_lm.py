@@ -390,7 +390,9 @@ class CausalLM(LanguageModel):
         model = _hf(model)
         with _attention(model, self._own_attention), torch.compiler.set_stance("force_eager"):
             generate: Any = model.generate
-            return generate(input_ids=input_ids, attention_mask=attention_mask, **arguments)
+            # With a cache, a router's logits are those of the newest tokens: no balance loss can be made of them.
+            routers = {"output_router_logits": False} if self._balance_factor else {}
+            return generate(input_ids=input_ids, attention_mask=attention_mask, **arguments, **routers)
 
 
 @dataclass(frozen=True, slots=True)

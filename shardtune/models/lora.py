@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import peft
 import torch
@@ -188,18 +189,21 @@ def _below(module: nn.Module, own: str, name: str) -> Iterator[BaseTensor]:
             yield from _below(child, join(own, key), name)
 
 
-def trainable_patterns(parameters: Mapping[str, torch.Tensor]) -> list[tuple[str, int, int]]:
+def trainable_patterns(
+    parameters: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size] = MappingProxyType({})
+) -> list[tuple[str, int, int]]:
     """What is trained, in few lines: (name with numbers as *, tensors, parameters), in the model's order.
 
     Args:
         parameters: by name; the frozen ones are passed over.
+        shapes: of whole parameters, by name, where a rank's part has another.
     """
     found: dict[str, tuple[int, int]] = {}
     for name, parameter in parameters.items():
         if parameter.requires_grad:
             pattern = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name).replace(f".{ADAPTER}", "")
             tensors, numbers = found.get(pattern, (0, 0))
-            found[pattern] = tensors + 1, numbers + parameter.numel()
+            found[pattern] = tensors + 1, numbers + shapes.get(name, parameter.shape).numel()
     return [(pattern, *counts) for pattern, counts in found.items()]
 
 

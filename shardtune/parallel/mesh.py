@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardtune.batch import Metric
-from shardtune.config import ActorConfig
+from shardtune.config import ActorConfig, RunnerConfig
 from shardtune.config.layout import Layout
 from shardtune.errors import ParallelError
 
@@ -182,10 +182,10 @@ def choose_device(device: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def num_ranks(to_launch: int) -> int:
+def num_ranks(runner: RunnerConfig) -> int:
     """The ranks of this run: those that a launcher has started, otherwise those that are about to be."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
-    return started if started > 1 else to_launch
+    return started if started > 1 else runner.ranks_to_start
 
 
 def join_ranks(device: str, actor: ActorConfig) -> Ranks:
@@ -199,17 +199,23 @@ def join_ranks(device: str, actor: ActorConfig) -> Ranks:
         ParallelError: this many ranks cannot be laid out so, or this rank has no device.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    layout = Layout.of(actor, world_size)
+    # One process may evaluate, or answer with, what many have trained.
+    layout = Layout.of(actor, world_size) if world_size > 1 else Layout()
     chosen = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if world_size == 1:
         return Ranks(0, 1, chosen)
-    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    open_group(chosen)
+    return lay_out(layout, rank, chosen)
+
+
+def open_group(device: torch.device) -> None:
+    """Meet the other ranks that the variables of torchrun name, if that is not done yet."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
         _leave_at_exit()
-    return lay_out(layout, rank, chosen)
 
 
 def lay_out(layout: Layout, rank: int, device: torch.device) -> Ranks:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -107,6 +108,10 @@ class Weights:
         reduce_each: reduce gradients over ranks after each micro-batch (less memory) and not only after the last.
         elsewhere: names of parameters that checkpoints leave out, because they are loaded from where training starts.
         partial: names of parameters that every tensor rank holds, and of whose gradient each computes a part.
+
+    Attributes:
+        parameters: by name; of those that are sharded this rank's part.
+        shapes: of the whole parameters, by name.
     """
 
     def __init__(
@@ -129,7 +134,8 @@ class Weights:
         compute, master = COMPUTE_DTYPE[precision], MASTER_DTYPE[precision]
         self._master = master
         self._computed = dict(model.named_parameters())
-        self._whole = [name for name, parameter in self._computed.items() if not isinstance(parameter, DTensor)]
+        self.shapes = {name: parameter.shape for name, parameter in self._computed.items()}
+        self._whole = [name for name, parameter in self._computed.items() if self._is_whole(name, parameter)]
         self.parameters: dict[str, nn.Parameter] = dict(self._computed)
         self._apart: list[str] = []
         self._narrowed: list[str] = []
@@ -151,13 +157,48 @@ class Weights:
         """The parameters that are trained, by name."""
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
+    def _own(self, left_out: Collection[str] = ()) -> dict[str, torch.Tensor]:
+        everything = {**self.parameters, **self._buffers.tensors()}
+        return {name: tensor for name, tensor in everything.items() if name not in left_out}
+
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters and persistent buffers by name."""
-        return {**self.parameters, **self._buffers.tensors()}
+        """Parameters and persistent buffers by name, as checkpoints hold them; all ranks call it."""
+        return {name: self.stored(name, tensor) for name, tensor in self._own().items()}
 
     def checkpointed(self) -> dict[str, torch.Tensor]:
         """What a checkpoint of the model holds: `tensors` without those that come from elsewhere."""
-        return {name: tensor for name, tensor in self.tensors().items() if name not in self._elsewhere}
+        return {name: self.stored(name, tensor) for name, tensor in self._own(self._elsewhere).items()}
+
+    def checkpointed_bytes(self) -> int:
+        """The size of that on all ranks together."""
+        sizes = self._own(self._elsewhere)
+        return sum(self.shapes.get(name, t.shape).numel() * t.element_size() for name, t in sizes.items())
+
+    # How checkpoints hold what lies as a parameter does: itself, its gradient, a moment. Here: as it is.
+
+    def stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Such a tensor as checkpoints hold it, a DTensor of rows or whole on every rank; all ranks call it."""
+        return tensor
+
+    def kept(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The way back."""
+        return tensor
+
+    def template(self, name: str) -> torch.Tensor:
+        """A tensor of the form that checkpoints hold a parameter in; its values do not count."""
+        return self.parameters[name].detach()
+
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take new values from what `checkpointed` gave, once it has been filled; all ranks call it."""
+        self.publish()
+
+    def in_rows(self) -> AbstractContextManager[None]:
+        """Inside, the model's parameters have their whole shapes, and `tensors` gives them; all ranks enter it."""
+        return nullcontext()
+
+    def _is_whole(self, name: str, parameter: torch.Tensor) -> bool:
+        """Whether every rank holds all of a parameter."""
+        return not isinstance(parameter, DTensor)
 
     def begin_micro_batch(self, last: bool) -> None:
         """Say, before its forward, whether a micro-batch is the step's last, after which gradients are reduced."""
@@ -234,9 +275,9 @@ class Weights:
         """
         square = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         by_copies: dict[int, list[torch.Tensor]] = {}
-        for parameter in self.parameters.values():
+        for name, parameter in self.parameters.items():
             if parameter.grad is not None and (grad := local(parameter.grad)).numel():
-                by_copies.setdefault(self._copies(parameter), []).append(grad)
+                by_copies.setdefault(self._copies(name), []).append(grad)
         for copies, grads in by_copies.items():
             norms = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads])
             square += (norms.square().sum() / copies).to(square.device)
@@ -244,8 +285,9 @@ class Weights:
             dist.all_reduce(square)
         return float(square.sqrt())
 
-    def _copies(self, parameter: torch.Tensor) -> int:
+    def _copies(self, name: str) -> int:
         """How many ranks hold the same part of a parameter."""
+        parameter = self.parameters[name]
         if not isinstance(parameter, DTensor):
             return self._ranks.world_size
         sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)

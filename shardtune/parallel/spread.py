@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 
 from shardtune.errors import ParallelError
 from shardtune.parallel.mesh import Ranks
-from shardtune.parallel.tensor import Heads, Plan, expanded, parallelise
+from shardtune.parallel.tensor import Heads, Plan, expanded, parallelise, without_experts
 
 DISPATCHED = "ep_dispatch_experts"
 WHERE = "actor.parallel.expert"
@@ -43,7 +44,7 @@ def spread(model: nn.Module, tensor_plan: Plan, expert_plan: Plan, ranks: Ranks,
         ParallelError: the model has no plan for what the layout asks.
     """
     layout = ranks.layout
-    partial = parallelise(model, tensor_plan, ranks.tensor_mesh, heads) if layout.tensor > 1 else []
+    partial = parallelise(model, without_experts(tensor_plan), ranks.tensor_mesh, heads) if layout.tensor > 1 else []
     experts = _spread_experts(model, expert_plan, ranks) if layout.expert > 1 else []
     return Spread(tuple(partial), tuple(experts))
 
@@ -68,4 +69,16 @@ def _spread_experts(model: nn.Module, plan: Mapping[str, str], ranks: Ranks) -> 
             remedy=f"set it to {nearest}",
         )
     apply_expert_parallelism(model, ranks.expert_mesh["expert"], ranks.tensor_mesh, dict(named))
+    for module in experts if ranks.layout.tensor > 1 else ():
+        _own_output(module)
     return experts
+
+
+def _own_output(module: nn.Module) -> None:
+    """Let a module return memory of its own: the sharding around it loses its hooks where a view is changed in place."""
+    forward = module.forward
+
+    def owning(*args: torch.Tensor) -> torch.Tensor:
+        return forward(*args).clone()
+
+    module.forward = owning

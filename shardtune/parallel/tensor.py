@@ -25,6 +25,7 @@ Plan = Mapping[str, str]
 """Names of modules and parameters, with `*` for layer numbers, to styles of transformers."""
 PARTIAL = "replicated_with_grad_allreduce"
 """The style of what every rank holds and uses on its own heads alone."""
+EXPERTS = "moe_tp_experts"
 PACKED = ("packed_colwise", "packed_rowwise")
 KEY_VALUE = ("k_proj", "v_proj")
 WHERE = "actor.parallel.tensor"
@@ -139,6 +140,19 @@ def row_slice(weight: torch.Tensor) -> Slice | None:
     return Slice(rows, start if len(rows) else weight.shape[0], weight.shape[0], weight.device_mesh)
 
 
+def without_experts(plan: Plan) -> Plan:
+    """A plan without stacked experts: each tensor rank computes those that it has, whole.
+
+    They hold several matrices in one, of which a rank's part is no block of a checkpoint; `expert` spreads them.
+    """
+    experts = [name for name, style in plan.items() if style == EXPERTS]
+    return {
+        name: style
+        for name, style in plan.items()
+        if not any(name == expert or name.startswith(f"{expert}.") for expert in experts)
+    }
+
+
 def _check_plan(model: nn.Module, plan: Plan) -> None:
     if not plan:
         raise ParallelError(
@@ -154,7 +168,7 @@ def _check_plan(model: nn.Module, plan: Plan) -> None:
             if unknown
             else f"{type(model).__name__} holds several matrices in one ({packed[0]}), which tensor ranks cannot share",
             where=WHERE,
-            remedy=f"set {WHERE}: 1" + ("" if unknown else "; experts are spread by actor.parallel.expert"),
+            remedy=f"set {WHERE}: 1",
         )
     names = {
         replace_layer_number_by_wildcard(name)

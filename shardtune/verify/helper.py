@@ -95,7 +95,7 @@ def _first_gradient(worker: SFTWorker) -> dict[str, torch.Tensor]:
     weights.settle()
     found = {}
     for name, parameter in weights.trainable().items():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradient = weights.stored(name, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
         found[name] = whole.detach().clone().contiguous()
     weights.zero_gradients()

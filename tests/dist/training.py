@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from shardtune.config import load_recipe
+from shardtune.data.packing import pack
 from shardtune.sft_worker import SFTWorker
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -51,6 +52,8 @@ SIZES: Mapping[str, Any] = {
 }
 VOCABULARY = 264
 """Some more than the tokenizer has."""
+LOGIT_ROWS = 3
+"""Evaluation rows whose logits are kept."""
 ROWS = 33
 """Not divisible by the batch of 8: the last step of an epoch holds one row, for which other ranks have fillers."""
 
@@ -147,6 +150,8 @@ class Trace:
         weights: by name, at the end.
         rows: of each step.
         notes: what the probe found.
+        evaluation: the metrics of the evaluation rows at the end, where there are any.
+        logits: [targets, vocabulary], of the first of them.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -155,6 +160,8 @@ class Trace:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     rows: list[list[int]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    evaluation: dict[str, float] = field(default_factory=dict)
+    logits: torch.Tensor | None = None
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,13 +170,26 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
+def as_it_is(_name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """For optimizers over a model's own parameters."""
+    return tensor
+
+
 @contextmanager
-def keeping_gradients(into: list[dict[str, torch.Tensor]], names: Mapping[int, str]) -> Iterator[None]:
-    """Inside, every optimizer's step first leaves its gradients in `into`; `names` by the parameters' ids."""
+def keeping_gradients(
+    into: list[dict[str, torch.Tensor]],
+    names: Mapping[int, str],
+    stored: Callable[[str, torch.Tensor], torch.Tensor] = as_it_is,
+) -> Iterator[None]:
+    """Inside, every optimizer's step first leaves its gradients in `into`; `names` by the parameters' ids.
+
+    Args:
+        stored: a gradient in the form that checkpoints have.
+    """
 
     def keep(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        into.append({names[id(p)]: whole(p.grad) for p in parameters})
+        into.append({names[id(p)]: whole(stored(names[id(p)], p.grad)) for p in parameters})
 
     handle = register_optimizer_step_pre_hook(keep)
     try:
@@ -188,12 +208,18 @@ def run_recipe(values: Mapping[str, Any]) -> Trace:
     worker.setup()
     trace = Trace(notes=worker.notes)
     names = {id(parameter): name for name, parameter in worker.weights.parameters.items()}
-    with keeping_gradients(trace.gradients, names):
+    with keeping_gradients(trace.gradients, names, worker.weights.stored):
         while not worker.finished:
             metrics = worker.run_training()
             trace.losses.append(metrics["train/loss"])
             trace.norms.append(metrics["train/grad_norm"])
-    trace.weights = {name: whole(parameter) for name, parameter in worker.weights.parameters.items()}
+    weights = worker.weights.tensors()
+    trace.weights = {name: whole(weights[name]) for name in worker.weights.parameters}
+    for evaluated in worker.prepared.evals.values():
+        trace.evaluation = worker.run_eval()
+        first = pack([evaluated.row(index) for index in range(LOGIT_ROWS)], range(LOGIT_ROWS), {})
+        with torch.no_grad():
+            trace.logits = worker.root.logits(first, first.target_positions)
     worker.release()
     return trace
 

@@ -1,0 +1,326 @@
+"""The engine: a user's module on all ranks, whose methods are called as if it were one."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from shardtune.config.layout import Layout
+from shardtune.engine.division import NeedParallel, divide
+from shardtune.engine.host import Request
+from shardtune.engine.methods import Method, no_method, read_methods
+from shardtune.engine.resident import PRECISIONS, Order, precision_of
+from shardtune.engine.sequence import check_shareable
+from shardtune.engine.session import current_session
+from shardtune.engine.spmd import SpmdRanks
+from shardtune.engine.team import InProcess, Team
+from shardtune.errors import ParallelError
+from shardtune.nn import unwrapped
+
+Executor = Literal["fsdp2", "fsdp1", "ddp"]
+EXECUTORS = ("fsdp2", "fsdp1", "ddp")
+_numbers = itertools.count()
+
+
+class TrainEngine:
+    """Runs the methods of a module on all ranks; a call gives one value per rank, in rank order.
+
+    Args:
+        module: of a class that inherits from one of `shardtune.nn`, best made inside `init_empty_weights()`; or a model
+            of PEFT around such a module. The ranks work on copies of it.
+        executor: fsdp2 | fsdp1: weights are sharded; ddp: every rank has them all.
+        precision: of the computation, bf16 | fp16 | fp32 | fp64; None: that which the module was made in. Weights,
+            gradients and optimizer states are held in full precision (fp32, with fp64 in fp64).
+        seed: of weights that are drawn.
+
+    Raises:
+        ModelError: the module is no train module, or a method of it has a name of the engine's.
+    """
+
+    def __init__(
+        self, module: nn.Module, executor: Executor = "fsdp2", *, precision: str | None = None, seed: int = 0
+    ) -> None:
+        if executor not in EXECUTORS:
+            raise ParallelError(
+                f"there is no executor {executor!r}",
+                where="TrainEngine(executor=…)",
+                remedy=f"use {', '.join(EXECUTORS)}",
+            )
+        if precision is not None and precision not in PRECISIONS.values():
+            raise ParallelError(
+                f"there is no precision {precision!r}",
+                where="TrainEngine(precision=…)",
+                remedy=f"use {', '.join(PRECISIONS.values())}",
+            )
+        inner, _ = unwrapped(module)
+        self._kind = type(inner)
+        self._methods: dict[str, Method] = read_methods(self._kind, _own_names())
+        self._module, self._executor, self._seed = module, executor, seed
+        self._precision = precision or precision_of(module)
+        self._id = f"{self._kind.__name__}-{os.getpid()}-{next(_numbers)}"
+        self._team: Team | None = None
+        self._layout = Layout()
+
+    # The user's methods.
+
+    def __getattr__(self, name: str) -> Callable[..., list[Any]]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name not in self._methods:
+            raise no_method(self._kind, name, self._methods)
+        return partial(self._call, self._methods[name])
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._methods]
+
+    def __repr__(self) -> str:
+        where = f"{self._layout}" if self._team is not None else "not built"
+        return f"TrainEngine({self._kind.__name__}, {self._executor}, {where})"
+
+    def _call(self, method: Method, /, *args: Any, **kwargs: Any) -> list[Any]:
+        marked = any(isinstance(value, NeedParallel) for value in (*args, *kwargs.values()))
+        weighed = method.check(args, kwargs, handed=marked)
+        team = self._built(method.name)
+        parts = divide(args, kwargs, self._layout, weighed=weighed)
+        self._take_turn(team)
+        same = all(part is parts[0] for part in parts)
+        request = Request(self._id, "call", (method.name, parts[0]))
+        return team.ask([request if same else Request(self._id, "call", (method.name, part)) for part in parts])
+
+    # Building.
+
+    def build(
+        self,
+        tensor_parallel_size: int = 1,
+        data_parallel_size: int | None = None,
+        colocate_with: TrainEngine | None = None,
+        *,
+        sequence_parallel_size: int = 1,
+        replicate_size: int = 1,
+        take_turns: bool = True,
+    ) -> TrainEngine:
+        """Put the module on its ranks, give it its weights, and call its `on_weights_materialized` there.
+
+        Args:
+            tensor_parallel_size: ranks that share each matrix multiplication.
+            data_parallel_size: groups of ranks that have samples of their own; None: all that are left of the ranks
+                there are (torchrun, colocate_with), else one.
+            colocate_with: an engine that is built, whose ranks are used.
+            sequence_parallel_size: ranks that share each sequence, in calls with NeedParallel(type="seq").
+            replicate_size: copies of the sharded module (fsdp2), which divides data_parallel_size.
+            take_turns: with colocate_with: only one of the engines is in memory at a time; a call wakes its own.
+
+        Returns:
+            The engine.
+
+        Raises:
+            ParallelError: these sizes do not fit the ranks or the module, or there are no such ranks.
+            ModelError: the weights do not fit the module.
+        """
+        if self._team is not None:
+            raise ParallelError("the engine is built already", where="build()", remedy="make another, or close() it")
+        session = current_session()
+        given = colocate_with._built("build(colocate_with=…)").num_ranks if colocate_with else session.num_ranks
+        layout = self._laid_out(
+            (tensor_parallel_size, data_parallel_size, sequence_parallel_size, replicate_size), given
+        )
+        if sequence_parallel_size > 1:
+            check_shareable(unwrapped(self._module)[0])
+        team = colocate_with._built("build(…)") if colocate_with else session.team(layout.num_ranks)
+        if colocate_with is not None and take_turns:
+            team.engines |= {colocate_with._id: True, self._id: True}
+            self._put_others_to_sleep(team)
+        order = Order(
+            copy.deepcopy(self._module) if _is_here(team) else self._module, layout, self._precision, self._seed
+        )
+        try:
+            self.notes: list[str] = team.ask_all(Request(self._id, "build", (order,)))[0]
+        except BaseException:
+            team.engines.pop(self._id, None)
+            if colocate_with is None:
+                team.close()
+            raise
+        self._team, self._layout = team, layout
+        team.engines.setdefault(self._id, False)
+        team.awake.add(self._id)
+        return self
+
+    def _laid_out(self, sizes: tuple[int, int | None, int, int], given: int | None) -> Layout:
+        """The layout of these sizes on so many ranks (None: as many as it takes)."""
+        tensor, data, sequence, replicate = sizes
+        if min(tensor, sequence, replicate, 1 if data is None else data) < 1:
+            raise ParallelError("a size is below 1", where="build(…)", remedy="leave it out")
+        inner = tensor * sequence
+        if given is not None and (given % inner or (data is not None and data * inner != given)):
+            asked = f"tensor {tensor} x sequence {sequence}" + (f" x data {data}" if data is not None else "")
+            raise ParallelError(
+                f"{asked} ranks are asked for, there are {given}",
+                where="build(…)",
+                remedy="leave data_parallel_size out, and let the others divide the ranks there are",
+            )
+        data = data if data is not None else (given // inner if given is not None else replicate)
+        if data % replicate:
+            raise ParallelError(
+                f"{replicate} copies do not divide {data} groups of ranks with data of their own",
+                where="build(replicate_size=…)",
+                remedy="leave it out",
+            )
+        if self._executor == "fsdp1" and tensor > 1:
+            raise ParallelError(
+                "fsdp1 joins the parameters of a unit, so they cannot be parts of matrices",
+                where=f"build(tensor_parallel_size={tensor})",
+                remedy='use executor="fsdp2"',
+            )
+        if self._executor == "ddp":
+            return Layout(data, 1, sequence, tensor)
+        flat = self._executor == "fsdp1" and data * sequence > 1
+        return Layout(replicate, data // replicate, sequence, tensor, flat=flat)
+
+    def _built(self, what: str) -> Team:
+        if self._team is None:
+            raise ParallelError(
+                f"{what}: the engine of {self._kind.__name__} is not built",
+                where=what,
+                remedy="call build() first",
+            )
+        return self._team
+
+    @property
+    def num_ranks(self) -> int:
+        return self._layout.num_ranks
+
+    @property
+    def layout(self) -> Layout:
+        """How the ranks are laid out."""
+        return self._layout
+
+    @property
+    def methods(self) -> list[str]:
+        """What can be called."""
+        return sorted(self._methods)
+
+    # Where the module is.
+
+    def train(self, mode: bool = True) -> TrainEngine:
+        """Let the module train (dropout) from now on, or not."""
+        self._built("train").ask_all(Request(self._id, "train", (mode,)))
+        return self
+
+    def eval(self) -> TrainEngine:
+        """Let the module evaluate from now on."""
+        return self.train(False)
+
+    def cpu(self) -> TrainEngine:
+        """Move weights, gradients and optimizer states to the hosts' memory; on ranks without a GPU they are there."""
+        self._built("cpu").ask_all(Request(self._id, "to_host"))
+        return self
+
+    def cuda(self) -> TrainEngine:
+        """Move all that to the ranks' devices."""
+        return self.wake()
+
+    def sleep(self) -> TrainEngine:
+        """Give the memory of weights, gradients and optimizer states back until the next call: from a GPU to the host's
+        memory, from the host's memory to a file."""
+        team = self._built("sleep")
+        team.ask_all(Request(self._id, "sleep"))
+        team.awake.discard(self._id)
+        return self
+
+    def wake(self) -> TrainEngine:
+        """Take the memory again; a call does so by itself."""
+        team = self._built("wake")
+        self._take_turn(team)
+        team.ask_all(Request(self._id, "wake"))
+        return self
+
+    def memory(self) -> list[int]:
+        """Bytes that weights, buffers, gradients and optimizer states hold on each rank's device."""
+        return self._built("memory").ask_all(Request(self._id, "memory"))
+
+    def _take_turn(self, team: Team) -> None:
+        if team.engines.get(self._id):
+            self._put_others_to_sleep(team)
+        team.awake.add(self._id)
+
+    def _put_others_to_sleep(self, team: Team) -> None:
+        for other in [name for name in team.awake if name != self._id and team.engines.get(name)]:
+            team.ask_all(Request(other, "sleep"))
+            team.awake.discard(other)
+
+    # What it has learned.
+
+    def save(self, path: str | Path) -> None:
+        """Write weights, optimizers and schedules into a folder, each rank its part."""
+        self._asked("save", str(path))
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a folder that `save` wrote, on this layout or any other."""
+        self._asked("load", str(path))
+
+    def save_pretrained(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Write a directory that `from_pretrained` loads, an adapted model's PEFT's; of a plain module its weights."""
+        self._asked("save_pretrained", str(path), dtype)
+
+    def _asked(self, action: str, *arguments: Any) -> None:
+        team = self._built(action)
+        self._take_turn(team)
+        team.ask_all(Request(self._id, action, arguments, of_first=True))
+
+    def named_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """All weights, whole, under the names by which others know them, some at a time: for an inference engine.
+
+        The names and values are those of `postprocess_output_named_parameters` where the class has one; otherwise of a
+        model of transformers those of its directory, an adapter merged.
+
+        Args:
+            dtype: of floating tensors; None: full precision.
+        """
+        self._asked("export", dtype)
+        team = self._built("named_tensors")
+        try:
+            while found := team.ask_all(Request(self._id, "export_next", of_first=True))[0]:
+                yield from found
+        finally:
+            if not team.dead:
+                team.ask_all(Request(self._id, "stop_export", of_first=True))
+
+    # Its end.
+
+    def close(self) -> None:
+        """Let go of the module, and end the ranks that no other engine uses."""
+        team, self._team = self._team, None
+        if team is None:
+            return
+        if not team.dead:
+            team.ask_all(Request(self._id, "end"))
+        team.engines.pop(self._id, None)
+        team.awake.discard(self._id)
+        if not team.engines and not _is_here(team):
+            team.close()
+
+    def __enter__(self) -> TrainEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _is_here(team: Team) -> bool:
+    """Whether the module would be the caller's own object."""
+    return isinstance(team, InProcess | SpmdRanks)
+
+
+def _own_names() -> frozenset[str]:
+    return frozenset(name for name in {*vars(TrainEngine), "notes"} if not name.startswith("_"))

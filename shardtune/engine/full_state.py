@@ -1,0 +1,106 @@
+"""All weights of a module as a stream of named whole tensors, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from shardtune.checkpoint.conversion import disk_groups, to_disk
+from shardtune.checkpoint.export import gather_full, save_pretrained
+from shardtune.checkpoint.peft_directory import merging, save_adapter
+from shardtune.checkpoint.plain import save_plain
+from shardtune.errors import ModelError
+from shardtune.models.lora import base_tensors, is_adapted
+from shardtune.nn import BaseTrainModule
+from shardtune.parallel.shard import Weights
+
+POSTPROCESS = "postprocess_output_named_parameters"
+
+
+class Whole(torch.Tensor):
+    """A tensor that a single rank has whole, with what a sharded one offers."""
+
+    def full_tensor(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+@torch.no_grad()
+def full_state(
+    module: BaseTrainModule, weights: Weights, prefix: str, dtype: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor under the name by which others know it; all ranks take as many of them.
+
+    A class that says what its tensors are to others (`postprocess_output_named_parameters`) is asked; otherwise a model
+    of transformers gives them as its directory holds them, an adapter merged, and any other module by its own names.
+
+    Args:
+        prefix: of the names that the class sees.
+        dtype: of floating tensors; None: full precision.
+    """
+    with weights.in_rows():
+        found = _by_hook(module, weights, prefix) if _has_hook(module) else _as_on_disk(module, weights)
+        for name, tensor in found:
+            whole = tensor.detach()
+            yield name, whole.to(dtype) if dtype is not None and whole.is_floating_point() else whole
+
+
+def _has_hook(module: BaseTrainModule) -> bool:
+    return getattr(type(module), POSTPROCESS) is not getattr(BaseTrainModule, POSTPROCESS)
+
+
+def _by_hook(module: BaseTrainModule, weights: Weights, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    own = {f"{prefix}{name}": _sharded(tensor) for name, tensor in weights.tensors().items()}
+    # Of an adapter's tensors themselves nobody else has a place.
+    base = {f"{prefix}{tensor.own_name}" for tensor in base_tensors(module)}
+    for name, tensor in own.items():
+        if name in base:
+            given, whole = module.postprocess_output_named_parameters(name, tensor, own)
+            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+            yield given, whole.as_subclass(torch.Tensor)
+
+
+def _sharded(tensor: torch.Tensor) -> Any:
+    return tensor if isinstance(tensor, DTensor) else tensor.detach().as_subclass(Whole)
+
+
+def _as_on_disk(module: BaseTrainModule, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    tensors: Mapping[str, torch.Tensor] = weights.tensors()
+    gather = gather_full
+    if is_adapted(module):
+        wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors.values()) else torch.float32
+        tensors, gather, _ = merging(module, wide)
+    if not isinstance(module, PreTrainedModel):
+        for name, tensor in tensors.items():
+            yield name, gather(name, tensor)
+        return
+    for names in disk_groups(module, list(tensors)):
+        yield from to_disk(module, {name: gather(name, tensors[name]).detach() for name in names}).items()
+
+
+@torch.no_grad()
+def save_directory(module: BaseTrainModule, weights: Weights, directory: Path, dtype: torch.dtype | None) -> None:
+    """Write a directory that `from_pretrained` loads; for an adapted model PEFT's; every rank calls it.
+
+    Args:
+        dtype: of the weights; None: as the model's config has it.
+    """
+    with weights.in_rows():
+        tensors = weights.tensors()
+        if is_adapted(module):
+            if not isinstance(module, PreTrainedModel):
+                raise ModelError(
+                    f"{type(module).__name__} is no model of transformers, over which PEFT could load an adapter",
+                    where="engine.save_pretrained()",
+                    remedy="use engine.save(), or take its tensors from engine.named_tensors()",
+                )
+            save_adapter(module, directory, base=module.name_or_path or None, dtype=dtype, tensors=tensors)
+        elif isinstance(module, PreTrainedModel):
+            own = module.config.dtype if isinstance(module.config.dtype, torch.dtype) else torch.float32
+            save_pretrained(module, directory, dtype=dtype or own, tensors=tensors)
+        else:
+            save_plain(module, directory, dtype=dtype, tensors=tensors)

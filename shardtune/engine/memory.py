@@ -1,0 +1,155 @@
+"""What a module, its gradients and its optimizers hold, moved away and back without an object changing."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardtune.errors import ParallelError
+
+
+def optimizers_of(module: nn.Module) -> dict[str, torch.optim.Optimizer]:
+    """The optimizers that are attributes of a module, by name; those in lists and dicts as "name.0", "name.key"."""
+    return dict(_optimizers("", vars(module)))
+
+
+def _optimizers(name: str, value: Any) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    if isinstance(value, torch.optim.Optimizer):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(item, nn.Module):
+                yield from _optimizers(f"{name}.{key}" if name else str(key), item)
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _optimizers(f"{name}.{number}", item)
+
+
+class Memory:
+    """The memory of a module on one rank.
+
+    Args:
+        module: with its optimizers as attributes.
+        device: of the engine.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._module, self._device = module, device
+        self._away: list[tuple[torch.UntypedStorage, int, int, torch.Tensor | None]] = []
+        self._file: Path | None = None
+
+    @property
+    def is_away(self) -> bool:
+        return bool(self._away)
+
+    def held(self) -> int:
+        """Bytes of weights, buffers, gradients and optimizer states on this rank's device."""
+        return sum(storage.nbytes() for storage in self._storages())
+
+    @torch.no_grad()
+    def leave(self) -> None:
+        """Give the memory back: to the host's memory from a GPU, to a file from there. Nothing is lost."""
+        if self._away:
+            return
+        storages = list(self._storages())
+        fixed = [storage for storage in storages if not storage.resizable()]
+        if fixed:
+            raise ParallelError(
+                "a tensor of the module lies in memory that is not torch's own, and cannot be given back",
+                where="engine.sleep()",
+                remedy="make it by torch.tensor(...) instead of torch.from_numpy(...)",
+            )
+        if self._device.type == "cpu":
+            self._write(storages)
+        else:
+            self._away = [(storage, storage.nbytes(), 0, _bytes_of(storage).cpu()) for storage in storages]
+        for storage in storages:
+            storage.resize_(0)
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.no_grad()
+    def come_back(self) -> None:
+        """Take the memory again."""
+        away, self._away = self._away, []
+        if not away:
+            return
+        if self._file is None:
+            for storage, size, _, kept in away:
+                assert kept is not None
+                storage.resize_(size)
+                _bytes_of(storage).copy_(kept)
+            return
+        with self._file.open("rb") as stream:
+            for storage, size, offset, _ in away:
+                storage.resize_(size)
+                stream.seek(offset)
+                stream.readinto(_buffer(storage))
+        self._file.unlink()
+        self._file = None
+
+    def forget(self) -> None:
+        """Let go of what is away."""
+        self._away = []
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+            self._file = None
+
+    def _write(self, storages: list[torch.UntypedStorage]) -> None:
+        offset = 0
+        with tempfile.NamedTemporaryFile(prefix="shardtune-asleep-", delete=False) as stream:
+            self._file = Path(stream.name)
+            for storage in storages:
+                stream.write(_buffer(storage))
+                self._away.append((storage, storage.nbytes(), offset, None))
+                offset += storage.nbytes()
+
+    def _storages(self) -> Iterator[torch.UntypedStorage]:
+        """Each once, those on this rank's device alone."""
+        seen: set[int] = set()
+        for tensor in self._tensors():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            storage = local.untyped_storage()
+            if local.device.type == self._device.type and storage.nbytes() and storage._cdata not in seen:
+                seen.add(storage._cdata)
+                yield storage
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for parameter in self._module.parameters():
+            yield parameter.detach()
+            if parameter.grad is not None:
+                yield parameter.grad
+        yield from self._module.buffers()
+        for optimizer in optimizers_of(self._module).values():
+            for state in optimizer.state.values():
+                yield from _tensors_in(state)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """uint8 [bytes], the storage itself."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore
+
+
+def _buffer(storage: torch.UntypedStorage) -> Any:
+    """The memory of a storage on the host; numpy's view of it would keep it from being resized for good."""
+    return (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())

@@ -1,0 +1,105 @@
+"""The methods of a user's class that can be called on an engine, read once."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shardtune import nn as modules
+from shardtune.errors import ModelError
+from shardtune.nn import BaseTrainModule
+
+HOOKS = frozenset(
+    name
+    for base in (BaseTrainModule, modules.BaseHuggingFaceTrainModule)
+    for name in vars(base)
+    if not name.startswith("_")
+)
+"""Names of hooks and of what methods use; no methods of their own."""
+WEIGHTS = "weights"
+"""The parameter by which a method asks for the weights of its samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One method.
+
+    Attributes:
+        name: its own.
+        signature: without `self`.
+    """
+
+    name: str
+    signature: inspect.Signature
+
+    @property
+    def takes_weights(self) -> bool:
+        return WEIGHTS in self.signature.parameters
+
+    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, handed: bool) -> bool:
+        """Refuse arguments that do not fit, here and not on the ranks; returns whether to hand out weights.
+
+        Args:
+            handed: there are weights to hand out.
+
+        Raises:
+            TypeError: as Python would.
+        """
+        hand = handed and self.takes_weights and WEIGHTS not in kwargs
+        try:
+            self.signature.bind(*args, **{**kwargs, **({WEIGHTS: None} if hand else {})})
+        except TypeError as error:
+            raise TypeError(f"{self.name}{self.signature}: {error}") from None
+        return hand
+
+
+def own_classes(kind: type[BaseTrainModule]) -> list[type]:
+    """The classes that are the user's: those before the first of ours."""
+    ours = next(place for place, base in enumerate(kind.__mro__) if base.__module__ == modules.__name__)
+    return list(kind.__mro__[:ours])
+
+
+def read_methods(kind: type[BaseTrainModule], taken: Collection[str]) -> dict[str, Method]:
+    """The public methods that a class and its bases of the user's define, and `forward`.
+
+    Args:
+        kind: of the module.
+        taken: names that the engine has itself.
+
+    Raises:
+        ModelError: a method has a name of the engine's.
+    """
+    found: dict[str, Method] = {}
+    for owner in own_classes(kind):
+        for name, value in vars(owner).items():
+            plain = value.__func__ if isinstance(value, staticmethod) else value
+            if name.startswith("_") or name in HOOKS or name in found or not inspect.isfunction(plain):
+                continue
+            if name in taken:
+                raise ModelError(
+                    f"{owner.__name__}.{name} has the name of a method of the engine's, which would hide it",
+                    where=f"class {owner.__name__}",
+                    remedy=f"call it otherwise (my_{name}, say); taken are {', '.join(sorted(taken))}",
+                )
+            found[name] = Method(name, _signature(plain, bound=not isinstance(value, staticmethod)))
+    if kind.forward is not nn.Module.forward:
+        found["forward"] = Method("forward", _signature(kind.forward, bound=True))
+    return found
+
+
+def no_method(kind: type, name: str, methods: Mapping[str, Method]) -> AttributeError:
+    """What to say of a name that is none."""
+    near = difflib.get_close_matches(name, methods, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return AttributeError(f"{kind.__name__} has no method {name!r}: it has {', '.join(sorted(methods))}{hint}")
+
+
+def _signature(function: Any, *, bound: bool) -> inspect.Signature:
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())
+    return signature.replace(parameters=parameters[1:] if bound else parameters)

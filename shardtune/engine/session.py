@@ -1,0 +1,130 @@
+"""Where engines find their ranks: in this process, on this machine, under torchrun, or on a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shardtune.engine.host import Host, device_for
+from shardtune.engine.local import LocalRanks
+from shardtune.engine.ray import Placement, RayRanks, connect
+from shardtune.engine.spmd import SpmdRanks
+from shardtune.engine.team import InProcess, Team
+from shardtune.errors import ParallelError
+
+Backend = Literal["local", "torchrun", "ray"]
+BACKENDS = ("local", "torchrun", "ray")
+
+
+@dataclass(slots=True)
+class Session:
+    """What `init` has chosen.
+
+    Attributes:
+        backend: local | torchrun | ray.
+        device: auto | cpu | cuda.
+        placement: on a Ray cluster.
+        in_process: the team of one rank in this process, once there is one.
+        spmd: the team of torchrun's ranks, once there is one.
+        gpus_taken: of this machine, by processes of engines that are built.
+    """
+
+    backend: str
+    device: str
+    placement: Placement
+    in_process: Team | None = None
+    spmd: SpmdRanks | None = None
+    gpus_taken: int = 0
+    teams: list[Team] = field(default_factory=list)
+
+    def team(self, num_ranks: int) -> Team:
+        """Ranks for one engine, apart from those of others where they can be."""
+        if self.backend == "torchrun":
+            self.spmd = self.spmd or SpmdRanks(self.device)
+            return self.spmd
+        if self.backend == "ray":
+            return self._noted(RayRanks(num_ranks, self.device, self.placement))
+        if num_ranks == 1:
+            self.in_process = self.in_process or InProcess(Host(0, 1, device_for(self.device, 0), copies=True))
+            return self.in_process
+        first, self.gpus_taken = self.gpus_taken, self.gpus_taken + num_ranks
+        return self._noted(LocalRanks(num_ranks, self.device, first))
+
+    def _noted(self, team: Team) -> Team:
+        self.teams.append(team)
+        return team
+
+    @property
+    def num_ranks(self) -> int | None:
+        """The number of ranks that engines have to use; None: as they ask for."""
+        return int(os.environ["WORLD_SIZE"]) if self.backend == "torchrun" else None
+
+
+_session: Session | None = None
+
+
+def init(
+    backend: Backend | None = None,
+    *,
+    address: str | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    placement: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack",
+    cpus_per_rank: float = 1.0,
+    gpus_per_rank: float | None = None,
+    resources_per_rank: Mapping[str, float] | None = None,
+    wait_seconds: float = 60.0,
+) -> None:
+    """Say where the ranks of engines are. Without it, `build` chooses as `init()` does.
+
+    Args:
+        backend: "torchrun": this process is a rank, and so are its like; chosen where a launcher says so. "ray": actors
+            on a cluster; chosen where Ray is connected or RAY_ADDRESS is set. "local": one rank is this process,
+            several are processes of this machine.
+        address: of a Ray cluster; None: the one that is connected or that RAY_ADDRESS names, else one of this machine.
+        device: auto, cpu or cuda.
+        placement: how ranks go to the hosts of a Ray cluster.
+        cpus_per_rank: of a Ray cluster.
+        gpus_per_rank: of a Ray cluster; None: one where it has any.
+        resources_per_rank: of a Ray cluster, others.
+        wait_seconds: for room on a Ray cluster.
+
+    Raises:
+        ParallelError: there is no such backend, or it cannot be used here.
+    """
+    global _session
+    chosen = backend or _detected(address)
+    if chosen not in BACKENDS:
+        raise ParallelError(
+            f"there is no backend {chosen!r}", where="shardtune.init(backend=…)", remedy=f"use {', '.join(BACKENDS)}"
+        )
+    if chosen == "torchrun" and "WORLD_SIZE" not in os.environ:
+        raise ParallelError(
+            "no launcher has started this process",
+            where='shardtune.init(backend="torchrun")',
+            remedy="start the script by torchrun --nproc-per-node=N script.py",
+        )
+    if chosen == "ray":
+        connect(address)
+    where = Placement(placement, cpus_per_rank, gpus_per_rank, dict(resources_per_rank or {}), wait_seconds)
+    spmd = _session.spmd if _session is not None else None
+    _session = Session(chosen, device, where, spmd=spmd)
+
+
+def current_session() -> Session:
+    """What `init` has chosen, or would."""
+    if _session is None:
+        init()
+    assert _session is not None
+    return _session
+
+
+def _detected(address: str | None) -> Backend:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return "torchrun"
+    if address is not None or "RAY_ADDRESS" in os.environ:
+        return "ray"
+    ray = sys.modules.get("ray")
+    return "ray" if ray is not None and ray.is_initialized() else "local"

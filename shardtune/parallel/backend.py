@@ -1,0 +1,75 @@
+"""Which of torch's ways to shard a model is used, and the weights that belong to it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from torch import nn
+
+from shardtune.parallel.flat import FlatWeights
+from shardtune.parallel.fsdp1 import FlatSharding, into_rows
+from shardtune.parallel.mesh import Ranks
+from shardtune.parallel.shard import Weights, shard
+
+
+class Hold(Protocol):
+    """Makes the weights of a sharded model that has its values; every rank calls it."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        *,
+        reduce_each: bool = False,
+        elsewhere: Collection[str] = (),
+        partial: Collection[str] = (),
+    ) -> Weights: ...
+
+
+def shard_model(
+    root: nn.Module,
+    units: Sequence[nn.Module],
+    ranks: Ranks,
+    precision: str,
+    *,
+    reshard_after_forward: bool = True,
+    entry_points: Sequence[str] = (),
+    experts: Collection[nn.Module] = (),
+    offload: bool = False,
+) -> Hold:
+    """Shard `root` in place as its ranks' layout says: with FSDP2 (so DDP too) or FSDP1; arguments as `shard` has them.
+
+    FSDP1 takes weights that have their values, so here the model gets rows to load them into, and what is returned
+    hands them over.
+
+    Returns:
+        What makes the model's weights once it has its values; arguments as `Weights` has them.
+    """
+    flat: FlatSharding | None = None
+    if ranks.layout.flat and ranks.mesh is not None:
+        flat = FlatSharding(root, tuple(units), ranks, precision, reshard_after_forward, tuple(entry_points))
+        into_rows(flat)
+    else:
+        shard(
+            root,
+            units,
+            ranks,
+            precision,
+            reshard_after_forward=reshard_after_forward,
+            entry_points=entry_points,
+            experts=experts,
+            offload=offload,
+        )
+
+    def hold(
+        model: nn.Module,
+        *,
+        reduce_each: bool = False,
+        elsewhere: Collection[str] = (),
+        partial: Collection[str] = (),
+    ) -> Weights:
+        if flat is not None:
+            return FlatWeights(flat, model, reduce_each=reduce_each, elsewhere=elsewhere)
+        return Weights(root, model, precision, ranks, reduce_each=reduce_each, elsewhere=elsewhere, partial=partial)
+
+    return hold

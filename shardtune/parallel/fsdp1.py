@@ -1,0 +1,285 @@
+"""Sharding with torch's `FullyShardedDataParallel` (FSDP1), behind the interface that FSDP2 has here.
+
+FSDP1 joins the parameters of a unit end to end and cuts the whole into equal pieces, so what a rank has of a parameter
+is a range of its numbers, of one dimension. Two things follow. Weights are loaded before they are cut so: as rows (what
+FSDP2 has), then unit by unit into FSDP1's pieces. And checkpoints hold rows: numbers change ranks when they are written
+and read, and any layout continues from any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._pytree import tree_map
+
+from shardtune.parallel.buffers import norm_parameters
+from shardtune.parallel.mesh import Ranks
+from shardtune.parallel.shard import COMPUTE_DTYPE, MASTER_DTYPE
+
+Place = tuple[nn.Module, str]
+"""A module and the name of one of its own parameters."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlatSharding:
+    """What was asked for when the rows were cut, and is done once they have values.
+
+    Attributes:
+        root: the module that is called.
+        units: modules that are gathered and freed as one.
+        ranks: of the run.
+        precision: bf16 | fp16 | fp32 | fp64.
+        reshard_after_forward: False keeps a unit's weights between forward and backward.
+        entry_points: names of further methods of `root` that use its weights.
+    """
+
+    root: nn.Module
+    units: tuple[nn.Module, ...]
+    ranks: Ranks
+    precision: str
+    reshard_after_forward: bool
+    entry_points: tuple[str, ...]
+
+
+def into_rows(sharding: FlatSharding) -> None:
+    """Give each parameter of a model its rows on this rank; every rank has the same whole values, or none (meta).
+
+    Scalars, and parameters of norms that need full precision, stay whole on every rank, as with FSDP2.
+    """
+    root, mesh = sharding.root, sharding.ranks.shard_mesh
+    assert mesh is not None
+    whole = {parameter for parameter in root.parameters() if parameter.ndim == 0}
+    if COMPUTE_DTYPE[sharding.precision] != MASTER_DTYPE[sharding.precision]:
+        whole |= norm_parameters(root)
+    for parameter, places in _places(root).items():
+        if parameter not in whole:
+            first, last = row_ranges(parameter.shape, mesh)[rank_in(mesh)]
+            local = parameter.detach()[first:last].clone()
+            put(places, rows(local, mesh, parameter.shape, parameter.requires_grad))
+
+
+def rank_in(mesh: DeviceMesh) -> int:
+    """This rank's place among those that shard a copy of the model."""
+    return mesh.get_local_rank(mesh.ndim - 1)
+
+
+def row_ranges(shape: torch.Size, mesh: DeviceMesh) -> list[tuple[int, int]]:
+    """The rows of each of the ranks that shard a copy of the model, as FSDP2 deals them."""
+    each = -(-shape[0] // mesh.size(mesh.ndim - 1))
+    return [(min(each * rank, shape[0]), min(each * (rank + 1), shape[0])) for rank in range(mesh.size(mesh.ndim - 1))]
+
+
+def _places(root: nn.Module) -> dict[nn.Parameter, list[Place]]:
+    """Where each parameter stands; a shared one has several places."""
+    found: dict[nn.Parameter, list[Place]] = {}
+    for module in root.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(parameter, []).append((module, key))
+    return found
+
+
+def put(places: Sequence[Place], parameter: nn.Parameter) -> None:
+    for module, key in places:
+        module._parameters[key] = parameter
+
+
+def rows(local: torch.Tensor, mesh: DeviceMesh, shape: torch.Size, requires_grad: bool) -> nn.Parameter:
+    """This rank's rows as a part of the whole; along the first of two dimensions of the mesh there are copies."""
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=tuple(strides))
+    return nn.Parameter(tensor, requires_grad=requires_grad)
+
+
+class Shell(nn.Module):
+    """What FSDP1 wraps in a unit's place, so that the model keeps its modules, their classes and their names.
+
+    While it is wrapped it holds the unit, whose parameters FSDP1 takes; later only the shells inside it.
+    """
+
+    def __init__(self, inside: Sequence[FullyShardedDataParallel]) -> None:
+        super().__init__()
+        self.inside = nn.ModuleList(inside)
+        self.watched: dict[str, Place] = {}
+        self.used: set[str] = set()
+
+    def forward(self, call: Callable[[], list[torch.Tensor]], *_inputs: torch.Tensor) -> list[torch.Tensor]:
+        if torch.is_grad_enabled():
+            for name, (module, key) in self.watched.items():
+                tensor = module._parameters[key]
+                if tensor is not None and tensor.requires_grad:
+                    tensor.register_hook(partial(self._note, name))
+        return call()
+
+    def _note(self, name: str, _grad: torch.Tensor) -> None:
+        self.used.add(name)
+
+
+class Routed:
+    """A module's method that runs while FSDP1 has the module's weights gathered.
+
+    FSDP1 sees tensors only, those that it hooks: inputs and outputs of any kind go past it as they are.
+
+    Args:
+        through: the wrapped shells, outermost first.
+        cast: the dtype of floating inputs.
+    """
+
+    def __init__(self, through: Sequence[FullyShardedDataParallel], cast: torch.dtype | None) -> None:
+        self._through = through
+        self._cast = cast
+        self._open = False
+
+    def method(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`original`, or another method of the same module called inside it."""
+
+        @wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs) if self._open else self._run(original, args, kwargs)
+
+        return run
+
+    def _run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._cast is not None:
+            args, kwargs = tree_map(self._to_compute, (args, kwargs))
+        result: list[Any] = []
+
+        def innermost() -> list[torch.Tensor]:
+            result[:] = [original(*args, **kwargs)]
+            return list(_tensors(result[0]))
+
+        call, inputs = innermost, list(_tensors((args, kwargs)))
+        for shell in reversed(self._through[1:]):
+            call = partial(shell, call, *inputs)
+        self._open = True
+        try:
+            self._through[0](call, *inputs)
+        finally:
+            self._open = False
+        return result[0]
+
+    def _to_compute(self, value: Any) -> Any:
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(self._cast) if floating else value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors with a gradient in what a module takes or gives."""
+    if isinstance(value, torch.Tensor):
+        yield from [value] if value.requires_grad else []
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))
+
+
+class Flattening:
+    """Rows with values into FSDP1's pieces, unit by unit: one unit is whole at a time, in one more copy while FSDP1
+    joins its parameters.
+
+    Parameters of a unit that differ in dtype, or in whether they are trained, are joined apart.
+
+    Attributes:
+        wrapped: FSDP1's modules, each after those inside it; the last is the root's.
+        places: where the cut parameters stand, by name.
+        shapes: of the whole parameters, by name.
+    """
+
+    def __init__(self, sharding: FlatSharding, names: Mapping[nn.Parameter, str]) -> None:
+        self._sharding = sharding
+        self._names = names
+        self._routed: list[tuple[nn.Module, str, Callable[..., Any] | None]] = []
+        self.wrapped: list[FullyShardedDataParallel] = []
+        self.shells: list[Shell] = []
+        self.places: dict[str, list[Place]] = {}
+        self.shapes: dict[str, torch.Size] = {}
+        root, compute = sharding.root, COMPUTE_DTYPE[sharding.precision]
+        self._all_places = _places(root)
+        cast = compute if compute != MASTER_DTYPE[sharding.precision] else None
+        units = [module for module in reversed(list(root.modules())) if module in set(sharding.units)]
+        waiting: dict[nn.Module, list[FullyShardedDataParallel]] = {}
+        for unit in (*units, root):
+            inside = [shell for inner in unit.modules() for shell in waiting.pop(inner, [])]
+            through = self._wrap(unit, inside)
+            waiting[unit] = through[:1]
+            routed = Routed(through, cast)
+            for name in ("forward", *(sharding.entry_points if unit is root else ())):
+                self._routed.append((unit, name, vars(unit).get(name)))
+                setattr(unit, name, routed.method(getattr(unit, name)))
+
+    def undo(self) -> None:
+        """Take what leads through FSDP1 off the model."""
+        for module, name, own in self._routed:
+            delattr(module, name)
+            if own is not None:
+                setattr(module, name, own)
+
+    def _wrap(self, unit: nn.Module, inside: list[FullyShardedDataParallel]) -> list[FullyShardedDataParallel]:
+        """One module of FSDP1 for each kind of parameters, outermost first; one without any, if there are none."""
+        groups: dict[tuple[bool, torch.dtype], list[nn.Parameter]] = {}
+        for parameter in unit.parameters():
+            if isinstance(parameter, DTensor):
+                groups.setdefault((parameter.requires_grad, parameter.dtype), []).append(parameter)
+        through: list[FullyShardedDataParallel] = []
+        for group in [*groups.values()] or [[]]:
+            through.insert(0, self._wrap_group(unit, group, through[:1] or inside))
+        return through
+
+    @torch.no_grad()
+    def _wrap_group(
+        self, unit: nn.Module, group: Sequence[nn.Parameter], inside: Sequence[FullyShardedDataParallel]
+    ) -> FullyShardedDataParallel:
+        ranks, shell = self._sharding.ranks, Shell(inside)
+        taken: set[nn.Parameter] = set()
+        for parameter in group:
+            assert isinstance(parameter, DTensor)
+            name, places = self._names[parameter], self._all_places[parameter]
+            full = nn.Parameter(parameter.full_tensor(), requires_grad=parameter.requires_grad)
+            put(places, full)
+            taken.add(full)
+            self.places[name], self.shapes[name] = places, parameter.shape
+            if full.requires_grad:
+                shell.watched[name] = places[0]
+        compute, master = COMPUTE_DTYPE[self._sharding.precision], MASTER_DTYPE[self._sharding.precision]
+        shell.owner = unit
+        wrapped = FullyShardedDataParallel(
+            shell,
+            process_group=self._process_group(),
+            sharding_strategy=self._strategy(),
+            mixed_precision=MixedPrecision(
+                param_dtype=compute, reduce_dtype=master, cast_forward_inputs=False, cast_root_forward_inputs=False
+            ),
+            device_id=ranks.device,
+            use_orig_params=True,
+            ignored_states=[parameter for parameter in unit.parameters() if parameter not in taken],
+        )
+        del shell.owner
+        self.wrapped.append(wrapped)
+        self.shells.append(shell)
+        return wrapped
+
+    def _process_group(self) -> Any:
+        mesh = self._sharding.ranks.shard_mesh
+        assert mesh is not None
+        return mesh.get_group() if mesh.ndim == 1 else (mesh.get_group(1), mesh.get_group(0))
+
+    def _strategy(self) -> ShardingStrategy:
+        if self._sharding.ranks.layout.replicate > 1:
+            hybrid = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
+            return hybrid[not self._sharding.reshard_after_forward]
+        return ShardingStrategy.FULL_SHARD if self._sharding.reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP
