@@ -275,6 +275,10 @@ def launch(
     nproc_per_node: Annotated[
         int | None, typer.Option(min=1, help="Ranks on each host; by default as the recipe says.")
     ] = None,
+    min_nodes: Annotated[
+        int | None, typer.Option(min=1, help="Hosts to go on with after one was lost; by default all.")
+    ] = None,
+    max_restarts: Annotated[int, typer.Option(min=0, help="How often to start again after a loss.")] = 0,
     by: Annotated[str, typer.Option(help="torchrun | slurm | ray | all")] = "all",
 ) -> None:
     """Show what starts a recipe on several hosts: commands and environment for torchrun, Slurm and Ray.
@@ -297,7 +301,9 @@ def launch(
         )
     if by not in (*LAUNCHERS, "all"):
         raise ConfigError(f"{by} is no launcher that is known here", where="--by", remedy="torchrun, slurm, ray or all")
-    typer.echo(launch_commands(path, overrides, nodes, nproc_per_node, LAUNCHERS if by == "all" else (by,)))
+    launchers = LAUNCHERS if by == "all" else (by,)
+    again = {"fewest": min_nodes, "restarts": max_restarts}
+    typer.echo(launch_commands(path, overrides, nodes, nproc_per_node, launchers, **again))
 
 
 @app.command()

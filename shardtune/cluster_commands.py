@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,10 +22,14 @@ class Hosts:
     Attributes:
         nodes: hosts.
         per_node: ranks on each.
+        fewest: hosts to go on with.
+        restarts: how often, after one was lost.
     """
 
     nodes: int
     per_node: int
+    fewest: int
+    restarts: int
 
     @property
     def ranks(self) -> int:
@@ -34,7 +37,14 @@ class Hosts:
 
 
 def launch_commands(
-    recipe: str, overrides: Sequence[str], nodes: int, per_node: int | None, launchers: Sequence[str] = LAUNCHERS
+    recipe: str,
+    overrides: Sequence[str],
+    nodes: int,
+    per_node: int | None,
+    launchers: Sequence[str] = LAUNCHERS,
+    *,
+    fewest: int | None = None,
+    restarts: int = 0,
 ) -> str:
     """What to type where; nothing is run.
 
@@ -44,12 +54,15 @@ def launch_commands(
         nodes: hosts.
         per_node: ranks on each; None: as the recipe says.
         launchers: of torchrun, slurm and ray, those to show.
+        fewest: hosts to go on with after one was lost; None: all of them.
+        restarts: how often the ranks are started again then.
 
     Raises:
         ConfigError: the recipe cannot be used, or cannot be laid out on so many ranks.
     """
     loaded = load_recipe(recipe, overrides, files_must_exist=False)
-    hosts = Hosts(nodes, per_node or _per_node(loaded, nodes))
+    hosts = Hosts(nodes, per_node or _per_node(loaded, nodes), fewest or nodes, restarts)
+    _check_fewest(hosts)
     layout = Layout.of(loaded.actor, hosts.ranks)
     command = ["train", recipe, *overrides]
     shown = {"torchrun": _torchrun, "slurm": _slurm, "ray": _ray}
@@ -76,23 +89,30 @@ def _per_node(recipe: Recipe, nodes: int) -> int:
     return workers // nodes if recipe.runner.launcher == "ray" else workers
 
 
+def _check_fewest(hosts: Hosts) -> None:
+    if hosts.fewest > hosts.nodes or (hosts.fewest < hosts.nodes and not hosts.restarts):
+        raise ConfigError(
+            f"--min-nodes {hosts.fewest} of --nodes {hosts.nodes}, with --max-restarts {hosts.restarts}",
+            where="shardtune launch",
+            remedy="give fewer hosts to go on with than to begin with, and --max-restarts of 1 or more",
+        )
+
+
 def _torchrun(recipe: Recipe, hosts: Hosts, command: list[str]) -> str:
     if hosts.nodes == 1:
-        words = ["torchrun", "--standalone", *_shape(recipe, hosts)[1:]]
+        words = ["torchrun", "--standalone", *_shape(hosts)[1:]]
         return f"# torchrun\n{_environment(hosts)}{shlex.join(words)} \\\n  -m shardtune {shlex.join(command)}"
     return (
         "# torchrun: the same on every host, HEAD being the first one's name or address\n"
-        f"HEAD=first-host\n{_environment(hosts)}{shlex.join(['torchrun', *_shape(recipe, hosts)])} \\\n"
+        f"HEAD=first-host\n{_environment(hosts)}{shlex.join(['torchrun', *_shape(hosts)])} \\\n"
         f'  {_meeting(recipe)} \\\n  -m shardtune {shlex.join(command)}'
     )  # fmt: skip
 
 
-def _shape(recipe: Recipe, hosts: Hosts) -> list[str]:
+def _shape(hosts: Hosts) -> list[str]:
     """The options that say how many ranks, and how often they are started again."""
-    runner = recipe.runner
-    fewest = math.ceil((runner.min_workers or hosts.ranks) / hosts.per_node)
-    nodes = str(hosts.nodes) if fewest >= hosts.nodes else f"{fewest}:{hosts.nodes}"
-    again = [f"--max-restarts={runner.max_restarts}"] if runner.max_restarts else []
+    nodes = str(hosts.nodes) if hosts.fewest == hosts.nodes else f"{hosts.fewest}:{hosts.nodes}"
+    again = [f"--max-restarts={hosts.restarts}"] if hosts.restarts else []
     return [f"--nnodes={nodes}", f"--nproc-per-node={hosts.per_node}", *again]
 
 
@@ -126,7 +146,7 @@ def _slurm(recipe: Recipe, hosts: Hosts, command: list[str]) -> str:
         "#SBATCH --signal=TERM@120",
         'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         _environment(hosts).rstrip(),
-        f"srun {shlex.join(['torchrun', *_shape(recipe, hosts)])} \\",
+        f"srun {shlex.join(['torchrun', *_shape(hosts)])} \\",
         f"  {_meeting(recipe)} \\",
         f"  -m shardtune {shlex.join(command)}",
     ]
@@ -138,6 +158,8 @@ def _ray(recipe: Recipe, hosts: Hosts, command: list[str]) -> str:
         "runner.launcher=ray",
         f"runner.num_workers={hosts.ranks}",
         *(["runner.nproc_per_node=1"] if recipe.runner.nproc_per_node != 1 else []),
+        *([f"runner.max_restarts={hosts.restarts}"] if hosts.restarts else []),
+        *([f"runner.min_workers={hosts.fewest * hosts.per_node}"] if hosts.fewest < hosts.nodes else []),
     ]
     if hosts.nodes == 1:
         words = shlex.join([*command, *keys])

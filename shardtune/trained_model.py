@@ -174,6 +174,7 @@ class TrainedModel:
             self.ranks,
             actor.model.precision,
             reshard_after_forward=actor.fsdp_config.reshard_after_forward,
+            prefetch=actor.fsdp_config.prefetch,
             entry_points=self.model.entry_points if isinstance(self.model, AdapterRoot) else (),
             experts=self._spread.experts,
             offload=actor.fsdp_config.cpu_offload,

@@ -47,9 +47,13 @@ def test_torchrun_takes_what_is_printed(recipe: str, launcher: str) -> None:
 
 
 def test_restarts_become_torchruns(recipe: str) -> None:
-    keys = ["runner.nproc_per_node=8", "runner.max_restarts=2", "runner.min_workers=16"]
-    taken = get_args_parser().parse_args(words(launch_commands(recipe, keys, 4, None, ["torchrun"]), "torchrun")[1:])
+    text = launch_commands(recipe, ["runner.nproc_per_node=8"], 4, None, fewest=2, restarts=2)
+    taken = get_args_parser().parse_args(words(text, "torchrun")[1:])
     assert (taken.nnodes, taken.nproc_per_node, taken.max_restarts) == ("2:4", "8", 2)
+    assert {"runner.max_restarts=2", "runner.min_workers=16"} <= set(words(text, "shardtune"))
+    for fewest, restarts in ((5, 1), (2, 0)):
+        with pytest.raises(ConfigError, match="--min-nodes"):
+            launch_commands(recipe, [], 4, 8, fewest=fewest, restarts=restarts)
 
 
 def test_one_host_needs_no_meeting_place(recipe: str) -> None:

@@ -134,9 +134,12 @@ def test_sigterm_saves_and_kill_9_leaves_nothing(tiny: Tiny) -> None:
 
     process = started(tiny, "stopped", "slow", runner__save_interval=-1)
     processes = wait_for_step(tiny, "stopped", step + 1, process)
+    ranks = [child for child in processes if "shardtune" in child.cmdline() and child.parent() != process]
     process.kill()
     process.communicate()
-    assert left_of(processes) == []
+    assert len(ranks) == 2
+    assert left_of(ranks, 10) == []
+    assert left_of(processes, 90) == []  # Ray's own agents look only now and then whether their node is still there
 
 
 def test_the_first_real_error_is_shown(tiny: Tiny, cluster: None) -> None:

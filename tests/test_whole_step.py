@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardtune import Batch, LossSum, Sample
-from shardtune.config import load_recipe
+from shardtune.config import ActorConfig, load_recipe
 from shardtune.data.loader import BatchMaker, Limits
 from shardtune.errors import ModelError
 from shardtune.models.adapter import WholeStepAdapter
@@ -86,7 +86,7 @@ def make_adapter() -> Contrast:
 
 def steps(micro_batch_size: int, number: int = 2) -> tuple[list[float], list[float], dict[str, torch.Tensor], float]:
     """Losses, norms and weights after some steps on the ranks there are, and the loss of the evaluation."""
-    adapter, ranks = make_adapter(), join_ranks("cpu")
+    adapter, ranks = make_adapter(), join_ranks("cpu", ActorConfig())
     torch.manual_seed(0)
     model = adapter.build().double()
     root = adapter.root(model)
@@ -167,6 +167,6 @@ def test_an_output_without_a_row_each_is_refused() -> None:
     model = adapter.build().double()
     maker = BatchMaker(Rows(), Limits(7), adapter)
     with pytest.raises(ModelError, match=r"'mean' has shape \[4\], the micro-batch 7 rows"):
-        WholeStep(adapter, join_ranks("cpu")).evaluate(
+        WholeStep(adapter, join_ranks("cpu", ActorConfig())).evaluate(
             adapter.root(model), iter([maker.micro_batches(np.arange(ROWS))]), poll=lambda: None
         )

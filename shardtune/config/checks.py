@@ -75,7 +75,10 @@ class Facts:
 def check(recipe: Recipe, written: Merged, in_memory: Collection[str]) -> list[ConfigError]:
     """Everything that the recipe alone shows to be wrong."""
     facts = Facts(recipe, written, in_memory)
-    rules = (_not_yet, _launcher, _required, _batches, _length, _schedule, _duration, _evaluation, _watching, _losses, _lora)
+    rules = (
+        *(_not_yet, _launcher, _required, _batches, _length, _schedule),
+        *(_duration, _evaluation, _watching, _losses, _lora),
+    )
     return [problem for rule in rules for problem in rule(facts)]
 
 
@@ -103,9 +106,9 @@ def _launcher(facts: Facts) -> Iterator[ConfigError]:
             f"runner.nproc_per_node ({runner.nproc_per_node}) has no effect with runner.launcher: ray",
             "leave it out; runner.num_workers counts the ranks, runner.ray.placement says where they go",
         )
-    unused = {"num_workers": runner.num_workers is not None, **dict.fromkeys(
-        (f"ray.{name}" for name in runner.ray.model_dump(exclude_defaults=True)), True)}  # fmt: skip
-    for name in (name for name, given in unused.items() if given and not by_ray):
+    for_ray = ["num_workers"] if runner.num_workers is not None else []
+    for_ray += [f"ray.{name}" for name in runner.ray.model_dump(exclude_defaults=True)]
+    for name in [] if by_ray else for_ray:
         yield facts.problem(
             f"runner.{name}",
             f"runner.{name} has no effect with runner.launcher: local",

@@ -106,25 +106,30 @@ class Layout:
 
 
 def _check_flat(actor: ActorConfig) -> None:
-    """Refuse what FSDP1 cannot be combined with, because it joins the parameters of a unit into one."""
+    """Refuse what FSDP1 cannot be combined with."""
     parallel, lora = actor.parallel, actor.model.lora
     refused = {
-        f"{SECTION}.tensor: {parallel.tensor}": parallel.tensor > 1,
-        f"{SECTION}.expert: {parallel.expert}": parallel.expert > 1,
-        "actor.fsdp_config.cpu_offload: true": actor.fsdp_config.cpu_offload,
-        "actor.model.compile: true": actor.model.compile,
-        "actor.model.lora.base_dtype: nf4": actor.model.is_lora and lora.base_dtype == "nf4",
+        f"{SECTION}.tensor: {parallel.tensor}": (
+            parallel.tensor > 1,
+            "it joins the parameters of a unit, and parts of matrices cannot be joined",
+        ),
+        f"{SECTION}.expert: {parallel.expert}": (
+            parallel.expert > 1,
+            "it joins the parameters of a unit, of which experts are sharded over other ranks than the rest",
+        ),
+        "actor.fsdp_config.cpu_offload: true": (
+            actor.fsdp_config.cpu_offload,
+            "its own offloading needs a GPU, and FSDP2's does not",
+        ),
+        "actor.model.compile: true": (actor.model.compile, "its hooks inside compiled units have not been proved"),
+        "actor.model.lora.base_dtype: nf4": (
+            actor.model.is_lora and lora.base_dtype == "nf4",
+            "it joins weights, and not the four-bit codes of weights",
+        ),
     }
-    why = {
-        f"{SECTION}.tensor: {parallel.tensor}": "parameters that are parts of matrices cannot be joined",
-        f"{SECTION}.expert: {parallel.expert}": "experts are sharded over other ranks than the rest of their unit",
-        "actor.fsdp_config.cpu_offload: true": "it keeps its joined parameters on the device",
-        "actor.model.compile: true": "its hooks cannot be compiled with a unit",
-        "actor.model.lora.base_dtype: nf4": "four-bit codes cannot be joined with other weights",
-    }
-    for key in (key for key, asked in refused.items() if asked):
+    for key, why in ((key, why) for key, (asked, why) in refused.items() if asked):
         raise ParallelError(
-            f"actor.training_backend: fsdp1 does not go with {key}: {why[key]}",
+            f"actor.training_backend: fsdp1 does not go with {key}: {why}",
             where=key.partition(":")[0],
             remedy="use actor.training_backend: fsdp (FSDP2), or leave it out",
         )

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from shardtune.config.values import (
     Allowed,
     AnswerPattern,
+    Checkpointing,
     Count,
     CountOrUnlimited,
     Distinct,
@@ -154,8 +155,8 @@ class RunnerConfig(Section):
     )
     max_restarts: int = key(
         0,
-        "How often the ranks are started again from the last checkpoint after one of them was lost (killed, or its host "
-        "gone); under torchrun its own `--max-restarts` holds.",
+        "How often the ranks are started again from the last checkpoint after one of them was lost (killed, or its "
+        "host gone); under torchrun its own `--max-restarts` holds.",
         ge=0,
     )
     min_workers: Count | None = key(
@@ -243,8 +244,10 @@ class ModelConfig(Section):
         "auto", "How attention is computed; auto: the exact way that is fastest here; otherwise a name of transformers."
     )
     trust_remote_code: bool = key(False, "Run Python code that comes with the model; it may do anything.")
-    gradient_checkpointing: bool = key(
-        False, "Compute activations a second time in the backward pass instead of keeping them: less memory, slower."
+    gradient_checkpointing: Checkpointing = key(
+        False,
+        "Compute activations a second time in the backward pass instead of keeping them: less memory, slower; "
+        "selective: keep the results of matrix products and attention, and compute only the rest again.",
     )
     compile: bool = key(False, "Compile the model with torch.compile.")
     freeze: list[NamePattern] = sequence(
@@ -278,6 +281,11 @@ class OptimConfig(Section):
     adam_eps: Number = key(1.0e-8, "Added to Adam's denominator.", gt=0)
     weight_decay: Number = key(0.01, "Decoupled weight decay; norms and biases are exempt.", ge=0)
     args: dict[str, Any] = mapping("Further arguments of the optimizer's class, e.g. {momentum: 0.9}.")
+    state_dtype: Literal["fp32", "bf16", "int8"] = key(
+        "fp32",
+        "How the moments of AdamW, Adam and SGD are kept: fp32: as torch does; bf16 (rounded at random) or int8 (in "
+        "blocks of 256 with a scale each): half or a quarter of that memory, for some noise.",
+    )
     groups: list[ParameterGroup] = sequence(
         "Parameters with their own rate or decay, e.g. [{pattern: embed_tokens, lr: 1e-6}]; the last match counts."
     )
@@ -305,6 +313,11 @@ class FsdpConfig(Section):
     cpu_offload: bool = key(False, "Keep weights, gradients and optimizer states in host memory.")
     reshard_after_forward: bool = key(
         True, "Free a unit's gathered weights after its forward pass and gather them again in the backward pass."
+    )
+    prefetch: Count = key(
+        1,
+        "How many units ahead weights are gathered, in the forward and in the backward pass; 1: as FSDP2 does by "
+        "itself; each further one holds the weights of one unit more.",
     )
     reduce: Annotated[Literal["last", "every"], Reduce] = key(
         "last", "Reduce gradients over ranks after the last micro-batch of a step, or after every one (less memory)."

@@ -110,6 +110,12 @@ def _text_or_texts(value: Any) -> Any:
     return value if (isinstance(value, str) and value) or value == [] else _texts(value)
 
 
+def _checkpointing(value: Any) -> Any:
+    if isinstance(value, bool) or value == "selective":
+        return value
+    raise ValueError("not a way of activation checkpointing")
+
+
 def _lora_init(value: Any) -> Any:
     if isinstance(value, bool) or value in LORA_INITS or (isinstance(value, str) and PISSA_STEPS.fullmatch(value)):
         return value
@@ -154,6 +160,7 @@ LoraInit = Annotated[
     BeforeValidator(_lora_init),
     Allowed(f"true, false, {', '.join(LORA_INITS)}, pissa_niter_ and a number"),
 ]
+Checkpointing = Annotated[bool | str, BeforeValidator(_checkpointing), Allowed("true, false, selective")]
 Distinct = BeforeValidator(_distinct)
 Reduce = BeforeValidator(_reduce)
 

@@ -136,12 +136,12 @@ def _part(
             part = _map(part, lambda data: _take_tokens(data, slice(place.first, place.last)))
         return part
 
-    own = weights[place.start : place.stop]
+    own, total = weights[place.start : place.stop], sum(weights)
     given = dict(kwargs)
-    share = sum(own) * (place.targets / (place.num_tokens - 1) if place.num_tokens else 1 / place.layout.sequence)
+    share = sum(own) / total * (place.targets / (place.num_tokens - 1) if place.num_tokens else 1 / place.layout.sequence)
     if weighed:
         share = 1.0 if place.num_tokens else 1.0 / place.layout.sequence
-        each = torch.tensor(own if own else [0.0], dtype=torch.float64)
+        each = torch.tensor(own if own else [0.0], dtype=torch.float64) / total
         if place.num_tokens:
             followed = torch.zeros(place.last - place.first, dtype=torch.float64)
             followed[: place.targets] = 1.0 / (place.num_tokens - 1)
@@ -157,7 +157,7 @@ def _part(
 
 
 def _agreed(marked: Sequence[NeedParallel[Any]]) -> tuple[int, list[float]]:
-    """The number of samples, and their weights, which add up to 1."""
+    """The number of samples, and their weights."""
     sizes = {value.size for value in marked}
     if len(sizes) > 1:
         raise DataError(
@@ -169,10 +169,9 @@ def _agreed(marked: Sequence[NeedParallel[Any]]) -> tuple[int, list[float]]:
     if any(weights != given[0] for weights in given):
         raise DataError("two arguments give different weights", where=WHERE, remedy="give them once")
     weights = given[0] if given else [1.0] * marked[0].size
-    total = sum(weights)
-    if not total:
+    if not sum(weights):
         raise DataError("all weights are 0", where=WHERE, remedy="do not call the method")
-    return marked[0].size, [weight / total for weight in weights]
+    return marked[0].size, weights
 
 
 def _tokens(marked: Sequence[NeedParallel[Any]], layout: Layout) -> int | None:

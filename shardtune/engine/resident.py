@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,7 +178,8 @@ class Resident:
     def recover(self) -> None:
         """After an exception: begin afresh where it cut a forward or backward short; its gradients are lost."""
         if isinstance(self._module, FSDPModule):
-            self._module.reset_iter_state()
+            with suppress(AttributeError):  # before a first forward there is nothing to reset, which torch trips over
+                self._module.reset_iter_state()
         self._weights.publish()
 
     def train(self, mode: bool) -> None:

@@ -84,6 +84,9 @@ class InProcess(Team):
     def _ask(self, requests: Sequence[Request]) -> list[Outcome]:
         return [Outcome(self._host.do(requests[0]))]
 
+    def close(self) -> None:
+        """The process is the caller's; only the engines in it end."""
+
 
 def raise_failure(failures: Sequence[Failure]) -> None:
     """Raise what failed first and not what followed from it."""

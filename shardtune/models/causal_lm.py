@@ -43,6 +43,7 @@ from shardtune.models.adapter import (
     cannot_share_sequences,
 )
 from shardtune.models.attention import DOCUMENTS
+from shardtune.models.execution import checkpoint_arguments
 from shardtune.models.predictions import Measure, Prediction
 from shardtune.models.pretrained import model_directory
 from shardtune.models.probe import probe_packing
@@ -68,7 +69,7 @@ class CausalLM(LanguageModel):
         wrap: class names of the modules that shard as a unit; None: as the model declares.
         trust_remote_code: let the config's own code define the model.
         compile: compile the units.
-        gradient_checkpointing: compute the units again in the backward pass.
+        gradient_checkpointing: compute the units again in the backward pass; selective: but for matrix products.
         precision: bf16 | fp16 | fp32 | fp64; no grouped kernel takes fp64, so there experts are computed one by one.
         model: a model in memory instead of one built from `config`.
         make: makes the model instead of `config`.
@@ -84,7 +85,7 @@ class CausalLM(LanguageModel):
         wrap: list[str] | None = None,
         trust_remote_code: bool = False,
         compile: bool = False,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | str = False,
         precision: str = "fp32",
         model: PreTrainedModel | None = None,
         make: Callable[[], nn.Module] | None = None,
@@ -131,10 +132,10 @@ class CausalLM(LanguageModel):
             if not model.supports_gradient_checkpointing:
                 raise ModelError(
                     f"{type(model).__name__} does not support gradient checkpointing",
-                    where="actor.model.gradient_checkpointing: true",
+                    where=f"actor.model.gradient_checkpointing: {str(self._gradient_checkpointing).lower()}",
                     remedy="set actor.model.gradient_checkpointing: false",
                 )
-            model.activation_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable(checkpoint_arguments(self._gradient_checkpointing))
         if self._compile:
             for unit in outermost(self.shard_units(model)[0]):
                 unit.compile(dynamic=True)

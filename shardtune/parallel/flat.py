@@ -45,7 +45,8 @@ class FlatWeights(Weights):
     """What `Weights` is, for FSDP1: `parameters` are its own, a range of numbers on each rank.
 
     FSDP1 divides gradients by the number of ranks; that factor is set to one here. Where it is told not to reduce the
-    gradient of each micro-batch it adds them up in the dtype of the computation; that is done in full precision here.
+    gradient of each micro-batch it adds them up in the dtype of the computation; here they are kept apart and added up
+    in full precision, until the last.
     And to a parameter that no rank has used it gives zeros; here it gets no gradient. All three are what FSDP2 does.
 
     Args:
@@ -81,7 +82,7 @@ class FlatWeights(Weights):
             pass
         for shell in self._flattened.wrapped:
             shell._gradient_predivide_factor = shell._gradient_postdivide_factor = 1
-            if (flat := _narrowed(shell)) is not None:
+            if (flat := _trained(shell)) is not None:
                 flat.register_post_accumulate_grad_hook(partial(self._add_held, shell))
 
     def _measure(self, places: Mapping[str, list[Place]], shapes: Mapping[str, torch.Size]) -> dict[str, _Piece]:
@@ -114,14 +115,15 @@ class FlatWeights(Weights):
 
     @torch.no_grad()
     def _hold(self) -> None:
-        """Take what a micro-batch left unreduced in half precision, and keep the sum in full."""
+        """Take what a micro-batch left unreduced, and keep the sum in full precision."""
         for shell in self._flattened.wrapped:
-            flat = _narrowed(shell)
+            flat = _trained(shell)
             if flat is None or flat.grad is None or flat.grad.numel() == flat.numel():
                 continue
             grad = flat.grad.to(self._master)
             self._held[shell] = self._held[shell].add_(grad) if shell in self._held else grad
             flat.grad = None
+            flat._post_backward_called = False
             for parameter in flat._params or ():
                 parameter.grad = None
 
@@ -136,7 +138,7 @@ class FlatWeights(Weights):
     def settle(self) -> None:
         self._quiet.close()
         names = [name for name in self._pieces if self.parameters[name].requires_grad]
-        self._check_reduced(names)
+        self._check_reduced()
         used = {name for shell in self._flattened.shells for name in shell.used}
         flags = torch.tensor([name in used for name in names], dtype=torch.uint8, device=self._ranks.device)
         if names:
@@ -149,15 +151,17 @@ class FlatWeights(Weights):
                 parameter.grad = torch.zeros_like(parameter)
         super().settle()
 
-    def _check_reduced(self, names: Sequence[str]) -> None:
-        left = [name for name in names if _differs(self.parameters[name])]
-        if left or self._held:
-            raise ModelError(
-                f"the last micro-batch of a step did not use a part of the model that earlier ones used"
-                f"{f' ({left[0]}, …)' if left else ''}, so FSDP1 has not summed its gradient over ranks",
-                where="actor.training_backend: fsdp1",
-                remedy="set actor.fsdp_config.reduce: every, or actor.training_backend: fsdp",
-            )
+    def _check_reduced(self) -> None:
+        """FSDP1 reduces where a backward pass comes by, and only there."""
+        if not self._held:
+            return
+        shell = self._flattened.shells[self._flattened.wrapped.index(next(iter(self._held)))]
+        raise ModelError(
+            "the last micro-batch of a step left out a part of the model that an earlier one used "
+            f"({next(iter(shell.watched))}), so FSDP1 has not summed its gradient over ranks",
+            where="actor.training_backend: fsdp1",
+            remedy="set actor.fsdp_config.reduce: every, or actor.training_backend: fsdp",
+        )
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -239,14 +243,7 @@ def _overlaps(mine: tuple[int, int], others: Ranges) -> list[int]:
     return [max(0, min(mine[1], last) - max(mine[0], first)) for first, last in others]
 
 
-def _narrowed(shell: FullyShardedDataParallel) -> FlatParameter | None:
-    """What a module of FSDP1 has joined, if it computes its gradient in less than the precision of the reduction."""
+def _trained(shell: FullyShardedDataParallel) -> FlatParameter | None:
+    """What a module of FSDP1 has joined, if it is trained."""
     handle = shell._handle
-    if handle is None or not handle.flat_param.requires_grad or handle._reduce_dtype == handle._fwd_bwd_param_dtype:
-        return None
-    return handle.flat_param
-
-
-def _differs(parameter: nn.Parameter) -> bool:
-    """Whether a gradient is still that of the whole parameter."""
-    return parameter.grad is not None and parameter.grad.shape != parameter.shape
+    return None if handle is None or not handle.flat_param.requires_grad else handle.flat_param

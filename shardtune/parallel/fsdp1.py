@@ -116,8 +116,8 @@ class Shell(nn.Module):
     def forward(self, call: Callable[[], list[torch.Tensor]], *_inputs: torch.Tensor) -> list[torch.Tensor]:
         if torch.is_grad_enabled():
             for name, (module, key) in self.watched.items():
-                tensor = module._parameters[key]
-                if tensor is not None and tensor.requires_grad:
+                tensor = getattr(module, key)  # not among its parameters now: FSDP1 has put a view there
+                if tensor.requires_grad:
                     tensor.register_hook(partial(self._note, name))
         return call()
 

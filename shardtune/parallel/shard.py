@@ -34,6 +34,7 @@ def shard(
     precision: str,
     *,
     reshard_after_forward: bool = True,
+    prefetch: int = 1,
     entry_points: Sequence[str] = (),
     experts: Collection[nn.Module] = (),
     offload: bool = False,
@@ -54,6 +55,7 @@ def shard(
         ranks: all of them share the shards.
         precision: bf16 | fp16 | fp32 | fp64.
         reshard_after_forward: False keeps a unit's weights between forward and backward.
+        prefetch: how many units ahead weights are gathered; 1 leaves it to FSDP2.
         entry_points: names of further methods of `root` that use its weights.
         experts: modules whose parameters are spread over experts' ranks already; each shards over the others by itself.
         offload: keep weights, gradients and optimizer states in host memory.
@@ -83,8 +85,27 @@ def shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    if prefetch > 1:
+        gather_ahead(root, prefetch)
     for name in entry_points:
         register_fsdp_forward_method(root, name)
+
+
+def gather_ahead(root: nn.Module, number: int) -> None:
+    """Have each unit gather the weights of so many others before its own are used.
+
+    Those are the next ones in the forward pass and the ones before in the backward pass, in the order in which the
+    model has them. FSDP2 by itself knows the order of the forward pass only in the backward pass, and gathers one.
+
+    Args:
+        root: sharded; its own weights count as the first unit's.
+        number: at least 1.
+    """
+    units = [module for module in root.modules() if isinstance(module, FSDPModule)]  # the root is the first
+    for place, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + number])
+        before = units[max(1, place - number) : place] if place else units[-number:]
+        unit.set_modules_to_backward_prefetch([module for module in reversed(before) if module is not root])
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -155,5 +155,5 @@ FEATURES: list[Case] = [
     ),
     with_keys("options that nobody reads", "actor.model.options={horizon: 8}", says="actor.model.options | horizon"),
     with_keys("tensor parallel", "actor.parallel.tensor=2", says="actor.parallel.tensor | 2 | data_shard"),
-    with_keys("Ray", "runner.launcher=ray", says="runner.launcher | ray | nproc_per_node"),
+    with_keys("Ray", "runner.launcher=ray", says="runner.launcher | ray | runner.num_workers"),
 ]

@@ -78,8 +78,6 @@ def test_several_contradictions_come_together(load):
         "actor.parallel.sequence=2",
         "actor.parallel.expert=2",
         "actor.fsdp_config.cpu_offload=true",
-        "runner.launcher=ray",
-        "runner.num_workers=4",
     ],
 )
 def test_features_to_come_are_refused_not_ignored(load, override):

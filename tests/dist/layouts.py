@@ -113,7 +113,9 @@ def apart(run: Trace, flat: Trace) -> Apart:
     assert run.logits is not None
     assert flat.logits is not None
     logits = (run.logits.double() - flat.logits.double()).abs().max() / flat.logits.abs().max()
-    loss = abs(run.evaluation["eval/loss"] - flat.evaluation["eval/loss"])
+    # With a router's balance loss the cross-entropy stands by itself.
+    cross_entropy = run.evaluation.get("eval/loss/ce", run.evaluation["eval/loss"])
+    loss = abs(cross_entropy - flat.evaluation["eval/loss"])
     accuracy = [trace.evaluation["eval/token_accuracy"] for trace in (run, flat)]
     return Apart(distance(run, flat), float(logits), loss, abs(accuracy[0] - accuracy[1]) < 1e-12)
 

@@ -22,13 +22,13 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Apart]:
     return dict(zip(map(str, EXPERTS), runs.compare("qwen3_moe", EXPERTS), strict=True))
 
 
-@pytest.mark.parametrize("name", map(str, LAYOUTS))
+@pytest.mark.parametrize("name", list(map(str, LAYOUTS)))
 def test_a_layout_is_exact(dense: dict[str, Apart], name: str) -> None:
     assert dense[name].largest < EXACT, dense[name]
     assert dense[name].same_counts
 
 
-@pytest.mark.parametrize("name", map(str, EXPERTS))
+@pytest.mark.parametrize("name", list(map(str, EXPERTS)))
 def test_a_layout_of_experts_is_exact(experts: dict[str, Apart], name: str) -> None:
     assert experts[name].largest < EXACT, experts[name]
     assert experts[name].same_counts

@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from shardtune.batch import LossSum
 from shardtune.config import load_recipe
 from shardtune.config.layout import Layout
-from shardtune.errors import ShardtuneError
+from shardtune.data.loader import BatchMaker, Limits
+from shardtune.errors import ModelError, ShardtuneError
 from shardtune.generate import Sampling
 from shardtune.optim import build_optimizer
 from shardtune.parallel import fsdp1
@@ -31,8 +32,12 @@ from shardtune.parallel.materialise import materialise
 from shardtune.parallel.mesh import Ranks, lay_out
 from shardtune.sft_worker import SFTWorker
 from shardtune.step import optimizer_step
+from shardtune.whole_step import WholeStep
 from tests.dist.ranks import run_ranks
 from tests.dist.training import quiet, recipe, save_model, save_rows, whole
+from tests.test_whole_step import ROWS as VIEWS
+from tests.test_whole_step import Rows as Views
+from tests.test_whole_step import compare, make_adapter, plain
 
 FSDP1 = {"actor__training_backend": "fsdp1"}
 EXACT = 1e-10
@@ -175,19 +180,21 @@ def alone() -> Told:
     return told
 
 
-@pytest.mark.parametrize(("ranks", "replicate"), [(2, 1), (4, 1), (4, 2)])
-def test_awkward_shapes_equal_one_process(ranks: int, replicate: int, alone: Told) -> None:
-    """Frozen, shared, scalar and unused parameters too, a unit in another, units computed twice; FSDP2's when rounded."""
-    precise = [("fsdp1", replicate, "fp64", each) for each in (False, True)]
-    rounded = [
-        (backend, replicate, precision, False) for precision in ("fp32", "bf16") for backend in ("fsdp", "fsdp1")
-    ]
-    for told in run_ranks(train_nets, ranks, [*precise, *rounded]):
-        for result in told[:2]:
+@pytest.mark.parametrize(("ranks", "copies"), [(2, [1]), (4, [1, 2])])
+def test_awkward_shapes_equal_one_process(ranks: int, copies: list[int], alone: Told) -> None:
+    """Frozen, shared, scalar and unused parameters too, a unit in another, and units that are computed twice."""
+    requests = [("fsdp1", replicate, "fp64", each) for replicate in copies for each in (False, True)]
+    for told in run_ranks(train_nets, ranks, requests, timeout=120):
+        for result in told:
             assert apart(result, alone) < EXACT
             assert result.names == alone.names
-        assert apart(told[2], told[3]) < 1e-6
-        assert apart(told[4], told[5]) < 1e-6
+
+
+def test_rounded_numbers_are_those_of_fsdp2() -> None:
+    requests = [(backend, 1, precision, False) for precision in ("fp32", "bf16") for backend in ("fsdp", "fsdp1")]
+    for two, one, two_half, one_half in run_ranks(train_nets, 2, requests):
+        assert apart(one, two) < 1e-6
+        assert apart(one_half, two_half) < 1e-6
 
 
 def test_known_faults_would_be_noticed(alone: Told) -> None:
@@ -201,6 +208,41 @@ def test_known_faults_would_be_noticed(alone: Told) -> None:
     assert apart(divided, alone) > 0.1
     assert apart(decays, alone) > 1e-3
     assert apart(not_held, right) > 1e-4
+
+
+class Skipping(Net):
+    """Leaves a unit out where a micro-batch is a single row."""
+
+    def forward(self, x: torch.Tensor) -> LossSum:
+        hidden = self.blocks[0](self.first(x))
+        return LossSum((hidden if len(x) == 1 else self.blocks[1](hidden)).square().sum(), float(len(x)))
+
+
+def skip_a_unit(precision: str, reduce_each: bool) -> str:
+    """The error of a step whose last micro-batch leaves out what its first one used."""
+    device, dtype = torch.device("cpu"), torch.float64 if precision == "fp64" else torch.float32
+    ranks = lay_out(Layout(1, dist.get_world_size(), flat=True), dist.get_rank(), device)
+    model = Skipping()
+    hold = shard_model(model, [*model.blocks], ranks, precision)
+    materialise(model, dtype=dtype, device=device)
+    weights = hold(model, reduce_each=reduce_each)
+    for number, rows in enumerate((2, 1)):
+        weights.begin_micro_batch(last=number == 1)
+        model(torch.ones(rows, 3, dtype=dtype)).total.backward()
+    try:
+        weights.settle()
+    except ModelError as error:
+        return str(error)
+    used = weights.parameters["blocks.1.matrix.weight"].grad
+    assert used is not None
+    return "summed"
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_a_unit_that_the_last_micro_batch_leaves_out_is_no_silent_loss(precision: str) -> None:
+    for said in run_ranks(skip_a_unit, 2, precision, False):
+        assert "FSDP1 has not summed its gradient" in said
+    assert run_ranks(skip_a_unit, 2, precision, True) == ["summed", "summed"]
 
 
 # Runs of a language model with tied embeddings.
@@ -430,3 +472,31 @@ def test_what_it_cannot_do_is_refused_before_launch(workspace: Workspace, change
     values = workspace.recipe(**FSDP1, **change, actor__model__precision="bf16", runner__nproc_per_node=2)
     with pytest.raises(ShardtuneError, match=names):
         load_recipe(values)
+
+
+def whole_steps(layout: Layout) -> Any:
+    """Steps with one loss of all rows: forwards without a graph, then with one, and an evaluation after them."""
+    adapter, ranks = make_adapter(), lay_out(layout, dist.get_rank(), torch.device("cpu"))
+    torch.manual_seed(0)
+    model = adapter.build().double()
+    root = adapter.root(model)
+    weights = shard_model(root, [model.get_submodule("tower.0")], ranks, "fp64", entry_points=root.entry_points)(model)
+    assert isinstance(weights, FlatWeights)
+    optimizer = build_optimizer(weights.trainable(), adapter.recipe.actor.optim, weights.shapes)
+    maker = BatchMaker(Views(), Limits(3), adapter, rank=ranks.rank, num_ranks=ranks.world_size)
+    step, numbers = WholeStep(adapter, ranks), np.arange(VIEWS)
+    results = [
+        optimizer_step(
+            root, maker.micro_batches(numbers), {"loss": float(VIEWS)}, weights, optimizer, ranks,
+            draws=(0, number, ranks.rank), clip=0.5, accumulate=step.accumulate,
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    measured = step.evaluate(root, iter([maker.micro_batches(numbers)]), poll=lambda: None)
+    losses, norms = [result.loss for result in results], [result.gradient_norm for result in results]
+    return losses, norms, {name: whole(t) for name, t in weights.tensors().items()}, measured["loss/loss"].mean
+
+
+def test_a_loss_of_a_whole_step_equals_one_process() -> None:
+    for told in run_ranks(whole_steps, 2, Layout(1, 2, flat=True)):
+        compare(told, plain())

@@ -1,0 +1,122 @@
+"""The memory of a rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardtune.scaling.shape import ModelShape, Parts, Setting, Work
+
+LOGITS_PER_CHUNK = 2**26
+"""Of the head on a GPU, see `loss.py`."""
+LOGIT_COPIES = 3
+"""Of a chunk's logits at once: they, what replaces them, and the half-precision gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of a rank at the step's fullest moment, on the device unless said otherwise.
+
+    Attributes:
+        weights: its shards, in full precision.
+        moments: the optimizer's two.
+        gradients: after the reduction, its shards.
+        gathered: weights in compute precision that are whole at one time.
+        unreduced: gradients that wait for their reduction, and the head's.
+        activations: that the backward pass needs, and one chunk of logits.
+        host: bytes in host memory (`cpu_offload`).
+    """
+
+    weights: float
+    moments: float
+    gradients: float
+    gathered: float
+    unreduced: float
+    activations: float
+    host: float = 0.0
+
+    @property
+    def lasting(self) -> float:
+        return self.weights + self.moments + self.gradients
+
+    @property
+    def device(self) -> float:
+        return self.lasting + self.gathered + self.unreduced + self.activations
+
+
+def memory(shape: ModelShape, setting: Setting, work: Work) -> Memory:
+    """The memory of a rank."""
+    parts, ranks = Parts.of(shape, setting.layout), setting.layout.num_ranks
+    own = parts.dense / setting.shards + parts.layers * parts.experts * setting.layout.expert / ranks
+    kept = setting.master * own
+    host = 4 * kept if setting.cpu_offload else 0.0
+    weights, moments, gradients = (0.0, 0.0, 0.0) if setting.cpu_offload else (kept, 2 * kept, kept)
+    gathered = _gathered(parts, setting)
+    at_loss, backward, end = _moments(shape, parts, setting, work)
+    unreduced, active = max(at_loss, backward, end, key=sum)
+    if not setting.cpu_offload and setting.reduce == "last" and work.micro_batches > 1:
+        gradients = 0.0  # until then whole gradients stand in for the shards
+    return Memory(weights, moments, gradients, gathered, unreduced, active, host)
+
+
+def _gathered(parts: Parts, setting: Setting) -> float:
+    """One rank has no FSDP2: it keeps weights that compute beside those in full precision."""
+    compute = setting.compute
+    if setting.layout.num_ranks == 1:
+        return compute * parts.all if compute != setting.master else 0.0
+    if not setting.reshard_after_forward:
+        return compute * parts.all
+    return compute * (parts.outside + 2 * min(2, parts.layers) * (parts.unit + parts.experts))
+
+
+Moment = tuple[float, float]
+"""Bytes of unreduced gradients, and of activations."""
+
+
+def _moments(shape: ModelShape, parts: Parts, setting: Setting, work: Work) -> tuple[Moment, Moment, Moment]:
+    """At the loss, inside the last layer's backward pass, and at the end of it, when the outermost unit is reduced."""
+    alone = setting.layout.num_ranks == 1
+    waits = work.micro_batches > 1 and setting.reduce == "last" and not alone
+    whole = setting.master * parts.all if waits else 0.0
+    head = setting.master * shape.embedding / setting.layout.tensor
+    chunk = LOGIT_COPIES * 4 * LOGITS_PER_CHUNK / setting.layout.tensor
+    active = activations(shape, setting, work)
+    # A reduction holds its input in full precision beside the gradients that were copied into it.
+    each = setting.compute + (0 if alone else setting.master)
+    root = setting.compute * parts.outside
+    backward = root + each * (parts.unit + parts.experts)
+    end = each * parts.outside
+    return (whole + head, active + chunk), (whole + backward, active), (whole + end, 0.0)
+
+
+def layer_activations(shape: ModelShape, setting: Setting) -> float:
+    """Bytes per token that one layer keeps for its backward pass.
+
+    A norm keeps its input in at least fp32, what it has normalised and its result; attention its queries, keys, values,
+    result and a sum per head; a gated feed-forward layer the gate before and after its activation, the other half and
+    their product. Norms are not cut among tensor ranks.
+    """
+    compute, tensor = setting.compute, setting.layout.tensor
+    kv = max(shape.kv_width, shape.head_size * tensor, shape.head_size * setting.layout.sequence)
+    norms = 2 * shape.width * norm_bytes(setting)
+    attention = compute * (2 * shape.query_width + 2 * kv) + 4 * shape.heads
+    if shape.experts:
+        inside = shape.experts_per_token * compute * (4 * shape.intermediate + 2 * shape.width)
+        return norms + attention / tensor + inside
+    return norms + (attention + compute * 4 * shape.intermediate) / tensor
+
+
+def norm_bytes(setting: Setting) -> int:
+    """Per number of a norm's input."""
+    return max(4, setting.compute) + 2 * setting.compute
+
+
+def activations(shape: ModelShape, setting: Setting, work: Work) -> float:
+    """Bytes that a micro-batch keeps from its forward to its backward pass."""
+    tokens = work.tokens / setting.layout.sequence
+    layer = layer_activations(shape, setting)
+    if setting.gradient_checkpointing:
+        layers = shape.layers * setting.compute * shape.width + layer
+    else:
+        layers = shape.layers * layer
+    at_head = shape.width * (work.targets / setting.layout.sequence) * (setting.compute + setting.master)
+    return tokens * (layers + shape.width * norm_bytes(setting)) + at_head

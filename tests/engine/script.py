@@ -1,0 +1,51 @@
+"""A user's script without a guard: the same in process, under torchrun and on Ray."""
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from transformers import Qwen2ForCausalLM
+
+import shardtune
+from shardtune import NeedParallel, TrainEngine, init_empty_weights, nn
+
+SAMPLES = [[(7 * row + 3 * place) % 64 for place in range(12)] for row in range(5)]
+model, out, backend, ranks = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+
+
+class Own(ValueError):
+    pass
+
+
+class MyModel(nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
+    def on_weights_materialized(self):
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def step(self, input_ids):
+        ids = torch.tensor(input_ids, device="cuda")
+        loss = F.cross_entropy(self(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def fails(self):
+        raise Own("on purpose")
+
+
+shardtune.init(None if backend == "auto" else backend, device="cpu")
+with init_empty_weights():
+    module = MyModel.from_pretrained(model)
+engine = TrainEngine(module)
+engine.build(data_parallel_size=ranks)
+losses = [engine.step(NeedParallel(SAMPLES)) for _ in range(2)]
+try:
+    engine.fails()
+except Own as error:
+    told = str(error)
+other = TrainEngine(module, executor="ddp").build(colocate_with=engine)
+again = [other.step(NeedParallel(SAMPLES)) for _ in range(2)]
+state = dict(engine.named_tensors())
+torch.save({"losses": losses, "again": again, "told": told, "state": state}, out)
+other.close()
+engine.close()

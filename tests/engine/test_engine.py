@@ -1,0 +1,342 @@
+"""An engine of one rank, which is the caller's process: what it offers, refuses and says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import Qwen2ForCausalLM
+
+import shardtune
+from shardtune import NeedParallel, TrainEngine, nn
+from shardtune.errors import CheckpointError, ModelError, ParallelError
+from tests.engine.modules import SAMPLES, Trained, apart, make, plain, steps
+
+
+@pytest.fixture
+def engine(model: Path) -> TrainEngine:
+    return TrainEngine(make(model)).build()
+
+
+@pytest.mark.parametrize("executor", ["fsdp2", "fsdp1", "ddp"])
+@pytest.mark.parametrize("method", ["step_by_mean", "step_by_weights", "step_by_sums"])
+def test_steps_are_those_of_plain_pytorch(model: Path, executor: Any, method: str):
+    engine = TrainEngine(make(model), executor).build()
+    assert apart(steps(engine, method, NeedParallel(SAMPLES)), plain(model)) < 1e-10
+
+
+def test_it_starts_quickly(model: Path):
+    began = time.perf_counter()
+    TrainEngine(make(model)).build().where()
+    assert time.perf_counter() - began < 1.0
+
+
+def test_calls_before_build_say_so(model: Path):
+    engine = TrainEngine(make(model))
+    for call in (lambda: engine.where(), engine.eval, engine.memory, lambda: list(engine.named_tensors())):
+        with pytest.raises(ParallelError, match="not built"):
+            call()
+
+
+def test_a_typo_fails_on_the_spot_with_the_list(model: Path):
+    engine = TrainEngine(make(model))
+    with pytest.raises(AttributeError, match=r"no method 'step_by_maen': it has .*step_by_sums.*did you mean step_by_m"):
+        engine.step_by_maen  # noqa: B018
+    engine.build()
+    with pytest.raises(TypeError, match="missing a required argument: 'input_ids'"):
+        engine.step_by_mean()
+    assert "on_weights_materialized" not in engine.methods
+    assert "forward" in engine.methods
+
+
+class Clashing(Trained):
+    def save(self) -> None:
+        """The engine has one."""
+
+
+def test_a_method_of_the_engines_name_is_refused(model: Path):
+    with pytest.raises(ModelError, match=r"Clashing\.save has the name of a method of the engine's"):
+        TrainEngine(make(model, Clashing))
+
+
+def test_the_train_module_comes_first():
+    with pytest.raises(ModelError, match="names its model before"):
+        type("Wrong", (Qwen2ForCausalLM, nn.HuggingFaceFsdp2TrainModule), {})
+
+
+def test_what_is_no_train_module_is_refused():
+    with pytest.raises(ModelError, match="Linear is no train module"):
+        TrainEngine(torch.nn.Linear(1, 1))
+
+
+class Calling(Trained):
+    def directly(self) -> Any:
+        return self.forward(torch.zeros(1, 2, dtype=torch.int64))
+
+    def fails(self) -> None:
+        raise LookupError("in the method")
+
+
+def test_self_forward_is_refused_with_the_hint(model: Path):
+    engine = TrainEngine(make(model, Calling)).build()
+    with pytest.raises(ModelError, match=r"remedy: call self\(\.\.\.\)"):
+        engine.directly()
+    with pytest.raises(LookupError, match="in the method"):
+        engine.fails()
+    assert engine.forward(torch.zeros(1, 2, dtype=torch.int64))[0].logits.shape == (1, 2, 64)
+
+
+def test_a_printed_cuda_means_the_engines_device(engine: TrainEngine):
+    assert engine.where() == [(0, 0, "cpu")]
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.zeros(1, device="cuda")  # outside it is torch's
+
+
+def test_the_callers_module_stays_as_it_is(model: Path):
+    module = make(model)
+    TrainEngine(module).build().where()
+    assert next(module.parameters()).is_meta
+    assert not isinstance(module.forward, type(lambda: 0))
+
+
+class Reference(nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
+    def trains(self) -> tuple[bool, bool]:
+        return self.training, any(parameter.requires_grad for parameter in self.parameters())
+
+
+def test_a_class_without_hooks_is_frozen(model: Path):
+    assert TrainEngine(make(model, Reference)).build().trains() == [(False, False)]
+
+
+def test_train_and_eval(engine: TrainEngine):
+    engine.train().eval().cpu().cuda()
+    assert engine.logits(SAMPLES)[0].shape == (5, 12, 64)
+
+
+def test_ragged_rows_count_by_their_weights(model: Path):
+    rows = [SAMPLES[0][:3], SAMPLES[1], SAMPLES[2][:7]]
+    engine = TrainEngine(make(model)).build()
+    given = NeedParallel(rows, weights=[len(row) - 1 for row in rows])
+    assert apart(steps(engine, "padded_step", given), plain(model, rows)) < 1e-10
+
+
+def test_half_precision_keeps_full_weights(model: Path):
+    engine = TrainEngine(make(model, Dtypes), precision="bf16").build()
+    assert engine.dtypes(NeedParallel(SAMPLES)) == [("torch.float32", "torch.bfloat16", "torch.float32")]
+
+
+class Dtypes(Trained):
+    def on_weights_materialized(self) -> None:
+        self.optimizer = torch.optim.Adam(self.parameters(), lr=1e-3)
+
+    def dtypes(self, rows: list[list[int]]) -> tuple[str, str, str]:
+        logits = self(torch.tensor(rows)).logits
+        logits.float().mean().backward()
+        self.optimizer.step()
+        moments = next(iter(self.optimizer.state.values()))["exp_avg"]
+        return str(next(self.parameters()).dtype), str(logits.dtype), str(moments.dtype)
+
+
+# -- Weights -----------------------------------------------------------------------------------------------------------
+
+
+class Custom(nn.Fsdp2TrainModule):
+    """A plain module; where its weights come from is set from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(3, 3) for _ in range(2)])
+        self.source: Any = None
+
+    @property
+    def non_split_modules(self) -> set[type[torch.nn.Module]]:
+        return {torch.nn.Linear}
+
+    def materialization_source(self) -> Any:
+        return self.source
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def custom(source: Any) -> Custom:
+    with shardtune.init_empty_weights():
+        module = Custom()
+    module.source = source
+    return module
+
+
+def test_weights_come_from_tensors_functions_or_a_file(tmp_path: Path):
+    torch.manual_seed(3)
+    wanted = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([torch.nn.Linear(3, 3) for _ in range(2)])}).state_dict()
+    torch.save(wanted, tmp_path / "weights.pt")
+    functions = {name: (lambda tensor=tensor: tensor.clone()) for name, tensor in wanted.items()}
+    for source in (wanted, functions, str(tmp_path / "weights.pt")):
+        found = dict(TrainEngine(custom(source)).build().named_tensors())
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_no_weights_and_wrong_weights_are_errors():
+    with pytest.raises(ModelError, match="was made without weights"):
+        TrainEngine(custom(None)).build()
+    with pytest.raises(ModelError, match=r"blocks\.1\.weight"):
+        TrainEngine(custom({"blocks.0.weight": torch.zeros(3, 3)})).build()
+
+
+def test_real_weights_are_taken_as_they_are():
+    module = Custom()
+    found = dict(TrainEngine(module).build().named_tensors())
+    assert torch.equal(found["blocks.0.weight"], module.blocks[0].weight)  # pyright: ignore[reportArgumentType]
+
+
+class Renamed(Custom):
+    def preprocess_input_named_parameters(self, name: str, param: torch.Tensor) -> tuple[str, torch.Tensor]:
+        return name.replace("layers.", "blocks."), param * 2 if name.endswith("weight") else param
+
+    def postprocess_output_named_parameters(self, name: str, param: Any, full_state_dict: Any) -> Any:
+        assert name in full_state_dict
+        whole = param.full_tensor()
+        return name.replace("blocks.", "layers."), whole / 2 if name.endswith("weight") else whole
+
+
+def test_hooks_rename_and_change_both_ways():
+    torch.manual_seed(4)
+    wanted = {f"layers.{n}.{key}": torch.randn(3, 3) if key == "weight" else torch.randn(3) for n in (0, 1)
+              for key in ("weight", "bias")}  # fmt: skip
+    with shardtune.init_empty_weights():
+        module = Renamed()
+    module.source = wanted
+    engine = TrainEngine(module).build()
+    x = torch.randn(4, 3)
+    by_hand = x
+    for number in (0, 1):
+        by_hand = F.linear(by_hand, 2 * wanted[f"layers.{number}.weight"], wanted[f"layers.{number}.bias"])
+    assert torch.allclose(engine.forward(NeedParallel(x))[0], by_hand)
+    found = dict(engine.named_tensors())
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_from_pretrained_reads_nothing_inside_init_empty_weights(model: Path):
+    module = make(model)
+    assert all(parameter.is_meta for parameter in module.parameters())
+    assert module.materialization_source() == str(model)
+    with shardtune.init_empty_weights(), pytest.raises(ModelError, match="no use for device_map"):
+        Trained.from_pretrained(model, device_map="auto")
+
+
+# -- State -------------------------------------------------------------------------------------------------------------
+
+
+class Adam(Trained):
+    def on_weights_materialized(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+
+    def move(self, rows: list[list[int]]) -> float:
+        loss = self.step_by_mean(rows)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        return loss
+
+
+def test_save_and_load_go_on_bitwise(model: Path, tmp_path: Path):
+    engine = TrainEngine(make(model, Adam)).build()
+    data = NeedParallel(SAMPLES)
+    engine.move(data)
+    engine.save(tmp_path / "state")
+    wanted = [engine.move(data) for _ in range(2)]
+    other = TrainEngine(make(model, Adam)).build()
+    other.load(tmp_path / "state")
+    assert [other.move(data) for _ in range(2)] == wanted
+    with pytest.raises(CheckpointError, match="no saved state"):
+        other.load(tmp_path / "nothing")
+
+
+def test_sleep_gives_back_memory_and_loses_nothing(model: Path):
+    engine, twin = (TrainEngine(make(model, Adam)).build() for _ in range(2))
+    data = NeedParallel(SAMPLES)
+    assert engine.move(data) == twin.move(data)
+    awake = engine.memory()[0]
+    engine.sleep()
+    assert engine.memory()[0] < 0.05 * awake
+    assert [engine.move(data) for _ in range(2)] == [twin.move(data) for _ in range(2)]
+
+
+def test_colocated_engines_take_turns(model: Path):
+    first = TrainEngine(make(model, Adam)).build()
+    second = TrainEngine(make(model, Adam)).build(colocate_with=first)
+    assert (first.memory()[0], second.memory()[0] > 0) == (0, True)
+    first.move(NeedParallel(SAMPLES))
+    assert (first.memory()[0] > 0, second.memory()[0]) == (True, 0)
+    third = TrainEngine(make(model, Reference)).build(colocate_with=first, take_turns=False)
+    third.trains()
+    assert first.memory()[0] > 0
+
+
+SLEEPER = """
+import psutil, torch, shardtune
+from shardtune import nn, TrainEngine
+
+class Large(nn.Fsdp2TrainModule):
+    def __init__(self, number):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(1024, 1024) for _ in range(number)])
+    def materialization_source(self):
+        return {name: (lambda p=p: torch.randn(p.shape)) for name, p in self.named_parameters()}
+    def on_weights_materialized(self):
+        self.optimizer = torch.optim.AdamW(self.parameters())
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+    def step(self):
+        self(torch.ones(1, 1024)).sum().backward()
+        self.optimizer.step()
+
+shardtune.init("local", device="cpu")
+with shardtune.init_empty_weights():
+    small, module = Large(1), Large(25)
+first = TrainEngine(small).build()  # for what torch itself takes in
+first.step()
+first.sleep()
+resident = lambda: psutil.Process().memory_info().rss / 2**20
+before = resident()
+engine = TrainEngine(module).build()
+engine.step()
+awake = resident() - before
+engine.sleep()
+print(awake, resident() - before)
+"""
+
+
+def test_the_process_itself_becomes_smaller():
+    """400 MB: weights, gradients and two moments of 25 million parameters."""
+    outcome = subprocess.run([sys.executable, "-c", SLEEPER], capture_output=True, text=True, check=True)
+    awake, asleep = map(float, outcome.stdout.split())
+    assert awake > 390
+    assert asleep < 0.05 * awake
+
+
+def test_sizes_that_do_not_fit(model: Path):
+    engine = TrainEngine(make(model)).build()
+    with pytest.raises(ParallelError, match="there are 1"):
+        TrainEngine(make(model)).build(2, colocate_with=engine)
+    with pytest.raises(ParallelError, match="built already"):
+        engine.build()
+    with pytest.raises(ParallelError, match="fsdp1 joins"):
+        TrainEngine(make(model), "fsdp1").build(2)
+    with pytest.raises(ParallelError, match="no executor 'fsdp3'"):
+        TrainEngine(make(model), "fsdp3")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ParallelError, match="cannot share the sequences of Custom"):
+        TrainEngine(Custom()).build(sequence_parallel_size=2)

@@ -1,0 +1,197 @@
+"""Engines on several ranks, processes of this machine: the numbers of plain PyTorch, and what happens in failures."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardtune import NeedParallel, TrainEngine
+from shardtune.engine import local
+from shardtune.errors import DataError, ParallelError
+from shardtune.nn import IGNORED
+from tests.engine.modules import SAMPLES, Trained, apart, make, plain, steps
+
+
+class Failing(Trained):
+    """Fails in several ways."""
+
+    def everywhere(self, at: str) -> None:
+        ids = torch.zeros(1, 3, dtype=torch.int64)
+        if at == "forward":
+            self(ids + 1000)
+        loss = self(ids).logits.sum()
+        if at == "backward":
+            loss.register_hook(lambda _: 1 // 0)
+            loss.backward()
+        raise Missing("Zürich")
+
+    def alone(self, how: str) -> None:
+        if self.ranks.rank == 1:
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise Missing("rank 1 alone")
+        self(torch.zeros(1, 3, dtype=torch.int64))
+
+    def targets(self, ids: torch.Tensor) -> list[list[int]]:
+        return self.next_tokens(ids).tolist()
+
+
+class Missing(LookupError):
+    """A user's own exception."""
+
+
+@pytest.fixture(scope="module")
+def two(model: Path) -> Iterator[TrainEngine]:
+    with TrainEngine(make(model, Failing)).build(data_parallel_size=2) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def four(model: Path) -> Iterator[TrainEngine]:
+    with TrainEngine(make(model, Failing)).build(data_parallel_size=4) as engine:
+        yield engine
+
+
+WAYS = ("step_by_mean", "step_by_weights", "step_by_sums")
+
+
+def check(model: Path, ranks: TrainEngine, executor: Any, ways: tuple[str, ...] = WAYS, **sizes: int) -> None:
+    wanted = plain(model)
+    for way in ways:
+        engine = TrainEngine(make(model), executor).build(colocate_with=ranks, take_turns=False, **sizes)
+        with engine:
+            assert apart(steps(engine, way, NeedParallel(SAMPLES)), wanted) < 1e-10, way
+
+
+@pytest.mark.parametrize("executor", ["fsdp2", "fsdp1", "ddp"])
+def test_two_ranks_are_plain_pytorch(model: Path, two: TrainEngine, executor: Any):
+    check(model, two, executor)
+
+
+@pytest.mark.parametrize("executor", ["fsdp2", "fsdp1", "ddp"])
+def test_four_ranks_are_plain_pytorch(model: Path, four: TrainEngine, executor: Any):
+    check(model, four, executor)
+
+
+def test_tensor_parallel_is_plain_pytorch(model: Path, two: TrainEngine, four: TrainEngine):
+    check(model, two, "fsdp2", tensor_parallel_size=2)
+    check(model, four, "fsdp2", ("step_by_mean",), tensor_parallel_size=2)
+    check(model, four, "fsdp2", ("step_by_mean",), tensor_parallel_size=4)  # more ranks than heads of keys and values
+
+
+def test_copies_of_the_sharded_module(model: Path, four: TrainEngine):
+    check(model, four, "fsdp2", ("step_by_mean",), replicate_size=2)
+
+
+@pytest.mark.parametrize("way", ["step_by_sums", "step_by_token_weights"])
+def test_sequence_parallel_is_plain_pytorch(model: Path, two: TrainEngine, four: TrainEngine, way: str):
+    data = NeedParallel(torch.tensor(SAMPLES).clamp(min=1), type="seq")
+    wanted = plain(model, data.data.tolist())
+    for ranks in (two, four):
+        engine = TrainEngine(make(model)).build(colocate_with=ranks, take_turns=False, sequence_parallel_size=2)
+        with engine:
+            ids = data if way == "step_by_token_weights" else NeedParallel(data.data.tolist(), type="seq")
+            assert apart(steps(engine, way, ids), wanted) < 1e-10
+
+
+def test_tokens_that_do_not_divide(model: Path, two: TrainEngine):
+    rows = [row[:7] for row in SAMPLES]
+    engine = TrainEngine(make(model, Failing)).build(colocate_with=two, take_turns=False, sequence_parallel_size=2)
+    with engine:
+        assert apart(steps(engine, "step_by_sums", NeedParallel(rows, type="seq")), plain(model, rows)) < 1e-10
+        whole = engine.logits(SAMPLES)[0]
+        parts = engine.logits(NeedParallel(SAMPLES, type="seq"))
+        assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-12)
+        targets = engine.targets(NeedParallel(torch.tensor([[1, 2, 3, 4, 5]]), type="seq"))
+        assert targets == [[[2, 3, 4]], [[5, IGNORED]]]
+
+
+class Masked(Trained):
+    def masked(self, ids: list[list[int]]) -> None:
+        self(torch.tensor(ids), labels=torch.tensor(ids))
+
+
+def test_what_a_shared_sequence_cannot_take(model: Path, two: TrainEngine):
+    engine = TrainEngine(make(model, Masked)).build(colocate_with=two, take_turns=False, sequence_parallel_size=2)
+    with engine, pytest.raises(DataError, match="labels cannot be given where ranks share sequences"):
+        engine.masked(NeedParallel(SAMPLES, type="seq"))
+
+
+def test_one_sample_over_four_ranks(model: Path, four: TrainEngine):
+    engine = TrainEngine(make(model)).build(colocate_with=four, take_turns=False)
+    with engine:
+        values = engine.step_by_mean(NeedParallel(SAMPLES[:1]))
+        assert sum(value is not None for value in values) == 1
+    for way in ("step_by_mean", "step_by_weights", "step_by_sums"):
+        engine = TrainEngine(make(model)).build(colocate_with=four, take_turns=False)
+        with engine:
+            found = steps(engine, way, NeedParallel(SAMPLES[:1]))
+            assert apart(found, plain(model, SAMPLES[:1])) < 1e-10
+
+
+def test_values_come_in_the_order_of_ranks(two: TrainEngine):
+    assert [value[:2] for value in two.where()] == [(0, 0), (1, 1)]
+    seen = two.seen(NeedParallel(["a", "b", "c"]), all="x", part=NeedParallel(torch.arange(3)))
+    assert [value[0] for value in seen] == [(["a"],), (["b", "c"],)]
+    assert [value[1]["part"].tolist() for value in seen] == [[0], [1, 2]]
+
+
+def test_state_moves_between_layouts(model: Path, two: TrainEngine, tmp_path: Path):
+    data = NeedParallel(SAMPLES)
+    alone = TrainEngine(make(model)).build()
+    steps(alone, "step_by_mean", data)
+    alone.save(tmp_path)
+    wanted = steps(alone, "step_by_mean", data)
+    for sizes in ({}, {"tensor_parallel_size": 2}):
+        engine = TrainEngine(make(model)).build(colocate_with=two, take_turns=False, **sizes)
+        with engine:
+            engine.load(tmp_path)
+            assert apart(steps(engine, "step_by_mean", data), wanted) < 1e-10
+            engine.save(tmp_path / "again")
+    alone.load(tmp_path / "again")
+
+
+def test_the_sleeping_engine_holds_nothing_on_any_rank(model: Path, two: TrainEngine):
+    first = TrainEngine(make(model)).build(colocate_with=two, take_turns=False)
+    second = TrainEngine(make(model)).build(colocate_with=first)
+    with first, second:
+        wanted = second.step_by_mean(NeedParallel(SAMPLES))
+        assert first.memory() == [0, 0]
+        assert first.step_by_mean(NeedParallel(SAMPLES)) == wanted
+        assert second.memory() == [0, 0]
+
+
+@pytest.mark.parametrize("at", ["forward", "backward", "after"])
+def test_an_exception_on_all_ranks_leaves_the_engine_usable(model: Path, two: TrainEngine, at: str):
+    engine = TrainEngine(make(model, Failing)).build(colocate_with=two, take_turns=False)
+    with engine:
+        expected = {"forward": IndexError, "backward": ZeroDivisionError, "after": Missing}[at]
+        with pytest.raises(expected) as caught:
+            engine.everywhere(at)
+        assert "on rank 0" in str(caught.value.__cause__)
+        assert "in everywhere" in str(caught.value.__cause__)
+        assert apart(steps(engine, "step_by_mean", NeedParallel(SAMPLES)), plain(model)) < 1e-10
+
+
+@pytest.mark.parametrize("how", ["kill", "raise"])
+def test_a_rank_that_fails_alone_ends_the_engine(model: Path, how: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(local, "GRACE_SECONDS", 2.0)
+    engine = TrainEngine(make(model, Failing)).build(data_parallel_size=2)
+    began = time.monotonic()
+    told = "SIGKILL" if how == "kill" else "rank 1 alone"
+    with pytest.raises(RuntimeError if how == "kill" else Missing, match=told):
+        engine.alone(how)
+    assert time.monotonic() - began < 20
+    with pytest.raises(ParallelError, match="the ranks of this engine are gone"):
+        engine.where()
+    team = engine._team
+    assert isinstance(team, local.LocalRanks)
+    assert all(process.poll() is not None for process in team._ranks)
+    engine.close()
