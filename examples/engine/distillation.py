@@ -85,9 +85,10 @@ def main() -> tuple[float, float]:
     arguments = parser.parse_args()
     shardtune.init()
     with tempfile.TemporaryDirectory() as folder:
+        learned = make_model(Path(folder, "teacher"), width=64)
+        blank = make_model(Path(folder, "student"), width=32, steps=0, seed=1)
         with init_empty_weights():
-            large = Teacher.from_pretrained(make_model(Path(folder, "teacher"), width=64))
-            small = Student.from_pretrained(make_model(Path(folder, "student"), width=32, steps=0, seed=1))
+            large, small = Teacher.from_pretrained(learned), Student.from_pretrained(blank)
         teacher = TrainEngine(large).build(data_parallel_size=arguments.ranks)
         # Both are small: they stay in memory. Large ones take turns.
         student = TrainEngine(small).build(colocate_with=teacher, take_turns=False)

@@ -78,6 +78,7 @@ def check(recipe: Recipe, written: Merged, in_memory: Collection[str]) -> list[C
     rules = (
         *(_not_yet, _launcher, _required, _batches, _length, _schedule),
         *(_duration, _evaluation, _watching, _losses, _lora),
+        *(_execution, _optimizer_states),
     )
     return [problem for rule in rules for problem in rule(facts)]
 
@@ -154,7 +155,7 @@ def _required(facts: Facts) -> Iterator[ConfigError]:
 
 def check_ranks(recipe: Recipe) -> list[ConfigError]:
     """What does not fit the number of ranks that are, or will be, started."""
-    ranks = int(os.environ.get("WORLD_SIZE", recipe.runner.ranks_to_start))
+    ranks = int(os.environ.get("WORLD_SIZE", recipe.runner.workers))
     try:
         Layout.of(recipe.actor, ranks)
     except ParallelError as error:
@@ -329,3 +330,64 @@ def _lora(facts: Facts) -> Iterator[ConfigError]:
                 yield facts.problem(
                     f"{section}.{name}", f"{section}.{name}: {value!r} {verb} {what}", "change one of them"
                 )
+
+
+def _execution(facts: Facts) -> Iterator[ConfigError]:
+    actor = facts.recipe.actor
+    ahead = actor.fsdp_config.prefetch
+    if ahead > 1 and actor.training_backend != "fsdp":
+        why = "has its own way to gather" if actor.training_backend == "fsdp1" else "has nothing to gather"
+        yield facts.problem(
+            "actor.fsdp_config.prefetch",
+            f"actor.fsdp_config.prefetch ({ahead}) has no effect with actor.training_backend: "
+            f"{actor.training_backend}, which {why}",
+            "leave it out, or use actor.training_backend: fsdp",
+        )
+    if actor.model.compile and actor.model.gradient_checkpointing == "selective":
+        yield facts.problem(
+            "actor.model.gradient_checkpointing",
+            "actor.model.gradient_checkpointing: selective chooses among a layer's operations, which "
+            "actor.model.compile: true has made one of",
+            "set it to true or false; a compiler chooses itself what it keeps",
+        )
+
+
+# Of the optimizers whose states can be kept in bf16 or int8: which of their further arguments may be given then.
+LOW_BIT = {
+    "AdamW": ("maximize",),
+    "Adam": ("maximize",),
+    "SGD": ("momentum", "dampening", "nesterov", "maximize"),
+}
+
+
+def _optimizer_states(facts: Facts) -> Iterator[ConfigError]:
+    actor, key = facts.recipe.actor, "actor.optim.state_dtype"
+    optim, kept = actor.optim, actor.optim.state_dtype
+    if kept == "fp32":
+        return
+    if optim.name not in LOW_BIT:
+        yield facts.problem(
+            key,
+            f"{key}: {kept} is there for {', '.join(LOW_BIT)}, not for actor.optim.name: {optim.name}",
+            "use one of them, or fp32",
+        )
+        return
+    for name in (name for name in optim.args if name not in LOW_BIT[optim.name]):
+        yield facts.problem(
+            "actor.optim.args",
+            f"actor.optim.args.{name} does not go with {key}: {kept}",
+            f"leave it out ({', '.join(LOW_BIT[optim.name])} may be given), or use {key}: fp32",
+        )
+    if optim.name == "SGD" and not optim.args.get("momentum"):
+        yield facts.problem(
+            key,
+            f"{key}: {kept} has no effect on SGD without momentum, which keeps no state",
+            "give actor.optim.args: {momentum: 0.9}, or use fp32",
+        )
+    if kept == "int8" and actor.training_backend == "fsdp1":
+        yield facts.problem(
+            key,
+            f"{key}: int8 does not go with actor.training_backend: fsdp1: its pieces cut rows, and a row's blocks have a "
+            "scale each",
+            "use bf16, or actor.training_backend: fsdp",
+        )

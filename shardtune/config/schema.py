@@ -178,11 +178,6 @@ class RunnerConfig(Section):
         """Ranks that a launcher of ours starts."""
         return (self.num_workers or 1) if self.launcher == "ray" else self.nproc_per_node
 
-    @property
-    def ranks_to_start(self) -> int:
-        """Ranks of the whole run, where no launcher of another's has started them."""
-        return self.num_workers or 1 if self.launcher == "ray" else self.nproc_per_node
-
 
 class LoraConfig(Section):
     r: Count = key(16, "The rank of the adapter matrices.")

@@ -185,7 +185,7 @@ def choose_device(device: str, local_rank: int) -> torch.device:
 def num_ranks(runner: RunnerConfig) -> int:
     """The ranks of this run: those that a launcher has started, otherwise those that are about to be."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
-    return started if started > 1 else runner.ranks_to_start
+    return started if started > 1 else runner.workers
 
 
 def join_ranks(device: str, actor: ActorConfig) -> Ranks:

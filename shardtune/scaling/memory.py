@@ -77,7 +77,7 @@ def _moments(shape: ModelShape, parts: Parts, setting: Setting, work: Work) -> t
     alone = setting.layout.num_ranks == 1
     waits = work.micro_batches > 1 and setting.reduce == "last" and not alone
     whole = setting.master * parts.all if waits else 0.0
-    head = setting.master * shape.embedding / setting.layout.tensor
+    head = head_gradient(shape, setting)
     chunk = LOGIT_COPIES * 4 * LOGITS_PER_CHUNK / setting.layout.tensor
     active = activations(shape, setting, work)
     # A reduction holds its input in full precision beside the gradients that were copied into it.
@@ -86,6 +86,11 @@ def _moments(shape: ModelShape, parts: Parts, setting: Setting, work: Work) -> t
     backward = root + each * (parts.unit + parts.experts)
     end = each * parts.outside
     return (whole + head, active + chunk), (whole + backward, active), (whole + end, 0.0)
+
+
+def head_gradient(shape: ModelShape, setting: Setting) -> float:
+    """Bytes of the head's gradient, which the loss's forward pass makes and its backward pass hands on."""
+    return setting.master * shape.embedding / setting.layout.tensor
 
 
 def layer_activations(shape: ModelShape, setting: Setting) -> float:

@@ -199,7 +199,7 @@ class Parts:
 
     @classmethod
     def of(cls, shape: ModelShape, layout: Layout) -> Parts:
-        """Matrices are cut among tensor ranks; norms, a router, and an embedding that is not the head are not."""
+        """Matrices, the embedding among them, are cut among tensor ranks; norms and a router are not."""
         tensor, whole = layout.tensor, 0
         attention = shape.attention / tensor
         if tensor > shape.kv_heads:  # every rank has all keys and values
@@ -208,5 +208,5 @@ class Parts:
         feed_forward = shape.feed_forward / tensor if not shape.experts else shape.experts * shape.feed_forward
         spread = layout.expert > 1
         unit = attention + shape.norms + (0 if spread else feed_forward)
-        outside = shape.outside - shape.embedding * (1 - 1 / tensor)
+        outside = (shape.outside - shape.width) / tensor + shape.width
         return cls(unit, outside, feed_forward / layout.expert if spread else 0, shape.layers)

@@ -69,14 +69,14 @@ def _weights(shape: ModelShape, setting: Setting, work: Work) -> Iterator[Exchan
 
 
 def _tensor(shape: ModelShape, setting: Setting, work: Work) -> Iterator[Exchange]:
-    """Sums of what tensor ranks have computed in parts: forward after each matrix that is cut along its inputs,
+    """Sums of what tensor ranks have computed in parts: forward after the embedding and each matrix that is cut along its inputs,
     backward before each that is cut along its outputs; at the head the gradient of its input, and three numbers per
     target."""
     layout = setting.layout
     tokens = work.tokens / layout.sequence
     inputs, outputs = (1, 3) if shape.experts else (2, 5)
     again = inputs - 1 if setting.gradient_checkpointing else 0  # the last result of a layer is not needed again
-    calls = work.micro_batches * shape.layers * (inputs + outputs + again)
+    calls = work.micro_batches * (1 + shape.layers * (inputs + outputs + again))
     axis = ("tensor", layout.tensor, 1)
     yield Exchange("activations", "all_reduce", *axis, calls, calls * tokens * shape.width * setting.compute)
     head = work.micro_batches * work.targets / layout.sequence * setting.master

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,7 +20,7 @@ from shardtune.batch import PackedBatch
 from shardtune.config import load_recipe
 from shardtune.config.layout import Layout
 from shardtune.parallel.shard import local
-from shardtune.scaling.memory import activations, memory
+from shardtune.scaling.memory import activations, head_gradient, memory
 from shardtune.scaling.shape import ModelShape, Setting, Work
 from shardtune.scaling.traffic import traffic
 from shardtune.sft_worker import SFTWorker
@@ -94,6 +95,11 @@ class Moved(TorchDispatchMode):
         self.bytes[kind, ranks] += number_of_bytes
 
 
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part, outside of any graph."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def _size(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -136,8 +142,8 @@ class Kept:
         return sum(self._seen.values())
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        weights = {local(weight).untyped_storage().data_ptr() for weight in self._root.parameters()}
+        storage = _own(tensor).untyped_storage()
+        weights = {_own(weight).untyped_storage().data_ptr() for weight in self._root.parameters()}
         if self._open and tensor.is_floating_point() and storage.data_ptr() not in weights:
             self._seen[storage.data_ptr()] = storage.nbytes()
         return tensor
@@ -231,7 +237,7 @@ class Ratio:
 
 def compare(shape: ModelShape, values: Mapping[str, Any], ranks: int, found: Counted) -> list[Ratio]:
     """The numbers of a case, counted and by the formulas."""
-    actor = load_recipe(dict(values)).actor
+    actor = load_recipe({**values, "runner": {**values["runner"], "nproc_per_node": ranks}}).actor
     fsdp, model = actor.fsdp_config, actor.model
     setting = Setting(
         Layout.of(actor, ranks),
@@ -259,7 +265,9 @@ def compare(shape: ModelShape, values: Mapping[str, Any], ranks: int, found: Cou
     lines.append(Ratio("weights, bytes", found.weights, expected.weights))
     lines.append(Ratio("moments, bytes", found.moments, expected.moments))
     lines.append(Ratio("gradients, bytes", found.gradients, expected.gradients))
-    lines.append(Ratio("kept for the backward pass, bytes", found.kept, activations(shape, setting, first)))
+    if not setting.gradient_checkpointing:  # which keeps its inputs where no hook of autograd sees them
+        kept = activations(shape, setting, first) + head_gradient(shape, setting)
+        lines.append(Ratio("kept for the backward pass, bytes", found.kept, kept))
     return lines
 
 
