@@ -1,9 +1,9 @@
 """How an optimizer's moments are kept: in full, in bf16, or in blocks of 8-bit codes; on whole and on sharded tensors.
 
-Rounding is stochastic: up or down by chance, so that the mean is right. A second moment changes by a thousandth per step
-(beta2 = 0.999), which is less than half of what bf16 or 8 bits can tell apart: rounded to the nearest it would never
-change again. The chance is a function of seed, step, parameter and place in the whole parameter: it is the same on any
-layout, and there is no generator state.
+Rounding is stochastic: up or down by chance, so that the mean is right. A second moment changes by a thousandth per
+step (beta2 = 0.999), which is less than half of what bf16 or 8 bits can tell apart: rounded to the nearest it would
+never change again. The chance is a function of seed, step, parameter and place in the whole parameter: it is the same
+on any layout, and there is no generator state.
 """
 
 from __future__ import annotations
@@ -72,7 +72,14 @@ class Place:
     @property
     def blocks(self) -> int:
         """In a row of the whole: a part of a row begins with a block of its own."""
-        return self.column_parts * -(-self.shape[-1] // self.column_parts // BLOCK)
+        return _blocks(self.shape[-1], self.column_parts)
+
+    def same_blocks(self, column_parts: int) -> bool:
+        """Whether blocks begin in the same columns as where the last dimension is cut into so many parts."""
+        both = [
+            _block_of(torch.arange(self.shape[-1]), self.shape[-1], cut) for cut in (self.column_parts, column_parts)
+        ]
+        return bool(torch.equal(*both))
 
     def numbers(self, first: int, part: torch.Tensor) -> torch.Tensor:
         """The places of numbers in the whole, in the order of its memory: int64, of the shape of `part`.
@@ -86,6 +93,16 @@ class Place:
             steps = torch.arange(offset, offset + size, device=part.device) * math.prod(self.shape[dim + 1 :])
             found = found + steps.view(-1, *[1] * (part.ndim - dim - 1))
         return found
+
+
+def _blocks(width: int, column_parts: int) -> int:
+    return column_parts * -(-(width // column_parts) // BLOCK)
+
+
+def _block_of(columns: torch.Tensor, width: int, column_parts: int) -> torch.Tensor:
+    """The block that each column is in, where rows of `width` are cut into parts and these into blocks."""
+    part = width // column_parts
+    return columns // part * -(-part // BLOCK) + columns % part // BLOCK
 
 
 def _dimension(placement: object) -> int | None:
@@ -153,7 +170,7 @@ def to_codes(values: torch.Tensor, chance: torch.Tensor, *, signed: bool) -> tup
 
     Args:
         values: [..., width], fp32 or fp64.
-        chance: of the same shape, in [0, 1): the next code is taken where it is below how far the number lies towards it.
+        chance: of the same shape, in [0, 1); the next code is taken where the number lies further towards it.
 
     Returns:
         uint8 [..., width], and fp32 [..., blocks]: the largest absolute value of each block.
@@ -202,7 +219,7 @@ class Moment:
                 self.name: torch.zeros_like(parameter.detach(), dtype=torch.uint8),
                 self.name + SCALE: scales_like(parameter.detach(), place),
             }
-        dtype = torch.bfloat16 if kept == "bf16" and parameter.ndim > 1 else None
+        dtype = torch.bfloat16 if kept == "bf16" else None
         return {self.name: torch.zeros_like(parameter.detach(), dtype=dtype)}
 
     def read(self, state: State, first: int, last: int) -> torch.Tensor:
@@ -222,23 +239,57 @@ class Moment:
         else:
             part.copy_(to_bf16(values, bits) if part.dtype == torch.bfloat16 else values)
 
+    def moved(self, state: State, parameter: torch.Tensor, place: Place, kept: StateDtype, column_parts: int) -> State:
+        """What was read from a checkpoint, in this layout's own blocks: the same bits where those are the same.
 
-def scales_like(parameter: torch.Tensor, place: Place, *, blocks: int | None = None) -> torch.Tensor:
+        Otherwise numbers are rounded once more, to the nearest.
+
+        Args:
+            state: with the scales as `scales_like` made them for `column_parts`.
+            column_parts: into how many parts rows were cut when it was saved.
+        """
+        saved = {key: state[key] for key in (self.name, self.name + SCALE) if key in state}
+        own = self.fresh(parameter, place, kept)
+        if own.keys() == saved.keys() and (len(own) == 1 or place.same_blocks(column_parts)):
+            return saved
+        part = local(saved[self.name])
+        for first, last in chunks(part):
+            values = rows_of(part, first, last)
+            if values.dtype == torch.uint8:
+                width = place.shape[-1]
+                columns = torch.arange(values.shape[-1], device=part.device) + place.offsets[-1]
+                scale = local(saved[self.name + SCALE])[first:last][..., _block_of(columns, width, column_parts)]
+                values = codes(self.signed, part.device)[values.int()] * scale
+            self.write(own, first, last, values, torch.full_like(values, 2**15, dtype=torch.int64))
+        return own
+
+
+def scales_like(parameter: torch.Tensor, place: Place, column_parts: int | None = None) -> torch.Tensor:
     """Zeros for the scales of a parameter's blocks: [..., blocks], with its rows.
 
     Args:
-        blocks: of another layout, whose columns are then all here; None: this one's, cut as the parameter is.
+        parameter: whole or sharded.
+        place: of this rank's part.
+        column_parts: of the layout that they come from; where it has other blocks, those of all columns are here. None:
+            this layout's own, cut as the parameter is.
     """
-    shape = (*place.shape[:-1], blocks or place.blocks)
+    own = column_parts is None or (place.has_blocks and place.same_blocks(column_parts))
+    blocks = place.blocks if own else _blocks(place.shape[-1], column_parts or 1)
+    shape = (*place.shape[:-1], blocks)
     if not isinstance(parameter, DTensor):
         return torch.zeros(shape, dtype=torch.float32, device=parameter.device)
-    last = parameter.ndim - 1
+    last, here = parameter.ndim - 1, local(parameter)
     placements = [
-        Replicate() if blocks and _dimension(placement) == last else placement for placement in parameter.placements
+        placement if own or _dimension(placement) != last else Replicate() for placement in parameter.placements
     ]
-    mesh = parameter.device_mesh
-    here = local(parameter)
-    own = blocks or place.blocks // place.column_parts
-    part = torch.zeros(*here.shape[:-1], own, dtype=torch.float32, device=here.device)
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides))
+    part = torch.zeros(
+        *here.shape[:-1], blocks // place.column_parts if own else blocks, dtype=torch.float32, device=here.device
+    )
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))),
+    )

@@ -259,6 +259,11 @@ class BaseHuggingFaceTrainModule(BaseTrainModule):
         made.name_or_path = str(pretrained_model_name_or_path)
         return made
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """False: the model is transformers' own, whose names on disk its rules know; the class adds methods to it."""
+        return False
+
     def materialization_source(self) -> WeightSource:
         """The name or path that the model was made from; None for one made from a config alone."""
         return str(self.name_or_path) or None

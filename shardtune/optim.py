@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardtune.errors import ConfigError
+from shardtune.low_bit_optim import LOW_BIT, LowBitOptimizer
 
 if TYPE_CHECKING:
     from shardtune.config import OptimConfig
@@ -110,6 +111,9 @@ def build_optimizer(
     parameters: Mapping[str, nn.Parameter],
     config: OptimConfig,
     shapes: Mapping[str, torch.Size] = MappingProxyType({}),
+    *,
+    seed: int = 0,
+    starts: Mapping[str, int] = MappingProxyType({}),
 ) -> torch.optim.Optimizer:
     """The optimizer over named parameters, in groups of equal learning rate and weight decay.
 
@@ -119,6 +123,8 @@ def build_optimizer(
         parameters: by name.
         config: the recipe's `actor.optim`.
         shapes: of whole parameters, by name, where a rank's part has another number of dimensions.
+        seed: of the run, from which states in bf16 and int8 are rounded.
+        starts: by name, of parameters of which this rank has a range of numbers: the first of them.
     """
     kind = optimizer_class(config.name)
     arguments = _arguments(kind, config)
@@ -144,7 +150,19 @@ def build_optimizer(
         }
         for (rate, decay, _), members in groups.items()
     ]
-    return _make(kind, settings, arguments)
+    if config.state_dtype == "fp32":
+        return _make(kind, settings, arguments)
+    return _low_bit(config.name)(settings, arguments, state_dtype=config.state_dtype, seed=seed, starts=starts)
+
+
+def _low_bit(name: str) -> type[LowBitOptimizer]:
+    if name not in LOW_BIT:
+        raise ConfigError(
+            f"{name} keeps its states in fp32 only",
+            where="actor.optim.state_dtype",
+            remedy=f"use fp32, or one of {', '.join(LOW_BIT)}",
+        )
+    return LOW_BIT[name]
 
 
 def _make(

@@ -127,7 +127,9 @@ class TrainedModel:
         """What weights, computation and optimizer are held in, in words."""
         precision = self.recipe.actor.model.precision
         master, compute = (str(kind[precision]).removeprefix("torch.") for kind in (MASTER_DTYPE, COMPUTE_DTYPE))
-        return f"{master} weights and optimizer, {compute} compute, {master} gradients"
+        kept = {"fp32": master, "bf16": "bfloat16", "int8": "8-bit"}[self.recipe.actor.optim.state_dtype]
+        optimizer = " and optimizer" if kept == master else f", {kept} optimizer"
+        return f"{master} weights{optimizer}, {compute} compute, {master} gradients"
 
     # Building.
 
@@ -136,7 +138,13 @@ class TrainedModel:
         self._build()
         self._fill(None)
         actor = self.recipe.actor
-        self.optimizer = build_optimizer(self.weights.trainable(), actor.optim, self.weights.shapes)
+        self.optimizer = build_optimizer(
+            self.weights.trainable(),
+            actor.optim,
+            self.weights.shapes,
+            seed=self.recipe.runner.seed,
+            starts=self.weights.starts,
+        )
         self._utilisation = Utilisation.known(
             self.inner_model(),
             self.device,

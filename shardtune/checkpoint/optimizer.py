@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from shardtune.checkpoint.safetensors_file import DTYPE_NAMES
 from shardtune.checkpoint.sharded import load_tensors
 from shardtune.errors import CheckpointError
+from shardtune.low_bit_optim import PARTS, LowBitOptimizer
 
 Names = Mapping[torch.nn.Parameter, str]
 
@@ -101,6 +102,7 @@ def load_optimizer_tensors(
         CheckpointError: the state is of other parameters, or does not fit them. The optimizer is unchanged then.
     """
     _check_parameters(optimizer, names, description, path)
+    _check_state_dtype(optimizer, description, path)
     tensors: dict[str, torch.Tensor] = {}
     state = {}
     for group in optimizer.param_groups:
@@ -109,11 +111,18 @@ def load_optimizer_tensors(
                 described = description["state"][names[parameter]]
                 on_device = bool(group.get("capturable") or group.get("fused"))
                 like = parameter.detach() if forms is None else forms.template(names[parameter])
-                state[parameter] = {k: _rebuild(v, like, on_device, tensors) for k, v in described.items()}
+                scales = _scales(optimizer, parameter, described)
+                state[parameter] = {
+                    key: _rebuild(value, scales.get(key, like), on_device, tensors) for key, value in described.items()
+                }
     load_tensors(path, tensors, process_group=process_group)
     if forms is not None:
         for parameter, values in state.items():
             state[parameter] = {key: _changed(value, names[parameter], forms.kept) for key, value in values.items()}
+    if isinstance(optimizer, LowBitOptimizer):
+        for group in optimizer.param_groups:
+            for parameter in (parameter for parameter in group["params"] if parameter in state):
+                state[parameter] = optimizer.own_form(parameter, state[parameter], group["state_dtype"])
     optimizer.state.clear()
     optimizer.state.update(state)
     for group, saved in zip(optimizer.param_groups, description["groups"], strict=False):
@@ -226,6 +235,25 @@ def _check_parameters(optimizer: Optimizer, names: Names, description: Mapping[s
             where=str(path),
             remedy="continue with the recipe it was made with, or start another run (runner.logger.experiment_name)",
         )
+
+
+def _check_state_dtype(optimizer: Optimizer, description: Mapping[str, Any], path: str | Path) -> None:
+    saved = {group["options"].get("state_dtype", "fp32") for group in description["groups"]}
+    here = {group.get("state_dtype", "fp32") for group in optimizer.param_groups}
+    if saved != here and description["state"]:
+        raise CheckpointError(
+            f"the checkpoint's optimizer states are kept in {', '.join(sorted(saved))}, the recipe's in "
+            f"{', '.join(sorted(here))}",
+            where=str(path),
+            remedy=f"set actor.optim.state_dtype: {', '.join(sorted(saved))}, or start another run",
+        )
+
+
+def _scales(optimizer: Optimizer, parameter: torch.Tensor, described: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Tensors for the scales of an 8-bit state, of the checkpoint's form; they have other shapes than the parameter."""
+    if not isinstance(optimizer, LowBitOptimizer) or PARTS not in described:
+        return {}
+    return optimizer.scales(parameter.detach(), int(described[PARTS]["value"]))
 
 
 def _restore_options(group: dict[str, Any], saved: Mapping[str, Any], keep: Collection[str]) -> None:

@@ -387,7 +387,7 @@ def _optimizer_states(facts: Facts) -> Iterator[ConfigError]:
     if kept == "int8" and actor.training_backend == "fsdp1":
         yield facts.problem(
             key,
-            f"{key}: int8 does not go with actor.training_backend: fsdp1: its pieces cut rows, and a row's blocks have a "
-            "scale each",
+            f"{key}: int8 does not go with actor.training_backend: fsdp1: its pieces cut through rows, and "
+            "blocks of a row have a scale each",
             "use bf16, or actor.training_backend: fsdp",
         )

@@ -138,7 +138,9 @@ def _part(
 
     own, total = weights[place.start : place.stop], sum(weights)
     given = dict(kwargs)
-    share = sum(own) / total * (place.targets / (place.num_tokens - 1) if place.num_tokens else 1 / place.layout.sequence)
+    share = (
+        sum(own) / total * (place.targets / (place.num_tokens - 1) if place.num_tokens else 1 / place.layout.sequence)
+    )
     if weighed:
         share = 1.0 if place.num_tokens else 1.0 / place.layout.sequence
         each = torch.tensor(own if own else [0.0], dtype=torch.float64) / total

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -102,5 +104,14 @@ def save_directory(module: BaseTrainModule, weights: Weights, directory: Path, d
         elif isinstance(module, PreTrainedModel):
             own = module.config.dtype if isinstance(module.config.dtype, torch.dtype) else torch.float32
             save_pretrained(module, directory, dtype=dtype or own, tensors=tensors)
+            _name_the_model(module, directory)
         else:
             save_plain(module, directory, dtype=dtype, tensors=tensors)
+
+
+def _name_the_model(module: PreTrainedModel, directory: Path) -> None:
+    """Who loads the directory knows transformers' class, not the user's."""
+    known = [base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformers.models.")]
+    if known and (not dist.is_initialized() or dist.get_rank() == 0):
+        file = directory / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": known[:1]}, indent=2) + "\n")

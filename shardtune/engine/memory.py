@@ -6,6 +6,7 @@ import ctypes
 import gc
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,8 @@ class Memory:
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+        else:
+            _return_to_system()
 
     @torch.no_grad()
     def come_back(self) -> None:
@@ -153,3 +156,9 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 def _buffer(storage: torch.UntypedStorage) -> Any:
     """The memory of a storage on the host; numpy's view of it would keep it from being resized for good."""
     return (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+
+
+def _return_to_system() -> None:
+    """What C's allocator keeps for later; only glibc has a way to say so."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -19,6 +19,14 @@ def pack(value: Any) -> bytes:
     return buffer.getvalue()
 
 
+def pack_for_twin(value: Any) -> bytes:
+    """The same for a process that runs the same script: its classes are found there by name, and are the same."""
+    try:
+        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception:  # what has no name there: functions inside functions, say
+        return pack(value)
+
+
 def unpack(packed: bytes) -> Any:
     """The value; to be used on what came from one's own ranks or caller alone."""
     return pickle.loads(packed)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from shardtune.engine.host import Failure, Host, Outcome, Request, device_for, failure_of
-from shardtune.engine.parcel import pack, unpack
+from shardtune.engine.parcel import pack_for_twin, unpack
 from shardtune.engine.team import GRACE_SECONDS, Team
 from shardtune.parallel.mesh import COLLECTIVE_TIMEOUT, open_group
 
@@ -51,14 +51,14 @@ class SpmdRanks(Team):
         if request.of_first:
             return [Outcome(own)] * self.num_ranks
         values: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(values, pack(own))
+        dist.all_gather_object(values, pack_for_twin(own))
         return [Outcome(unpack(value)) for value in values]
 
     def _agree(self, failure: Failure | None, problem: BaseException | None) -> list[Failure]:
         """The failures of all ranks; one that fails alone ends here, as the others may be waiting for it elsewhere."""
         self._number += 1
         keys = [f"{self._number}/{rank}" for rank in range(self.num_ranks)]
-        self._store.set(keys[self.rank], pack(failure))  # pyright: ignore[reportArgumentType] (bytes are taken)
+        self._store.set(keys[self.rank], pack_for_twin(failure))  # pyright: ignore[reportArgumentType] (bytes are taken)
         limit = COLLECTIVE_TIMEOUT if failure is None else timedelta(seconds=GRACE_SECONDS)
         try:
             self._store.wait(keys, limit)

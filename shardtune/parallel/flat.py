@@ -78,6 +78,7 @@ class FlatWeights(Weights):
             sharding.root, model, sharding.precision, sharding.ranks, reduce_each=reduce_each, elsewhere=elsewhere
         )
         self.shapes |= self._flattened.shapes
+        self.starts |= {name: piece.numbers[rank_in(self._mesh)][0] for name, piece in self._pieces.items()}
         with self._root_shell.no_sync():  # now FSDP1 looks around, as it does before a first forward
             pass
         for shell in self._flattened.wrapped:

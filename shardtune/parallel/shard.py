@@ -133,6 +133,7 @@ class Weights:
     Attributes:
         parameters: by name; of those that are sharded this rank's part.
         shapes: of the whole parameters, by name.
+        starts: of parameters of which this rank has a range of numbers, in the order of memory: the first, by name.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class Weights:
         self._buffers = Buffers(model, ranks)
         compute, master = COMPUTE_DTYPE[precision], MASTER_DTYPE[precision]
         self._master = master
+        self.starts: dict[str, int] = {}
         self._computed = dict(model.named_parameters())
         self.shapes = {name: parameter.shape for name, parameter in self._computed.items()}
         self._whole = [name for name, parameter in self._computed.items() if self._is_whole(name, parameter)]

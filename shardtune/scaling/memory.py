@@ -50,22 +50,37 @@ def memory(shape: ModelShape, setting: Setting, work: Work) -> Memory:
     kept = setting.master * own
     host = 4 * kept if setting.cpu_offload else 0.0
     weights, moments, gradients = (0.0, 0.0, 0.0) if setting.cpu_offload else (kept, 2 * kept, kept)
-    gathered = _gathered(parts, setting)
-    at_loss, backward, end = _moments(shape, parts, setting, work)
-    unreduced, active = max(at_loss, backward, end, key=sum)
-    if not setting.cpu_offload and setting.reduce == "last" and work.micro_batches > 1:
-        gradients = 0.0  # until then whole gradients stand in for the shards
-    return Memory(weights, moments, gradients, gathered, unreduced, active, host)
+    if waiting_gradients(shape, setting, work):
+        gradients = 0.0  # until they are reduced, whole gradients stand in for the shards
+    unreduced, active = max(_moments(shape, parts, setting, work), key=sum)
+    return Memory(weights, moments, gradients, gathered(parts, setting), unreduced, active, host)
 
 
-def _gathered(parts: Parts, setting: Setting) -> float:
-    """One rank has no FSDP2: it keeps weights that compute beside those in full precision."""
+def waiting_gradients(shape: ModelShape, setting: Setting, work: Work) -> float:
+    """Bytes of gradients that wait, whole and in full precision, for the step's last micro-batch."""
+    if setting.reduce == "every" or work.micro_batches == 1 or setting.layout.num_ranks == 1:
+        return 0.0
+    parts = Parts.of(shape, setting.layout)
+    return setting.master * (parts.all + parts.embedding)
+
+
+def gathered(parts: Parts, setting: Setting, *, buffers: bool = True) -> float:
+    """Bytes of weights that are whole at one time, at most: the outermost unit's, a layer's and the next one's.
+
+    One rank has no FSDP2: it keeps weights that compute beside those in full precision.
+
+    Args:
+        parts: of the model.
+        setting: of the recipe.
+        buffers: count what arrives once more, from which it is copied into weights.
+    """
     compute = setting.compute
     if setting.layout.num_ranks == 1:
         return compute * parts.all if compute != setting.master else 0.0
     if not setting.reshard_after_forward:
         return compute * parts.all
-    return compute * (parts.outside + 2 * min(2, parts.layers) * (parts.unit + parts.experts))
+    layers = min(2, parts.layers) * (2 if buffers else 1)
+    return compute * (parts.outside + layers * (parts.unit + parts.experts))
 
 
 Moment = tuple[float, float]
@@ -75,16 +90,15 @@ Moment = tuple[float, float]
 def _moments(shape: ModelShape, parts: Parts, setting: Setting, work: Work) -> tuple[Moment, Moment, Moment]:
     """At the loss, inside the last layer's backward pass, and at the end of it, when the outermost unit is reduced."""
     alone = setting.layout.num_ranks == 1
-    waits = work.micro_batches > 1 and setting.reduce == "last" and not alone
-    whole = setting.master * parts.all if waits else 0.0
+    whole = waiting_gradients(shape, setting, work)
     head = head_gradient(shape, setting)
     chunk = LOGIT_COPIES * 4 * LOGITS_PER_CHUNK / setting.layout.tensor
     active = activations(shape, setting, work)
     # A reduction holds its input in full precision beside the gradients that were copied into it.
     each = setting.compute + (0 if alone else setting.master)
-    root = setting.compute * parts.outside
+    root = setting.compute * (parts.outside + parts.embedding)
     backward = root + each * (parts.unit + parts.experts)
-    end = each * parts.outside
+    end = root + (0 if alone else setting.master) * parts.outside
     return (whole + head, active + chunk), (whole + backward, active), (whole + end, 0.0)
 
 
@@ -104,6 +118,8 @@ def layer_activations(shape: ModelShape, setting: Setting) -> float:
     kv = max(shape.kv_width, shape.head_size * tensor, shape.head_size * setting.layout.sequence)
     norms = 2 * shape.width * norm_bytes(setting)
     attention = compute * (2 * shape.query_width + 2 * kv) + 4 * shape.heads
+    if shape.head_norms:
+        attention += norm_bytes(setting) * (shape.query_width + kv)
     if shape.experts:
         inside = shape.experts_per_token * compute * (4 * shape.intermediate + 2 * shape.width)
         return norms + attention / tensor + inside

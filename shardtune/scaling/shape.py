@@ -27,6 +27,7 @@ class ModelShape:
         vocabulary: tokens.
         tied: whether the head is the embedding.
         biased: whether queries, keys and values have biases (Qwen2).
+        head_norms: whether queries and keys are normalised head by head (Qwen3, Gemma 3).
         experts: of a layer; 0 where the feed-forward layer is dense.
         experts_per_token: that a token is sent to.
     """
@@ -40,6 +41,7 @@ class ModelShape:
     vocabulary: int
     tied: bool = False
     biased: bool = False
+    head_norms: bool = False
     experts: int = 0
     experts_per_token: int = 0
 
@@ -59,6 +61,7 @@ class ModelShape:
             vocabulary=config["vocab_size"],
             tied=bool(config.get("tie_word_embeddings")),
             biased=bool(config.get("attention_bias", config.get("model_type") == "qwen2")),
+            head_norms=str(config.get("model_type")).startswith(("qwen3", "gemma3")),
             experts=experts,
             experts_per_token=config.get("num_experts_per_tok", 0) if experts else 0,
         )
@@ -78,14 +81,19 @@ class ModelShape:
         return self.width * (2 * self.query_width + 2 * self.kv_width) + biases
 
     @property
+    def key_value(self) -> int:
+        """Parameters of a layer's projections to keys and values."""
+        return 2 * self.kv_width * (self.width + (1 if self.biased else 0))
+
+    @property
     def feed_forward(self) -> int:
         """Parameters of a layer's feed-forward matrices, or of one expert's."""
         return 3 * self.width * self.intermediate
 
     @property
     def norms(self) -> int:
-        """Parameters of a layer that no rank shares: two norms, and a router."""
-        return 2 * self.width + self.experts * self.width
+        """Parameters of a layer that are not cut among tensor ranks: of norms, and of a router."""
+        return (2 + self.experts) * self.width + (2 * self.head_size if self.head_norms else 0)
 
     @property
     def embedding(self) -> int:
@@ -181,12 +189,14 @@ class Parts:
         unit: of a layer, without experts that are spread.
         outside: of what is outside of layers.
         experts: of a layer's experts that are spread, this rank's; 0 where they are a part of the unit.
+        embedding: of the embedding that are other tensor ranks'; its gradient is whole on each until it is reduced.
         layers: of the model.
     """
 
     unit: float
     outside: float
     experts: float
+    embedding: float
     layers: int
 
     @property
@@ -200,13 +210,12 @@ class Parts:
     @classmethod
     def of(cls, shape: ModelShape, layout: Layout) -> Parts:
         """Matrices, the embedding among them, are cut among tensor ranks; norms and a router are not."""
-        tensor, whole = layout.tensor, 0
-        attention = shape.attention / tensor
-        if tensor > shape.kv_heads:  # every rank has all keys and values
-            whole = 2 * shape.kv_width * (shape.width + (1 if shape.biased else 0))
-            attention = (shape.attention - whole) / tensor + whole
+        tensor = layout.tensor
+        repeated = shape.key_value if tensor > shape.kv_heads else 0  # every rank has all keys and values
+        attention = (shape.attention - repeated) / tensor + repeated
         feed_forward = shape.feed_forward / tensor if not shape.experts else shape.experts * shape.feed_forward
         spread = layout.expert > 1
         unit = attention + shape.norms + (0 if spread else feed_forward)
         outside = (shape.outside - shape.width) / tensor + shape.width
-        return cls(unit, outside, feed_forward / layout.expert if spread else 0, shape.layers)
+        elsewhere = 0 if shape.tied else shape.embedding * (1 - 1 / tensor)
+        return cls(unit, outside, feed_forward / layout.expert if spread else 0, elsewhere, shape.layers)

@@ -69,9 +69,12 @@ def _weights(shape: ModelShape, setting: Setting, work: Work) -> Iterator[Exchan
 
 
 def _tensor(shape: ModelShape, setting: Setting, work: Work) -> Iterator[Exchange]:
-    """Sums of what tensor ranks have computed in parts: forward after the embedding and each matrix that is cut along its inputs,
-    backward before each that is cut along its outputs; at the head the gradient of its input, and three numbers per
-    target."""
+    """Sums of what tensor ranks have computed in parts.
+
+    Forward: after the embedding, and after each matrix that is cut along its inputs. Backward: before each that is cut
+    along its outputs. At the head: the gradient of its input, and three numbers per target. Once per step the gradients
+    of keys' and values' projections, where fewer heads than ranks are repeated.
+    """
     layout = setting.layout
     tokens = work.tokens / layout.sequence
     inputs, outputs = (1, 3) if shape.experts else (2, 5)
@@ -82,6 +85,9 @@ def _tensor(shape: ModelShape, setting: Setting, work: Work) -> Iterator[Exchang
     head = work.micro_batches * work.targets / layout.sequence * setting.master
     chunks = math.ceil(work.targets * shape.vocabulary / LOGITS_PER_CHUNK / layout.sequence)
     yield Exchange("head", "all_reduce", *axis, work.micro_batches * (1 + 3 * chunks), head * (shape.width + 3))
+    if layout.tensor > shape.kv_heads:
+        repeated = setting.master * shape.layers * shape.key_value / setting.shards
+        yield Exchange("gradients of repeated heads", "all_reduce", *axis, 1, repeated)
 
 
 def _sequence(shape: ModelShape, setting: Setting, work: Work) -> Iterator[Exchange]:

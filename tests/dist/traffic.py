@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,8 +23,8 @@ from shardtune.batch import PackedBatch
 from shardtune.config import load_recipe
 from shardtune.config.layout import Layout
 from shardtune.parallel.shard import local
-from shardtune.scaling.memory import activations, head_gradient, memory
-from shardtune.scaling.shape import ModelShape, Setting, Work
+from shardtune.scaling.memory import activations, gathered, head_gradient, memory, waiting_gradients
+from shardtune.scaling.shape import ModelShape, Parts, Setting, Work
 from shardtune.scaling.traffic import traffic
 from shardtune.sft_worker import SFTWorker
 from tests.dist.layouts import LaidOut, parallel
@@ -56,8 +59,33 @@ CASES = (
     LaidOut("SP 2", 2, parallel(sequence=2)),
     LaidOut("FSDP 2 x SP 2", 4, parallel(sequence=2)),
 )
+EXPERTS = (
+    LaidOut("FSDP2", 2),
+    LaidOut("EP 2", 2, parallel(expert=2)),
+    LaidOut("FSDP 2 x EP 2", 4, parallel(expert=2)),
+)
 SMALL = 256
 """Bytes of a collective that carries a few numbers: a norm, a loss, a flag."""
+
+
+def _sharded(root: nn.Module) -> list[FSDPParam]:
+    """The parameters of a model as FSDP2 has them."""
+    states = [module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)]
+    groups = [state._fsdp_param_group for state in states]
+    return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+
+
+def gathered_bytes(root: nn.Module) -> int:
+    """Of the weights that are whole now."""
+    outputs = [output for parameter in _sharded(root) for output in parameter.all_gather_outputs]
+    return sum(output.untyped_storage().nbytes() for output in outputs)
+
+
+def waiting_bytes(root: nn.Module) -> int:
+    """Of the gradients that are whole now."""
+    whole = [parameter._unsharded_param.grad for parameter in _sharded(root)]
+    summed = [parameter.unsharded_accumulated_grad for parameter in _sharded(root)]
+    return sum(_size(_own(grad)) for grad in (*whole, *summed) if grad is not None)
 
 
 class Moved(TorchDispatchMode):
@@ -67,10 +95,13 @@ class Moved(TorchDispatchMode):
         calls: by (kind, number of ranks).
         bytes: the whole tensors'; the same keys.
         small: calls with a few numbers, and those of more that are pickled.
+        gathered: bytes of weights that were whole at one time, at most; what is just arriving counted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, root: nn.Module) -> None:
         super().__init__()
+        self._root = root
+        self.gathered = 0
         self.calls: Counter[tuple[str, int]] = Counter()
         self.bytes: Counter[tuple[str, int]] = Counter()
         self.small = 0
@@ -91,6 +122,8 @@ class Moved(TorchDispatchMode):
         if number_of_bytes <= SMALL:
             self.small += 1
             return
+        if kind == "all_gather":
+            self.gathered = max(self.gathered, gathered_bytes(self._root) + number_of_bytes)
         self.calls[kind, ranks] += 1
         self.bytes[kind, ranks] += number_of_bytes
 
@@ -173,6 +206,8 @@ class Counted:
         weights: bytes of this rank's.
         moments: of the optimizer's two.
         gradients: of this rank's, at the update.
+        waiting: of gradients that were whole, before the last micro-batch.
+        gathered: of weights that were whole at one time.
         kept: for the backward pass, of the first micro-batch.
     """
 
@@ -184,6 +219,8 @@ class Counted:
     weights: int = 0
     moments: int = 0
     gradients: int = 0
+    waiting: int = 0
+    gathered: int = 0
     kept: int = 0
 
 
@@ -199,6 +236,7 @@ def count(values: Mapping[str, Any]) -> Counted:
         assert isinstance(batch, PackedBatch)
         found.tokens.append(len(batch.input_ids))
         found.targets.append(len(batch.targets))
+        found.waiting = max(found.waiting, waiting_bytes(worker.root))
 
     def note_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -207,13 +245,14 @@ def count(values: Mapping[str, Any]) -> Counted:
         found.moments = sum(_size(local(value)) for value in states if value.ndim)
 
     hooks = worker.root.register_forward_pre_hook(note_batch), register_optimizer_step_pre_hook(note_gradients)
-    moved, kept = Moved(), Kept(worker.root)
+    moved, kept = Moved(worker.root), Kept(worker.root)
     with moved, kept:
         worker.run_training()
     for hook in hooks:
         hook.remove()
     found.weights = sum(_size(local(weight)) for weight in worker.weights.parameters.values())
-    found.calls, found.bytes, found.small, found.kept = dict(moved.calls), dict(moved.bytes), moved.small, kept.bytes
+    found.calls, found.bytes, found.small = dict(moved.calls), dict(moved.bytes), moved.small
+    found.gathered, found.kept = moved.gathered, kept.bytes
     worker.release()
     return found
 
@@ -265,6 +304,11 @@ def compare(shape: ModelShape, values: Mapping[str, Any], ranks: int, found: Cou
     lines.append(Ratio("weights, bytes", found.weights, expected.weights))
     lines.append(Ratio("moments, bytes", found.moments, expected.moments))
     lines.append(Ratio("gradients, bytes", found.gradients, expected.gradients))
+    if ranks > 1:
+        lines.append(Ratio("gradients that wait, bytes", found.waiting, waiting_gradients(shape, setting, work)))
+    if setting.shards > 1:
+        whole = gathered(Parts.of(shape, setting.layout), setting, buffers=False)
+        lines.append(Ratio("gathered weights at most, bytes", found.gathered, whole))
     if not setting.gradient_checkpointing:  # which keeps its inputs where no hook of autograd sees them
         kept = activations(shape, setting, first) + head_gradient(shape, setting)
         lines.append(Ratio("kept for the backward pass, bytes", found.kept, kept))
@@ -274,11 +318,10 @@ def compare(shape: ModelShape, values: Mapping[str, Any], ranks: int, found: Cou
 class Counts:
     """Counts cases with a model of one shape and rows of one file."""
 
-    def __init__(self, folder: Path, **changes: Any) -> None:
-        sizes = {**SIZES, **changes}
-        self._model = save_model("dense", folder / "model", **sizes)
+    def __init__(self, folder: Path, kind: str = "dense", **changes: Any) -> None:
+        self._model = save_model(kind, folder / "model", **{**SIZES, **changes})
         self._rows = save_rows(folder / "rows.jsonl", 32, longest=400)
-        self.shape = ModelShape.of({**sizes, "vocab_size": 264, "model_type": "qwen2"})
+        self.shape = ModelShape.of(json.loads((self._model / "config.json").read_text(encoding="utf-8")))
 
     def recipe(self, case: LaidOut, precision: str) -> dict[str, Any]:
         keys = {"runner__max_steps": 3, "actor__micro_batch_size": 2, "actor__model__precision": precision}

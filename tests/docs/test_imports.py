@@ -117,8 +117,11 @@ def test_public_names_are_sorted_as_a_reader_would():
 @pytest.mark.parametrize("name", shardtune.__all__)
 def test_public_names_import_and_are_documented(name: str):
     public = getattr(shardtune, name)
-    assert public.__name__ == name
-    assert public.__module__.startswith("shardtune."), f"{name} comes from {public.__module__}"
+    if inspect.ismodule(public):
+        assert public.__name__ == f"shardtune.{name}"
+    else:
+        assert public.__name__ == name
+        assert public.__module__.startswith("shardtune."), f"{name} comes from {public.__module__}"
     documentation = inspect.getdoc(public) or ""
     first = documentation.partition("\n")[0]
     assert len(first) > 15

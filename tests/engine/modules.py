@@ -61,9 +61,7 @@ class Trained(nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
     def step_by_sums(self, input_ids: list[list[int]]) -> float:
         ids = torch.tensor(input_ids, device="cuda")
         targets = self.next_tokens(ids)
-        total = F.cross_entropy(
-            self(ids).logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100
-        )
+        total = F.cross_entropy(self(ids).logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100)
         loss = self.mean_over_ranks(total, (targets >= 0).sum())
         loss.backward()
         return loss.item()

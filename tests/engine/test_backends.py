@@ -23,7 +23,7 @@ LAUNCHES = {
 
 def run(launch: str, model: Path, out: Path) -> dict:
     backend, ranks = LAUNCHES[launch]
-    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-port=0"]
+    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
     command = [sys.executable, *(torchrun if launch == "torchrun" else []), str(SCRIPT)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     arguments = [str(model), str(out), backend, str(ranks)]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 import shardtune
 from shardtune import NeedParallel, TrainEngine, nn
@@ -46,7 +46,9 @@ def test_calls_before_build_say_so(model: Path):
 
 def test_a_typo_fails_on_the_spot_with_the_list(model: Path):
     engine = TrainEngine(make(model))
-    with pytest.raises(AttributeError, match=r"no method 'step_by_maen': it has .*step_by_sums.*did you mean step_by_m"):
+    with pytest.raises(
+        AttributeError, match=r"no method 'step_by_maen': it has .*step_by_sums.*did you mean step_by_m"
+    ):
         engine.step_by_maen  # noqa: B018
     engine.build()
     with pytest.raises(TypeError, match="missing a required argument: 'input_ids'"):
@@ -176,7 +178,9 @@ def custom(source: Any) -> Custom:
 
 def test_weights_come_from_tensors_functions_or_a_file(tmp_path: Path):
     torch.manual_seed(3)
-    wanted = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([torch.nn.Linear(3, 3) for _ in range(2)])}).state_dict()
+    wanted = torch.nn.ModuleDict(
+        {"blocks": torch.nn.ModuleList([torch.nn.Linear(3, 3) for _ in range(2)])}
+    ).state_dict()
     torch.save(wanted, tmp_path / "weights.pt")
     functions = {name: (lambda tensor=tensor: tensor.clone()) for name, tensor in wanted.items()}
     for source in (wanted, functions, str(tmp_path / "weights.pt")):
@@ -261,6 +265,16 @@ def test_save_and_load_go_on_bitwise(model: Path, tmp_path: Path):
     assert [other.move(data) for _ in range(2)] == wanted
     with pytest.raises(CheckpointError, match="no saved state"):
         other.load(tmp_path / "nothing")
+
+
+def test_a_saved_directory_is_transformers_own(model: Path, tmp_path: Path):
+    engine = TrainEngine(make(model)).build()
+    steps(engine, "step_by_mean", NeedParallel(SAMPLES))
+    engine.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is Qwen2ForCausalLM
+    assert loaded.config.architectures == ["Qwen2ForCausalLM"]
+    assert torch.equal(loaded(torch.tensor(SAMPLES)).logits, engine.logits(SAMPLES)[0])
 
 
 def test_sleep_gives_back_memory_and_loses_nothing(model: Path):

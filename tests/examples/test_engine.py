@@ -22,7 +22,9 @@ def run(script: str, *arguments: str) -> str:
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_rejection_sampling_raises_the_score_on_unseen_problems(ranks: str):
-    told = re.search(r"held-out score: ([\d.]+)% before, ([\d.]+)% after", run("rejection_sampling.py", "--ranks", ranks))
+    told = re.search(
+        r"held-out score: ([\d.]+)% before, ([\d.]+)% after", run("rejection_sampling.py", "--ranks", ranks)
+    )
     assert told is not None
     before, after = map(float, told.groups())
     assert before < 60
@@ -31,7 +33,9 @@ def test_rejection_sampling_raises_the_score_on_unseen_problems(ranks: str):
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_distillation_brings_the_student_to_its_teacher(ranks: str):
-    told = re.search(r"is ([\d.]+) nats per token from its teacher before, ([\d.]+) after", run("distillation.py", "--ranks", ranks))
+    told = re.search(
+        r"is ([\d.]+) nats per token from its teacher before, ([\d.]+) after", run("distillation.py", "--ranks", ranks)
+    )
     assert told is not None
     before, after = map(float, told.groups())
     assert after < before / 2
