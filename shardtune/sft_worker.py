@@ -143,7 +143,7 @@ class SFTWorker(FSDPSftWorker):
         """
         config = self.recipe.actor.model
         model, _ = build_empty(self.adapter.build, self.recipe.runner.seed)
-        adapt(model, self.recipe, self.tokenizer)
+        adapt(model, self.recipe, self.tokenizer, self.initial_weights)
         freeze(model, config.freeze)
         self.adapter.shard_units(model)
         source = None if config.from_scratch else self.adapter.initial_weights()

@@ -88,6 +88,10 @@ class Weights:
         ranks: of the run.
         reduce_each: reduce gradients over ranks after each micro-batch (less memory) and not only after the last.
         elsewhere: names of parameters that checkpoints leave out, because they are loaded from where training starts.
+
+    Attributes:
+        on_ranks: whether there are several ranks; otherwise `begin_micro_batch` has nothing to do.
+        settles: whether ranks hold anything whole, parameters or buffers; otherwise `settle` has nothing to do.
     """
 
     def __init__(
@@ -109,6 +113,8 @@ class Weights:
         self._master = master
         self._computed = dict(model.named_parameters())
         self._whole = [name for name, parameter in self._computed.items() if not isinstance(parameter, DTensor)]
+        self.on_ranks = ranks.mesh is not None
+        self.settles = self.on_ranks and bool(self._whole or self._buffers.tensors())
         self.parameters: dict[str, nn.Parameter] = dict(self._computed)
         self._apart: list[str] = []
         self._narrowed: list[str] = []
@@ -140,7 +146,7 @@ class Weights:
 
     def begin_micro_batch(self, last: bool) -> None:
         """Say, before its forward, whether a micro-batch is the step's last, after which gradients are reduced."""
-        if self._ranks.mesh is not None:
+        if self.settles:
             self._buffers.watch()
         if isinstance(self._root, FSDPModule):
             self._root.set_requires_gradient_sync(last or self._reduce_each)
