@@ -347,9 +347,7 @@ class CausalLM(LanguageModel):
         losses = {TOKENS: LossSum(total, batch.target_weight)}
         if self._balance_factor:
             router_logits = tuple(at.all_tokens(logits) for logits in at.outputs.router_logits)
-            balance = router_balance(
-                router_logits, batch.cu_seqlens, batch.document_weights, self._experts_per_token
-            )
+            balance = router_balance(router_logits, batch.cu_seqlens, batch.document_weights, self._experts_per_token)
             losses[BALANCE] = LossSum(self._balance_factor * balance, float(batch.num_rows))
         if measure is None:
             return Evaluation(losses, {})

@@ -26,8 +26,6 @@ EXIT_TIMEOUT = datetime.timedelta(minutes=5)
 """How long a rank whose script has ended waits for the others to end too."""
 
 
-
-
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """All ranks of the run, seen from this one.

@@ -133,6 +133,8 @@ class Weights:
     Attributes:
         parameters: by name; of those that are sharded this rank's part.
         shapes: of the whole parameters, by name.
+        on_ranks: whether there are several ranks; otherwise `begin_micro_batch` has nothing to do.
+        settles: whether ranks hold anything whole, parameters or buffers; otherwise `settle` has nothing to do.
     """
 
     def __init__(
@@ -157,6 +159,9 @@ class Weights:
         self._computed = dict(model.named_parameters())
         self.shapes = {name: parameter.shape for name, parameter in self._computed.items()}
         self._whole = [name for name, parameter in self._computed.items() if self._is_whole(name, parameter)]
+        self.on_ranks = ranks.mesh is not None
+        shared = ranks.layout.tensor > 1 and bool(partial)
+        self.settles = self.on_ranks and bool(self._whole or shared or self._buffers.tensors())
         self.parameters: dict[str, nn.Parameter] = dict(self._computed)
         self._apart: list[str] = []
         self._narrowed: list[str] = []
@@ -223,7 +228,7 @@ class Weights:
 
     def begin_micro_batch(self, last: bool) -> None:
         """Say, before its forward, whether a micro-batch is the step's last, after which gradients are reduced."""
-        if self._ranks.mesh is not None:
+        if self.settles:
             self._buffers.watch()
         if isinstance(self._root, FSDPModule):
             self._root.set_requires_gradient_sync(last or self._reduce_each)

@@ -232,5 +232,3 @@ def _share_again(model: nn.Module, shared: list[list[str]]) -> None:
         for name in group:
             owner, _, key = name.rpartition(".")
             model.get_submodule(owner)._parameters[key] = cut
-
-
