@@ -39,6 +39,7 @@ class Ranks:
         layout: the sizes of the axes.
         sequence_mesh: the ranks that share this one's sequences.
         expert_mesh: ("expert_shard", "expert") over all ranks, where experts are spread.
+        counts: whether sums over rows count this rank's: of those that work on the same rows together the first does.
     """
 
     rank: int
@@ -48,6 +49,7 @@ class Ranks:
     layout: Layout = Layout()
     sequence_mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
+    counts: bool = True
 
     @property
     def data_rank(self) -> int:
@@ -70,11 +72,6 @@ class Ranks:
     def draws_rank(self) -> int:
         """Equal for ranks whose random draws have to agree, which are those that compute the same activations."""
         return self.rank // self.layout.tensor
-
-    @property
-    def counts(self) -> bool:
-        """Whether sums over rows count this rank's: of those that work on the same rows together the first does."""
-        return self.rank % self.layout.model_ranks == 0
 
     @property
     def shard_mesh(self) -> DeviceMesh | None:
@@ -228,7 +225,8 @@ def lay_out(layout: Layout, rank: int, device: torch.device) -> Ranks:
         # Copies of the model are one more way to shard experts: FSDP2 sums their gradients over all that have them.
         size = (layout.num_ranks // layout.expert, layout.expert)
         experts = init_device_mesh(device.type, size, mesh_dim_names=("expert_shard", "expert"))
-    return Ranks(rank, layout.num_ranks, device, mesh, layout, sequence, experts)
+    counts = rank % layout.model_ranks == 0
+    return Ranks(rank, layout.num_ranks, device, mesh, layout, sequence, experts, counts)
 
 
 def _leave_at_exit() -> None:

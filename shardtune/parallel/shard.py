@@ -178,6 +178,7 @@ class Weights:
                 self._apart.append(name)
                 self.parameters[name], hook = _keep_master(parameter, compute)
                 self._hooks += [hook] if hook is not None else []
+        self._num_copies = {name: self._copies(name) for name in self.parameters}
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that are trained, by name."""
@@ -303,7 +304,7 @@ class Weights:
         by_copies: dict[int, list[torch.Tensor]] = {}
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and (grad := local(parameter.grad)).numel():
-                by_copies.setdefault(self._copies(name), []).append(grad)
+                by_copies.setdefault(self._num_copies[name], []).append(grad)
         for copies, grads in by_copies.items():
             norms = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads])
             square += (norms.square().sum() / copies).to(square.device)
