@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -11,9 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from shardtune.checkpoint.peft_directory import check_adapter, load_adapter
 from shardtune.config import ModelConfig, Recipe
 from shardtune.errors import ConfigError
+from shardtune.models.adapter import WeightSource
 from shardtune.models.lora import attach_adapter, base_tensors, is_adapted, keep_in_nf4
-from shardtune.models.lora_config import CONFIG_FILE, SECTION
-from shardtune.models.lora_init import initialise_adapter
+from shardtune.models.lora_config import CONFIG_FILE, SECTION, is_inside
+from shardtune.models.lora_init import changes_base, initialise_adapter
 from shardtune.models.new_tokens import KEY, grow_embeddings, token_ids
 from shardtune.parallel.buffers import statistical_norms
 from shardtune.parallel.shard import COMPUTE_DTYPE
@@ -33,8 +35,16 @@ def new_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> list[i
     return token_ids(tokenizer, tokens)
 
 
-def adapt(model: nn.Module, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
+def adapt(
+    model: nn.Module,
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase | None,
+    source: Callable[[], WeightSource] = lambda: None,
+) -> list[str]:
     """Give a model the embeddings and the adapter that the recipe asks for, if it does; before it is sharded.
+
+    Args:
+        source: tells where training starts; asked only for an adapter.
 
     Returns:
         What a user should know.
@@ -53,10 +63,19 @@ def adapt(model: nn.Module, recipe: Recipe, tokenizer: PreTrainedTokenizerBase |
             where="actor.model.is_lora: true",
             remedy=f"hand over the base model and give the adapter as {SECTION}.adapter_path",
         )
-    notes += attach_adapter(model, config.lora, ids)
+    empty = all(base.tensor.is_meta for base in base_tensors(model) if isinstance(base.tensor, nn.Parameter))
+    afresh = _drawn(model, source()) if empty and config.lora.adapter_path is None else []
+    notes += attach_adapter(model, config.lora, ids, afresh)
     notes += _keep_statistics(model)
     if config.lora.base_dtype == "nf4":
-        if not all(base.tensor.is_meta for base in base_tensors(model) if isinstance(base.tensor, nn.Parameter)):
+        if changes_base(model):
+            raise ConfigError(
+                f"the adapter in {config.lora.adapter_path} began as a part of the base weights, of which NF4 would "
+                "round what is left once more",
+                where=f"{SECTION}.base_dtype: nf4",
+                remedy=f"set {SECTION}.base_dtype: bf16",
+            )
+        if not empty:
             raise ConfigError(
                 "a model in memory keeps its own weights, which NF4 would replace",
                 where=f"{SECTION}.base_dtype: nf4",
@@ -64,6 +83,23 @@ def adapt(model: nn.Module, recipe: Recipe, tokenizer: PreTrainedTokenizerBase |
             )
         notes.append(keep_in_nf4(model, COMPUTE_DTYPE[config.precision]))
     return notes
+
+
+def _drawn(model: nn.Module, source: WeightSource) -> list[str]:
+    """Modules whose weights are random where those of others come from a file: a new head, say."""
+    if not isinstance(source, Mapping) or all(value is None for value in source.values()):
+        return []
+    random = {
+        name: source[max(owners, key=len)] is None
+        for name, _ in model.named_parameters(remove_duplicate=False)
+        if (owners := [key for key in source if not key or is_inside(name, [key])])
+    }
+    found: list[str] = []
+    for name, _ in model.named_modules():
+        inside = [drawn for parameter, drawn in random.items() if name and parameter.startswith(f"{name}.")]
+        if inside and all(inside) and not is_inside(name, found):
+            found.append(name)
+    return found
 
 
 def _keep_statistics(model: nn.Module) -> list[str]:
@@ -101,10 +137,10 @@ def begin_adapter(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """Give an adapter its first weights, once the base model has its own; every rank calls it."""
     if not config.is_lora:
         return
+    if config.lora.adapter_path is None or changes_base(model):
+        initialise_adapter(model, seed)
     if config.lora.adapter_path is not None:
         load_adapter(model, config.lora.adapter_path)
-    else:
-        initialise_adapter(model, seed)
 
 
 def from_elsewhere(model: nn.Module) -> frozenset[str]:

@@ -116,22 +116,16 @@ def check_same_data(checkpoint: Path, files: Sequence[Mapping[str, Any]], allowe
 
     Args:
         checkpoint: knows its data.
-        files: as `PreparedData.files` describes the data now.
+        files: as `PreparedData.files` describes the data now, or `fingerprints` that of a worker of the user's own.
         allowed: `runner.allow_changes`.
     """
     before = read_training_state(checkpoint)["data_files"]
     same = [(file["rows"], file["key"]) for file in before] == [(file["rows"], file["key"]) for file in files]
-    if same or "data.train_data_paths" in allowed:
+    if same or not before or "data.train_data_paths" in allowed:  # an older checkpoint may know of no files
         return
-    # The key of a file is of its content and of all that its encoding depends on.
-    how = "other content, or encoded otherwise (tokenizer, template, max_length, the adapter's code and options)"
     old = {entry["file"]: entry for entry in before}
     new = {entry["file"]: entry for entry in files}
-    changed = [
-        f"{file}: {old[file]['rows']:,} rows -> {new[file]['rows']:,} rows, {how}"
-        for file in old
-        if file in new and old[file] != new[file]
-    ]
+    changed = [f"{file}: {_how(entry, new[file])}" for file, entry in old.items() if file in new and entry != new[file]]
     changed += [f"{file}: gone" for file in old if file not in new]
     changed += [f"{file}: new" for file in new if file not in old]
     raise CheckpointError(
@@ -142,6 +136,14 @@ def check_same_data(checkpoint: Path, files: Sequence[Mapping[str, Any]], allowe
             "runner.allow_changes=[data.train_data_paths]"
         ),
     )
+
+
+def _how(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """In what a file differs; its key is of its content and, where rows are encoded, of all that this depends on."""
+    if was["rows"] is None or now["rows"] is None:
+        return "other content"
+    encoded = "encoded otherwise (tokenizer, template, max_length, the adapter's code and options)"
+    return f"{was['rows']:,} rows -> {now['rows']:,} rows, other content, or {encoded}"
 
 
 def changed_code(checkpoint: Path, now: Mapping[str, str]) -> list[str]:

@@ -46,9 +46,23 @@ def import_file(path: Path, where: str) -> ModuleType:
         raise ConfigError(
             f"{path} cannot be imported: {type(error).__name__}: {error}",
             where=f"{where}: {path}{_line_in(path, error)}",
-            remedy=f"python {path} shows the whole error",
+            remedy=_beside(path, error) or f"python {path} shows the whole error",
         ) from error
     return module
+
+
+def _beside(path: Path, error: BaseException) -> str:
+    """What to do where a file imports one that lies beside it; "" where it does not."""
+    if not isinstance(error, ImportError):
+        return ""
+    first = (error.name or "").partition(".")[0]
+    relative = "relative import" in str(error)
+    if not relative and not (first and any((path.parent / name).exists() for name in (f"{first}.py", first))):
+        return ""
+    return (
+        "a file of the recipe is imported by itself, and what lies beside it is not on Python's path: put all of it "
+        "into one file, or into a package that you install (pip install -e .)"
+    )
 
 
 def _line_in(path: Path, error: BaseException) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from shardtune.config import ActorConfig
@@ -115,34 +116,7 @@ def chosen_loss(config: ActorConfig) -> TokenLoss | None:
     return losses
 
 
-class WholeVocabulary:
-    """The logits of a row are all here."""
-
-    def largest(self, logits: torch.Tensor) -> torch.Tensor:
-        """[rows, 1]: of [rows, vocabulary]."""
-        return logits.amax(-1, keepdim=True)
-
-    def sum(self, parts: torch.Tensor) -> torch.Tensor:
-        """The sum of [rows, 1] over those who have parts of the vocabulary."""
-        return parts
-
-    def at(self, logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """[rows, 1]: the logits of the targets [rows, 1]."""
-        return logits.gather(1, index)
-
-    def add_at(self, grad: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Add values [rows, 1] at the targets, in place."""
-        return grad.scatter_add_(1, index, values)
-
-    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
-        """[rows, 1]: the first of the tokens with the largest logit."""
-        return logits.argmax(-1, keepdim=True)
-
-    def size(self, logits: torch.Tensor) -> int:
-        return logits.shape[-1]
-
-
-class SharedVocabulary(WholeVocabulary):
+class SharedVocabulary:
     """Each tensor rank has the logits of a part of the vocabulary.
 
     Args:
@@ -154,25 +128,30 @@ class SharedVocabulary(WholeVocabulary):
         self._group = part.ranks.get_group()
 
     def largest(self, logits: torch.Tensor) -> torch.Tensor:
+        """[rows, 1]: the largest logit of the whole vocabulary."""
         lowest = torch.finfo(logits.dtype).min
         found = logits.amax(-1, keepdim=True) if logits.shape[-1] else logits.new_full((len(logits), 1), lowest)
         dist.all_reduce(found, dist.ReduceOp.MAX, self._group)
         return found
 
     def sum(self, parts: torch.Tensor) -> torch.Tensor:
+        """The sum of [rows, 1] over all parts of the vocabulary, in place."""
         dist.all_reduce(parts, group=self._group)
         return parts
 
     def at(self, logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """[rows, 1]: the logits of the targets [rows, 1]."""
         place, here = self._place(logits, index)
         found = logits.gather(1, place) if logits.shape[-1] else logits.new_zeros(index.shape)
         return self.sum(found.where(here, 0.0))
 
     def add_at(self, grad: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Add values [rows, 1] at those targets that are here, in place."""
         place, here = self._place(grad, index)
         return grad.scatter_add_(1, place, values.where(here, 0.0)) if grad.shape[-1] else grad
 
     def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """[rows, 1]: the first of the tokens with the largest logit."""
         largest = self.largest(logits)
         found = torch.full_like(largest, self._part.total, dtype=torch.int64)
         if logits.shape[-1]:
@@ -181,7 +160,8 @@ class SharedVocabulary(WholeVocabulary):
         dist.all_reduce(found, dist.ReduceOp.MIN, self._group)
         return found
 
-    def size(self, logits: torch.Tensor) -> int:
+    @property
+    def size(self) -> int:
         return self._part.total
 
     def _place(self, logits: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,9 +171,6 @@ class SharedVocabulary(WholeVocabulary):
         return place.where(here, 0), here
 
 
-WHOLE = WholeVocabulary()
-
-
 def _chunk_loss(
     logits: torch.Tensor,
     index: torch.Tensor,
@@ -201,7 +178,7 @@ def _chunk_loss(
     transform: LogitTransform,
     loss: CrossEntropy,
     with_grad: bool,
-    vocabulary: WholeVocabulary,
+    shared: SharedVocabulary | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The weighted loss of some rows, and its gradient at the head's output; the logits are used up.
 
@@ -209,15 +186,17 @@ def _chunk_loss(
         logits: [rows, vocabulary], transformed already.
         index: [rows, 1], the targets.
         scale: [rows, 1], their weights.
-        vocabulary: which of the logits are here.
+        shared: which of the logits are here, where they are not all.
     """
-    largest, at_target = vocabulary.largest(logits), vocabulary.at(logits, index)
+    largest = logits.amax(-1, keepdim=True) if shared is None else shared.largest(logits)
+    at_target = logits.gather(1, index) if shared is None else shared.at(logits, index)
+    vocabulary = logits.shape[-1] if shared is None else shared.size
     if loss.smoothing:
-        mean = vocabulary.sum(logits.sum(-1, keepdim=True)) / vocabulary.size(logits)
-        at_target = (1 - loss.smoothing) * at_target + loss.smoothing * mean
+        whole = logits.sum(-1, keepdim=True) if shared is None else shared.sum(logits.sum(-1, keepdim=True))
+        at_target = (1 - loss.smoothing) * at_target + loss.smoothing / vocabulary * whole
     # A soft cap's own gradient needs the logits once more; without one they give way to their gradient.
     powers = (logits - largest if transform.softcap is not None else logits.sub_(largest)).exp_()
-    sums = vocabulary.sum(powers.sum(-1, keepdim=True))
+    sums = powers.sum(-1, keepdim=True) if shared is None else shared.sum(powers.sum(-1, keepdim=True))
     normalizer = sums.log() + largest
     losses = normalizer - at_target
     if loss.z:
@@ -226,9 +205,10 @@ def _chunk_loss(
     if not with_grad:
         return total, None
     factor = scale * (1 + 2 * loss.z * normalizer) if loss.z else scale
-    grad = vocabulary.add_at(powers.mul_(factor / sums), index, -(1 - loss.smoothing) * scale)
+    grad, at_targets = powers.mul_(factor / sums), -(1 - loss.smoothing) * scale
+    grad = grad.scatter_add_(1, index, at_targets) if shared is None else shared.add_at(grad, index, at_targets)
     if loss.smoothing:
-        grad -= scale * (loss.smoothing / vocabulary.size(logits))
+        grad -= scale * (loss.smoothing / vocabulary)
     return total, grad if transform is IDENTITY else transform.backward_(grad, logits)
 
 
@@ -244,7 +224,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, target_weights, transform, loss, count_correct, with_grad, part):
         # needs_input_grad speaks of the inputs alone; whether a graph is being recorded has to be handed in.
         needs_hidden, needs_weight, needs_bias = (need and with_grad for need in ctx.needs_input_grad[:3])
-        vocabulary = WHOLE if part is None else SharedVocabulary(part)
+        shared = None if part is None else SharedVocabulary(part)
         acc = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=acc, device=hidden.device)
         correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
@@ -265,9 +245,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits = transform(logits)
             index, scale = targets[rows, None], target_weights[rows, None].to(acc)
             if count_correct:
-                correct += ((vocabulary.likeliest(logits) == index) & (scale > 0)).sum()
+                likeliest = logits.argmax(-1, keepdim=True) if shared is None else shared.likeliest(logits)
+                correct += ((likeliest == index) & (scale > 0)).sum()
             needs_grad = needs_hidden or needs_weight or needs_bias
-            part_total, grad = _chunk_loss(logits, index, scale, transform, loss, needs_grad, vocabulary)
+            part_total, grad = _chunk_loss(logits, index, scale, transform, loss, needs_grad, shared)
             total += part_total
             if grad is None:
                 continue
@@ -322,7 +303,7 @@ def linear_cross_entropy(
     Returns:
         (total, correct): the sum as a scalar with a graph in fp32 (fp64 for fp64 inputs), and an int64 scalar.
     """
-    part = row_slice(weight)
+    part = row_slice(weight) if isinstance(weight, DTensor) else None
     if part is not None:
         weight, bias = part.rows, None if bias is None else local(bias)
     settings = (transform, loss, count_correct, torch.is_grad_enabled(), part)

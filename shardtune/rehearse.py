@@ -17,6 +17,7 @@ from shardtune.callbacks import load_callbacks
 from shardtune.config import load_recipe
 from shardtune.data.chat import ChatEncoder
 from shardtune.data.dataset import TokenDataset
+from shardtune.data.loader import DataState, StepLoader
 from shardtune.data.prepare import PreparedData, prepare_data
 from shardtune.data.user_batch import describe_batch
 from shardtune.data.user_loader import BatchLoader
@@ -25,7 +26,7 @@ from shardtune.errors import ConfigError, ModelError
 from shardtune.functions import import_plugins
 from shardtune.models.causal_lm import TOKENS
 from shardtune.models.registry import find_adapter
-from shardtune.parallel.mesh import leave_ranks
+from shardtune.parallel.mesh import leave_ranks, num_ranks
 from shardtune.run_directory import plan_run
 from shardtune.sft_worker import SFTWorker
 from shardtune.tasks import make_worker, unused_workers, worker_class
@@ -51,6 +52,8 @@ def dry_run(recipe: str | Path | Mapping[str, Any] | DictConfig | None, *overrid
     worker.notes += unused_workers(loaded, worker)
     try:
         worker.setup()
+        if isinstance(worker.loader, BatchLoader):
+            worker.loader.check_ranks(num_ranks(loaded.runner))
         display.first_screen(worker.facts(), *_first_row(worker), plan.run_dir)
         _show_further_rows(display, worker)
         metrics = worker.run_training()
@@ -92,13 +95,12 @@ def checklist(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> list[str]:
     """
     model, facts = worker.recipe.actor.model, worker.facts()
     where = model.model_path if model.model_path and not model.from_scratch else "drawn from the seed"
-    targets = metrics["train/supervised_tokens"] or metrics["train/tokens"]
     lines = [
         f"✓ model weights: {facts.model} of {count(facts.parameters)} parameters, {where}",
         f"✓ training data: {facts.rows:,} rows in {facts.steps_per_epoch:,} steps",
         f"✓ format: {_format(worker)}",
-        f"✓ supervision target: a loss of {metrics['train/loss']:.4f} over {targets:,.0f} targets of the first step, "
-        f"with a gradient of norm {metrics['train/grad_norm']:.3f}",
+        f"✓ supervision target: a loss of {metrics['train/loss']:.4f} over {_targets(worker, metrics)} of the first "
+        f"step, with a gradient of norm {metrics['train/grad_norm']:.3f}",
     ]
     if not math.isfinite(metrics["train/loss"]) or not metrics["train/grad_norm"]:
         lines[-1] = f"✗ supervision target: {worker.problem or 'the gradient of the first step is zero'}"
@@ -106,6 +108,16 @@ def checklist(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> list[str]:
     if not worker.eval_loaders:
         lines.append("– evaluation data: none, so only the training loss is watched (data.eval_data_paths is null)")
     return lines
+
+
+def _targets(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> str:
+    """What the loss of the first step is divided by."""
+    if metrics["train/supervised_tokens"] or not isinstance(worker.loader, StepLoader):
+        return f"{metrics['train/supervised_tokens'] or metrics['train/tokens']:,.0f} targets"
+    weights = worker.loader.step(DataState()).denominators
+    if len(weights) == 1:
+        return f"a weight of {next(iter(weights.values())):,.0f}"
+    return f"the weights {', '.join(f'{weight:,.0f} in {term}' for term, weight in weights.items())}"
 
 
 def _format(worker: FSDPSftWorker) -> str:

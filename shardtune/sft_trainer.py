@@ -201,6 +201,8 @@ class SFTTrainer(SFTWorker):
                 num_samples=info.get("num_samples"),
                 name=name or "eval",
                 poll=self.poll,
+                draws=self.eval_draws(loader),
+                say=self.say_once,
             )
         metrics = summarize(self._taken(name, sums, "eval"))
         if self.recipe.eval.generate and isinstance(loader, EvaluationSet):

@@ -146,7 +146,7 @@ class SFTWorker(FSDPSftWorker):
         config = self.recipe.actor.model
         self.adapter.check_layout(Layout.of(self.recipe.actor, num_ranks(self.recipe.runner)))
         model, _ = build_empty(self.adapter.build, self.recipe.runner.seed)
-        adapt(model, self.recipe, self.tokenizer)
+        adapt(model, self.recipe, self.tokenizer, self.initial_weights)
         freeze(model, config.freeze)
         self.adapter.shard_units(model)
         source = None if config.from_scratch else self.adapter.initial_weights()

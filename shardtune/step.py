@@ -120,7 +120,8 @@ def accumulate(
     seed, step, rank = draws
     totals = {name: torch.zeros((), dtype=torch.float64) for name in denominators}
     for number, batch in enumerate(micro_batches):
-        weights.begin_micro_batch(last=number == len(micro_batches) - 1)
+        if weights.on_ranks:
+            weights.begin_micro_batch(last=number == len(micro_batches) - 1)
         set_draws(seed, step, number, rank, "train")
         losses = forward(batch)
         check_weights(losses, batch.weights)
@@ -155,7 +156,7 @@ def optimizer_step(
         scale = loss_scale.value if loss_scale else 1.0
         weights.zero_gradients()
         totals = accumulate(forward, micro_batches, denominators, weights, draws=draws, scale=scale)
-        if ranks.mesh is not None:
+        if weights.settles:
             weights.settle()
         norm = weights.gradient_norm() / scale
         if math.isfinite(norm) or loss_scale is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from pydantic import BaseModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.config import Recipe
@@ -186,12 +187,30 @@ def check_keys(recipe: Recipe, kind: type[FSDPSftWorker]) -> None:
         "eval.generate": evaluation.generate,
         "eval.metrics": bool(evaluation.metrics),
     }
+    for key, spec in (("data.train_data_paths", data.train_data_paths), ("data.eval_data_paths", data.eval_data_paths)):
+        for name in _beside_paths(spec):
+            raise ConfigError(
+                f"{key}: {name} is for the built-in worker; build_dataloader of {kind.__name__} is given paths alone",
+                where=recipe.where(key) or key,
+                remedy="leave it out; what your own loader needs to know has its place in actor.model.options",
+            )
     for key in (key for key, given in ignored.items() if given):
         raise ConfigError(
             f"{key} is for the built-in worker; {kind.__name__} says itself what rows, loss and metrics are",
             where=recipe.where(key) or key,
             remedy=f"leave it out, or write it into {kind.__name__}",
         )
+
+
+def _beside_paths(spec: Any) -> list[str]:
+    """The keys that entries of data paths give beside their path."""
+    if isinstance(spec, Mapping):
+        spec = [entry for entries in spec.values() for entry in (entries if isinstance(entries, list) else [entries])]
+    entries = spec if isinstance(spec, list) else [spec]
+    given = [
+        name for entry in entries if isinstance(entry, BaseModel) for name in entry.model_dump(exclude_defaults=True)
+    ]
+    return [name for name in dict.fromkeys(given) if name != "path"]
 
 
 def user_code(recipe: Recipe) -> dict[str, str]:

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.adaptation import adapt, begin_adapter, from_elsewhere, frozen_dtype, is_adapter, new_ids
+from shardtune.checkpoint.base_values import fingerprint
 from shardtune.checkpoint.export import gather_full, save_pretrained, save_text_settings
 from shardtune.checkpoint.peft_directory import merging, save_adapter
 from shardtune.checkpoint.plain import save_plain
@@ -29,6 +30,7 @@ from shardtune.checkpoint.training import (
 )
 from shardtune.config import Recipe, load_recipe
 from shardtune.construction import freeze, load_initial_weights, share_values
+from shardtune.errors import CheckpointError
 from shardtune.models.adapter import AdapterRoot, WeightSource, cannot_share_sequences
 from shardtune.models.lora import base_tensors, is_adapted
 from shardtune.models.new_tokens import grow_embeddings
@@ -173,7 +175,7 @@ class TrainedModel:
             self.model: nn.Module = self.model_provider_func()
         inner = self.inner_model()
         share_values(inner, self.ranks)
-        self.notes += adapt(inner, self.recipe, self.tokenizer)
+        self.notes += adapt(inner, self.recipe, self.tokenizer, self.initial_weights)
         freeze(inner, actor.model.freeze)
         self._spread = self.spread_over_ranks(inner)
         self._hold = shard_model(
@@ -194,6 +196,7 @@ class TrainedModel:
         dtype = MASTER_DTYPE[actor.model.precision]
         inner = self.inner_model()
         left_out = from_elsewhere(inner)
+        self._left_out: dict[str, str] = {}
         if checkpoint is None or left_out:
             empty = any(base.tensor.is_meta for base in base_tensors(inner))
             directory = None if is_adapted(inner) else self.weights_directory
@@ -209,6 +212,9 @@ class TrainedModel:
                 frozen=frozen_dtype(actor.model),
                 grow=bool(actor.tokenizer.new_tokens),
             )
+            if left_out:
+                form = f"{actor.model.lora.base_dtype} {frozen_dtype(actor.model)}"
+                self._left_out = {"form": form, "hash": fingerprint(inner, left_out, self.ranks)}
             begin_adapter(inner, actor.model, self.recipe.runner.seed)
         else:
             materialise(self.model, dtype=dtype, device=self.device)
@@ -219,7 +225,9 @@ class TrainedModel:
             partial=self._spread.partial,
         )
         if checkpoint is not None:
-            self.step = int(self.load_model(checkpoint)["step"])
+            state = self.load_model(checkpoint)
+            self._check_left_out(checkpoint, state)
+            self.step = int(state["step"])
 
     def _build_again(self) -> nn.Module:
         model = self.build_again()
@@ -246,6 +254,7 @@ class TrainedModel:
             "skipped_steps": self.skipped_steps,
             "loss_scale": asdict(self._loss_scale) if self._loss_scale else None,
             "world_size": self.ranks.world_size,
+            "left_out": self._left_out,
         }
 
     def restore_state(self, state: dict[str, Any]) -> None:
@@ -280,8 +289,24 @@ class TrainedModel:
 
     def load_checkpoint(self, path: str | Path) -> int:
         """Continue from a folder that `save_checkpoint` wrote, on any number of ranks; returns its step."""
-        self.restore_state(load_training(Path(path), self.weights, self.optimizer))
+        state = load_training(Path(path), self.weights, self.optimizer)
+        self._check_left_out(Path(path), state)
+        self.restore_state(state)
         return self.step
+
+    def _check_left_out(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        """Refuse to put trained weights on other frozen ones than those they were trained with."""
+        stored, key = state.get("left_out") or {}, "actor.model.model_path"
+        comparable = stored.get("form") == self._left_out.get("form")
+        allowed = any(f"{key}.".startswith(f"{name}.") for name in self.recipe.runner.allow_changes)
+        if not comparable or stored == self._left_out or allowed:
+            return
+        raise CheckpointError(
+            "the frozen weights, which checkpoints leave out, are not those that this checkpoint was trained with: "
+            f"what is read from {self.recipe.actor.model.model_path or 'the model'} has changed",
+            where=str(checkpoint),
+            remedy=f"put the base model back, or go on all the same with runner.allow_changes=[{key}]",
+        )
 
     def load_model(self, path: str | Path) -> dict[str, Any]:
         """Take the model's weights from a checkpoint, and nothing else; returns the checkpoint's state."""

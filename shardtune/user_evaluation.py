@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from shardtune.batch import Metric
+from shardtune.data.loader_draws import LoaderDraws
 from shardtune.data.user_batch import SameFields, rows_of, with_names
 from shardtune.errors import DataError, ModelError
 from shardtune.parallel.mesh import Ranks
@@ -30,6 +31,8 @@ def sum_user_batches(
     num_samples: int | None,
     name: str,
     poll: Callable[[], None],
+    draws: LoaderDraws | None = None,
+    say: Callable[[str], None] = print,
 ) -> dict[str, Metric]:
     """Sum what a user's own method measures over the batches of a user's own loader.
 
@@ -41,12 +44,14 @@ def sum_user_batches(
         num_samples: how many there are; to see fewer is an error.
         name: of the evaluation set.
         poll: called before each batch, by all ranks alike.
+        draws: seeds what the batches draw, so that every evaluation sees the same; None: nothing does.
+        say: told what is worth knowing.
     """
     require_all_samples(batches, name)
     sums: dict[str, Metric] = {}
     fields, seen = SameFields(), 0.0
     with torch.no_grad():
-        for number, (batch, counts) in enumerate(_turns(batches, ranks, sharded)):
+        for number, (batch, counts) in enumerate(_turns(_seeded(batches, draws), ranks, sharded)):
             poll()
             fields.check(batch, number)
             with explaining(EVALUATE, batch, ranks.device):
@@ -60,6 +65,11 @@ def sum_user_batches(
     total = ranks.sum([seen])[0]
     if num_samples is not None and total < num_samples:
         raise _too_few(int(total), f"{num_samples} that build_dataloader announced", name)
+    if num_samples is not None and total > num_samples:
+        say(
+            f"evaluation set {name}: {int(total)} samples were seen, {num_samples} announced, so some count more than "
+            "once (torch's DistributedSampler repeats samples to fill up ranks); without sharded: true each counts once"
+        )
     return ranks.reduce_metrics(sums)
 
 
@@ -117,13 +127,27 @@ def _too_few(seen: int, wanted: str, name: str) -> DataError:
     )
 
 
-def _turns(batches: Iterable[Any], ranks: Ranks, sharded: bool) -> Iterator[tuple[Any, bool]]:
+def _seeded(batches: Iterable[Any], draws: LoaderDraws | None) -> Iterator[Any]:
+    """The batches, what they draw the same each time."""
+    if draws is None:
+        yield from batches
+        return
+    source = draws.begin(0)
+    for number in count():
+        draws.before(0, number)
+        try:
+            batch = next(source)
+        except StopIteration:
+            return
+        yield batch
+
+
+def _turns(source: Iterator[Any], ranks: Ranks, sharded: bool) -> Iterator[tuple[Any, bool]]:
     """This rank's batch of each turn, and whether it counts.
 
     A forward of a sharded model is one of all ranks, so all of them have as many turns: a rank without a batch goes
     through another once more.
     """
-    source = iter(batches)
     spare: list[Any] = []
     while True:
         taken = list(islice(source, 1 if sharded else ranks.num_data_ranks))

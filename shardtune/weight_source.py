@@ -22,6 +22,8 @@ from shardtune.parallel.mesh import Ranks
 
 T = TypeVar("T")
 Build = Callable[[], nn.Module]
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+"""How the names of files with weights end, which are no names on the Hub."""
 
 
 @contextmanager
@@ -41,6 +43,12 @@ def seeded(seed: int) -> Iterator[None]:
 
 def split_source(source: WeightSource, ranks: Ranks, seed: int) -> tuple[dict[str, Path | None], dict[str, Supply]]:
     """What a source says of submodules as a whole ("": of the model), and of single tensors."""
+    if source is not None and not isinstance(source, Mapping | str | Path):
+        raise ModelError(
+            f"initial_weights returned a {type(source).__name__}, which holds no weights",
+            where="initial_weights()",
+            remedy="return a path, a state dict, {name: function that makes it}, {submodule: path or None}, or None",
+        )
     if not isinstance(source, Mapping):
         return {"": None if source is None else directory_of(source)}, {}
     parts: dict[str, Path | None] = {}
@@ -152,5 +160,6 @@ def _on_main(make: Callable[[], T], ranks: Ranks) -> T | None:
 
 def directory_of(source: str | Path) -> Path:
     """The file or directory that is meant; a text that names none is a name on the Hub."""
-    path = Path(source)
-    return path if isinstance(source, Path) or path.is_file() else model_directory(source)
+    path = Path(source).expanduser()
+    meant = isinstance(source, Path) or path.is_file() or path.suffix in WEIGHT_FILES
+    return path if meant else model_directory(str(source))

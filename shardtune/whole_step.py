@@ -57,8 +57,9 @@ class WholeStep:
                 found.append(_real(forward(batch), batch))
         mine = _joined(found)
         everyone, start = self._gather(mine)
-        leaves = {name: tensor.requires_grad_() for name, tensor in everyone.items()}
-        losses = self._step_loss(leaves)
+        # What is no floating tensor, such as the label of each row, is gathered with the others and has no gradient.
+        leaves = {name: tensor.requires_grad_() for name, tensor in everyone.items() if tensor.is_floating_point()}
+        losses = self._step_loss(everyone)
         check_weights(losses, denominators)
         whole = objective(losses, denominators, scale)
         slopes = dict(zip(leaves, torch.autograd.grad(whole, list(leaves.values()), allow_unused=True), strict=True))
@@ -66,7 +67,7 @@ class WholeStep:
             weights.begin_micro_batch(last=number == len(micro_batches) - 1)
             set_draws(seed, step, number, rank, "train")
             outputs = forward(batch)
-            _backward(outputs, {name: slopes[name] for name in outputs}, start, batch)
+            _backward(outputs, slopes, start, batch)
             start += batch.num_rows
         share = 1.0 if self._ranks.is_main else 0.0
         return {name: loss.total.detach().double() * share for name, loss in losses.items()}
@@ -114,9 +115,10 @@ def _real(outputs: Outputs, batch: Batch) -> dict[str, torch.Tensor]:
             remedy='return {"name": tensor of shape [rows, …], …}',
         )
     for name, tensor in outputs.items():
-        if tensor.ndim == 0 or len(tensor) != len(batch.rows):
+        shape = f"shape {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"type {type(tensor).__name__}"
+        if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0 or len(tensor) != len(batch.rows):
             raise ModelError(
-                f"the output {name!r} has shape {list(tensor.shape)}, the micro-batch {len(batch.rows)} rows",
+                f"the output {name!r} has {shape}, the micro-batch {len(batch.rows)} rows",
                 where="WholeStepAdapter.outputs",
                 remedy="give each output one entry per row in its first dimension (tensor.expand for a scalar)",
             )
@@ -132,11 +134,17 @@ def _backward(outputs: Outputs, slopes: Mapping[str, torch.Tensor | None], start
     stop = start + batch.num_rows
     terms = []
     for name, tensor in outputs.items():
-        slope = slopes[name]
         if not tensor.requires_grad:
             continue
+        slope = slopes[name]
         if slope is None or batch.is_filler:
             terms.append((tensor * 0.0).sum())
         else:
             terms.append((tensor * slope[start:stop]).sum())
+    if not terms:
+        raise ModelError(
+            f"no output has a graph: {', '.join(outputs)}",
+            where="WholeStepAdapter.outputs",
+            remedy="return what model(…) computes; .detach() and torch.no_grad() cut the graph",
+        )
     sum(terms[1:], terms[0]).backward()

@@ -13,8 +13,12 @@ from omegaconf import DictConfig
 
 from shardtune.batch import LossSum, Metric
 from shardtune.config import Recipe
+from shardtune.data.file_record import fingerprints
 from shardtune.data.loader import Step, StepLoader
+from shardtune.data.loader_draws import LoaderDraws
 from shardtune.data.loader_errors import built
+from shardtune.data.order import derive_seed
+from shardtune.data.storage import cache_root
 from shardtune.data.user_batch import with_names
 from shardtune.data.user_loader import BatchLoader
 from shardtune.display import Facts
@@ -24,12 +28,13 @@ from shardtune.models.lora import trainable_patterns
 from shardtune.models.pretrained import has_tokenizer, recipe_tokenizer
 from shardtune.optim import set_learning_rate
 from shardtune.parallel.mesh import Ranks, leave_ranks
-from shardtune.step import Accumulate, accumulate, optimizer_step
+from shardtune.step import Accumulate, accumulate, optimizer_step, set_draws
 from shardtune.trained_model import over_directory
 from shardtune.trained_on_data import TrainedOnData
 from shardtune.user_errors import explaining
 from shardtune.user_evaluation import EvalOutput, sum_user_batches
 from shardtune.user_loss import TRAIN, BatchWeights, TrainOutput, losses_of, measured
+from shardtune.weight_source import seeded
 
 
 class FSDPSftWorker(TrainedOnData, ABC):
@@ -62,6 +67,9 @@ class FSDPSftWorker(TrainedOnData, ABC):
         self.samples: list[dict[str, Any]] = []
         self.samples_dir: Path | None = None
         self.poll: Callable[[], None] = _nothing  # the runner's: called where all ranks may stop together
+        self._eval_draws: dict[int, LoaderDraws] = {}  # of each loader of evaluations, by its id
+        self._told: set[str] = set()
+        self._files: list[dict[str, Any]] | None = None
 
     # The task: what a subclass gives.
 
@@ -98,7 +106,7 @@ class FSDPSftWorker(TrainedOnData, ABC):
         """Build the sharded model and its weights, the optimizer and the loaders; every rank calls it."""
         self.build_for_training()
         self._read_tokenizer()
-        loader, info = built(self.build_dataloader(_paths(self.recipe.data.train_data_paths), eval_dataset=False))
+        loader, info = self._built(_paths(self.recipe.data.train_data_paths), eval_dataset=False)
         self.loader = loader if isinstance(loader, StepLoader) else self._cut(loader, info)
         self._build_evaluations()
 
@@ -168,7 +176,12 @@ class FSDPSftWorker(TrainedOnData, ABC):
 
     def build_evaluation(self, name: str, paths: list[str]) -> tuple[Any, dict[str, Any]]:
         """The loader of one evaluation set."""
-        return built(self.build_dataloader(paths, eval_dataset=True))
+        return self._built(paths, eval_dataset=True)
+
+    def _built(self, paths: list[str], *, eval_dataset: bool) -> tuple[Any, dict[str, Any]]:
+        """What `build_dataloader` gives; what it draws (a split, an order) is the same in every run and every call."""
+        with seeded(derive_seed(self.recipe.runner.seed, "build_dataloader")):
+            return built(self.build_dataloader(paths, eval_dataset=eval_dataset))
 
     # Training.
 
@@ -255,6 +268,8 @@ class FSDPSftWorker(TrainedOnData, ABC):
         try:
             for name, (loader, info) in self.eval_loaders.items():
                 prefix = f"eval/{name}/" if name else "eval/"
+                # A loss that draws (noise, a time) draws the same each time, so that evaluations can be compared.
+                set_draws(self.recipe.runner.seed, 0, 0, self.ranks.draws_rank, prefix)
                 metrics |= {prefix + key: value for key, value in self.evaluate_set(name, loader, info).items()}
         finally:
             self.model.train()
@@ -270,10 +285,29 @@ class FSDPSftWorker(TrainedOnData, ABC):
             num_samples=info.get("num_samples"),
             name=name or "eval",
             poll=self.poll,
+            draws=self.eval_draws(loader),
+            say=self.say_once,
         )
         return {key: metric.mean for key, metric in evaluated.items()}
 
+    def say_once(self, text: str) -> None:
+        """Tell something that each evaluation finds again."""
+        if text not in self._told:
+            self._told.add(text)
+            self.say(text)
+
+    def eval_draws(self, loader: Any) -> LoaderDraws:
+        """What seeds an evaluation loader of the task's own, the same each time."""
+        return self._eval_draws.setdefault(id(loader), LoaderDraws(loader, self.recipe.runner.seed))
+
     # What is told of a run.
+
+    def data_files(self) -> list[dict[str, Any]]:
+        """The files and directories that the recipe names, with hashes, as they were when this was first asked."""
+        if self._files is None:
+            data = self.recipe.data
+            self._files = fingerprints(_paths(data.train_data_paths), cache_root(data.cache_dir))
+        return self._files
 
     def describe_data(self) -> dict[str, Any]:
         """The data, for the manifest."""
@@ -297,7 +331,7 @@ class FSDPSftWorker(TrainedOnData, ABC):
             dtypes=self.dtypes,
             ranks=_ranks(self.ranks),
             attention="",
-            rows=self.loader.rows_per_epoch,
+            rows=self.loader.num_samples if isinstance(self.loader, BatchLoader) else self.loader.rows_per_epoch,
             tokens=None,
             targets=0.0,
             steps_per_epoch=self.loader.num_steps(0),

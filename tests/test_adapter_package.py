@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,22 @@ def test_it_trains_by_its_name(reader: Path):
     evaluated = run_cli("eval", "runs/recipe", "data.eval_data_paths=houses.jsonl")
     assert evaluated.code == 0, evaluated.err
     assert "eval/close" in evaluated.out
+
+
+def test_two_ranks_find_it_too(reader: Path, installed: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", str(installed))
+    outcome = run_cli("train", "recipe.yaml", "runner.nproc_per_node=2", "runner.logger.experiment_name=two")
+    assert outcome.code == 0, outcome.err
+    alone = run_cli("train", "recipe.yaml")
+    assert alone.code == 0, alone.err
+    losses = [json.loads(line)["train/loss"] for line in logged(reader / "runs" / "two")]
+    expected = [json.loads(line)["train/loss"] for line in logged(reader / "runs" / "recipe")]
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def logged(run: Path) -> list[str]:
+    """The lines of a run's steps."""
+    return [line for line in (run / "metrics.jsonl").read_text().splitlines() if "train/loss" in line]
 
 
 def test_its_options_are_checked(reader: Path):

@@ -358,8 +358,15 @@ def test_names_and_shapes_that_do_not_fit_are_told_with_a_remedy() -> None:
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"gone\.safetensors does not exist"):
-        load(tmp_path / "gone.safetensors")
+    for gone in (
+        tmp_path / "gone.safetensors",
+        "gone.safetensors",
+        "weights/gone.pt",
+    ):  # texts name no model on the Hub
+        with pytest.raises(ModelError, match=r"gone\.(safetensors|pt) does not exist"):
+            load(gone)
+    with pytest.raises(ModelError, match="initial_weights returned a int, which holds no weights"):
+        load(5)  # pyright: ignore[reportArgumentType]
     (tmp_path / "notes.txt").write_text("nothing")
     with pytest.raises(ModelError, match=r"notes\.txt is no weight file"):
         load(tmp_path / "notes.txt")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shardtune.batch import Metric
+from shardtune import Adapter
+from shardtune.batch import LossSum, Metric, Sample
 from shardtune.config import load_recipe
 from shardtune.errors import ModelError
 from shardtune.evaluate import as_metrics, summarize
@@ -83,3 +86,38 @@ def test_metrics_of_a_model_are_pairs() -> None:
 def test_metrics_that_are_none(name: str, value: Any, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         as_metrics({name: value}, "Net.metrics")
+
+
+class Noisy(Adapter):
+    """A denoiser, whose loss draws."""
+
+    def build(self) -> nn.Module:
+        return nn.Linear(2, 2)
+
+    def encode(self, row: Any) -> Sample:
+        return Sample(fields={"point": np.array(row["point"], np.float32)})
+
+    def loss(self, model: nn.Module, batch: Any) -> LossSum:
+        noise = torch.randn_like(batch["point"])
+        return LossSum((model(batch["point"] + noise) - noise).pow(2).sum(), len(noise))
+
+
+def test_a_loss_that_draws_is_measured_alike_each_time(tmp_path) -> None:
+    values = {
+        "actor": {"model": {"adapter": f"{__file__}:Noisy", "precision": "fp32"}},
+        "data": {"num_workers": 0, "cache_dir": str(tmp_path)},
+    }
+    rows = [{"point": [0.1 * number, 1.0]} for number in range(7)]
+    worker = SFTWorker(
+        load_recipe(values, in_memory=("data.train_data_paths", "data.eval_data_paths")),
+        train_data=rows,
+        eval_data={"first": rows, "second": rows},
+        say=quiet,
+    )
+    worker.setup()
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        found.append(worker.run_eval())
+    assert found[0] == found[1]
+    assert found[0]["eval/first/loss"] != found[0]["eval/second/loss"]

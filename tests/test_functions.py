@@ -54,6 +54,21 @@ def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
     assert [load_function(f"{tmp_path / folder}/mine.py:here", "x")() for folder in "ab"] == ["a", "b"]
 
 
+@pytest.mark.parametrize("line", ["import beside", "from beside.inner import x", "from .beside import x"])
+def test_what_lies_beside_a_file_is_told_to_be_out_of_reach(tmp_path: Path, line: str) -> None:
+    (tmp_path / "beside.py").write_text("x = 1\n")
+    (tmp_path / "mine.py").write_text(f"{line}\n")
+    with pytest.raises(ConfigError, match="what lies beside it is not on Python's path") as caught:
+        import_file(tmp_path / "mine.py", "actor.model.adapter")
+    assert caught.match("mine.py:1")
+
+
+def test_a_module_that_is_nowhere_is_no_matter_of_files_beside(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import no_such_module_anywhere\n")
+    with pytest.raises(ConfigError, match=r"python .*mine.py shows the whole error"):
+        import_file(tmp_path / "mine.py", "actor.model.adapter")
+
+
 def test_a_module_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "installed_plugin_of_mine.py").write_text("loaded = True\n")
     monkeypatch.syspath_prepend(tmp_path)

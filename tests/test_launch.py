@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from shardtune.errors import CheckpointError, ConfigError, Interrupted, ParallelError
-from shardtune.launch import RankFailed, RankReport, ReportedError, raise_outcome, free_port, lost_a_peer, write_report
+from shardtune.launch import RankFailed, RankReport, ReportedError, free_port, lost_a_peer, raise_outcome, write_report
 
 PEER = RankReport(0, 2.0, False, True, "Connection closed by peer")
 BUG = RankReport(1, 1.0, False, False, "Traceback: ValueError: on purpose")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def test_a_checkpoint_holds_the_adapter_and_its_optimizer_alone(tiny: Tiny, run:
     assert all(".lora_A.default." in name or ".lora_B.default." in name for name in names)
     manifest = json.loads((run.dir / "manifest.json").read_text())
     assert manifest["trainable_patterns"][0] == {
-        "name": "model.layers.*.self_attn.q_proj.lora_A.weight", "tensors": 2, "parameters": 128,
+        "name": "model.layers.*.self_attn.q_proj.lora_A.default.weight", "tensors": 2, "parameters": 128,
     }  # fmt: skip
 
 
@@ -227,3 +228,90 @@ def test_frozen_weights_come_from_where_training_starts(tiny: Tiny) -> None:
     assert all(torch.equal(final[name], again[name]) for name in final)
     assert not torch.equal(final["lm_head.weight"], base["lm_head.weight"])
     assert whole.evaluate("latest")["eval/loss"] == pytest.approx(whole.metrics["eval/loss"], rel=1e-3)
+
+
+def peft_adapter(tiny: Tiny, to: Path, init: str) -> torch.Tensor:
+    """PEFT's own, moved from where it began and saved as it is; the logits of base and adapter."""
+    base = AutoModelForCausalLM.from_pretrained(tiny.folder / "model")
+    settings = {"target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": init}
+    made = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=6, **settings))  # pyright: ignore[reportArgumentType]
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    made.save_pretrained(str(to))
+    return logits(made.get_base_model())
+
+
+FROM_PEFT: dict[str, Any] = {key: value for key, value in LORA.items() if "lora__" not in key} | {
+    "actor__optim__lr": 1e-12, "runner__max_steps": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("init", ["gaussian", "pissa", "olora"])
+def test_an_adapter_of_peft_is_taken_over_as_peft_loads_it(tiny: Tiny, tmp_path: Path, init: str) -> None:
+    """What PiSSA and OLoRA took out of the base when they began is taken out again, as PEFT does."""
+    wanted = peft_adapter(tiny, tmp_path / "adapter", init)
+    changes = {**FROM_PEFT, "actor__model__lora__adapter_path": str(tmp_path / "adapter")}
+    made = shardtune.train(tiny.recipe(f"from {init}", **changes))
+    worker = made.worker("latest")
+    assert isinstance(worker, shardtune.SFTWorker)
+    assert float((logits(worker.inner_model()) - wanted).abs().max()) < 1e-5
+    base = AutoModelForCausalLM.from_pretrained(tiny.folder / "model")
+    assert float((logits(base) - wanted).abs().max()) > 1e-3
+    final = peft.PeftModel.from_pretrained(base, str(made.dir / "final")).get_base_model()
+    assert float((logits(final) - wanted).abs().max()) < 1e-5
+
+
+def test_an_adapter_whose_beginning_cannot_be_repeated_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    peft_adapter(tiny, tmp_path / "adapter", "pissa_niter_4")
+    changes = {**FROM_PEFT, "actor__model__lora__adapter_path": str(tmp_path / "adapter")}
+    with pytest.raises(shardtune.errors.ConfigError, match="began as 'pissa_niter_4'"):
+        shardtune.train(tiny.recipe("from niter", **changes))
+    peft_adapter(tiny, tmp_path / "exact", "pissa")
+    changes |= {"actor__model__lora__adapter_path": str(tmp_path / "exact"), "actor__model__lora__base_dtype": "nf4"}
+    with pytest.raises(shardtune.errors.ConfigError, match="NF4 would round what is left once more"):
+        shardtune.train(tiny.recipe("from pissa in four bits", **changes))
+
+
+def test_an_adapter_that_trains_no_rows_of_new_tokens_is_refused(tiny: Tiny, run: Run) -> None:
+    changes = {**FROM_PEFT, "actor__model__lora__adapter_path": str(run.dir / "final")}
+    with pytest.raises(shardtune.errors.ConfigError, match="trains no embeddings of 1 of the new tokens"):
+        shardtune.train(tiny.recipe("new tokens", **changes, actor__tokenizer__new_tokens=["please"]))
+
+
+@pytest.mark.parametrize("kind", ["adapter", "freeze"])
+def test_a_run_does_not_go_on_over_another_base(tiny: Tiny, tmp_path: Path, kind: str) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(tiny.folder / "model", base)
+    changes = {**LORA, "actor__model__model_path": str(base)}
+    if kind == "freeze":
+        changes = {key: value for key, value in changes.items() if "lora" not in key}
+        changes |= {"actor__model__freeze": ["embed_tokens"]}
+    name = f"moved base, {kind}"
+    shardtune.train(tiny.recipe(name, **{**changes, "runner__max_steps": 1}))
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[7, 3] += 1e-3
+    model.save_pretrained(base)
+    with pytest.raises(shardtune.errors.CheckpointError, match="the frozen weights") as error:
+        shardtune.train(tiny.recipe(name, **changes))
+    assert str(base) in str(error.value)
+    with pytest.raises(shardtune.errors.CheckpointError, match="the frozen weights"):
+        shardtune.load_run(tiny.run(name)).worker("latest")
+    allowed = {"runner__allow_changes": ["actor.model.model_path"]}
+    assert lines(shardtune.train(tiny.recipe(name, **changes, **allowed)).dir)[-1]["step"] == 4
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("merge", [False, True])
+def test_an_export_in_half_precision_is_compared_with_what_was_rounded(
+    run: Run, tmp_path: Path, dtype: str, merge: bool
+) -> None:
+    told: list[str] = []
+    run.export(tmp_path / "out", dtype=dtype, merge=merge, say=told.append)
+    assert "gives the same logits" in told[0]
+    file = tmp_path / "out" / ("model.safetensors" if merge else "adapter_model.safetensors")
+    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    assert {tensor.dtype for tensor in load_file(file).values()} == {wanted}

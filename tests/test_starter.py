@@ -70,6 +70,7 @@ def test_the_commands_that_it_names_work(empty: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir("talk_model")
     outcome = run_cli("train", "recipe.yaml", "--dry-run")
     assert outcome.code == 0, outcome.err
+    assert re.search(r"a loss of \d\.\d+ over a weight of 16 of the first step", outcome.out + outcome.err)
     assert names(empty / "talk_model") == sorted([*WRITTEN, "__pycache__"] if Path("__pycache__").exists() else WRITTEN)
 
 

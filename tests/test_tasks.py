@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
+from torch.utils.data import DataLoader, random_split
 
 import shardtune
+from shardtune import FSDPSftWorker
 from shardtune.config import load_recipe
 from shardtune.errors import ConfigError
 from shardtune.functions import code_hashes
@@ -179,6 +183,17 @@ def test_keys_that_only_the_built_in_worker_acts_on_are_refused(tmp_path: Path, 
         make_worker(loaded)
 
 
+@pytest.mark.parametrize("spec", ["[{path: a, weight: 2.0}]", "{path: a, max_samples: 3}"])
+@pytest.mark.parametrize("key", ["data.train_data_paths", "data.eval_data_paths"])
+def test_what_stands_beside_a_path_is_refused(tmp_path: Path, key: str, spec: str) -> None:
+    """`build_dataloader` would never see it."""
+    (tmp_path / "mine.py").write_text(HEAD + REGISTERED + worker())
+    name = "weight" if "weight" in spec else "max_samples"
+    with pytest.raises(ConfigError, match=f"{key}: {name} is for the built-in worker; build_dataloader of Mine"):
+        make_worker(load_recipe(values(tmp_path), [f"{key}={spec}"]))
+    make_worker(load_recipe(values(tmp_path), [f"{key}=[{{path: a}}]"]))
+
+
 def test_objects_in_memory_are_for_the_built_in_worker(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(HEAD + REGISTERED + worker())
     with pytest.raises(ConfigError, match="the run is driven by Mine, which takes no objects in memory"):
@@ -244,6 +259,54 @@ def test_every_command(reader: Path) -> None:
         assert (refused.code, "the run is driven by Mine, which gives no answers" in refused.err) == (2, True)
     refused = run_cli("data", "preview", "recipe.yaml")
     assert (refused.code, "driven by Mine, which makes its own batches" in refused.err) == (2, True)
+
+
+def test_a_file_that_changed_is_refused_on_resume(reader: Path) -> None:
+    """Rows that were not trained on yet are of the same data."""
+    file = reader / "rows.txt"
+    file.write_text("one\n")
+    keys = ("recipe.yaml", "data.train_data_paths=rows.txt", "runner.max_epochs=-1")
+    assert run_cli("train", *keys, "runner.max_steps=1").code == 0
+    file.write_text("two\n")
+    refused = run_cli("train", *keys, "runner.max_steps=2")
+    assert refused.code == 2
+    assert f"not what this run was trained on so far:\n    {file}: other content" in refused.err
+    assert run_cli("train", *keys, "runner.max_steps=2", "runner.allow_changes=[data.train_data_paths]").code == 0
+
+
+def test_what_build_dataloader_draws_is_the_same_each_time(tmp_path: Path) -> None:
+    """A split that it draws leaves no row on both sides, in any run."""
+    drawn: list[Any] = []
+
+    class Splitting(FSDPSftWorker):
+        def model_provider_func(self) -> nn.Module:
+            return nn.Linear(1, 2)
+
+        def build_dataloader(self, data_paths: list[str], eval_dataset: bool = False) -> Any:
+            rows: Any = list(range(16))
+            half = random_split(rows, [8, 8])[eval_dataset]
+            random.shuffle(rows)
+            drawn.append((list(half.indices), rows))
+            return DataLoader(half, batch_size=2), {}
+
+        def get_train_model_output(self, batch: Any) -> Any: ...
+
+        def get_eval_model_output(self, batch: Any) -> Any: ...
+
+    given = values(tmp_path, model_type="causal_lm") | {"plugins": []}
+    given["data"] = {"eval_data_paths": "made here"}
+    made_here = ["actor.model.model_path", "data.train_data_paths"]
+    for seed in (1, 1, 2):
+        worker = Splitting(load_recipe(given, [f"runner.seed={seed}"], in_memory=made_here))
+        worker.setup()
+        assert sorted(drawn[-2][0] + drawn[-1][0]) == list(range(16))
+    assert drawn[:2] == drawn[2:4] != drawn[4:]
+
+
+def test_the_dry_run_knows_how_many_ranks_are_to_come(reader: Path) -> None:
+    dry = run_cli("train", "recipe.yaml", "--dry-run", "runner.nproc_per_node=3")
+    assert dry.code == 2
+    assert "is not divisible by actor.micro_batch_size = 2 times 3 ranks" in dry.err
 
 
 def test_the_dry_run_says_what_is_missing(reader: Path) -> None:

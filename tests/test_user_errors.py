@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from shardtune import FSDPSftWorker
 from shardtune.config import load_recipe
@@ -103,6 +103,16 @@ def test_a_key_that_the_collate_function_did_not_produce(tmp_path: Path) -> None
     worker = task(tmp_path, get_eval_model_output=reads_image)
     told = refusal(DataError, "the batch has no 'pixel_values'", worker.run_eval)
     assert "get_eval_model_output" in told
+
+
+def test_a_key_that_is_taken_out_of_a_batch(tmp_path: Path) -> None:
+    def takes(self: Task, batch: Any) -> Any:
+        assert batch.pop("y", None) is None
+        batch.pop("labels")
+        return self.model(batch.pop("pixel_values")).mean()
+
+    says = "the batch has no 'pixel_values'; the collate function produced: x"
+    refusal(DataError, says, task(tmp_path, get_train_model_output=takes).run_training)
 
 
 def test_a_key_that_is_missing_elsewhere_is_not_blamed_on_the_batch(tmp_path: Path) -> None:
@@ -227,6 +237,26 @@ def test_evaluation_that_drops_samples(tmp_path: Path) -> None:
     assert "drop_last=False" in told
     worker = task(tmp_path, announced=9)
     refusal(DataError, "evaluation saw 8 samples of the 9 that build_dataloader announced", worker.run_eval)
+
+
+def test_a_random_part_is_the_same_at_each_evaluation(tmp_path: Path) -> None:
+    def part(self: Task, data_paths: list[str], eval_dataset: bool = False) -> Any:
+        rows: Any = [type(self).samples_of(n) for n in range(ROWS)]
+        own = torch.Generator().manual_seed(3)
+        return DataLoader(rows, 2, sampler=RandomSampler(rows, num_samples=4, generator=own), collate_fn=stacked), {}
+
+    seen: list[float] = []
+
+    def see(self: Task, batch: Any) -> int:
+        seen.extend(batch["x"].flatten().tolist())
+        return 0
+
+    worker = task(tmp_path, build_dataloader=part, get_eval_model_output=see)
+    worker.run_eval()
+    worker.run_training()
+    worker.run_eval()
+    assert len(seen) == 8
+    assert seen[:4] == seen[4:]
 
 
 # -- "data repeats/skips after resume - check save/load flow for _data_epoch and _data_iter_offset" ------------------

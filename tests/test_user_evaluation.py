@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from shardtune.batch import Metric
+from shardtune.data.loader_draws import LoaderDraws
 from shardtune.errors import DataError, ModelError
+from shardtune.parallel.mesh import Ranks
 from shardtune.user_evaluation import metrics_of, sum_user_batches
 from tests.dist.ranks import run_ranks
 from tests.parallel.test_shard import group
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 def count_user_batches(num_batches: int, sharded: bool) -> tuple[dict[str, Metric], int]:
@@ -71,6 +75,43 @@ def test_a_loader_that_drops_samples_is_an_error() -> None:
     with pytest.raises(DataError, match="saw 6 samples of the 7 that there are: the loader has drop_last=True"):
         evaluate(DataLoader(rows, batch_size=3, drop_last=True))
     assert evaluate(DataLoader(rows[:6], batch_size=3, drop_last=True))["eval_accuracy"] == Metric(2.0, 6.0)
+
+
+def test_samples_that_count_more_than_once_are_mentioned() -> None:
+    said: list[str] = []
+    batches = [{"rows": torch.arange(3)}] * 3
+    told = sum_user_batches(
+        lambda batch: 1, batches, ALONE, sharded=True, num_samples=7, name="x", poll=lambda: None, say=said.append
+    )
+    assert told == {"eval_accuracy": Metric(3.0, 9.0)}
+    assert len(said) == 1
+    assert said[0].startswith("evaluation set x: 9 samples were seen, 7 announced")
+
+
+def test_every_evaluation_draws_the_same() -> None:
+    rows: Any = list(range(20))
+    own = torch.Generator().manual_seed(1)
+    loader = DataLoader(rows, sampler=RandomSampler(rows, num_samples=4, generator=own), collate_fn=with_noise)
+    draws, seen = LoaderDraws(loader, 0), []
+    for _ in range(2):
+        batches: list[Any] = []
+        sum_user_batches(
+            lambda batch, to=batches: to.append(batch) or 1,
+            loader,
+            ALONE,
+            sharded=False,
+            num_samples=None,
+            name="x",
+            poll=lambda: None,
+            draws=draws,
+        )
+        seen.append([(batch["rows"].tolist(), batch["noise"].item()) for batch in batches])
+        torch.rand(3)  # what training draws in between
+    assert seen[0] == seen[1]
+
+
+def with_noise(rows: list[int]) -> dict[str, torch.Tensor]:
+    return {"rows": torch.tensor(rows), "noise": torch.rand(())}
 
 
 def test_samples_that_cannot_be_counted_are_not_compared() -> None:

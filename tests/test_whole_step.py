@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -45,15 +45,17 @@ class Contrast(WholeStepAdapter):
         return Pair()
 
     def encode(self, row: Mapping[str, Any]) -> Sample:
-        return Sample(fields={name: np.asarray(row[name]) for name in ("left", "right")})
+        return Sample(fields={name: np.asarray(row[name]) for name in ("left", "right", "number")})
 
     def outputs(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         left, right, scale = model(batch["left"], batch["right"])
-        return {"left": left, "right": right, "scale": scale}
+        number = batch["number"]  # no output of the model, but known of each row
+        return {"left": left, "right": right, "scale": scale, "number": number, "counts": number >= 0}
 
     def step_loss(self, outputs: Mapping[str, torch.Tensor]) -> LossSum:
         logits = outputs["left"] @ outputs["right"].t() * outputs["scale"].mean()
-        targets = torch.arange(len(logits))
+        number = outputs["number"]
+        targets = torch.where(outputs["counts"], (number[:, None] == number).int().argmax(1), -100)
         return LossSum(F.cross_entropy(logits, targets, reduction="sum"), len(logits))
 
 
@@ -67,7 +69,8 @@ class Rows:
         self.term_weights = {"loss": np.ones(ROWS)}
 
     def row(self, index: int) -> Sample:
-        return Sample(fields={"left": self.views[index, 0], "right": self.views[index, 1]}, size=1)
+        views = {"left": self.views[index, 0], "right": self.views[index, 1]}
+        return Sample(fields={**views, "number": np.array(index)}, size=1)
 
 
 def make_adapter() -> Contrast:
@@ -158,15 +161,23 @@ def test_ranks_do_not_change_the_loss_of_a_step() -> None:
         compare(got, plain())
 
 
-def test_an_output_without_a_row_each_is_refused() -> None:
-    class Pooled(Contrast):
-        def outputs(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-            return {"mean": super().outputs(model, batch)["left"].mean(0)}
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda left: {"mean": left.mean(0)}, r"'mean' has shape \[4\], the micro-batch 7 rows"),
+        (lambda left: {"rows": len(left)}, "'rows' has type int, the micro-batch 7 rows"),
+        (lambda left: left, "outputs returned a Tensor, not a dict of tensors"),
+    ],
+)
+def test_an_output_without_a_row_each_is_refused(changed: Callable[[torch.Tensor], Any], message: str) -> None:
+    class Changed(Contrast):
+        def outputs(self, model: nn.Module, batch: Batch) -> Any:
+            return changed(super().outputs(model, batch)["left"])
 
-    adapter = Pooled(make_adapter().recipe)
+    adapter = Changed(make_adapter().recipe)
     model = adapter.build().double()
     maker = BatchMaker(Rows(), Limits(7), adapter)
-    with pytest.raises(ModelError, match=r"'mean' has shape \[4\], the micro-batch 7 rows"):
+    with pytest.raises(ModelError, match=message):
         WholeStep(adapter, join_ranks("cpu", ActorConfig())).evaluate(
             adapter.root(model), iter([maker.micro_batches(np.arange(ROWS))]), poll=lambda: None
         )

@@ -3,8 +3,8 @@
     python examples/engine/distillation.py            # one rank
     python examples/engine/distillation.py --ranks 2
 
-Two engines share the same ranks. The teacher's class has no hooks, so it is frozen. Its predictions are few numbers here
-and travel by the caller; where they are many, give the student's class the teacher as a part of itself.
+Two engines share the same ranks. The teacher's class has no hooks, so it is frozen. Its predictions are few here and
+travel by the caller; where they are many, give the student's class the teacher as a part of itself.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ class Layout:
     """Ranks in rows and columns: `replicate x shard x sequence x tensor` of them, the last axis the innermost.
 
     Ranks that differ along `replicate` or `shard` have other rows; those along `sequence` have parts of the same rows,
-    those along `tensor` parts of the same matrices. Experts are spread over neighbours among all of them: `expert` is no
-    axis of its own.
+    those along `tensor` parts of the same matrices. Experts are spread over neighbours among all of them: `expert` is
+    no axis of its own.
 
     Attributes:
         replicate: copies of the sharded model.

@@ -22,6 +22,8 @@ def indivisible(global_batch_size: int, micro_batch_size: int, num_ranks: int) -
     smaller = [size for size in range(1, per_rank + 1) if per_rank % size == 0] if not rest else []
     nearest = min(smaller, key=lambda size: abs(size - micro_batch_size), default=None)
     other = f", or actor.micro_batch_size to {nearest}" if nearest is not None else ""
+    fitting = [n for n in range(1, num_ranks) if global_batch_size % (n * micro_batch_size) == 0]
+    other += f", or start {fitting[-1]} rank{'s' if fitting[-1] > 1 else ''}" if fitting else ""
     return ConfigError(
         f"actor.global_batch_size = {global_batch_size} is not divisible by actor.micro_batch_size = "
         f"{micro_batch_size} times {num_ranks} rank{'s' if num_ranks > 1 else ''}",

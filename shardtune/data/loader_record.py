@@ -18,7 +18,8 @@ class LoaderRecord:
         ranks: of the run.
         sharded: whether each rank's loader yields its own batches.
         first_batch: a hash of the first batch of the first epoch, of each rank where they differ; empty before it.
-        last_batch: likewise of the last batch that was trained on.
+        seen: likewise of all batches of the epoch that were trained on.
+        own_seeds: of the generators that the loader holds, of each rank where they differ.
         states: the loader's own state, encoded, of each rank where they differ; None: it has none.
     """
 
@@ -28,7 +29,8 @@ class LoaderRecord:
     ranks: int
     sharded: bool
     first_batch: Sequence[str] = ()
-    last_batch: Sequence[str] = ()
+    seen: Sequence[str] = ()
+    own_seeds: Sequence[Sequence[int]] = ()
     states: Sequence[Any] | None = None
 
     @classmethod

@@ -48,6 +48,9 @@ class Fields(dict[str, Any]):
     def __missing__(self, key: object) -> Any:
         raise missing_field(key, self)
 
+    def pop(self, key: str, *default: Any) -> Any:
+        return super().pop(key, *default) if default else super().pop(key) if key in self else self[key]
+
 
 def missing_field(key: object, batch: Mapping[Any, Any]) -> MissingField:
     """The error of a worker that reads what is not in a batch."""

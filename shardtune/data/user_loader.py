@@ -8,6 +8,7 @@ from itertools import count, islice
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from torch.utils.data import DataLoader
 
 from shardtune.data.loader import DataState, Step
 from shardtune.data.loader_draws import LoaderDraws
@@ -85,6 +86,7 @@ class BatchLoader:
         self._turns = int(ranks.largest(len(loader))) if sharded else len(loader)
         self._fields = SameFields()
         self._first = ""
+        self._seen = ""
         self._last: Any = None
         self._compared = False
         self._ready: tuple[int, int, Iterator[Any]] | None = None
@@ -136,6 +138,18 @@ class BatchLoader:
             say=say,
         )
 
+    def check_ranks(self, num_ranks: int) -> None:
+        """Refuse, on one rank, a step that could not be spread over so many."""
+        step = self._turns_per_step * self._rows_per_turn
+        if step % (self._rows * num_ranks) and not self._sharded:
+            raise indivisible(step, self._rows, num_ranks)
+
+    @property
+    def num_samples(self) -> int:
+        """Rows of an epoch: as announced, or else as many as full batches hold."""
+        announced = None if self._sharded else self._num_samples
+        return self.rows_per_epoch if announced is None else announced
+
     @property
     def last_batch(self) -> Any:
         """The last batch that was taken; None before the first."""
@@ -185,8 +199,8 @@ class BatchLoader:
 
         What they draw depends on their number, not on where the pass begins.
         """
-        self._draws.begin(epoch)
-        batches = iter(self._loader)
+        batches = self._draws.begin(epoch)
+        self._seen = self._seen if first else ""
         for number in count(first):
             self._draws.before(epoch, number)
             try:
@@ -196,8 +210,10 @@ class BatchLoader:
             except KeyError as error:
                 raise unmade(error, number) from error
             self._fields.check(batch, number)
+            digest = fingerprint(batch)
             if (epoch, number) == (0, 0) and not self._first:
-                self._first = fingerprint(batch)
+                self._first = digest
+            self._seen = fingerprint([self._seen, digest])
             self._last = batch
             yield batch
 
@@ -255,13 +271,13 @@ class BatchLoader:
         """What a checkpoint is to know of the loader as it stands; all ranks call it."""
         if self._resumed is not None:
             return self._resumed
-        last = "" if self._last is None else fingerprint(self._last)
-        told = self._ranks.gather((self._first, last, self._own_state()))
-        firsts, lasts, states = ([entry[part] for entry in told] for part in range(3))
+        told = self._ranks.gather((self._first, self._seen, self._draws.own_seeds, self._own_state()))
+        firsts, seen, seeds, states = ([entry[part] for entry in told] for part in range(4))
         return replace(
             self._identity(),
             first_batch=merged(firsts) if any(firsts) else (),
-            last_batch=merged(lasts) if any(lasts) else (),
+            seen=merged(seen) if any(seen) else (),
+            own_seeds=merged(seeds) if any(seeds) else (),
             states=None if any(state is None for state in states) else merged(states),
         )
 
@@ -291,7 +307,7 @@ class BatchLoader:
         """
         now, rank = self._identity(), self._ranks.rank
         alike = saved.cut_alike(now)
-        firsts, lasts, states = (saved.first_batch, saved.last_batch, saved.states) if alike else ((), (), None)
+        firsts, seen, states = (saved.first_batch, saved.seen, saved.states) if alike else ((), (), None)
         if states is not None and len(states) not in (1, now.ranks):
             states = None
         changes = saved.changes(now)
@@ -304,13 +320,27 @@ class BatchLoader:
         done, left_over = divmod(state.rows_consumed, self._rows_per_turn)
         if left_over or (saved.sharded and not alike):
             self._say("batches or ranks are cut otherwise now: some rows of this epoch may come twice or not at all")
+        if alike and len(saved.own_seeds) in (1, now.ranks) and of_rank(saved.own_seeds, rank) != self._draws.own_seeds:
+            self._say("a generator that the loader holds was seeded otherwise: what it draws from here on is new")
         if states is not None and not changes and isinstance(self._loader, StatefulLoader):
-            self._loader.load_state_dict(decode(of_rank(states, rank)))
+            self._restore(decode(of_rank(states, rank)), done)
+            self._seen = of_rank(seen, rank) if seen else ""
             self._ready = state.epoch, done, self._pass(state.epoch, done)
         elif done:
             self._say(f"the loader keeps no state: going through the first {done} batches of epoch {state.epoch} again")
-            self._replay(state.epoch, done, of_rank(lasts, rank) if lasts and not changes else "")
-        self._resumed = replace(now, first_batch=firsts, last_batch=lasts, states=states)
+            self._replay(state.epoch, done, of_rank(seen, rank) if seen and not changes else "")
+        self._resumed = replace(now, first_batch=firsts, seen=seen, own_seeds=saved.own_seeds, states=states)
+
+    def _restore(self, state: Any, done: int) -> None:
+        """Give the loader its own state."""
+        assert isinstance(self._loader, StatefulLoader)
+        self._loader.load_state_dict(state)
+        if not isinstance(self._loader, DataLoader):
+            return
+        if not done:  # the pass that the state ended; the next one's order comes from the epoch, not from the state
+            iter(self._loader)
+        if self._loader.num_workers and (done or self._loader.persistent_workers):
+            self._say("the loader's state does not hold what its processes draw: a random transform goes on otherwise")
 
     def _first_now(self) -> str:
         """A hash of what is now the first batch of the first epoch."""
@@ -318,9 +348,9 @@ class BatchLoader:
         return "" if batch is None else fingerprint(batch)
 
     def _replay(self, epoch: int, done: int, wanted: str) -> None:
-        """Go through an epoch's first batches again; the last of them has to be the one that it was."""
+        """Go through an epoch's first batches again; they have to be those that they were."""
         batches = self._enter(epoch, done)
-        differs = bool(wanted) and fingerprint(self._last) != wanted
+        differs = bool(wanted) and self._seen != wanted
         if self._ranks.largest(float(differs)):
             raise other_batches(epoch, done)
         self._ready = epoch, done, batches

@@ -24,7 +24,7 @@ from shardtune.models.casting import compute_in
 from shardtune.models.execution import set_execution
 from shardtune.models.fields import FieldEncoder
 from shardtune.models.options import NoOptions, read_options
-from shardtune.models.predictions import Measure, Prediction, predicted_loss
+from shardtune.models.predictions import Measure, Prediction, checked, predicted_loss
 from shardtune.models.pretrained import recipe_tokenizer
 from shardtune.parallel.mesh import Ranks
 from shardtune.parallel.shard import COMPUTE_DTYPE
@@ -152,7 +152,7 @@ class Adapter(ABC):
         """The modules whose parameters are gathered and freed together, and a sentence on how they were chosen."""
         return choose_units(model, self.unit_classes, self.recipe.actor.fsdp_config.wrap)
 
-    def check_layout(self, layout: Layout) -> None:  # noqa: B027 (may stay empty)
+    def check_layout(self, layout: Layout) -> None:
         """Refuse a layout that the model cannot have, as far as that shows before it is built."""
         if layout.sequence > 1:
             raise cannot_share_sequences(type(self).__name__, "it takes whole rows")
@@ -207,12 +207,18 @@ class Adapter(ABC):
         if token_loss is None:
             return named(self.loss(model, batch))
         term = next(iter(batch.weights), TERM)
-        return {term: predicted_loss(self.predictions(model, batch), token_loss)}
+        return {term: predicted_loss(checked(self.predictions(model, batch)), token_loss)}
 
     def evaluate(self, model: nn.Module, batch: Batch, measure: Measure | None = None) -> Evaluation:
         """The losses and metrics of one micro-batch, and what `measure` makes of its predictions."""
-        own = self.metrics(model, batch)
-        further = measure(self.predictions(model, batch)) if measure is not None else {}
+        own: Any = self.metrics(model, batch)
+        if not isinstance(own, Mapping):
+            raise ModelError(
+                f"metrics returned a {type(own).__name__}, not a dict",
+                where=f"{type(self).__name__}.metrics",
+                remedy='return {"name": (sum over this batch, what it is divided by in the end)}',
+            )
+        further = measure(checked(self.predictions(model, batch))) if measure is not None else {}
         for name in own.keys() & further.keys():
             raise ConfigError(
                 f"eval.metrics: {type(self).__name__}.metrics gives a metric {name!r} too",
@@ -297,16 +303,46 @@ def cannot_share_sequences(what: str, why: str) -> ParallelError:
 
 
 def named(losses: Losses) -> dict[str, LossSum]:
-    """The terms of a loss by name."""
-    if isinstance(losses, LossSum):
-        return {TERM: losses}
-    if not isinstance(losses, Mapping) or not all(isinstance(term, LossSum) for term in losses.values()):
+    """The terms of a loss by name, each a number with a graph (in training) and the weight of its targets.
+
+    Raises:
+        ModelError: a term is none.
+    """
+    terms = {TERM: losses} if isinstance(losses, LossSum) else losses
+    if not isinstance(terms, Mapping) or not all(isinstance(term, LossSum) for term in terms.values()):
         raise ModelError(
             f"loss returned a {type(losses).__name__}, not a LossSum or a dict of them",
             where="Adapter.loss",
             remedy="return LossSum(total, weight): the sum of the loss over its targets, and how many they are",
         )
-    return dict(losses)
+    found = {name: _summable(name, term) for name, term in terms.items()}
+    if torch.is_grad_enabled() and found and not any(term.total.requires_grad for term in found.values()):
+        raise ModelError(
+            "the loss has no graph: no parameter that is trained has a part in it",
+            where="Adapter.loss",
+            remedy="compute it from what model(…) returns; .detach(), .item(), .data and torch.no_grad() cut the graph",
+        )
+    return found
+
+
+def _summable(name: str, term: LossSum) -> LossSum:
+    """A term of a loss whose total is a scalar, its weight as a number."""
+    total, weight = term
+    if not isinstance(total, torch.Tensor) or total.ndim:
+        kind = f"of shape {list(total.shape)}" if isinstance(total, torch.Tensor) else f"a {type(total).__name__}"
+        raise ModelError(
+            f"the total of the loss {name!r} is {kind}, not a tensor with one number",
+            where="Adapter.loss",
+            remedy='sum over the targets: reduction="sum", or losses.sum()',
+        )
+    try:
+        return LossSum(total, float(weight))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ModelError(
+            f"the weight of the loss {name!r} is {weight!r}, not a number",
+            where="Adapter.loss",
+            remedy="give how many targets the total is a sum of: LossSum(total, len(targets))",
+        ) from error
 
 
 class AdapterRoot(nn.Module):
@@ -348,7 +384,8 @@ class WholeStepRoot(AdapterRoot):
         self._step_adapter = adapter
 
     def forward(self, batch: Batch) -> dict[str, torch.Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return dict(self._step_adapter.outputs(self.model, batch))
+        found = self._step_adapter.outputs(self.model, batch)
+        return dict(found) if isinstance(found, Mapping) else found  # `WholeStep` says what is wrong with another
 
 
 class LanguageRoot(AdapterRoot):

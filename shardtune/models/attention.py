@@ -62,26 +62,26 @@ def document_attention(
             f"{DOCUMENTS} needs document boundaries and no mask: the model did not hand them to its layers"
         )
     if token_share is not None:
-        query, key, value = (to_heads(tensor, token_share) for tensor in (query, key, value))
-        if s_aux is not None:
-            s_aux = s_aux.chunk(token_share.ranks.size())[token_share.ranks.get_local_rank()]
-    rows = query.shape[0]
-    if rows > 1:
-        query, key, value = (_end_to_end(tensor) for tensor in (query, key, value))
-    output = _attend(
-        module, query, key, value, dropout, scaling, sliding_window, softcap, s_aux, is_causal, cu_seq_lens_q,
-        max_length_q,
-    )  # fmt: skip
-    output = output.unflatten(1, (rows, -1))[0] if rows > 1 else output
-    return output if token_share is None else to_tokens(output, token_share), None
+        whole = (cu_seq_lens_q, max_length_q)
+        return _exchanged(
+            token_share, module, query, key, value, dropout, scaling, sliding_window, softcap, s_aux, is_causal, *whole
+        )
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    plain = softcap is None and s_aux is None
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and plain and not dropout:
+        return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scale, causal, sliding_window), None
+    lengths = cu_seq_lens_q.diff().tolist()
+    parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    if plain:
+        outputs = [_sdpa(q, k, v, scale, causal, sliding_window, dropout) for q, k, v in parts]
+    else:
+        outputs = [_explicit(q, k, v, scale, causal, sliding_window, dropout, softcap, s_aux) for q, k, v in parts]
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
-def _end_to_end(tensor: torch.Tensor) -> torch.Tensor:
-    """[rows, heads, tokens, size] to [1, heads, rows x tokens, size]."""
-    return tensor.transpose(0, 1).flatten(1, 2)[None]
-
-
-def _attend(
+def _exchanged(
+    share: TokenShare,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -94,20 +94,16 @@ def _attend(
     is_causal: bool | None,
     cu_seq_lens_q: torch.Tensor,
     max_length_q: int,
-) -> torch.Tensor:
-    """As `document_attention`, over whole documents: [1, tokens, heads, value_dim]."""
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    plain = softcap is None and s_aux is None
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and plain and not dropout:
-        return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scale, causal, sliding_window)
-    lengths = cu_seq_lens_q.diff().tolist()
-    parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
-    if plain:
-        outputs = [_sdpa(q, k, v, scale, causal, sliding_window, dropout) for q, k, v in parts]
-    else:
-        outputs = [_explicit(q, k, v, scale, causal, sliding_window, dropout, softcap, s_aux) for q, k, v in parts]
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+) -> tuple[torch.Tensor, None]:
+    """`document_attention` of all tokens of this rank's heads, for all heads of this rank's tokens."""
+    query, key, value = (to_heads(tensor, share) for tensor in (query, key, value))
+    if s_aux is not None:
+        s_aux = s_aux.chunk(share.ranks.size())[share.ranks.get_local_rank()]
+    output, _ = document_attention(
+        module, query, key, value, None, dropout, scaling, sliding_window, softcap, s_aux, is_causal, cu_seq_lens_q,
+        max_length_q,
+    )  # fmt: skip
+    return to_tokens(output, share), None
 
 
 def _varlen(

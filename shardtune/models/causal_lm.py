@@ -343,35 +343,33 @@ class CausalLM(LanguageModel):
         """The losses; with `measure` also metrics: which predictions are right, and what it makes of them."""
         assert isinstance(batch, PackedBatch)
         at = self._to_head(model, batch, batch.target_positions)
-        total, correct = self._cross_entropy(at, batch, token_loss, count_correct=measure is not None)
+        targets, weights, counts = batch.targets, batch.target_weights, measure is not None
+        if at.mine is not None:
+            targets, weights = targets[at.mine], weights[at.mine]
+        if type(at.head) is nn.Linear and isinstance(token_loss, CrossEntropy):
+            total, correct = linear_cross_entropy(
+                at.hidden, at.head.weight, targets, weights, bias=at.head.bias, transform=self._transform,
+                loss=token_loss, count_correct=counts,
+            )  # fmt: skip
+        else:
+            total, correct = head_cross_entropy(
+                at.hidden, _same if at.head is None else at.head, self._vocabulary, targets, weights,
+                transform=IDENTITY if at.head is None else self._transform, token_loss=token_loss, count_correct=counts,
+            )  # fmt: skip
+        if at.share is not None:  # the same on all ranks that share the sequences
+            total, correct = sum_over(total, at.share.ranks), sum_over(correct, at.share.ranks)
         losses = {TOKENS: LossSum(total, batch.target_weight)}
         if self._balance_factor:
-            router_logits = tuple(at.all_tokens(logits) for logits in at.outputs.router_logits)
-            balance = router_balance(router_logits, batch.cu_seqlens, batch.document_weights, self._experts_per_token)
+            routers = at.outputs.router_logits
+            if at.share is not None:
+                routers = tuple(at.share.whole(logits) for logits in routers)
+            balance = router_balance(routers, batch.cu_seqlens, batch.document_weights, self._experts_per_token)
             losses[BALANCE] = LossSum(self._balance_factor * balance, float(batch.num_rows))
         if measure is None:
             return Evaluation(losses, {})
         accuracy = Metric(float(correct), float(batch.targets.numel()))
         further = measure(self._pieces(at.everywhere(), at.head, batch)) if measure is not _nothing else {}
         return Evaluation(losses, {"token_accuracy": accuracy, **further})
-
-    def _cross_entropy(
-        self, at: _AtHead, batch: PackedBatch, token_loss: TokenLoss, *, count_correct: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of all targets, and how many are right; the same on all ranks that share a sequence."""
-        arguments = at.mine_of(batch.targets), at.mine_of(batch.target_weights)
-        if type(at.head) is nn.Linear and isinstance(token_loss, CrossEntropy):
-            total, correct = linear_cross_entropy(
-                at.hidden, at.head.weight, *arguments, bias=at.head.bias, transform=self._transform, loss=token_loss,
-                count_correct=count_correct,
-            )  # fmt: skip
-        else:
-            total, correct = head_cross_entropy(
-                at.hidden, _same if at.head is None else at.head, self._vocabulary, *arguments,
-                transform=IDENTITY if at.head is None else self._transform, token_loss=token_loss,
-                count_correct=count_correct,
-            )  # fmt: skip
-        return at.summed(total), at.summed(correct)
 
     def logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
         at = self._to_head(model, batch, positions)
@@ -412,22 +410,10 @@ class _AtHead:
     share: TokenShare | None
     mine: torch.Tensor | None
 
-    def mine_of(self, values: torch.Tensor) -> torch.Tensor:
-        """This rank's of the values [tokens asked for]."""
-        return values if self.mine is None else values[self.mine]
-
-    def summed(self, part: torch.Tensor) -> torch.Tensor:
-        """A sum over this rank's tokens to that over all."""
-        return part if self.share is None else sum_over(part, self.share.ranks)
-
     def everywhere(self, values: torch.Tensor | None = None) -> torch.Tensor:
         """What this rank has of the tokens asked for (by default `hidden`) to that of all of them."""
         values = self.hidden if values is None else values
         return values if self.share is None or self.mine is None else self.share.gather(values, self.mine)
-
-    def all_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """Of the tokens that this rank computes, [tokens, ...], to those of the whole forward."""
-        return values if self.share is None else self.share.whole(values)
 
 
 def _hf(model: nn.Module) -> PreTrainedModel:

@@ -8,10 +8,13 @@ import hashlib
 import importlib
 import inspect
 import json
+import math
+import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -20,9 +23,11 @@ import torch
 from shardtune.batch import Sample
 from shardtune.config import Recipe, load_recipe
 from shardtune.data.encoder import LengthLimit, Row, RowDropped, RowError
-from shardtune.errors import DataError, ModelError
+from shardtune.errors import DataError, ModelError, ShardtuneError
 from shardtune.functions import USER_MODULE, import_file
 
+NEVER_A_ROW = (NameError, ImportError, MemoryError)
+"""What is wrong with code, or with the machine, whatever a row holds."""
 ENCODING_VERSION = 1
 """Part of every cache key: raised when the same row would come out differently."""
 
@@ -56,21 +61,42 @@ class FieldEncoder:
     def encode(self, row: Row) -> Sample:
         try:
             sample = self._adapter.encode(row)
-        except (KeyError, IndexError, ValueError, TypeError) as error:
+        except (ShardtuneError, RowError, *NEVER_A_ROW):
+            raise
+        except Exception as error:
+            if isinstance(error, AttributeError) and _is_code(error.obj, self._adapter, row):
+                raise
             raise RowError(_reason(error, row)) from error
-        if not isinstance(sample, Sample):
-            raise ModelError(
-                f"encode returned a {type(sample).__name__}, not a Sample",
-                where=f"{type(self._adapter).__name__}.encode",
-                remedy='return Sample(fields={"name": array, …})',
-            )
+        self._check_sample(sample)
         fields = {name: _as_array(name, value) for name, value in sample.fields.items()}
         self._check_padding(fields)
         size = sample.size or max(1, sum(len(fields[name]) for name in self._adapter.padding if name in fields))
         return replace(sample, fields=fields, size=size)
 
+    def _check_sample(self, sample: Any) -> None:
+        """What `encode` returned is a sample that holds something."""
+        if not isinstance(sample, Sample):
+            found = f"a {type(sample).__name__}, not a Sample"
+        elif not isinstance(sample.fields, Mapping) or isinstance(sample.input_ids, Mapping):
+            found = "a Sample whose fields are not given by name"
+        elif not sample.fields and not len(sample.input_ids):
+            found = "a Sample with nothing in it"
+        else:
+            return
+        raise ModelError(
+            f"encode returned {found}",
+            where=f"{type(self._adapter).__name__}.encode",
+            remedy='return Sample(fields={"name": array, …})',
+        )
+
     def _check_padding(self, fields: Mapping[str, np.ndarray]) -> None:
         for name in self._adapter.padding:
+            if name in fields and not fields[name].ndim:
+                raise ModelError(
+                    f"padding names {name!r}, which is a single number and has no length",
+                    where=f"{type(self._adapter).__name__}.padding",
+                    remedy="leave it out of padding: it is stacked",
+                )
             if name not in fields:
                 near = difflib.get_close_matches(name, fields, n=1)
                 raise ModelError(
@@ -99,7 +125,18 @@ class FieldEncoder:
         return replace(sample, fields=fields, size=max(1, sum(len(fields[name]) for name in padded if name in fields)))
 
     def weights(self, sample: Sample) -> Mapping[str, float]:
-        return {name: float(weight) for name, weight in self._adapter.weights(sample).items()}
+        found: Any = self._adapter.weights(sample)
+        try:
+            weights = {name: float(weight) for name, weight in found.items()}
+        except (AttributeError, TypeError, ValueError):
+            weights = {}
+        if not weights or not all(0 <= weight < math.inf for weight in weights.values()):
+            raise ModelError(
+                f"weights returned {found!r:.80}, not a dict of numbers from 0 on",
+                where=f"{type(self._adapter).__name__}.weights",
+                remedy='return {"loss": how many targets this row has}, with a number for each term of the loss',
+            )
+        return weights
 
     def title(self, row: Row) -> str:
         """The fields of a row with their shapes."""
@@ -163,10 +200,19 @@ _EVERY_PATH = ("actor.model.model_path", "data.train_data_paths", "data.eval_dat
 
 
 def _as_array(name: str, value: Any) -> np.ndarray:
-    array = value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    try:
+        array = _from_torch(value) if isinstance(value, torch.Tensor) else np.asarray(value)
+    except ValueError as error:
+        raise RowError(f"the field {name!r} is no array: {error}") from error
     if array.dtype.kind not in "biuf":
         raise RowError(f"the field {name!r} is {array.dtype}, not an array of numbers")
     return array
+
+
+def _from_torch(tensor: torch.Tensor) -> np.ndarray:
+    """Its values; numpy has no bfloat16, which fp32 holds exactly."""
+    values = tensor.detach().cpu()
+    return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
 
 
 def _reason(error: Exception, row: Row) -> str:
@@ -178,7 +224,47 @@ def _reason(error: Exception, row: Row) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
+def _is_code(thing: object, *own: object) -> bool:
+    """Whether what lacks an attribute is no value of a row: a misspelling, whatever a row holds."""
+    return isinstance(thing, ModuleType | type) or any(thing is other for other in own)
+
+
 def _code(kind: type[Any]) -> str:
-    """The code of the file that a class stands in, whatever its comments and its layout."""
-    source = Path(inspect.getfile(kind)).read_text(encoding="utf-8")
-    return hashlib.blake2b(ast.dump(ast.parse(source)).encode(), digest_size=20).hexdigest()
+    """The code of a user's class and its bases: that of the files they stand in, of a package all of its files."""
+    digest = hashlib.blake2b(digest_size=20)
+    for base in kind.__mro__:
+        if _is_ours(base):
+            continue
+        for part in _sources(base):
+            digest.update(part + b"\0")
+    return digest.hexdigest()
+
+
+def _sources(kind: type[Any]) -> Iterable[bytes]:
+    """A class's own file without its comments and layout, then the other files of its package."""
+    try:
+        own = Path(inspect.getfile(kind))
+        yield ast.dump(ast.parse(own.read_text(encoding="utf-8"))).encode()
+    except (OSError, TypeError):  # typed into a notebook or a prompt
+        yield from (part for value in vars(kind).values() if inspect.isfunction(value) for part in _compiled(value))
+        return
+    package = sys.modules.get(kind.__module__.partition(".")[0])
+    for folder in [] if package is None else vars(package).get("__path__", []):
+        yield from (file.read_bytes() for file in sorted(Path(folder).rglob("*.py")) if file != own)
+
+
+def _compiled(function: FunctionType) -> Iterable[bytes]:
+    """What a function does, where there is no file to read it in."""
+    waiting = [function.__code__]
+    while waiting:
+        code = waiting.pop()
+        yield code.co_code
+        plain = [item for item in code.co_consts if not isinstance(item, CodeType)]
+        fixed = [sorted(map(repr, item)) if isinstance(item, frozenset) else item for item in plain]
+        yield repr((code.co_names, fixed)).encode()
+        waiting += [item for item in code.co_consts if isinstance(item, CodeType)]
+
+
+def _is_ours(kind: type[Any]) -> bool:
+    """A class of this package, whose versions are in the key by `ENCODING_VERSION`, or of Python."""
+    return kind.__module__.partition(".")[0] in (__name__.partition(".")[0], "builtins", *sys.stdlib_module_names)

@@ -27,14 +27,16 @@ from shardtune.errors import ConfigError
 from shardtune.models.lora_config import (
     SECTION,
     class_name,
+    ends,
     fresh_config,
     head_of,
+    is_inside,
     join,
     stored_config,
     trained_in_full,
 )
 from shardtune.models.new_tokens import KEY as ROWS
-from shardtune.models.new_tokens import trained_rows
+from shardtune.models.new_tokens import check_rows, trained_rows
 from shardtune.models.nf4 import NF4Linear, to_nf4
 
 ADAPTER = "default"
@@ -65,13 +67,16 @@ class BaseTensor:
         return tuple(self.tensor.shape) if layer is None else (layer.out_features, layer.in_features)
 
 
-def attach_adapter(model: nn.Module, config: LoraConfig, new_ids: Sequence[int] = ()) -> list[str]:
+def attach_adapter(
+    model: nn.Module, config: LoraConfig, new_ids: Sequence[int] = (), afresh: Sequence[str] = ()
+) -> list[str]:
     """Freeze a model and give it an adapter, in place, on the meta device; to be called before it is sharded.
 
     Args:
         model: any module; a model of transformers keeps what it can do.
         config: the recipe's `actor.model.lora`.
         new_ids: of tokens whose embeddings are trained, beside the adapter.
+        afresh: modules without pretrained weights, which a fresh adapter has trained in full.
 
     Returns:
         What a user should know: what was left out, and what comes along.
@@ -85,12 +90,14 @@ def attach_adapter(model: nn.Module, config: LoraConfig, new_ids: Sequence[int] 
         made.lora_dropout = config.dropout
         trained = trained_in_full(model, made.modules_to_save or (), notes)
         made.modules_to_save = None  # PEFT would train a copy, and keep the original for nothing
-        names = None
+        names, begun = None, made.init_lora_weights
+        made.init_lora_weights = True  # there is no memory yet
+        check_rows(made.trainable_token_indices, trained_rows(model, new_ids, _inside(model, trained)), config)
     else:
-        trained = trained_in_full(model, config.modules_to_save, notes)
+        begun = config.init
+        trained = trained_in_full(model, [*config.modules_to_save, *_to_train(model, config, afresh, notes)], notes)
         made, names = fresh_config(model, config, trained, notes)
-        in_full = {child for name in trained for child in model.get_submodule(name).modules()}
-        made.trainable_token_indices = trained_rows(model, new_ids, in_full) or None
+        made.trainable_token_indices = trained_rows(model, new_ids, _inside(model, trained)) or None
         if names and any(name in names for name in made.trainable_token_indices or ()):
             raise ConfigError(
                 "an embedding is adapted whole and by the rows of new tokens",
@@ -102,10 +109,27 @@ def attach_adapter(model: nn.Module, config: LoraConfig, new_ids: Sequence[int] 
     for _, wrapper in token_rows(model):
         wrapper.token_adapter.trainable_tokens_original.clear()  # PEFT's copy, for taking rows out of a merged weight
     made.modules_to_save = sorted(trained) or None
-    made.init_lora_weights = config.init  # pyright: ignore[reportAttributeAccessIssue] (PEFT declares fewer names)
+    made.init_lora_weights = begun  # pyright: ignore[reportAttributeAccessIssue] (PEFT declares fewer names)
     for name in trained:
         model.get_submodule(name).requires_grad_(True)
     return notes
+
+
+def _to_train(model: nn.Module, config: LoraConfig, afresh: Sequence[str], notes: list[str]) -> list[str]:
+    """Of modules that begin with random weights, those that are trained in full: frozen they would be noise."""
+    named = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules
+    adapted = {name for ending in named for name, _ in model.named_modules() if ends(name, ending)}
+    found = [name for name in afresh if not any(is_inside(other, [name]) for other in adapted)]
+    if found:
+        notes.append(
+            f"{', '.join(found)} begins with random weights, so it is trained in full and saved with the adapter; to "
+            "leave it as it begins: actor.model.freeze"
+        )
+    return found
+
+
+def _inside(model: nn.Module, names: Collection[str]) -> set[nn.Module]:
+    return {child for name in names for child in model.get_submodule(name).modules()}
 
 
 def keep_in_nf4(model: nn.Module, dtype: torch.dtype) -> str:
@@ -194,6 +218,8 @@ def trainable_patterns(
 ) -> list[tuple[str, int, int]]:
     """What is trained, in few lines: (name with numbers as *, tensors, parameters), in the model's order.
 
+    Read as a regular expression, in `actor.model.freeze` or `actor.optim.groups`, each finds the names it stands for.
+
     Args:
         parameters: by name; the frozen ones are passed over.
         shapes: of whole parameters, by name, where a rank's part has another.
@@ -201,7 +227,7 @@ def trainable_patterns(
     found: dict[str, tuple[int, int]] = {}
     for name, parameter in parameters.items():
         if parameter.requires_grad:
-            pattern = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name).replace(f".{ADAPTER}", "")
+            pattern = re.sub(r"^\d+(?=\.)", ".*", re.sub(r"(?<=\.)\d+(?=\.)", "*", name))
             tensors, numbers = found.get(pattern, (0, 0))
             found[pattern] = tensors + 1, numbers + shapes.get(name, parameter.shape).numel()
     return [(pattern, *counts) for pattern, counts in found.items()]

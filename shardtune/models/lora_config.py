@@ -25,6 +25,10 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 ADAPTABLE = (*LINEAR, nn.Embedding, *CONVOLUTIONS)
 CLASSIFIERS = ("score", "classifier")
 """Heads of transformers' sequence classifiers."""
+KEEPING_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
+"""Initialisers of PEFT that leave the base weights as they are."""
+SUBTRACTING = ("pissa", "olora")
+"""Those that take what they begin with out of the base weights, always alike; PEFT does so again when it loads."""
 # Of an adapter's config: what would change the forward pass in ways that are not covered here.
 UNSUPPORTED = (
     "alora_invocation_tokens",
@@ -106,7 +110,7 @@ def _shared(model: nn.Module) -> set[nn.Parameter]:
 def _ending(model: nn.Module, ending: str) -> list[str]:
     """The modules whose name is `ending`, or ends with it after a dot."""
     named = dict(model.named_modules())
-    found = [name for name in named if _ends(name, ending)]
+    found = [name for name in named if ends(name, ending)]
     where = f"{SECTION}.target_modules"
     if not found:
         known = sorted({name.rpartition(".")[2] for name, module in named.items() if isinstance(module, ADAPTABLE)})
@@ -194,7 +198,7 @@ def _left_out(model: nn.Module) -> list[str]:
 
 def _check_parameter(model: nn.Module, ending: str) -> None:
     key = f"{SECTION}.target_parameters"
-    found = [parameter for name, parameter in model.named_parameters() if _ends(name, ending)]
+    found = [parameter for name, parameter in model.named_parameters() if ends(name, ending)]
     if found and all(parameter.ndim in (2, 3) for parameter in found):
         return
     stacked = sorted({n.rpartition(".")[2] for n, p in model.named_parameters() if p.ndim == 3})
@@ -219,7 +223,7 @@ def trained_in_full(model: nn.Module, endings: Collection[str], notes: list[str]
     named = dict(model.named_modules())
     found: list[str] = []
     for ending in endings:
-        matching = [name for name in named if _ends(name, ending)]
+        matching = [name for name in named if ends(name, ending)]
         if not matching or not any(True for name in matching for _ in named[name].parameters()):
             raise ConfigError(
                 f"{SECTION}.modules_to_save: no module with parameters of {class_name(model)} is called {ending!r}",
@@ -273,6 +277,15 @@ def stored_config(directory: Path) -> peft.LoraConfig:
             where=key,
             remedy="train it with PEFT, or start a fresh adapter",
         )
+    if found.init_lora_weights not in KEEPING_BASE and found.init_lora_weights not in SUBTRACTING:
+        raise ConfigError(
+            f"the adapter in {directory} began as {found.init_lora_weights!r}, which changed the base weights in a way "
+            "that cannot be repeated",
+            where=f"{key}: {CONFIG_FILE}, init_lora_weights",
+            remedy="save it with PEFT once more, as save_pretrained(…, path_initial_model_for_weight_conversion=…)",
+        )
+    if found.init_lora_weights not in SUBTRACTING:
+        found.init_lora_weights = True
     found.inference_mode = False
     return found
 
@@ -281,7 +294,8 @@ def class_name(module: nn.Module) -> str:
     return type(module).__name__
 
 
-def _ends(name: str, ending: str) -> bool:
+def ends(name: str, ending: str) -> bool:
+    """Whether a module's name is `ending`, or ends with it after a dot."""
     return name == ending or name.endswith(f".{ending}")
 
 

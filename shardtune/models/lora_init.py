@@ -21,13 +21,12 @@ from torch.distributed.tensor import DTensor
 from shardtune.data.order import derive_seed
 from shardtune.errors import ConfigError
 from shardtune.models.lora import ADAPTER, adapter_config, lora_layers, token_rows
+from shardtune.models.lora_config import SUBTRACTING
 from shardtune.models.nf4 import NF4Linear, decode
 from shardtune.parallel.materialise import fill
 
 DECOMPOSING = ("pissa", "olora", "mica")
 """Initialisers that begin with a decomposition of the base weight."""
-SUBTRACTING = ("pissa", "olora")
-"""Those that take what they begin with out of the base weight."""
 INITIAL = "initial"
 """The buffer of a factor, beside its `weight`, that keeps what it was when it was taken out of the base weight."""
 
@@ -86,6 +85,11 @@ def with_rows(wrapper: TrainableTokensWrapper) -> torch.Tensor:
     weight = _whole(rows.base_layer.get_parameter("weight").detach()).clone()
     weight[rows.token_indices[ADAPTER]] = _whole(rows.trainable_tokens_delta[ADAPTER].detach()).to(weight)
     return weight
+
+
+def changes_base(model: nn.Module) -> bool:
+    """Whether an adapter begins as a part of the base weights, which is taken out of them."""
+    return _begins(adapter_config(model), SUBTRACTING)
 
 
 def _begun(name: str, layer: LoraLayer, config: LoraConfig, seed: int) -> nn.Module:

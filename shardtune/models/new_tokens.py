@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from shardtune.config import LoraConfig
 from shardtune.errors import ConfigError
 
 KEY = "actor.tokenizer.new_tokens"
@@ -51,6 +53,30 @@ def growing(model: nn.Module) -> set[nn.Parameter]:
     if not isinstance(model, PreTrainedModel):
         return set()
     return {parameter for module in _embeddings(model) for parameter in module.parameters()}
+
+
+def check_rows(stored: Any, needed: Mapping[str, Sequence[int]], config: LoraConfig) -> None:
+    """Compare which rows a stored adapter trains with those of the new tokens.
+
+    Args:
+        stored: the adapter's `trainable_token_indices`.
+        needed: by the name of the embedding or head.
+        config: names the adapter.
+
+    Raises:
+        ConfigError: it lacks some, which would never be trained.
+    """
+    rows = {"": stored} if isinstance(stored, list) else stored or {}  # a list is of the input embedding
+    known = {row for ids in rows.values() for row in ids}
+    missing = sorted({row for ids in needed.values() for row in ids} - known)
+    if missing:
+        raise ConfigError(
+            f"the adapter in {config.adapter_path} trains no embeddings of {len(missing)} of the new tokens "
+            f"(ids {', '.join(map(str, missing[:3]))}{', …' if len(missing) > 3 else ''})",
+            where=f"{KEY}, actor.model.lora.adapter_path",
+            remedy="merge that adapter (shardtune export --merge) and start a fresh one over the result, or leave the "
+            "tokens out",
+        )
 
 
 def _embeddings(model: PreTrainedModel) -> list[nn.Module]:

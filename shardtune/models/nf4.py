@@ -1,16 +1,22 @@
-"""Frozen linear layers kept in four bits (NF4), decoded by plain PyTorch where they are used.
+"""Frozen linear layers kept in four bits (NF4), decoded where they are used: by plain PyTorch, or the same bits faster.
 
 After QLoRA (Dettmers et al., 2023, arXiv:2305.14314): weights are cut into blocks of 64, each divided by its largest
 magnitude, and every value becomes the nearest of 16 levels, the quantiles of a normal distribution. Blocks never cross
 rows, so a rank that has some rows of a matrix can encode and decode them alone, and FSDP2 shards the codes like any
 matrix.
+
+The codes are those of bitsandbytes, by level, rounding and order in a byte. Where that is installed its kernels decode
+them, on a CPU or a GPU, once they have been seen to give plain PyTorch's bits there.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
+import logging
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -18,6 +24,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardtune.errors import ModelError
+
+logger = logging.getLogger(__name__)
 
 BLOCK = 64
 CODE_BYTES = BLOCK // 2
@@ -45,6 +53,14 @@ LEVELS = (
 )
 
 _PAIRS = torch.cartesian_prod(torch.tensor(LEVELS), torch.tensor(LEVELS))
+
+KERNELS = "bitsandbytes"
+"""The package whose kernels are used where it is installed."""
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What they decode to."""
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, int, str, list[int], torch.dtype], torch.Tensor]
+"""(codes [bytes, 1], scales [blocks], block, "nf4", shape, dtype) -> values, as bitsandbytes' `dequantize_4bit`."""
 
 
 def packed_width(columns: int) -> int:
@@ -90,11 +106,55 @@ def decode(packed: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tens
         columns: of the matrix.
         dtype: of the result.
     """
+    # A compiler fuses the plain decoding by itself.
+    kernel = None if torch.compiler.is_compiling() else kernel_for(packed.device, dtype)
+    if kernel is None:
+        return decode_plainly(packed, columns, dtype)
+    return _decode_by(kernel, packed, columns, dtype)
+
+
+def decode_plainly(packed: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """`decode` in PyTorch alone."""
     rows = packed.shape[0]
     blocks = packed.view(rows, -1, BLOCK_BYTES)
     scale = blocks[..., CODE_BYTES:].contiguous().view(torch.float32)
     values = _pairs(packed.device)[blocks[..., :CODE_BYTES].int()].view(rows, -1, BLOCK)
     return values.mul_(scale).view(rows, -1)[:, :columns].to(dtype)
+
+
+def _decode_by(kernel: Kernel, packed: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """`decode` by a kernel that takes codes and scales apart."""
+    rows = packed.shape[0]
+    blocks = packed.view(rows, -1, BLOCK_BYTES)
+    codes = blocks[..., :CODE_BYTES].reshape(-1, 1)
+    scale = blocks[..., CODE_BYTES:].contiguous().view(torch.float32).view(-1)
+    return kernel(codes, scale, BLOCK, "nf4", [rows, blocks.shape[1] * BLOCK], dtype)[:, :columns]
+
+
+@functools.cache
+def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel | None:
+    """The installed kernel for a device and dtype, if it gives the very bits of `decode_plainly` there."""
+    if device.type == "meta" or dtype not in KERNEL_DTYPES or importlib.util.find_spec(KERNELS) is None:
+        return None
+    # Every byte of codes, and scales of many sizes; the last block of each row is not full.
+    trial = torch.cat(
+        [
+            torch.arange(256, dtype=torch.uint8).view(8, CODE_BYTES),
+            torch.logspace(-6, 4, 8).view(8, 1).view(torch.uint8),
+        ],
+        dim=1,
+    ).view(4, 2 * BLOCK_BYTES).to(device)  # fmt: skip
+    columns = 2 * BLOCK - 1
+    try:
+        importlib.import_module(KERNELS)
+        kernel: Kernel = torch.ops.bitsandbytes.dequantize_4bit.default
+        agrees = torch.equal(_decode_by(kernel, trial, columns, dtype), decode_plainly(trial, columns, dtype))
+    except (ImportError, OSError, AttributeError, RuntimeError) as problem:
+        logger.warning("%s cannot decode NF4 on %s (%s); plain PyTorch does, slower", KERNELS, device, problem)
+        return None
+    if not agrees:
+        logger.warning("%s decodes NF4 on %s to other values; plain PyTorch is used, slower", KERNELS, device)
+    return kernel if agrees else None
 
 
 def _pairs(device: torch.device) -> torch.Tensor:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -19,23 +22,16 @@ class NoOptions(BaseModel):
 
 
 def read_options(kind: type[BaseModel], recipe: Recipe) -> BaseModel:
-    """`actor.model.options` as an instance of `kind`.
+    """`actor.model.options` as an instance of `kind`, as strict as the rest of a recipe: "16" is no int.
 
     Raises:
-        ConfigError: an unknown key, with the nearest known one, or a value of another type.
+        ConfigError: an unknown key, at any depth, with the nearest known one, or a value of another type.
     """
     given = recipe.actor.model.options
-    for name in given:
-        if name not in kind.model_fields:
-            near = difflib.get_close_matches(name, kind.model_fields, n=1)
-            known = ", ".join(kind.model_fields) or "none"
-            raise ConfigError(
-                f"{KEY}.{name} is not an option of this model",
-                where=recipe.where(f"{KEY}.{name}"),
-                remedy=f"did you mean {near[0]}?" if near else f"its options are: {known}",
-            )
+    _check_keys(kind, given, KEY, recipe)
     try:
-        return kind.model_validate(given)
+        # As JSON, of which a list may be a tuple and a text a path or a member of an Enum.
+        read = kind.model_validate_json(json.dumps(given), strict=kind.model_config.get("strict", True))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join([KEY, *(str(part) for part in first["loc"])])
@@ -44,6 +40,41 @@ def read_options(kind: type[BaseModel], recipe: Recipe) -> BaseModel:
             where=recipe.where(place),
             remedy=_describe(kind),
         ) from error
+    _check_inner(read, given, KEY, recipe)
+    return read
+
+
+def _check_keys(kind: type[BaseModel], given: Mapping[str, Any], place: str, recipe: Recipe) -> None:
+    """Refuse keys that a model of options does not have, unless it says that it takes any."""
+    if kind.model_config.get("extra") == "allow":
+        return
+    known = {name for name, field in kind.model_fields.items() for name in (name, field.alias) if name}
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            listed = ", ".join(kind.model_fields) or "none"
+            raise ConfigError(
+                f"{place}.{name} is not an option of this model",
+                where=recipe.where(f"{place}.{name}"),
+                remedy=f"did you mean {near[0]}?" if near else f"its options are: {listed}",
+            )
+
+
+def _check_inner(read: Any, given: Any, place: str, recipe: Recipe) -> None:
+    """The same of models within: in fields, lists and dicts."""
+    if isinstance(read, BaseModel) and isinstance(given, Mapping):
+        _check_keys(type(read), given, place, recipe)
+        values = dict(vars(read))
+        values |= {field.alias: values[name] for name, field in type(read).model_fields.items() if field.alias}
+        pairs = [(str(key), values.get(key), value) for key, value in given.items()]
+    elif isinstance(read, Mapping) and isinstance(given, Mapping):
+        pairs = [(str(key), read.get(key), value) for key, value in given.items()]
+    elif isinstance(read, Sequence) and isinstance(given, list) and not isinstance(read, str):
+        pairs = [(str(number), *both) for number, both in enumerate(zip(read, given, strict=False))]
+    else:
+        return
+    for key, inner, value in pairs:
+        _check_inner(inner, value, f"{place}.{key}", recipe)
 
 
 def _describe(kind: type[BaseModel]) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardtune.batch import LossSum, Metric
-from shardtune.errors import ConfigError
+from shardtune.errors import ConfigError, ModelError
 from shardtune.functions import check_call, load_function, named_errors
 from shardtune.loss import CrossEntropy, TokenLoss, accumulation_dtype
 
@@ -31,6 +31,40 @@ class Prediction(NamedTuple):
 
 Measure = Callable[[Iterator[Prediction]], Mapping[str, Metric]]
 """Predictions to (sum, weight) by name."""
+
+
+def checked(predictions: Any) -> Iterator[Prediction]:
+    """What an adapter's `predictions` gives, piece by piece.
+
+    Raises:
+        ModelError: a piece is none, or its parts are not of the same targets.
+    """
+    if isinstance(predictions, Prediction) or not isinstance(predictions, Iterable):
+        raise _no_prediction(f"predictions returned {_of_kind(predictions)}, not pieces one after the other")
+    for piece in predictions:
+        if not isinstance(piece, tuple) or len(piece) != 3:
+            raise _no_prediction(f"predictions gave {_of_kind(piece)}, not a Prediction")
+        parts = dict(zip(Prediction._fields, piece, strict=True))
+        if not all(isinstance(part, torch.Tensor) and part.ndim for part in parts.values()):
+            told = ", ".join(f"{name} {_of_kind(part)}" for name, part in parts.items())
+            raise _no_prediction(f"a prediction has parts that are no tensors of a target each: {told}")
+        if len({len(part) for part in parts.values()}) > 1:
+            raise _no_prediction(f"a prediction has {', '.join(f'{len(part)} {name}' for name, part in parts.items())}")
+        yield Prediction(*piece)
+
+
+def _no_prediction(what: str) -> ModelError:
+    return ModelError(
+        what,
+        where="Adapter.predictions",
+        remedy="yield Prediction(outputs, targets, weights): tensors, each with an entry for every target",
+    )
+
+
+def _of_kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple) else "")
 
 
 def predicted_loss(predictions: Iterable[Prediction], token_loss: TokenLoss) -> LossSum:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -16,6 +16,7 @@ from shardtune.errors import ConfigError, ModelError
 from shardtune.functions import load_function
 from shardtune.models.adapter import Adapter, LanguageModel
 from shardtune.models.causal_lm import CausalLM
+from shardtune.models.contract import check_adapter_class, check_made
 from shardtune.models.execution import set_execution
 from shardtune.models.pretrained import MODEL_PATH, check_vocabulary, load_config, recipe_tokenizer
 from shardtune.parallel.units import choose_units
@@ -38,7 +39,9 @@ def find_adapter(
     kind = adapter_class(config)
     if kind is not None:
         _check_read(recipe, kind)
-        return kind.from_recipe(recipe, tokenizer)
+        made = kind.from_recipe(recipe, tokenizer)
+        check_made(made, _named(config))
+        return made
     _require_known(config.model_type)
     if config.options and registered_function(config.model_type) is None:
         raise ConfigError(
@@ -53,19 +56,33 @@ def find_adapter(
 
 
 def adapter_class(config: ModelConfig) -> type[Adapter] | None:
-    """The user's adapter class that a recipe asks for; None where it asks for none."""
+    """The user's adapter class that a recipe asks for; None where it asks for none.
+
+    Raises:
+        ConfigError: it is no adapter, or does not keep the contract of one.
+    """
     if config.adapter is not None:
         found = load_function(config.adapter, "actor.model.adapter")
-        if not (inspect.isclass(found) and issubclass(found, Adapter)):
+        if not _is_adapter(found):
             raise ConfigError(
                 f"actor.model.adapter: {config.adapter} is no adapter",
-                where=f"actor.model.adapter = {config.adapter}",
+                where=_named(config),
                 remedy="name a class that derives from shardtune.Adapter",
             )
-        return _complete(found, f"actor.model.adapter = {config.adapter}")
-    if config.model_type in MODEL_TYPES:
+    elif config.model_type in MODEL_TYPES:
         return None
-    return next((found for found in registered(config.model_type) if _is_adapter(found)), None)
+    else:
+        found = next((entry for entry in registered(config.model_type) if _is_adapter(entry)), None)
+    if found is not None:
+        check_adapter_class(found, _named(config))
+    return found
+
+
+def _named(config: ModelConfig) -> str:
+    """What of a recipe names its adapter."""
+    if config.adapter is not None:
+        return f"actor.model.adapter = {config.adapter}"
+    return f"actor.model.model_type = {config.model_type}"
 
 
 def _check_read(recipe: Recipe, kind: type[Adapter]) -> None:
@@ -88,20 +105,8 @@ def _check_read(recipe: Recipe, kind: type[Adapter]) -> None:
         )
 
 
-def _is_adapter(found: Any) -> bool:
+def _is_adapter(found: Any) -> TypeGuard[type[Adapter]]:
     return inspect.isclass(found) and issubclass(found, Adapter)
-
-
-def _complete(kind: type[Adapter], where: str) -> type[Adapter]:
-    """The class, unless it lacks one of the methods that every adapter has."""
-    if inspect.isabstract(kind):
-        lacking = ", ".join(sorted(kind.__abstractmethods__))
-        raise ConfigError(
-            f"the adapter {kind.__name__} lacks {lacking}",
-            where=where,
-            remedy="write it; docs/add-a-model.md shows how",
-        )
-    return kind
 
 
 def causal_lm(

@@ -77,6 +77,7 @@ class FlatWeights(Weights):
         super().__init__(
             sharding.root, model, sharding.precision, sharding.ranks, reduce_each=reduce_each, elsewhere=elsewhere
         )
+        self.settles = self.on_ranks
         self.shapes |= self._flattened.shapes
         self.starts |= {name: piece.numbers[rank_in(self._mesh)][0] for name, piece in self._pieces.items()}
         with self._root_shell.no_sync():  # now FSDP1 looks around, as it does before a first forward

@@ -26,6 +26,7 @@ EXIT_TIMEOUT = datetime.timedelta(minutes=5)
 """How long a rank whose script has ended waits for the others to end too."""
 
 
+ONE_RANK = Layout()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +37,22 @@ class Ranks:
         rank: of this process, 0 to world_size - 1.
         world_size: processes of the run.
         device: where this rank computes.
-        mesh: ("replicate", "shard", "tensor") over all ranks, those that share a sequence among "shard"; None for a single
-            process, which needs no process group.
+        mesh: ("replicate", "shard", "tensor") over all ranks, those that share a sequence among "shard"; None for a
+            single process, which needs no process group.
         layout: the sizes of the axes.
         sequence_mesh: the ranks that share this one's sequences.
         expert_mesh: ("expert_shard", "expert") over all ranks, where experts are spread.
+        counts: whether sums over rows count this rank's: of those that work on the same rows together the first does.
     """
 
     rank: int
     world_size: int
     device: torch.device
     mesh: DeviceMesh | None = None
-    layout: Layout = Layout()
+    layout: Layout = ONE_RANK
     sequence_mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
+    counts: bool = True
 
     @property
     def data_rank(self) -> int:
@@ -72,11 +75,6 @@ class Ranks:
     def draws_rank(self) -> int:
         """Equal for ranks whose random draws have to agree, which are those that compute the same activations."""
         return self.rank // self.layout.tensor
-
-    @property
-    def counts(self) -> bool:
-        """Whether sums over rows count this rank's: of those that work on the same rows together the first does."""
-        return self.rank % self.layout.model_ranks == 0
 
     @property
     def shard_mesh(self) -> DeviceMesh | None:
@@ -230,7 +228,8 @@ def lay_out(layout: Layout, rank: int, device: torch.device) -> Ranks:
         # Copies of the model are one more way to shard experts: FSDP2 sums their gradients over all that have them.
         size = (layout.num_ranks // layout.expert, layout.expert)
         experts = init_device_mesh(device.type, size, mesh_dim_names=("expert_shard", "expert"))
-    return Ranks(rank, layout.num_ranks, device, mesh, layout, sequence, experts)
+    counts = rank % layout.model_ranks == 0
+    return Ranks(rank, layout.num_ranks, device, mesh, layout, sequence, experts, counts)
 
 
 def _leave_at_exit() -> None:

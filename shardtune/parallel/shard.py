@@ -134,6 +134,8 @@ class Weights:
         parameters: by name; of those that are sharded this rank's part.
         shapes: of the whole parameters, by name.
         starts: of parameters of which this rank has a range of numbers, in the order of memory: the first, by name.
+        on_ranks: whether there are several ranks; otherwise `begin_micro_batch` has nothing to do.
+        settles: whether ranks hold anything whole, parameters or buffers; otherwise `settle` has nothing to do.
     """
 
     def __init__(
@@ -159,6 +161,9 @@ class Weights:
         self._computed = dict(model.named_parameters())
         self.shapes = {name: parameter.shape for name, parameter in self._computed.items()}
         self._whole = [name for name, parameter in self._computed.items() if self._is_whole(name, parameter)]
+        self.on_ranks = ranks.mesh is not None
+        shared = ranks.layout.tensor > 1 and bool(partial)
+        self.settles = self.on_ranks and bool(self._whole or shared or self._buffers.tensors())
         self.parameters: dict[str, nn.Parameter] = dict(self._computed)
         self._apart: list[str] = []
         self._narrowed: list[str] = []
@@ -175,6 +180,7 @@ class Weights:
                 self._apart.append(name)
                 self.parameters[name], hook = _keep_master(parameter, compute)
                 self._hooks += [hook] if hook is not None else []
+        self._num_copies = {name: self._copies(name) for name in self.parameters}
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that are trained, by name."""
@@ -225,7 +231,7 @@ class Weights:
 
     def begin_micro_batch(self, last: bool) -> None:
         """Say, before its forward, whether a micro-batch is the step's last, after which gradients are reduced."""
-        if self._ranks.mesh is not None:
+        if self.settles:
             self._buffers.watch()
         if isinstance(self._root, FSDPModule):
             self._root.set_requires_gradient_sync(last or self._reduce_each)
@@ -300,7 +306,7 @@ class Weights:
         by_copies: dict[int, list[torch.Tensor]] = {}
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and (grad := local(parameter.grad)).numel():
-                by_copies.setdefault(self._copies(name), []).append(grad)
+                by_copies.setdefault(self._num_copies[name], []).append(grad)
         for copies, grads in by_copies.items():
             norms = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads])
             square += (norms.square().sum() / copies).to(square.device)

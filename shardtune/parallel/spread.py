@@ -75,7 +75,7 @@ def _spread_experts(model: nn.Module, plan: Mapping[str, str], ranks: Ranks) -> 
 
 
 def _own_output(module: nn.Module) -> None:
-    """Let a module return memory of its own: the sharding around it loses its hooks where a view is changed in place."""
+    """Let a module return memory of its own: sharding around it loses its hooks where a view is changed in place."""
     forward = module.forward
 
     def owning(*args: torch.Tensor) -> torch.Tensor:

@@ -129,12 +129,11 @@ class Slice:
     ranks: DeviceMesh
 
 
-def row_slice(weight: torch.Tensor) -> Slice | None:
-    """This rank's rows of a weight, if tensor ranks share it; to be called where the weight is gathered otherwise."""
-    if not isinstance(weight, DTensor):
-        return None
+def row_slice(weight: DTensor) -> Slice:
+    """This rank's rows of a weight that tensor ranks share; to be called where the weight is gathered otherwise."""
     (placement,) = weight.placements
-    assert isinstance(placement, Shard) and placement.dim == 0
+    assert isinstance(placement, Shard)
+    assert placement.dim == 0
     _, (start, *_) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
     rows = weight.to_local()
     return Slice(rows, start if len(rows) else weight.shape[0], weight.shape[0], weight.device_mesh)
@@ -232,5 +231,3 @@ def _share_again(model: nn.Module, shared: list[list[str]]) -> None:
         for name in group:
             owner, _, key = name.rpartition(".")
             model.get_submodule(owner)._parameters[key] = cut
-
-

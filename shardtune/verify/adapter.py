@@ -17,11 +17,15 @@ from shardtune.errors import ConfigError, ShardtuneError
 from shardtune.verify.case import find_case
 from shardtune.verify.kit import CannotStart, Kit
 from shardtune.verify.lora import check_lora
+from shardtune.verify.measures import check_metrics
 from shardtune.verify.parity import check_parity, check_shards
 from shardtune.verify.result import Failed, Report, Result, Skipped
 from shardtune.verify.runs import check_bf16, check_encode, check_reload, check_repeat, check_resume
 from shardtune.verify.structure import check_build, check_gradient, check_ties
 from shardtune.verify.sums import check_empty, check_masked, check_padding, check_sums
+
+SAME_ERROR = 80
+"""Characters by which two exceptions are taken for one fault: further on they name shapes and addresses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,7 @@ CHECKS: tuple[Check, ...] = (
     Check("masked", check_masked),
     Check("padding", check_padding),
     Check("empty", check_empty),
+    Check("metrics", check_metrics),
     Check("ties", check_ties),
     Check("repeat", check_repeat),
     Check("resume", check_resume),
@@ -144,7 +149,8 @@ def _run_all(kit: Kit, checks: Sequence[Check], say: Callable[[str], None]) -> I
 
 
 def run_check(kit: Kit, check: Check) -> Result:
-    """One check, whatever it runs into; that the model cannot be set up is told by the first one alone."""
+    """One check, whatever it runs into; that the model cannot be set up, or used at all, is told by the first one
+    alone."""
     began = time.perf_counter()
 
     def result(outcome: str, text: str, where: str = "", remedy: str = "") -> Result:
@@ -164,9 +170,18 @@ def run_check(kit: Kit, check: Check) -> Result:
     except Failed as found:
         return result("failed", found.what, found.where, found.remedy)
     except ShardtuneError as error:
+        # One fault of the adapter's own, which every further check would run into.
+        kind = error.remedy or error.what
+        first = kit.told.setdefault(kind, check.name)
+        if first != check.name:
+            return result("skipped", f"it cannot run, for what {first} says: {error.what}")
         return result("failed", error.what, error.where or check.name, error.remedy or "mend what the message names")
     except Exception as error:
-        return result("failed", f"{type(error).__name__}: {error}", _place(kit, error), "mend what the message names")
+        said = f"{type(error).__name__}: {error}"
+        first = kit.told.setdefault(said[:SAME_ERROR], check.name)
+        if first != check.name:
+            return result("skipped", f"it cannot run, for what {first} says: {said}")
+        return result("failed", said, _place(kit, error), "mend what the message names")
 
 
 def _place(kit: Kit, error: Exception) -> str:

@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -17,10 +18,12 @@ from shardtune.data.loader import DataState, StepLoader
 from shardtune.errors import ShardtuneError
 from shardtune.functions import import_plugins
 from shardtune.launch import lost_a_peer
+from shardtune.models.registry import find_adapter
 from shardtune.parallel.mesh import leave_ranks
 from shardtune.sft_worker import SFTWorker
 from shardtune.verify.case import IN_MEMORY, STEPS
 from shardtune.verify.processes import ERROR
+from shardtune.verify.runs import digests
 from shardtune.verify.structure import ties
 from shardtune.verify.trial import Trial, accumulation, run, set_up, silent
 
@@ -39,7 +42,7 @@ def main() -> int:
             _train(recipe, Path(work["shared"]))
         else:
             told = _load(recipe, Path(work["checkpoint"]), Path(work["final"]))
-            (folder / "losses.json").write_text(json.dumps(told))
+            (folder / "found.json").write_text(json.dumps(told))
     except BaseException as error:
         traceback.print_exc()
         (folder / ERROR).write_text(json.dumps(_told(error)))
@@ -102,14 +105,15 @@ def _first_gradient(worker: SFTWorker) -> dict[str, torch.Tensor]:
     return found
 
 
-def _load(recipe: Recipe, checkpoint: Path, final: Path) -> dict[str, list[dict[str, str]]]:
-    """The losses of each row with the weights of a checkpoint, and with those of an exported model."""
+def _load(recipe: Recipe, checkpoint: Path, final: Path) -> dict[str, Any]:
+    """The samples of rows; their losses with the weights of a checkpoint, and with those of an exported model."""
+    samples = digests(find_adapter(recipe), recipe, backwards=True)
     worker = SFTWorker(recipe, say=silent)
     worker.setup_evaluation(checkpoint)
     found = {"checkpoint": Trial(worker).row_losses()}
     reopened = worker.reopened(final)
     reopened.setup_evaluation()
-    return {**found, "exported model": Trial(reopened).row_losses()}
+    return {"samples": samples, "losses": {**found, "exported model": Trial(reopened).row_losses()}}
 
 
 if __name__ == "__main__":

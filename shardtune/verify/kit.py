@@ -43,6 +43,7 @@ class Kit:
         self.processes = processes
         self.ranks = RankPair(case.variant({**PARITY, **ONE_ROW}), case.folder)
         self.fresh = FreshProcess(case.folder)
+        self.told: dict[str, str] = {}  # errors by their remedy: the check that has told them
         self.cannot_start = ""  # the check that has told why the model cannot be set up
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from shardtune.sft_worker import SFTWorker
 from shardtune.trained_model import over_directory
 from shardtune.verify.kit import PARITY, CannotStart, Kit
 from shardtune.verify.result import Failed, Skipped
+from shardtune.verify.structure import check_buffer_forms
 from shardtune.verify.trial import CLOSE, Trial, apart, copies, run, silent
 
 STEPS = 2
@@ -34,6 +35,7 @@ def check_lora(kit: Kit) -> str:
         raise
     buffers = copies(dict(worker.inner_model().named_buffers()))
     _train(worker)
+    check_buffer_forms(worker.inner_model(), buffers)
     moved = [n for n, buffer in worker.inner_model().named_buffers() if not torch.equal(buffer, buffers[n])]
     folder = kit.case.folder / "lora"
     here = Trial(worker).row_losses()

@@ -7,21 +7,25 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 from safetensors.torch import load_file
 from torch.utils.checkpoint import checkpoint
 
+from shardtune.errors import ShardtuneError
 from shardtune.models.adapter import LanguageModel
 from shardtune.parallel.materialise import named_tensors
 from shardtune.sft_worker import SFTWorker
 from shardtune.verify.case import STEPS
-from shardtune.verify.kit import NO_PROCESSES, ONE_ROW, PARITY, CannotStart, Kit
+from shardtune.verify.kit import NO_PROCESSES, ONE_ROW, PARITY, TRAINING, CannotStart, Kit
 from shardtune.verify.reference import train_plainly
 from shardtune.verify.result import Failed, Skipped
 from shardtune.verify.structure import ties
 from shardtune.verify.trial import CLOSE, Trajectory, apart, distance, run
 
+ROUNDED = 1e-4
+"""How far losses in fp32 may be from each other, relative, where sums are taken in another order."""
 HALF = 0.05
 """How far a loss in bf16 may be from that in fp64, relative."""
 
@@ -103,7 +107,7 @@ def check_parity(kit: Kit) -> str:
         trial.adapter, model, steps, trial.weigh, lr=optim.lr, momentum=optim.args["momentum"], decay=optim.weight_decay
     )
     agreeing: list[str] = []
-    diverging: list[tuple[Axis, str]] = []
+    diverging: list[tuple[Axis, str, str]] = []
     left_out: list[str] = []
     for axis in _axes(kit):
         try:
@@ -111,24 +115,25 @@ def check_parity(kit: Kit) -> str:
         except CannotStart as error:
             left_out.append(f"{axis.name} ({error.args[0]})")
             continue
-        except Failed as error:
-            said = error.what
+        except (Failed, ShardtuneError) as error:
+            said, remedy = error.what, error.remedy or axis.remedy
         except Exception as error:
             said = f"it fails: {type(error).__name__}: {str(error).strip().partition(NEW_LINE)[0]}"
+            remedy = f"mend what the message names, or else: {axis.remedy}"
         else:
-            said = _compare(plain, found, axis)
+            said, remedy = _compare(plain, found, axis), axis.remedy
         if said is None:
             agreeing.append(axis.name)
         else:
-            diverging.append((axis, said))
+            diverging.append((axis, said, remedy))
     if diverging:
-        axis, said = diverging[0]
-        others = [other.name for other, _ in diverging[1:]]
+        axis, said, remedy = diverging[0]
+        others = [other.name for other, *_ in diverging[1:]]
         raise Failed(
             f"{axis.name} ({axis.meaning}) is the first that diverges from plain PyTorch: {said}. "
             f"Agreeing: {', '.join(agreeing) or 'none'}" + (f"; diverging too: {', '.join(others)}" if others else ""),
             where=f"{type(trial.adapter).__name__}, {axis.name}",
-            remedy=axis.remedy,
+            remedy=remedy,
         )
     told = f"{STEPS} steps as in plain PyTorch, with {', '.join(agreeing)}"
     return told + (f"; not tried: {', '.join(left_out)}" if left_out else "")
@@ -159,7 +164,21 @@ def _run_of(kit: Kit, axis: Axis) -> Trajectory:
     worker.model.eval()
     if axis is CHECKPOINTING:
         _compute_again(worker)
+        _as_asked_for(kit)
     return run(worker, STEPS)
+
+
+def _as_asked_for(kit: Kit) -> None:
+    """The adapter's own way to compute again, in training mode, where models of transformers do so at all."""
+    plain = kit.first_run
+    found = run(kit.worker({**TRAINING, "actor.model.gradient_checkpointing": True}), STEPS)
+    for number, (wanted, got) in enumerate(zip(plain.losses, found.losses, strict=True)):
+        if apart(wanted, got) > ROUNDED:
+            raise Failed(
+                f"with actor.model.gradient_checkpointing the loss in step {number} is {got:.8g}, without {wanted:.8g}",
+                where=f"{type(kit.trial.adapter).__name__}.set_execution",
+                remedy=CHECKPOINTING.remedy,
+            )
 
 
 def _compute_again(worker: SFTWorker) -> None:
@@ -186,8 +205,33 @@ def _compare(plain: Trajectory, found: Trajectory, axis: Axis) -> str | None:
     return f"its weights are {far:.3g} apart, most at {worst}" if far > axis.close else None
 
 
+def _check_unit_calls(kit: Kit) -> None:
+    """Every forward calls the same units in the same order; ranks would otherwise wait for each other for ever."""
+    trial = kit.trial
+    wanted = trial.unit_calls(trial.batch([0]))
+    others = [(f"row {row}", [row]) for row in range(1, trial.num_rows)]
+    if trial.adapter.rows_share_forwards:
+        others.append((f"all {trial.num_rows} rows together", list(range(trial.num_rows))))
+    for what, batch in (*((what, trial.batch(rows)) for what, rows in others), ("the filler", trial.filler())):
+        called = trial.unit_calls(batch)
+        if called == wanted:
+            continue
+        name = next((one or other for one, other in zip_longest(wanted, called) if one != other), "")
+        mine, its = (", ".join(names) or "none" for names in (wanted, called))
+        failure = Failed(
+            f"a forward of row 0 calls the units {mine}; one of {what} {its}, and ranks that call different "
+            "units wait for each other",
+            where=f"{type(trial.adapter).__name__}.loss: {name}",
+            remedy="call every unit once in every forward, whatever its rows (of what is not wanted, multiply by 0); "
+            "what is called only sometimes must be no unit (unit_classes, actor.fsdp_config.wrap)",
+        )
+        kit.ranks.give_up(failure)
+        raise failure
+
+
 def check_shards(kit: Kit) -> str:
     """Two ranks give the gradients and losses of one."""
+    _check_unit_calls(kit)
     if not kit.processes:
         raise Skipped(NO_PROCESSES)
     trial = kit.steady_trial()

@@ -149,6 +149,10 @@ class RankPair:
             )
         return None
 
+    def give_up(self, failure: Failed) -> None:
+        """Do not wait for them: this is known to keep them from coming to an end."""
+        self._waited, self._failure = True, failure
+
     def close(self) -> None:
         for process in self._processes:
             process.close()
@@ -169,10 +173,13 @@ class FreshProcess:
         """Let it import what it needs."""
         threads = {"OMP_NUM_THREADS": "1"}  # as here: sums over more of them may differ in the last digit
         alone = {name: "" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ}
-        self._process = Process(self._folder / "fresh", threads | alone)
+        # Another seed than Python would draw anyway, so that what depends on it is found every time.
+        hashes = {"PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"}
+        self._process = Process(self._folder / "fresh", threads | alone | hashes)
 
-    def losses(self, recipe: Recipe, checkpoint: Path, final: Path) -> dict[str, list[dict[str, str]]]:
-        """The terms of each row's loss with the weights of a checkpoint, and of an exported model, as `float.hex`."""
+    def load(self, recipe: Recipe, checkpoint: Path, final: Path) -> dict[str, Any]:
+        """What it finds: `losses`, the terms of each row's loss with the weights of a checkpoint, and of an exported
+        model, as `float.hex`; `samples`, a fingerprint of each row encoded."""
         if self._process is None:
             self.start()
         assert self._process is not None
@@ -185,7 +192,7 @@ class FreshProcess:
         failure = self._process.failure()
         if failure is not None:
             raise failure
-        return json.loads((self._folder / "fresh" / "losses.json").read_text())
+        return json.loads((self._folder / "fresh" / "found.json").read_text())
 
     def close(self) -> None:
         if self._process is not None:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from shardtune.config import Recipe
 from shardtune.data.encoder import Encoder, Row, RowDropped, RowError
 from shardtune.data.formats import as_row, read_example
-from shardtune.data.readers import read_rows
+from shardtune.data.readers import kind_of, read_rows
 from shardtune.data.sources import Source, prepare_row, resolve_sources
 from shardtune.errors import ConfigError, DataError
 from shardtune.models.adapter import Adapter
@@ -80,6 +80,12 @@ def keep_rows(rows: Sequence[Row], folder: Path) -> Path:
     path = folder / "rows.jsonl"
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def kept_rows(file: Path) -> list[Row]:
+    """The rows that `keep_rows` has written, as the encoder takes them."""
+    found = [row for _, row in read_rows(file, kind_of(file) or "")]
+    return [row for row in found if not isinstance(row, RowError)]
 
 
 def _training_rows(recipe: Recipe) -> Iterator[Row]:

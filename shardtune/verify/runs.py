@@ -5,17 +5,27 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from shardtune.batch import Sample
+from shardtune.config import Recipe
+from shardtune.models.adapter import Adapter
 from shardtune.verify.case import STEPS
 from shardtune.verify.kit import NO_PROCESSES, PARITY, TRAINING, Kit
 from shardtune.verify.result import Failed, Skipped
+from shardtune.verify.rows import kept_rows
 from shardtune.verify.trial import Trajectory, Trial, run, same, shown
 
 HALFWAY = STEPS // 2
+ENCODING = (
+    "let the sample depend on row and options alone: no vocabulary that grows as rows are seen, no counter, no hash() "
+    "of text (another one in every process); what is drawn at random belongs in loss, as rows are encoded once and kept"
+)
 DETERMINISM = (
     "let everything that loss reads come from the batch and the model: draw with torch alone (it is seeded before each "
     "forward), keep nothing on the adapter between calls"
@@ -23,34 +33,36 @@ DETERMINISM = (
 
 
 def check_encode(kit: Kit) -> str:
-    """The same row gives the same sample, here and in another process, and stays as it was."""
+    """The same row gives the same sample, twice and whatever was encoded before it, and stays as it was."""
     name = type(kit.adapter()).__name__
     encoder = kit.adapter().encoder(with_prompts=False)
     try:
-        elsewhere = pickle.loads(pickle.dumps(encoder))
+        copied = pickle.loads(pickle.dumps(encoder))
     except Exception as error:
         raise Failed(
             f"what encodes rows cannot be sent to another process: {type(error).__name__}: {error}",
             where=f"{name}.encoder",
             remedy="keep out of it what cannot be pickled (open files, lambdas, locks); or do not write encoder()",
         ) from error
-    for number, row in enumerate(kit.case.rows):
+    others = [copied.encode(copy.deepcopy(row)) for row in reversed(kit.case.rows)]
+    for number, (row, other) in enumerate(zip(kit.case.rows, reversed(others), strict=True)):
         before = copy.deepcopy(row)
-        first, again, other = encoder.encode(row), encoder.encode(row), elsewhere.encode(row)
-        if row != before:
+        first = encoder.encode(row)
+        changed = row != before
+        again = encoder.encode(row)
+        if changed:
             raise Failed(
                 f"encode changes the row it is given (row {number})",
                 where=f"{name}.encode",
                 remedy="work on a copy: dict(row)",
             )
-        for told, sample in (("a second time", again), ("in another process", other)):
-            field = _difference(first, sample)
+        for told, sample in (("a second time", again), ("by a copy of the encoder, the last row first", other)):
+            field = difference(first, sample)
             if field is not None:
                 raise Failed(
                     f"row {number} is encoded otherwise {told}: {field}",
                     where=f"{name}.encode",
-                    remedy="let the sample depend on row and options alone: what is drawn at random belongs in loss, "
-                    "as rows are encoded once and kept",
+                    remedy=ENCODING,
                 )
         weights, anew = encoder.weights(first), encoder.weights(again)
         if weights != anew:
@@ -59,10 +71,10 @@ def check_encode(kit: Kit) -> str:
                 where=f"{name}.weights",
                 remedy="let weights depend on the sample alone",
             )
-    return f"{len(kit.case.rows)} rows, the same twice and in another process"
+    return f"{len(kit.case.rows)} rows, the same twice and in another order"
 
 
-def _difference(one: Sample, other: Sample) -> str | None:
+def difference(one: Sample, other: Sample) -> str | None:
     """The first part in which two samples differ; None where they do not."""
     arrays = {"input_ids": one.input_ids, "loss_weights": one.loss_weights, **one.fields}
     others = {"input_ids": other.input_ids, "loss_weights": other.loss_weights, **other.fields}
@@ -129,7 +141,7 @@ def _same_runs(kit: Kit, one: Trajectory, other: Trajectory, what: str) -> None:
 
 
 def check_reload(kit: Kit) -> str:
-    """What is saved gives the same losses in a process that has seen nothing else."""
+    """What is saved gives the same losses, and rows the same samples, in a process that has seen nothing else."""
     if not kit.processes:
         raise Skipped(NO_PROCESSES)
     folder = kit.case.folder / "reload"
@@ -138,8 +150,9 @@ def check_reload(kit: Kit) -> str:
     worker.save_checkpoint(folder / "checkpoint", HALFWAY)
     worker.export(folder / "final", "fp64")
     here = Trial(worker).row_losses()
-    there = kit.fresh.losses(worker.recipe, folder / "checkpoint", folder / "final")
-    for what, losses in there.items():
+    there = kit.fresh.load(worker.recipe, folder / "checkpoint", folder / "final")
+    _same_samples(kit, there["samples"])
+    for what, losses in there["losses"].items():
         for row, (mine, its) in enumerate(zip(here, losses, strict=True)):
             term = next((term for term in mine if mine[term] != its.get(term)), None)
             if term is not None:
@@ -151,6 +164,35 @@ def check_reload(kit: Kit) -> str:
                     "in module globals, on the adapter, or in what loss or build compute while training",
                 )
     return f"{len(here)} rows, the same losses bit for bit in a fresh process, from checkpoint and exported model"
+
+
+def _same_samples(kit: Kit, there: Sequence[str]) -> None:
+    adapter = kit.adapter()
+    here = digests(adapter, kit.case.recipe)
+    number = next((n for n, pair in enumerate(zip(here, there, strict=True)) if pair[0] != pair[1]), None)
+    if number is not None:
+        raise Failed(
+            f"row {number} is encoded otherwise in a fresh process, which takes the last row first",
+            where=f"{type(adapter).__name__}.encode",
+            remedy=ENCODING,
+        )
+
+
+def digests(adapter: Adapter, recipe: Recipe, *, backwards: bool = False) -> list[str]:
+    """A fingerprint of the sample of each row that the recipe names, encoded in their order or from the last on."""
+    encoder, rows = adapter.encoder(with_prompts=False), kept_rows(Path(str(recipe.data.train_data_paths)))
+    order = range(len(rows))[::-1] if backwards else range(len(rows))
+    found = {row: _digest(encoder.encode(rows[row])) for row in order}
+    return [found[row] for row in range(len(rows))]
+
+
+def _digest(sample: Sample) -> str:
+    made = blake2b(digest_size=16)
+    for name, array in sorted({"": sample.input_ids, "weights": sample.loss_weights, **sample.fields}.items()):
+        values = np.asarray(array)
+        made.update(f"{name} {values.dtype} {values.shape}".encode())
+        made.update(values.tobytes())
+    return made.hexdigest()
 
 
 def check_bf16(kit: Kit) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 
 import torch
 from torch import nn
 
+from shardtune.batch import Batch
 from shardtune.construction import build_empty, seeded
 from shardtune.models.adapter import Adapter
 from shardtune.parallel.materialise import named_tensors, persistent_buffers
@@ -26,6 +28,7 @@ def check_build(kit: Kit) -> str:
         real = kit.adapter().build()
     _same_parameters(empty, real)
     _check_shared_memory(real)
+    _check_plain_tensors(empty)
     _same_ties(empty, real)
     _same_buffers(empty, real, kit.adapter(), seed)
     parameters, tied = dict(empty.named_parameters()), ties(empty)
@@ -84,6 +87,25 @@ def _check_shared_memory(real: nn.Module) -> None:
             )
 
 
+def _check_plain_tensors(empty: nn.Module) -> None:
+    """A tensor that is neither parameter nor buffer is given no values, moved to no device and saved nowhere."""
+    known = {id(tensor) for tensor in (*empty.parameters(), *empty.buffers())}
+    for prefix, module in empty.named_modules():
+        if type(module).__module__.startswith(("torch.", "transformers.")):
+            continue  # these look after what they keep
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and id(value) not in known:
+                name = f"{prefix}.{key}" if prefix else key
+                how = "has no values, as it is computed from parameters" if value.is_meta else "is moved to no device"
+                raise Failed(
+                    f"{name} is a tensor of shape {list(value.shape)} that is neither parameter nor buffer: it {how}, "
+                    "and no checkpoint holds it",
+                    where=f"{BUILD}: {name}",
+                    remedy=f"self.register_buffer({key!r}, …), with persistent=False where it follows from the options"
+                    + ("; compute what depends on parameters in forward" if value.is_meta else ""),
+                )
+
+
 def _same_ties(empty: nn.Module, real: nn.Module) -> None:
     if ties(empty) != ties(real):
         lost = next((group for group in ties(real) if group not in ties(empty)), None) or ties(empty)[0]
@@ -139,7 +161,9 @@ def check_gradient(kit: Kit) -> str:
     trial = kit.trial
     adapter = type(trial.adapter).__name__
     batches = [trial.batch(rows) for rows in trial.forwards(range(trial.num_rows))]
+    before = _tensors(trial.batch(trial.forwards(range(trial.num_rows))[0]))
     losses = trial.losses(batches[0])
+    _check_unchanged(before, _tensors(batches[0]), adapter)
     for term, loss in losses.items():
         total = loss.total
         if not isinstance(total, torch.Tensor) or total.ndim:
@@ -181,6 +205,24 @@ def check_gradient(kit: Kit) -> str:
     return f"{shown_losses(measured.totals, measured.weights)}; reaches {len(trained)} parameters"
 
 
+def _tensors(batch: Batch) -> dict[str, torch.Tensor]:
+    """What a micro-batch holds, by name."""
+    own = {part.name: getattr(batch, part.name) for part in fields(batch)}
+    return {**{name: value for name, value in own.items() if isinstance(value, torch.Tensor)}, **batch.fields}
+
+
+def _check_unchanged(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], adapter: str) -> None:
+    for name, tensor in before.items():
+        if not _equal(tensor, after[name]):
+            raise Failed(
+                f"loss changes the batch it is given: {int((tensor != after[name]).sum())} of the {tensor.numel()} "
+                f"values of {name}",
+                where=f"{adapter}.loss: {name}",
+                remedy="work on a copy, without functions that write in place (add_, clamp_, masked_fill_, x[…] = …): "
+                "one batch goes to loss, metrics and predictions, and again to loss where fp16 overflows",
+            )
+
+
 def shown_losses(totals: Mapping[str, float], weights: Mapping[str, float]) -> str:
     return ", ".join(f"{term} {total:.4g} over {weights[term]:g}" for term, total in totals.items())
 
@@ -198,6 +240,7 @@ def check_ties(kit: Kit) -> str:
     before = copies(dict(model.named_buffers()))
     run(worker, STEPS)
     _still_tied(built, model, "after training")
+    check_buffer_forms(model, before)
     _check_unsaved(model, before)
     folder = kit.case.folder / "ties"
     worker.save_checkpoint(folder, STEPS)
@@ -222,6 +265,19 @@ def _still_tied(built: list[list[str]], model: nn.Module, when: str) -> None:
                 f"{' and '.join(group)} are one parameter when built, and no longer {when}",
                 where=f"{BUILD}: {group[-1]}",
                 remedy="tie in the constructor, and let nothing assign a new parameter afterwards",
+            )
+
+
+def check_buffer_forms(model: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
+    """A buffer that training turns into one of another dtype or shape cannot be loaded again."""
+    for name, buffer in model.named_buffers():
+        one, other = (buffer.dtype, buffer.shape), (before[name].dtype, before[name].shape)
+        if one != other:
+            raise Failed(
+                f"the buffer {name} is {list(other[1])} of {other[0]} when built, {list(one[1])} of {one[0]} after "
+                "training, so a checkpoint does not fit",
+                where=f"{BUILD}: {name}",
+                remedy="write to it in place (copy_, mul_, add_), which keeps its shape and dtype",
             )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from shardtune.batch import Batch, PackedBatch
 from shardtune.models.adapter import LanguageModel, LanguageRoot, WholeStepAdapter
-from shardtune.verify.kit import Kit
+from shardtune.verify.kit import PARITY, Kit
 from shardtune.verify.masks import halves, maskings, partial_maskings, without_last_target
 from shardtune.verify.result import Failed, Skipped
 from shardtune.verify.trial import CLOSE, Measured, Trial, apart, distance
@@ -35,7 +35,24 @@ def check_sums(kit: Kit) -> str:
             continue
         _check_totals(trial, reference, measured, splits[0][0], how)
         _check_gradients(trial, reference, measured, splits[0][0], how)
-    return f"{len(splits)} splits of {len(rows)} rows give the same sums, weights and gradients"
+    told = f"{len(splits)} splits of {len(rows)} rows give the same sums, weights and gradients"
+    return "; ".join([told, *_check_training_mode(kit, splits[:2])])
+
+
+def _check_training_mode(kit: Kit, splits: Sequence[tuple[str, list[list[int]]]]) -> Iterator[str]:
+    """What is done in training alone has to be a sum over rows, too; dropout and batch norms aside."""
+    if len(splits) < 2:
+        return
+    trial = Trial(kit.worker(PARITY))
+    trial.train()
+    if trial.restless is not None:
+        yield "not compared in training mode, where it draws or counts"
+        return
+    (one, parts), (other, together) = splits
+    reference, measured = (trial.measure([trial.batch(part) for part in split]) for split in (parts, together))
+    _check_totals(trial, reference, measured, f"{one} in training mode", other)
+    _check_gradients(trial, reference, measured, f"{one} in training mode", other)
+    yield "in training mode too"
 
 
 def _splits(trial: Trial, rows: Sequence[int]) -> Iterator[tuple[str, list[list[int]]]]:
@@ -173,7 +190,9 @@ def _check_masked_parts(trial: Trial) -> Iterator[str]:
 
 
 def _check_masked_tokens(trial: Trial) -> Iterator[str]:
-    """The loss of a row of tokens is that of one half of its targets and of the other."""
+    """The loss of a row of tokens is that of one half of its targets and of the other; no token sees a later one."""
+    yield from _check_scaled_targets(trial)
+    yield from _check_causal(trial)
     for sample in trial.samples:
         parts = halves(sample)
         if parts is None:
@@ -205,6 +224,50 @@ def _check_masked_tokens(trial: Trial) -> Iterator[str]:
                 )
         yield "the last token, where it is no target"
         break
+
+
+def _check_scaled_targets(trial: Trial) -> Iterator[str]:
+    """A target of half the weight counts half."""
+    sample = trial.samples[0]
+    if not len(sample.loss_weights):
+        return
+    half = replace(sample, loss_weights=sample.loss_weights / 2)
+    whole, halved = (trial.measure([trial.batch_of([one])]) for one in (sample, half))
+    for term in [term for term in trial.terms if trial.adapter.row_terms().get(term) is None]:
+        if apart(whole.totals[term] / 2, halved.totals[term]) > CLOSE:
+            raise Failed(
+                f"with half the weight on every target the term {term!r} is {halved.totals[term]:.8g}, not half of "
+                f"{whole.totals[term]:.8g}",
+                where=f"{type(trial.adapter).__name__}.loss",
+                remedy="multiply each target's loss by its weight (batch.target_weights)",
+            )
+    yield "half of each target's weight"
+
+
+@torch.no_grad()
+def _check_causal(trial: Trial) -> Iterator[str]:
+    """The last token of a row moves no logits before it: they would be told what they are to predict."""
+    adapter, root = trial.adapter, trial.root
+    sample = max(trial.samples, key=lambda sample: sample.length)
+    if not isinstance(adapter, LanguageModel) or not isinstance(root, LanguageRoot) or sample.length < 2:
+        return
+    tokens = sample.input_ids.copy()
+    tokens[-1] = _another_token(trial)[int(tokens[-1])]
+    places = torch.arange(sample.length - 1)
+    found = []
+    for one in (sample, replace(sample, input_ids=tokens)):
+        batch = trial.batch_of([one])
+        assert isinstance(batch, PackedBatch)
+        found.append(root.logits(batch, places))
+    moved = (found[0] - found[1]).abs().amax(-1) > CLOSE * found[0].abs().max()
+    if bool(moved.any()):
+        raise Failed(
+            f"another last token moves the logits at {int(moved.sum())} of the {len(places)} tokens before it, which "
+            "are to predict it and others",
+            where=f"{type(adapter).__name__}.logits",
+            remedy="let a token see itself and those before it alone: a causal mask, targets shifted by one",
+        )
+    yield "a token for those before it"
 
 
 def _another_token(trial: Trial) -> Mapping[int, int]:
@@ -287,9 +350,7 @@ def _check_packing(trial: Trial, adapter: LanguageModel) -> str:
 def check_empty(kit: Kit) -> str:
     """A micro-batch without targets gives zeros: for a rank without rows, and for rows whose targets were cut off."""
     trial = kit.trial
-    sample = trial.adapter.filler(trial.samples[0])
-    filler = trial.adapter.collate([sample], (-1,), dict.fromkeys(trial.terms, 0.0))
-    _check_zero(trial, filler, frozenset(trial.terms), "the filler of a rank without rows")
+    _check_zero(trial, trial.filler(), frozenset(trial.terms), "the filler of a rank without rows")
     if isinstance(trial.adapter, WholeStepAdapter):
         return "a filler is harmless"
     ways = maskings(trial.weigh, trial.samples[0], trial.adapter.padding)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from shardtune.batch import Batch, LossSum, Sample
 from shardtune.config import Recipe
 from shardtune.data.loader import DataState, StepLoader
 from shardtune.data.prepare import WeighedRows
 from shardtune.models.adapter import Adapter, AdapterRoot, WholeStepAdapter, named
+from shardtune.parallel.buffers import statistical_norms
 from shardtune.parallel.shard import local
 from shardtune.sft_worker import SFTWorker
 from shardtune.step import Accumulate, accumulate, objective, set_draws
@@ -103,6 +106,34 @@ class Trial:
     @property
     def root(self) -> AdapterRoot:
         return self.worker.root
+
+    def train(self) -> None:
+        """Turn the model to training mode, but for what draws or keeps statistics there: dropout and batch norms."""
+        self.worker.model.train()
+        norms = statistical_norms(self.worker.inner_model()).values()
+        draws = (module for module in self.root.modules() if isinstance(module, _DropoutNd))
+        for module in (*norms, *draws):
+            module.eval()
+
+    def unit_calls(self, batch: Batch) -> list[str]:
+        """The names of the units that a forward calls, in order, as often as it calls them."""
+        names = {module: name for name, module in self.worker.inner_model().named_modules()}
+        units = self.adapter.shard_units(self.worker.inner_model())[0]
+        called: list[str] = []
+        hooks = [unit.register_forward_pre_hook(partial(_note, called, names[unit])) for unit in units]
+        try:
+            with torch.no_grad():
+                set_draws(0, 0, 0, 0, "verify")
+                self.root(batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return called
+
+    def filler(self) -> Batch:
+        """What a rank without rows computes."""
+        sample = self.adapter.filler(self.samples[0])
+        return self.adapter.collate([sample], (-1,), dict.fromkeys(self.terms, 0.0))
 
     @cached_property
     def samples(self) -> list[Sample]:
@@ -214,6 +245,10 @@ class Trial:
                 "so two ways to it cannot be compared; to have them compared, draw in encode, or while model.training"
             )
         return None
+
+
+def _note(called: list[str], name: str, _module: nn.Module, _args: object) -> None:
+    called.append(name)
 
 
 def same(one: Mapping[str, float], other: Mapping[str, float]) -> bool:

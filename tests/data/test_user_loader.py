@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 from shardtune.data.loader import DataState, Step
 from shardtune.data.loader_record import LoaderRecord
@@ -194,6 +196,72 @@ def own_generator() -> DataLoader:
     return plain(torch.Generator().manual_seed(5))
 
 
+def lasting() -> DataLoader:
+    """Its processes, in which it draws, outlive an epoch."""
+    return plain(num_workers=2, persistent_workers=True)
+
+
+def sampler_in_a_sampler() -> DataLoader:
+    rows: Any = list(range(11))
+    sampler = RandomSampler(rows, generator=torch.Generator().manual_seed(5))
+    return DataLoader(rows, batch_sampler=BatchSampler(sampler, ROWS, drop_last=False), collate_fn=noisy)
+
+
+class Drawing(Dataset[float]):
+    """Draws from generators of its own."""
+
+    def __init__(self, seed: int = 5) -> None:
+        self.own = random.Random(seed)
+        self.old = np.random.RandomState(seed)
+        self.new = np.random.default_rng(seed)
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> float:
+        return index + self.own.random() + float(self.old.random()) + float(self.new.random())
+
+
+def drawing() -> DataLoader:
+    return DataLoader(Drawing(), batch_size=ROWS, shuffle=True, collate_fn=noisy)
+
+
+class Restored(DataLoader[Any]):
+    """As torchdata's loader: a state is taken in at the next `iter`; one of a pass's end leaves the loader there."""
+
+    generator: torch.Generator
+    taken = 0
+    given: dict[str, Any] | None = None
+
+    def __iter__(self) -> Any:
+        given, self.given = self.given, None
+        if given is not None:
+            self.generator.set_state(given["generator"])
+        self.before = self.generator.get_state()
+        source = super().__iter__()
+        self.taken = 0 if given is None or given["taken"] == len(self) else given["taken"]
+        for _ in islice(source, self.taken):
+            pass
+        return self._rest(source)
+
+    def _rest(self, source: Iterator[Any]) -> Iterator[Any]:
+        for batch in source:
+            self.taken += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken, "generator": self.before}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.given = state_dict
+
+
+def restored() -> DataLoader:
+    rows: Any = list(range(11))
+    generator = torch.Generator().manual_seed(5)
+    return Restored(rows, batch_size=ROWS, shuffle=True, collate_fn=noisy, generator=generator)
+
+
 def same_steps(one: Sequence[Step], other: Sequence[Step]) -> bool:
     """Bitwise the same batches, at the same places."""
     return [(step.state, step.after) for step in one] == [(step.state, step.after) for step in other] and all(
@@ -224,16 +292,20 @@ def resume_everywhere(make: str) -> list[list[str]]:
     return told
 
 
-@pytest.mark.parametrize("make", ["plain", "own_generator", "Cursor", "Deaf"])
+@pytest.mark.parametrize(
+    "make",
+    ["plain", "own_generator", "lasting", "sampler_in_a_sampler", "drawing", "restored", "Cursor", "Deaf"],
+)
 def test_a_run_that_goes_on_sees_the_rest_with_the_same_draws(make: str) -> None:
     """Three steps an epoch on one rank: stops in the middle and at the end of one."""
     told = resume_everywhere(make)
     again = "the loader keeps no state: going through the first"
-    if make == "Cursor":
+    if make in ("Cursor", "restored"):
         assert told == [[]] * 6
     else:
         assert [any(again in line for line in said) for said in told] == [True, True, False] * 2
-    run_ranks(resume_everywhere, 2, make)  # as well
+    if make != "lasting":  # the ranks of a test may start no processes
+        run_ranks(resume_everywhere, 2, make)
 
 
 def test_an_epochs_order_is_its_own() -> None:
@@ -291,6 +363,28 @@ def test_data_that_changed_is_refused_saying_what(items: Any, num_samples: int, 
     assert "runner.allow_changes=[data.train_data_paths]" in str(error.value)
     changed.resume(state, record, allow_changed=True)
     assert next(changed.steps(state)).state == state
+
+
+def test_a_row_that_changed_among_those_trained_on_is_noticed() -> None:
+    """Neither the first batch nor the last one that was trained on."""
+    first = loader(num_samples=14)
+    state = list(islice(first.steps(DataState()), 2))[-1].after
+    record = through_json(first.record())
+    items = batches()
+    items[1]["input_ids"] = items[1]["input_ids"] + 1
+    with pytest.raises(CheckpointError, match="the first 4 batches of epoch 0 are not those that were trained on"):
+        loader(items, num_samples=14).resume(state, record, allow_changed=False)
+
+
+def test_a_generator_that_is_not_seeded_is_mentioned() -> None:
+    first = loader(DataLoader(Drawing(1), batch_size=ROWS, collate_fn=noisy))
+    state = list(islice(first.steps(DataState()), 3))[-1].after
+    said: list[str] = []
+    second = loader(DataLoader(Drawing(2), batch_size=ROWS, collate_fn=noisy), said=said)
+    with pytest.raises(CheckpointError, match="first batch"):
+        second.resume(state, through_json(first.record()), allow_changed=False)
+    second.resume(state, through_json(first.record()), allow_changed=True)
+    assert said == ["a generator that the loader holds was seeded otherwise: what it draws from here on is new"]
 
 
 def test_a_loader_that_yields_other_batches_when_it_is_gone_through_again_is_refused() -> None:
@@ -376,6 +470,21 @@ def test_ranks_that_do_not_see_what_they_should_are_told() -> None:
         assert '{"sharded": True}' in told
     for told in run_ranks(on_unlike_ranks, 2, True):
         assert told.endswith("begins with the same batch on every rank: rows come twice")
+
+
+def test_a_step_is_checked_for_ranks_to_come() -> None:
+    made = loader(size=12)
+    made.check_ranks(3)
+    with pytest.raises(ConfigError, match=r"12 is not divisible by actor\.micro_batch_size = 2 times 4 ranks") as error:
+        made.check_ranks(4)
+    assert "set actor.global_batch_size to 8 or 16, or actor.micro_batch_size to 1, or start 3 ranks" in str(
+        error.value
+    )
+    loader(size=12, sharded=True).check_ranks(4)
+
+
+def test_an_epoch_has_as_many_rows_as_announced() -> None:
+    assert (loader(num_samples=13).num_samples, loader().num_samples) == (13, 14)
 
 
 def test_a_sharded_loader_need_not_divide() -> None:

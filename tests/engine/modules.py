@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import shardtune
-from shardtune import NeedParallel, TrainEngine, nn
+from shardtune import TrainEngine, nn
 
 SAMPLES = [[(7 * row + 3 * place) % 64 for place in range(12)] for row in range(5)]
 """Five, which no number of ranks divides."""
@@ -139,6 +139,3 @@ def make(model: Path, kind: type = Trained) -> Any:
     """A module without weights."""
     with shardtune.init_empty_weights():
         return kind.from_pretrained(model)
-
-
-__all__ = ["SAMPLES", "NeedParallel", "Course", "Trained", "apart", "make", "plain", "save_model", "steps"]

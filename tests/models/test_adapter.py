@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,7 +14,8 @@ import torch
 from pydantic import BaseModel
 from torch import nn
 
-from shardtune import Adapter, Batch, LossSum, Sample
+from shardtune import Adapter, Batch, LossSum, Prediction, Sample
+from shardtune.batch import Metric
 from shardtune.config import Recipe, load_recipe
 from shardtune.data.encoder import RowDropped, RowError
 from shardtune.errors import ConfigError, DataError, ModelError
@@ -42,6 +45,24 @@ class Small(Adapter):
 
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
         return LossSum(model(batch["pixels"]).sum(), float(len(batch["label"])))
+
+
+class Inner(BaseModel):
+    depth: int = 1
+
+
+class NestedOptions(BaseModel):
+    inner: Inner = Inner()
+    layers: list[Inner] = []
+    sizes: tuple[int, ...] = (1, 2)
+    rate: float = 0.5
+    folder: Path = Path()
+
+
+class Nested(Small):
+    """Options within options."""
+
+    Options = NestedOptions
 
 
 class NoLoss(Adapter):
@@ -82,12 +103,41 @@ def test_options_are_typed_and_have_defaults() -> None:
     [
         ({"widht": 7}, r"actor.model.options.widht is not an option of this model.*did you mean width"),
         ({"width": "wide"}, r"actor.model.options.width = 'wide'.*the options are width: int, name: str"),
+        ({"width": "7"}, r"actor.model.options.width = '7'"),
+        ({"width": True}, r"actor.model.options.width = True"),
     ],
 )
 def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         find_adapter(recipe(options=options))
     assert caught.match(message.replace(".*", r"[\s\S]*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"inner": {"dpeth": 2}},
+            r"actor.model.options.inner.dpeth is not an option of this model.*did you mean depth",
+        ),
+        (
+            {"layers": [{}, {"name": 2}]},
+            r"actor.model.options.layers.1.name is not an option.*its options are: depth",
+        ),
+        ({"inner": {"depth": "2"}}, r"actor.model.options.inner.depth = '2'"),
+    ],
+)
+def test_a_wrong_option_is_named_at_any_depth(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_adapter(recipe("Nested", options=options))
+    assert caught.match(message.replace(".*", r"[\s\S]*"))
+
+
+def test_options_may_be_of_types_that_a_recipe_has_no_word_for() -> None:
+    given = {"inner": {"depth": 2}, "layers": [{"depth": 3}], "sizes": [3, 4], "rate": 1, "folder": "some/where"}
+    read = find_adapter(recipe("Nested", options=given)).options
+    assert (read.inner.depth, read.layers[0].depth, read.sizes, read.rate) == (2, 3, (3, 4), 1.0)
+    assert read.folder == Path("some/where")
 
 
 @pytest.mark.parametrize(
@@ -127,6 +177,77 @@ def test_a_row_that_lacks_something_is_told_with_what_it_has() -> None:
         encoder().encode({"pixels": ["a"], "label": 0, "notes": []})
 
 
+class Faulty(Small):
+    """Does in `encode` and `weights` what a test asks for."""
+
+    does: ClassVar[Callable[[Any, Any], Any]]
+    weighs: ClassVar[Any] = {"loss": 1}
+
+    def encode(self, row: Mapping[str, Any]) -> Sample:
+        return type(self).does(self, row)
+
+    def weights(self, sample: Sample) -> Mapping[str, float]:
+        return type(self).weighs
+
+
+def encoded(does: Callable[[Any, Any], Any]) -> Sample:
+    Faulty.does = does
+    return FieldEncoder(Faulty(recipe()), recipe()).encode({"x": None})
+
+
+def given(**fields: Any) -> Sample:
+    return Sample(fields={"notes": np.zeros(1), **fields})
+
+
+@pytest.mark.parametrize(
+    ("does", "message"),
+    [
+        (lambda self, row: row["x"].lower(), "AttributeError: 'NoneType' object has no attribute 'lower'"),
+        (lambda self, row: Path("gone.png").read_bytes(), "FileNotFoundError: .*'gone.png'"),
+        (lambda self, row: 1 / 0, "ZeroDivisionError"),
+        (lambda self, row: torch.ones(2) @ torch.ones(3), "RuntimeError"),
+        (lambda self, row: given(x=[[1, 2], [3]]), "the field 'x' is no array"),
+        (lambda self, row: given(x="text"), "the field 'x' is <U4, not an array of numbers"),
+    ],
+)
+def test_what_a_row_may_cause_is_told_with_the_row(does: Callable[[Any, Any], Any], message: str) -> None:
+    with pytest.raises(RowError, match=message):
+        encoded(does)
+
+
+@pytest.mark.parametrize(
+    ("does", "error"),
+    [
+        (lambda self, row: self.widht, AttributeError),
+        (lambda self, row: row.x, AttributeError),
+        (lambda self, row: np.arry(1), AttributeError),  # pyright: ignore[reportAttributeAccessIssue]
+        (lambda self, row: no_such_name, NameError),  # pyright: ignore[reportUndefinedVariable] # noqa: F821
+        (lambda self, row: {"x": 1}, ModelError),
+        (lambda self, row: Sample(), ModelError),
+        (lambda self, row: Sample({"x": 1}), ModelError),  # pyright: ignore[reportArgumentType]
+        (lambda self, row: Sample(fields=[1]), ModelError),  # pyright: ignore[reportArgumentType]
+        (lambda self, row: Sample(fields={"notes": np.array(1)}), ModelError),
+    ],
+)
+def test_what_no_row_causes_is_no_matter_of_a_row(does: Callable[[Any, Any], Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        encoded(does)
+
+
+def test_tensors_are_taken_as_they_are() -> None:
+    sample = encoded(lambda self, row: given(x=torch.ones(2, requires_grad=True), y=torch.tensor(0.5).bfloat16()))
+    assert sample.fields["x"].tolist() == [1, 1]
+    assert (sample.fields["y"].dtype, sample.fields["y"].item()) == (np.float32, 0.5)
+
+
+@pytest.mark.parametrize("weighs", [1.0, {}, None, {"loss": float("nan")}, {"loss": -1}, {"loss": "many"}])
+def test_weights_are_numbers_by_name(weighs: Any) -> None:
+    sample = encoded(lambda self, row: given())
+    Faulty.weighs = weighs
+    with pytest.raises(ModelError, match=r"weights returned .*, not a dict of numbers from 0 on"):
+        FieldEncoder(Faulty(recipe()), recipe()).weights(sample)
+
+
 def test_long_fields_are_cut_dropped_or_refused() -> None:
     row = {**LABELLED, "notes": list(range(9))}
     cut = encoder(data={"max_length": 4})
@@ -153,6 +274,29 @@ def test_the_cache_key_follows_options_and_code() -> None:
     assert encoder().cache_key() == encoder().cache_key()
     assert encoder().cache_key() != encoder(options={"width": 5}).cache_key()
     assert encoder().cache_key() != encoder(data={"max_length": 9}).cache_key()
+
+
+def test_the_cache_key_follows_every_file_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "several_files_of_mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "features.py").write_text("SCALE = 1\n")
+    (package / "model.py").write_text("from tests.models.test_adapter import Small\n\n\nclass Mine(Small):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    kind = importlib.import_module("several_files_of_mine.model").Mine
+    before = FieldEncoder(kind(recipe()), recipe()).cache_key()
+    assert FieldEncoder(kind(recipe()), recipe()).cache_key() == before
+    (package / "features.py").write_text("SCALE = 2\n")
+    assert FieldEncoder(kind(recipe()), recipe()).cache_key() != before
+
+
+def test_a_class_typed_into_a_notebook_has_a_cache_key_too() -> None:
+    keys = []
+    for scale in (1, 2, 1):
+        space = {"__name__": "a_notebook", "Small": Small}
+        exec(f"class Typed(Small):\n    def encode(self, row):\n        return {scale}", space)
+        keys.append(FieldEncoder(space["Typed"](recipe()), recipe()).cache_key())  # pyright: ignore[reportCallIssue]
+    assert keys[0] == keys[2] != keys[1]
 
 
 def test_rows_are_stacked_and_padded() -> None:
@@ -213,6 +357,52 @@ def test_a_loss_that_is_none_is_refused() -> None:
     batch = adapter.collate([adapter.encode(LABELLED)], (0,), {"loss": 1.0})
     with pytest.raises(ModelError, match="loss returned a Tensor, not a LossSum"):
         adapter.root(adapter.build())(batch)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda out: LossSum(out.flatten(), 1), r"the total of the loss 'loss' is of shape \[4\]"),
+        (lambda out: LossSum(out.sum().item(), 1), "the total of the loss 'loss' is a float"),
+        (lambda out: LossSum(out.sum(), None), "the weight of the loss 'loss' is None, not a number"),  # pyright: ignore[reportArgumentType]
+        (lambda out: LossSum(out.sum(), out), "the weight of the loss 'loss' is tensor"),
+        (lambda out: LossSum(out.sum().detach(), 1), "the loss has no graph"),
+    ],
+)
+def test_a_loss_that_cannot_be_summed_is_told(returned: Callable[[torch.Tensor], Any], message: str) -> None:
+    class Odd(Small):
+        def loss(self, model: nn.Module, batch: Batch) -> Any:
+            return returned(model(batch["pixels"]))
+
+    adapter = Odd(recipe(precision="fp32"))
+    batch = adapter.collate([adapter.encode(LABELLED)], (0,), {"loss": 1.0})
+    with pytest.raises(ModelError, match=message):
+        adapter.root(adapter.build())(batch)
+
+
+def test_a_weight_may_be_a_tensor_and_evaluation_needs_no_graph() -> None:
+    class Counted(Small):
+        def loss(self, model: nn.Module, batch: Batch) -> LossSum:
+            return LossSum(model(batch["pixels"]).sum(), torch.tensor(3))  # pyright: ignore[reportArgumentType]
+
+    adapter = Counted(recipe(precision="fp32"))
+    batch = adapter.collate([adapter.encode(LABELLED)], (0,), {"loss": 1.0})
+    root = adapter.root(adapter.build())
+    weight = root(batch)["loss"].weight
+    assert (weight, type(weight)) == (3.0, float)
+    with torch.no_grad():
+        assert root.evaluate(batch).losses["loss"].weight == 3.0
+
+
+def test_metrics_that_are_no_dict_are_told() -> None:
+    class Pair(Small):
+        def metrics(self, model: nn.Module, batch: Batch) -> Any:
+            return 3, 5
+
+    adapter = Pair(recipe(precision="fp32"))
+    batch = adapter.collate([adapter.encode(LABELLED)], (0,), {"loss": 1.0})
+    with pytest.raises(ModelError, match="metrics returned a tuple, not a dict"):
+        adapter.root(adapter.build()).evaluate(batch)
 
 
 class Deep(Small):
@@ -285,3 +475,43 @@ def test_fp64_takes_fields_along() -> None:
     batch = adapter.collate([adapter.encode(LABELLED)], (0,), {"loss": 1.0})
     assert batch["pixels"].dtype == torch.float64
     assert batch["notes"].dtype == torch.int64
+
+
+OUTPUTS, TARGETS = torch.zeros(4), torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, "predictions returned a NoneType, not pieces"),
+        (Prediction(OUTPUTS, TARGETS, TARGETS), "predictions returned a Prediction of 3, not pieces"),
+        ([OUTPUTS], r"predictions gave a tensor of shape \[4\], not a Prediction"),
+        ([(OUTPUTS, TARGETS)], "predictions gave a tuple of 2, not a Prediction"),
+        ([(OUTPUTS, TARGETS, 1.0)], "parts that are no tensors of a target each: .*weights a float"),
+        ([(OUTPUTS, TARGETS, TARGETS[:1])], "a prediction has 4 outputs, 4 targets, 1 weights"),
+    ],
+)
+def test_predictions_that_are_none_are_told(returned: Any, message: str) -> None:
+    class Odd(Small):
+        def predictions(self, model: nn.Module, batch: Batch) -> Any:
+            return returned
+
+    adapter = Odd(recipe(precision="fp32"))
+    batch = adapter.collate([adapter.encode(LABELLED)], (0,), {"loss": 1.0})
+    model = adapter.build()
+    with pytest.raises(ModelError, match=message):
+        adapter.train_loss(model, batch, lambda outputs, targets: outputs - targets)
+    with pytest.raises(ModelError, match=message):
+        adapter.evaluate(model, batch, lambda predictions: {"n": Metric(float(len(list(predictions))), 1.0)})
+
+
+def test_predictions_may_be_plain_tuples() -> None:
+    class Tuples(Small):
+        def predictions(self, model: nn.Module, batch: Batch) -> Any:
+            yield OUTPUTS[:3], TARGETS[:3], TARGETS[:3]
+            yield OUTPUTS[3:], TARGETS[3:], TARGETS[3:]
+
+    adapter = Tuples(recipe(precision="fp32"))
+    batch = adapter.collate([adapter.encode(LABELLED)], (0,), {"loss": 4.0})
+    found = adapter.train_loss(adapter.build(), batch, lambda outputs, targets: targets - outputs)["loss"]
+    assert (found.total.item(), found.weight) == (4.0, 4.0)

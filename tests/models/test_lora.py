@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, BertConfig, BertForSequenceClassification, GPT2Config
 from transformers.pytorch_utils import Conv1D
 
+from shardtune.adaptation import adapt
 from shardtune.checkpoint.huggingface import load_weights
-from shardtune.config import LoraConfig
+from shardtune.config import LoraConfig, load_recipe
 from shardtune.data.order import derive_seed
 from shardtune.errors import ConfigError
 from shardtune.models.lora import (
@@ -201,8 +203,16 @@ def test_all_linear_layers_but_the_head() -> None:
     assert len(names(model)) == 14
     assert "lm_head" not in names(model)
     patterns = trainable_patterns(dict(model.named_parameters()))
-    assert patterns[0] == ("model.layers.*.self_attn.q_proj.lora_A.weight", 2, 64)
+    assert patterns[0] == ("model.layers.*.self_attn.q_proj.lora_A.default.weight", 2, 64)
     assert all("lora_" in pattern for pattern, _, _ in patterns)
+
+
+def test_what_is_listed_as_trained_can_be_pasted_into_freeze_and_groups() -> None:
+    for model in (empty(tiny_config("llama")), nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))):
+        attach_adapter(model, LoraConfig(r=2))
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        patterns = [pattern for pattern, _, _ in trainable_patterns(dict(model.named_parameters()))]
+        assert {name for pattern in patterns for name in trained if re.search(pattern, name)} == trained
 
 
 def test_names_below_the_adapter_are_those_before_it() -> None:
@@ -363,3 +373,36 @@ def test_four_bits_train_as_what_they_stand_for(tmp_path: Path) -> None:
         assert told["nf4"][0] == pytest.approx(told["auto"][0], rel=1e-10)
         for name, tensor in told["nf4"][1].items():
             assert torch.allclose(tensor, told["auto"][1][name], rtol=1e-9, atol=1e-9), name
+
+
+# What begins with random weights.
+
+
+def test_a_new_head_is_trained_in_full_with_a_word(tmp_path: Path) -> None:
+    """Beside a pretrained encoder; PEFT would otherwise save an adapter for a head that nobody has."""
+    config = BertConfig(vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    values = {"actor": {"model": {"model_path": str(tmp_path), "is_lora": True}}}
+    recipe = load_recipe(values, in_memory=["data.train_data_paths"], files_must_exist=False)
+    cases: list[tuple[Any, bool]] = [
+        ({"bert": tmp_path, "classifier": None}, True),
+        ({"bert": tmp_path, "": None}, True),
+        ({"bert": None, "classifier": None}, False),
+        ({"": tmp_path, "bert.pooler": tmp_path}, False),
+        (tmp_path, False),
+        (None, False),
+    ]
+    for source, trains in cases:
+        with init_empty_weights():
+            model = BertForSequenceClassification(config)
+        notes = adapt(model, recipe, None, lambda source=source: source)
+        assert model.classifier.weight.requires_grad == trains, source
+        assert any("classifier begins with random weights" in note for note in notes) == trains
+        assert adapter_config(model).modules_to_save == (["classifier"] if trains else None)
+        assert not model.bert.pooler.dense.base_layer.weight.requires_grad
+
+
+def test_a_new_head_that_is_adapted_is_left_to_that() -> None:
+    model = Attends()
+    config = LoraConfig(r=2, target_modules=["line", "inner.0"])
+    assert attach_adapter(model, config, afresh=["inner"]) == []
+    assert names(model) == {"line", "inner.0"}

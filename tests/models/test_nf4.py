@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from shardtune.errors import ModelError
-from shardtune.models.nf4 import BLOCK, LEVELS, NF4Linear, decode, encode, packed_width, to_nf4
+from shardtune.models import nf4
+from shardtune.models.nf4 import (
+    BLOCK,
+    KERNEL_DTYPES,
+    KERNELS,
+    LEVELS,
+    NF4Linear,
+    decode,
+    decode_plainly,
+    encode,
+    kernel_for,
+    packed_width,
+    to_nf4,
+)
 from shardtune.parallel.materialise import fill, init_empty_weights, materialise, shard_of
 from shardtune.parallel.shard import shard
 from tests.dist.ranks import run_ranks
@@ -45,6 +63,91 @@ def test_values_on_the_levels_survive() -> None:
     weight = torch.tensor(LEVELS).repeat(2, 8) * torch.tensor([[3.0], [0.01]])
     assert torch.equal(decode(encode(weight), 128, torch.float32), weight)
     assert packed_width(4096) * 8 / 4096 == 4.5, "bits per weight"
+
+
+def as_bitsandbytes(
+    codes: torch.Tensor, scales: torch.Tensor, block: int, kind: str, shape: list[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """What bitsandbytes' `dequantize_4bit` does: codes end to end, the first of two in a byte's upper half."""
+    assert (codes.shape[1], kind, codes.numel() * 2, scales.numel() * block) == (1, "nf4", *2 * (math.prod(shape),))
+    assert codes.is_contiguous()
+    assert scales.is_contiguous()
+    both = torch.stack([codes.view(-1) >> 4, codes.view(-1) & 15], dim=1).long()
+    return (torch.tensor(LEVELS)[both].view(-1, block) * scales[:, None]).view(shape).to(dtype)
+
+
+class Installed:
+    """In place of bitsandbytes' operator, found as if it were installed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kernel: Any) -> None:
+        self.calls = 0
+        self.kernel = kernel
+        operators = SimpleNamespace(dequantize_4bit=SimpleNamespace(default=self))
+        monkeypatch.setattr(torch.ops, KERNELS, operators, raising=False)
+        monkeypatch.setattr(nf4.importlib.util, "find_spec", lambda _: True)
+        monkeypatch.setattr(nf4.importlib, "import_module", lambda _: None)
+
+    def __call__(self, *given: Any) -> torch.Tensor:
+        self.calls += 1
+        return self.kernel(*given)
+
+
+@pytest.fixture
+def fresh_kernels() -> Iterator[None]:
+    kernel_for.cache_clear()
+    yield
+    kernel_for.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_kernels")
+@pytest.mark.parametrize("dtype", [*KERNEL_DTYPES, torch.float64])
+def test_an_installed_kernel_decodes_to_the_same_bits(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    installed = Installed(monkeypatch, as_bitsandbytes)
+    for columns in (1, 64, 130):
+        packed = encode(torch.randn(5, columns, generator=torch.Generator().manual_seed(columns)))
+        assert torch.equal(decode(packed, columns, dtype), decode_plainly(packed, columns, dtype))
+    assert installed.calls == (4 if dtype in KERNEL_DTYPES else 0), "once on trial"
+
+
+@pytest.mark.usefixtures("fresh_kernels")
+def test_a_kernel_of_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    installed = Installed(monkeypatch, lambda *given: as_bitsandbytes(*given) * (1 + 1e-6))
+    packed = encode(torch.randn(5, 64))
+    for _ in range(2):
+        assert torch.equal(decode(packed, 64, torch.float32), decode_plainly(packed, 64, torch.float32))
+    assert installed.calls == 1
+    assert "to other values" in caplog.text
+
+
+@pytest.mark.usefixtures("fresh_kernels")
+def test_a_kernel_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fails(*_given: Any) -> torch.Tensor:
+        raise RuntimeError("no kernel image")
+
+    Installed(monkeypatch, fails)
+    packed = encode(torch.randn(5, 64))
+    assert torch.equal(decode(packed, 64, torch.bfloat16), decode_plainly(packed, 64, torch.bfloat16))
+    assert "no kernel image" in caplog.text
+
+
+@pytest.mark.usefixtures("fresh_kernels")
+def test_codes_are_those_of_bitsandbytes() -> None:
+    functional = pytest.importorskip(f"{KERNELS}.functional")
+    weight = torch.randn(31, 192, generator=torch.Generator().manual_seed(4))
+    codes, state = functional.quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4", compress_statistics=False)
+    blocks = encode(weight).view(31, -1, BLOCK // 2 + 4)
+    assert torch.equal(blocks[..., : BLOCK // 2].reshape(-1), codes.view(-1))
+    assert torch.equal(decode_plainly(encode(weight), 192, torch.float32), functional.dequantize_4bit(codes, state))
+    assert all(kernel_for(torch.device("cpu"), dtype) is not None for dtype in KERNEL_DTYPES)
+
+
+def test_levels_are_the_published_ones() -> None:
+    """The quantiles of a normal distribution that section 3 of the paper describes, to the fp32 of bitsandbytes."""
+    normal, offset = torch.distributions.Normal(0.0, 1.0), 0.9677083
+    positive = normal.icdf(torch.linspace(offset, 0.5, 9, dtype=torch.float64)[:-1])
+    negative = -normal.icdf(torch.linspace(offset, 0.5, 8, dtype=torch.float64)[:-1])
+    levels = torch.cat([positive, torch.zeros(1, dtype=torch.float64), negative]).sort().values / positive.max()
+    assert torch.allclose(torch.tensor(LEVELS, dtype=torch.float64), levels, rtol=0, atol=1e-6)
 
 
 def test_a_weight_that_is_no_number_is_refused() -> None:

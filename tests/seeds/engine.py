@@ -170,8 +170,7 @@ CUSTOM_CHANGES = (
         "        return self.blocks[1](torch.tanh(self.blocks[0](x)))\n\n",
         "names of imports, and a model: the print has none",
     ),
-    Change("set[type[torch.nn.Module]]:\n        ...\n", "set[type[torch.nn.Module]]:\n        return {torch.nn.Linear}\n",
-           "a blank"),
+    Change("Module]]:\n        ...\n", "Module]]:\n        return {torch.nn.Linear}\n", "a blank"),
     Change("callable] | str:\n        ...\n", "callable] | str:\n        return self.source\n", "a blank"),
 )  # fmt: skip
 VISION_CHANGES = (

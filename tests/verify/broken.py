@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardtune import Batch, LossSum, Sample
+from shardtune import Batch, LossSum, Prediction, Sample
 from shardtune.batch import PackedBatch
 from tests.verify.healthy import Block, Packed, Pictures, Regressor, Tagger, Tokens, Tower
 
@@ -46,6 +46,31 @@ class Travelling:
         if name == "inner":
             raise AttributeError(name)
         return getattr(self.inner, name)
+
+
+class EncodeNumbersWords(Tokens):
+    """Gives tokens numbers in the order in which they come up."""
+
+    def encode(self, row: Mapping[str, Any]) -> Sample:
+        known = vars(self).setdefault("known", {})
+        return super().encode({"tokens": [known.setdefault(token, len(known)) for token in row["tokens"]]})
+
+
+class EncodeHashes(Tokens):
+    """Uses Python's hash of text, another one in every process."""
+
+    def encode(self, row: Mapping[str, Any]) -> Sample:
+        return super().encode({"tokens": [hash(str(token)) % 11 for token in row["tokens"]]})
+
+
+class BuildKeepsTensor(Regressor):
+    """Keeps a tensor as a mere attribute, which stays on the CPU."""
+
+    def build(self) -> nn.Module:
+        model = super().build()
+        model.head.scale = torch.ones(2)  # of torch's own class, and so not looked at
+        model.blocks[0].scale = torch.ones(6)
+        return model
 
 
 class BuildComputesBuffer(Tokens):
@@ -84,6 +109,14 @@ class GradientDetached(Regressor):
         return {**losses, "sign": LossSum(losses["sign"].total.detach(), losses["sign"].weight)}
 
 
+class GradientChangesBatch(Pictures):
+    """Writes to its batch, after which it is no longer what it was."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossSum:
+        batch["picture"].clamp_(max=200)
+        return super().loss(model, batch)
+
+
 class SumsMean(Pictures):
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
         found = super().loss(model, batch)
@@ -110,6 +143,36 @@ class SumsCentres(Pictures):
         pictures = batch["picture"][:, None] / 255
         logits = model(pictures - pictures.mean())
         return LossSum(F.cross_entropy(logits, batch["label"], reduction="sum"), len(batch["label"]))
+
+
+class SumsCentresInTraining(Regressor):
+    """Depends on the other rows of a micro-batch in training alone."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> dict[str, LossSum]:
+        x = batch["x"] - batch["x"].mean(0) if model.training else batch["x"]
+        return super().loss(model, Batch(rows=batch.rows, fields={**batch.fields, "x": x}))
+
+
+class MaskedWeighsAlike(Packed):
+    """Counts every target once, whatever its weight."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossSum:
+        assert isinstance(batch, PackedBatch)
+        logits = self.logits(model, batch, batch.target_positions)
+        total = F.cross_entropy(logits, batch.targets, reduction="sum")
+        return LossSum(total + 0.0 * logits.sum(), batch.target_weight)
+
+
+class MaskedLooksAhead(Packed):
+    """Lets each token see the next one, which is its target."""
+
+    def logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
+        return (super().logits(model, batch, positions.new_tensor(range(len(batch.input_ids)))) + self._next(batch))[
+            positions
+        ]
+
+    def _next(self, batch: PackedBatch) -> torch.Tensor:
+        return 0.1 * F.one_hot(batch.input_ids.roll(-1), 11)
 
 
 class MaskedCounts(Regressor):
@@ -149,6 +212,41 @@ class EmptyDivides(Regressor):
         losses = super().loss(model, batch)
         value, weight = losses["value"]
         return {**losses, "value": LossSum(value / batch["seen"].sum() * weight, weight)}
+
+
+class MetricsMean(Pictures):
+    """A metric that is a mean of a micro-batch."""
+
+    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float, float]]:
+        right = model(batch["picture"][:, None] / 255).argmax(-1) == batch["label"]
+        return {"accuracy": (float(right.float().mean()), 1.0)}
+
+
+class MetricsPredictMasked(Tokens):
+    """Predictions of every position, targets or not."""
+
+    def predictions(self, model: nn.Module, batch: Batch) -> Iterator[Prediction]:
+        labels = batch["labels"].flatten()
+        own = batch.mask("labels").flatten()
+        logits = model(batch["tokens"]).flatten(0, 1)
+        yield Prediction(logits[own], labels[own].clamp(min=0), torch.ones(int(own.sum())))
+
+
+class MetricsPredictWithoutGraph(Tokens):
+    def predictions(self, model: nn.Module, batch: Batch) -> Iterator[Prediction]:
+        labels = batch["labels"].flatten()
+        logits = model(batch["tokens"]).flatten(0, 1).detach()
+        yield Prediction(logits[labels >= 0], labels[labels >= 0], torch.ones(int((labels >= 0).sum())))
+
+
+class TiesRebinds(Regressor):
+    """Puts another tensor in the place of a buffer, in the dtype that it computes in."""
+
+    def build(self) -> nn.Module:
+        model = super().build()
+        model.register_buffer("mean", torch.zeros(2))
+        model.register_forward_hook(lambda module, args, out: setattr(module, "mean", out.detach().mean(0)))
+        return model
 
 
 class TiesUnsaved(Regressor):
@@ -253,6 +351,22 @@ class ShardsReach(Regressor):
         return model
 
 
+class Sometimes(Tower):
+    """Passes its second block over where no row is large."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        large = x.abs().amax(-1, keepdim=True) > 2
+        x = self.blocks[0](self.stem(x))
+        if bool(large.any()):
+            x = torch.where(large, self.blocks[1](x), x)
+        return self.head(x)
+
+
+class ShardsSometimes(Regressor):
+    def build(self) -> nn.Module:
+        return Sometimes()
+
+
 class Once(Block):
     """Gives something else when it is called a second time for the same forward, as a cache does."""
 
@@ -279,6 +393,14 @@ class ParityRecomputed(Regressor):
 
     def build(self) -> nn.Module:
         return Recomputed()
+
+
+class ParityExecution(Regressor):
+    """Turns checkpointing on in a way of its own that does not work."""
+
+    def set_execution(self, model: nn.Module) -> None:
+        if self.recipe.actor.model.gradient_checkpointing:
+            model.gradient_checkpointing_enable()  # pyright: ignore[reportCallIssue]
 
 
 class Cancelling(Tower):

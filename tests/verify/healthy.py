@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
-from shardtune import Adapter, Batch, LossSum, Sample
+from shardtune import Adapter, Batch, LossSum, Prediction, Sample
 from shardtune.batch import PackedBatch
 from shardtune.data.packing import NO_ROW, pack
 from shardtune.models.adapter import LanguageModel, WholeStepAdapter
@@ -142,6 +142,12 @@ class Tokens(Adapter):
         total = F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
         return LossSum(total, float((labels != -100).sum()))
 
+    def predictions(self, model: nn.Module, batch: Batch) -> Iterator[Prediction]:
+        labels = batch["labels"].flatten()
+        targets = labels != -100
+        logits = model(batch["tokens"]).flatten(0, 1)[targets]
+        yield Prediction(logits, labels[targets], torch.ones(len(logits)))
+
     def examples(self) -> list[Row]:
         numbers = draw()
         return [{"tokens": numbers.integers(1, 11, 4 + row % 4).tolist()} for row in range(ROWS)]
@@ -162,11 +168,16 @@ class Encoder(Adapter):
     def encode(self, row: Row) -> Sample:
         return Sample(fields={"tokens": np.asarray(row["tokens"]), "label": np.asarray(row["label"])})
 
+    def _logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return model(input_ids=batch["tokens"], attention_mask=batch.mask("tokens").long()).logits
+
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
-        places = torch.arange(batch["tokens"].shape[1])
-        mask = (places < batch.lengths["tokens"][:, None]).long()
-        logits = model(input_ids=batch["tokens"], attention_mask=mask).logits
+        logits = self._logits(model, batch)
         return LossSum(F.cross_entropy(logits, batch["label"], reduction="sum"), len(batch["label"]))
+
+    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float, float]]:
+        right = self._logits(model, batch).argmax(-1) == batch["label"]
+        return {"accuracy": (float(right.sum()), len(right))}
 
     def examples(self) -> list[Row]:
         numbers = draw()
