@@ -30,10 +30,10 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)])
 
 
-def write_section(name: str, text: str) -> None:
+def write_section(name: str, text: str, file: Path = PAGE) -> None:
     """Replace what stands between `<!-- name -->` and `<!-- /name -->`."""
-    page = PAGE.read_text(encoding="utf-8")
+    page = file.read_text(encoding="utf-8")
     pattern = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(\n<!-- /{re.escape(name)} -->)", re.DOTALL)
     if not pattern.search(page):
-        raise SystemExit(f"{PAGE} has no section {name}: add <!-- {name} --> and <!-- /{name} -->")
-    PAGE.write_text(pattern.sub(lambda found: found.group(1) + text + found.group(2), page), encoding="utf-8")
+        raise SystemExit(f"{file} has no section {name}: add <!-- {name} --> and <!-- /{name} -->")
+    file.write_text(pattern.sub(lambda found: found.group(1) + text + found.group(2), page), encoding="utf-8")

@@ -264,6 +264,16 @@ class BaseHuggingFaceTrainModule(BaseTrainModule):
         """False: the model is transformers' own, whose names on disk its rules know; the class adds methods to it."""
         return False
 
+    # transformers reads the source of a class's module to answer these; a user's module tells it nothing.
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return _model_class(cls)._can_set_attn_implementation()
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return _model_class(cls)._can_set_experts_implementation()
+
     def materialization_source(self) -> WeightSource:
         """The name or path that the model was made from; None for one made from a config alone."""
         return str(self.name_or_path) or None
@@ -278,6 +288,13 @@ class BaseHuggingFaceTrainModule(BaseTrainModule):
     def tensor_plan(self) -> Mapping[str, str]:
         """As the model declares."""
         return self.tp_plan  # pyright: ignore[reportAttributeAccessIssue, reportReturnType]
+
+
+def _model_class(kind: type) -> Any:
+    """The class that is no train module: transformers' own, or what a user's model derives from it."""
+    return next(
+        base for base in kind.__mro__ if issubclass(base, PreTrainedModel) and not issubclass(base, BaseTrainModule)
+    )
 
 
 class Fsdp2TrainModule(BaseTrainModule):

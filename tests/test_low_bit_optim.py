@@ -182,7 +182,8 @@ def continued(
             parameter.copy_(value)
     optimizer = build_optimizer(given, config(kind, state_dtype), seed=7)
     names = {parameter: name for name, parameter in given.items()}
-    load_optimizer_tensors(folder, optimizer, names, json.loads(json.dumps(description)))
+    kept = {key for group in optimizer.param_groups for key in group}
+    load_optimizer_tensors(folder, optimizer, names, json.loads(json.dumps(description)), keep=kept)
     take_steps(optimizer, given, range(3, 5))
     return {name: whole(value) for name, value in given.items()}
 

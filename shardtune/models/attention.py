@@ -40,7 +40,7 @@ def document_attention(
 
     Args:
         module: the attention layer, which says whether it is causal.
-        query: [rows, heads, tokens, head_dim]; documents are counted over all rows, laid end to end.
+        query: [rows, heads, tokens, head_dim]; one row, or with `token_share` several: documents lie end to end.
         key: [rows, key_value_heads, tokens, head_dim].
         value: [rows, key_value_heads, tokens, value_dim].
         attention_mask: must be None; documents are told by `cu_seq_lens_q`.
@@ -96,14 +96,20 @@ def _exchanged(
     max_length_q: int,
 ) -> tuple[torch.Tensor, None]:
     """`document_attention` of all tokens of this rank's heads, for all heads of this rank's tokens."""
-    query, key, value = (to_heads(tensor, share) for tensor in (query, key, value))
+    rows = query.shape[0]
+    query, key, value = (_end_to_end(to_heads(tensor, share)) for tensor in (query, key, value))
     if s_aux is not None:
         s_aux = s_aux.chunk(share.ranks.size())[share.ranks.get_local_rank()]
     output, _ = document_attention(
         module, query, key, value, None, dropout, scaling, sliding_window, softcap, s_aux, is_causal, cu_seq_lens_q,
         max_length_q,
     )  # fmt: skip
-    return to_tokens(output, share), None
+    return to_tokens(output.unflatten(1, (rows, -1))[0], share), None
+
+
+def _end_to_end(tensor: torch.Tensor) -> torch.Tensor:
+    """[rows, heads, tokens, size] to [1, heads, rows x tokens, size]."""
+    return tensor.transpose(0, 1).flatten(1, 2)[None]
 
 
 def _varlen(

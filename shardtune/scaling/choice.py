@@ -109,7 +109,7 @@ def _plans(
 
 
 def _settings(setting: Setting) -> Iterator[Setting]:
-    for checkpointing in (False, True):
+    for checkpointing in (False, "selective", True):
         for reduce in ("last", "every"):
             for reshard in (True, False):
                 yield replace(

@@ -48,8 +48,10 @@ def memory(shape: ModelShape, setting: Setting, work: Work) -> Memory:
     parts, ranks = Parts.of(shape, setting.layout), setting.layout.num_ranks
     own = parts.dense / setting.shards + parts.layers * parts.experts * setting.layout.expert / ranks
     kept = setting.master * own
-    host = 4 * kept if setting.cpu_offload else 0.0
-    weights, moments, gradients = (0.0, 0.0, 0.0) if setting.cpu_offload else (kept, 2 * kept, kept)
+    moments = 2 * setting.moment * own
+    weights, gradients, host = kept, kept, 0.0
+    if setting.cpu_offload:
+        weights, moments, gradients, host = 0.0, 0.0, 0.0, 2 * kept + moments
     if waiting_gradients(shape, setting, work):
         gradients = 0.0  # until they are reduced, whole gradients stand in for the shards
     unreduced, active = max(_moments(shape, parts, setting, work), key=sum)
@@ -65,7 +67,7 @@ def waiting_gradients(shape: ModelShape, setting: Setting, work: Work) -> float:
 
 
 def gathered(parts: Parts, setting: Setting, *, buffers: bool = True) -> float:
-    """Bytes of weights that are whole at one time, at most: the outermost unit's, a layer's and the next one's.
+    """Bytes of weights that are whole at one time, at most: the outermost unit's, a layer's and the next ones'.
 
     One rank has no FSDP2: it keeps weights that compute beside those in full precision.
 
@@ -79,7 +81,7 @@ def gathered(parts: Parts, setting: Setting, *, buffers: bool = True) -> float:
         return compute * parts.all if compute != setting.master else 0.0
     if not setting.reshard_after_forward:
         return compute * parts.all
-    layers = min(2, parts.layers) * (2 if buffers else 1)
+    layers = min(1 + setting.prefetch, parts.layers) * (2 if buffers else 1)
     return compute * (parts.outside + layers * (parts.unit + parts.experts))
 
 
@@ -126,6 +128,14 @@ def layer_activations(shape: ModelShape, setting: Setting) -> float:
     return norms + (attention + compute * 4 * shape.intermediate) / tensor
 
 
+def selected_activations(shape: ModelShape, setting: Setting) -> float:
+    """Bytes per token that a layer keeps with selective checkpointing: its input, the results of its matrix products
+    and that of attention."""
+    kv = max(shape.kv_width, shape.head_size * setting.layout.tensor)
+    inside = 2 * shape.query_width + 2 * kv + 2 * shape.intermediate * max(1, shape.experts_per_token)
+    return setting.compute * (3 * shape.width + inside / setting.layout.tensor)
+
+
 def norm_bytes(setting: Setting) -> int:
     """Per number of a norm's input."""
     return max(4, setting.compute) + 2 * setting.compute
@@ -135,7 +145,9 @@ def activations(shape: ModelShape, setting: Setting, work: Work) -> float:
     """Bytes that a micro-batch keeps from its forward to its backward pass."""
     tokens = work.tokens / setting.layout.sequence
     layer = layer_activations(shape, setting)
-    if setting.gradient_checkpointing:
+    if setting.gradient_checkpointing == "selective":
+        layers = shape.layers * selected_activations(shape, setting) + layer
+    elif setting.gradient_checkpointing:
         layers = shape.layers * setting.compute * shape.width + layer
     else:
         layers = shape.layers * layer

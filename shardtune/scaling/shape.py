@@ -11,6 +11,8 @@ from shardtune.config.layout import Layout
 
 COMPUTE_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 MASTER_BYTES: Mapping[str, int] = {"bf16": 4, "fp16": 4, "fp32": 4, "fp64": 8}
+MOMENT_BYTES: Mapping[str, float] = {"bf16": 2, "int8": 1 + 4 / 256}
+"""Of moments that are not kept as weights are; int8 has a scale in fp32 for each 256 numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +131,20 @@ class Setting:
         precision: bf16 | fp16 | fp32 | fp64.
         reduce: last | every micro-batch.
         reshard_after_forward: free a unit's weights between forward and backward.
-        gradient_checkpointing: compute each layer again in the backward pass.
+        prefetch: how many units ahead weights are gathered.
+        gradient_checkpointing: compute each layer again in the backward pass; selective: but for its matrix products.
         cpu_offload: keep weights, gradients and moments in host memory.
+        state_dtype: how moments are kept: fp32 (that is, as weights are) | bf16 | int8.
     """
 
     layout: Layout
     precision: str = "bf16"
     reduce: Literal["last", "every"] = "last"
     reshard_after_forward: bool = True
-    gradient_checkpointing: bool = False
+    prefetch: int = 1
+    gradient_checkpointing: bool | str = False
     cpu_offload: bool = False
+    state_dtype: str = "fp32"
 
     @property
     def compute(self) -> int:
@@ -149,6 +155,11 @@ class Setting:
     def master(self) -> int:
         """Bytes of a number that is kept, and of one that is summed."""
         return MASTER_BYTES[self.precision]
+
+    @property
+    def moment(self) -> float:
+        """Bytes of a number of each of the optimizer's two moments."""
+        return MOMENT_BYTES.get(self.state_dtype, self.master)
 
     @property
     def shards(self) -> int:

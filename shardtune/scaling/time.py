@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardtune.scaling.memory import memory
 from shardtune.scaling.shape import ModelShape, Setting, Work
@@ -87,7 +87,7 @@ def operations(shape: ModelShape, setting: Setting, work: Work) -> float:
     tokens = work.tokens * work.micro_batches / setting.layout.model_ranks
     layers = shape.multiplied - shape.embedding
     attention = shape.layers * shape.query_width * work.length  # 2 products, half of the row
-    passes = 8 if setting.gradient_checkpointing else 6
+    passes = 8 if setting.gradient_checkpointing is True else 6  # selective computes no product again
     return tokens * (passes * (layers + attention) + 6 * shape.embedding)
 
 
@@ -98,18 +98,18 @@ def time(shape: ModelShape, setting: Setting, work: Work, machine: Machine) -> T
     exposed = sum(machine.seconds(each) for each in exchanges if each.axis not in ("shard", "replicate"))
     gather = sum(machine.seconds(each) for each in exchanges if each.what == "weights")
     reduce = sum(machine.seconds(each) for each in exchanges if each.what.startswith("gradients"))
-    own = memory(shape, setting, work)
-    kept = own.host / 4 if setting.cpu_offload else own.weights
+    plain = memory(shape, replace(setting, cpu_offload=False, reduce="every"), work)
     if setting.cpu_offload:
         copies = work.micro_batches * (2 if setting.reshard_after_forward else 1)
-        gather += copies * kept / machine.host
-        reduce += (work.micro_batches if setting.reduce == "every" else 1) * kept / machine.host
+        gather += copies * plain.weights / machine.host
+        reduce += (work.micro_batches if setting.reduce == "every" else 1) * plain.gradients / machine.host
     rounds = work.micro_batches
     reduced = rounds if setting.reduce == "every" else 1
     forward, backward = compute / rounds / 3, compute / rounds * 2 / 3
     half = gather / rounds / 2
     waiting = rounds * max(0.0, half - forward) + (rounds - reduced) * max(0.0, half - backward)
     waiting += reduced * max(0.0, half + reduce / reduced - backward)
-    # Adam reads weights, gradients and moments and writes all but the gradients; clipping reads and writes those.
-    update = 9 * kept / (machine.host_memory if setting.cpu_offload else machine.device_memory)
+    # Adam reads weights, gradients and moments, and writes all but the gradients; clipping reads and writes those.
+    update = 2 * (plain.weights + plain.moments) + 3 * plain.gradients
+    update /= machine.host_memory if setting.cpu_offload else machine.device_memory
     return Time(compute, gather + reduce, waiting, exposed, update)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,6 +44,7 @@ SIZES: Mapping[str, Any] = {
 EVERY = {"actor__fsdp_config__reduce": "every"}
 KEEP = {"actor__fsdp_config__reshard_after_forward": False}
 AGAIN = {"actor__model__gradient_checkpointing": True}
+PARTLY = {"actor__model__gradient_checkpointing": "selective"}
 CASES = (
     LaidOut("one process", 1),
     LaidOut("FSDP2", 2),
@@ -50,13 +52,20 @@ CASES = (
     LaidOut("FSDP2, reduce: every", 2, EVERY),
     LaidOut("FSDP2, reshard_after_forward: false", 2, KEEP),
     LaidOut("FSDP2, gradient_checkpointing", 2, AGAIN),
+    LaidOut("FSDP2, gradient_checkpointing: selective", 2, PARTLY),
+    LaidOut("FSDP2, prefetch: 2", 2, {"actor__fsdp_config__prefetch": 2}),
+    LaidOut("FSDP2, state_dtype: bf16", 2, {"actor__optim__state_dtype": "bf16"}),
+    LaidOut("FSDP2, state_dtype: int8", 2, {"actor__optim__state_dtype": "int8"}),
     LaidOut("FSDP2, cpu_offload", 2, {"actor__fsdp_config__cpu_offload": True}),
     LaidOut("HSDP 2 x 2", 4, parallel(data_replicate=2)),
     LaidOut("DDP", 2, {"actor__training_backend": "ddp"}),
     LaidOut("TP 2", 2, parallel(tensor=2)),
     LaidOut("TP 2, gradient_checkpointing", 2, {**parallel(tensor=2), **AGAIN}),
+    LaidOut("TP 2, gradient_checkpointing: selective", 2, {**parallel(tensor=2), **PARTLY}),
     LaidOut("FSDP 2 x TP 2", 4, parallel(tensor=2)),
     LaidOut("SP 2", 2, parallel(sequence=2)),
+    LaidOut("SP 2, gradient_checkpointing", 2, {**parallel(sequence=2), **AGAIN}),
+    LaidOut("SP 2, gradient_checkpointing: selective", 2, {**parallel(sequence=2), **PARTLY}),
     LaidOut("FSDP 2 x SP 2", 4, parallel(sequence=2)),
 )
 EXPERTS = (
@@ -68,17 +77,23 @@ SMALL = 256
 """Bytes of a collective that carries a few numbers: a norm, a loss, a flag."""
 
 
+def _groups(root: nn.Module) -> list[FSDPParamGroup]:
+    """What FSDP2 gathers at once."""
+    states = [module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)]
+    return [group for state in states if (group := state._fsdp_param_group) is not None]
+
+
 def _sharded(root: nn.Module) -> list[FSDPParam]:
     """The parameters of a model as FSDP2 has them."""
-    states = [module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)]
-    groups = [state._fsdp_param_group for state in states]
-    return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+    return [parameter for group in _groups(root) for parameter in group.fsdp_params]
 
 
 def gathered_bytes(root: nn.Module) -> int:
-    """Of the weights that are whole now."""
+    """Of the weights that are whole now, or on their way."""
     outputs = [output for parameter in _sharded(root) for output in parameter.all_gather_outputs]
-    return sum(output.untyped_storage().nbytes() for output in outputs)
+    coming = [group._all_gather_result for group in _groups(root)]
+    arriving = sum(_size(result.all_gather_output) for result in coming if result is not None)
+    return arriving + sum(output.untyped_storage().nbytes() for output in outputs)
 
 
 def waiting_bytes(root: nn.Module) -> int:
@@ -242,7 +257,8 @@ def count(values: Mapping[str, Any]) -> Counted:
         held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         found.gradients = sum(_size(local(p.grad)) for p in held)
         states = [value for state in optimizer.state.values() for value in state.values()]
-        found.moments = sum(_size(local(value)) for value in states if value.ndim)
+        tensors = [local(value) for value in states if isinstance(value, torch.Tensor) and value.ndim]
+        found.moments = sum(map(_size, tensors))
 
     hooks = worker.root.register_forward_pre_hook(note_batch), register_optimizer_step_pre_hook(note_gradients)
     moved, kept = Moved(worker.root), Kept(worker.root)
@@ -283,14 +299,16 @@ def compare(shape: ModelShape, values: Mapping[str, Any], ranks: int, found: Cou
         model.precision,
         fsdp.reduce,
         fsdp.reshard_after_forward,
+        fsdp.prefetch,
         model.gradient_checkpointing,
         fsdp.cpu_offload,
+        actor.optim.state_dtype,
     )
     rounds = len(found.tokens)
     work = Work(sum(found.tokens) / rounds, rounds, sum(found.targets) / rounds, 0.0)
     first = Work(found.tokens[0], rounds, found.targets[0], 0.0)
     calls: Counter[tuple[str, int]] = Counter()
-    payload: Counter[tuple[str, int]] = Counter()
+    payload: dict[tuple[str, int], float] = defaultdict(float)
     for exchange in traffic(shape, setting, work):
         calls[exchange.kind, exchange.ranks] += exchange.calls
         payload[exchange.kind, exchange.ranks] += exchange.payload
@@ -300,7 +318,7 @@ def compare(shape: ModelShape, values: Mapping[str, Any], ranks: int, found: Cou
         lines.append(Ratio(f"{kind} over {among}, calls", found.calls.get(key, 0), calls[key]))
         lines.append(Ratio(f"{kind} over {among}, bytes", found.bytes.get(key, 0), payload[key]))
     # Whole gradients that wait for the last micro-batch are gone at the update, and so is what host memory has.
-    expected = memory(shape, Setting(setting.layout, setting.precision, "every"), work)
+    expected = memory(shape, replace(setting, reduce="every", cpu_offload=False), work)
     lines.append(Ratio("weights, bytes", found.weights, expected.weights))
     lines.append(Ratio("moments, bytes", found.moments, expected.moments))
     lines.append(Ratio("gradients, bytes", found.gradients, expected.gradients))

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardtune.engine.host import Request
+from shardtune.engine.ray import LARGE_BYTES, _warn_if_large
 from tests.docs.blocks import ROOT
 
 SCRIPT = Path(__file__).with_name("script.py")
@@ -52,3 +54,12 @@ def test_every_backend_gives_the_same_numbers(launch: str, model: Path, alone: d
     assert torch.allclose(mean, torch.tensor(alone["losses"], dtype=torch.float64)[:, 0], atol=1e-12)
     for name, tensor in alone["state"].items():
         assert float((tensor - found["state"][name]).abs().max()) < 1e-12
+
+
+def test_large_calls_through_ray_are_told_with_their_size(caplog: pytest.LogCaptureFixture):
+    request = Request("engine", "call", ("train_step",))
+    _warn_if_large(LARGE_BYTES, "sends", request)
+    _warn_if_large(2 * LARGE_BYTES, "sends", Request("engine", "build"))
+    assert not caplog.records
+    _warn_if_large(LARGE_BYTES + 1, "sends", request)
+    assert "train_step sends 64 MB through Ray" in caplog.text
