@@ -183,7 +183,8 @@ def main() -> int:
         f"with experts that are spread {ESTIMATES['gathered']:.0%} of the gathered weights, as a layer and its experts "
         "are taken to be there at once; of int8 moments "
         f"{SHORT_ROWS:.0%}, as rows of less than 256 numbers have a scale each. Collectives of a few numbers are left "
-        "out.\n\n"
+        "out. Activations: the formula leaves out sines and cosines of positions, a number per norm and token, and "
+        "copies that attention makes on a CPU.\n\n"
     )
     heads = ("model", "layout", "ranks", "precision", *COLUMNS)
     write_section("scaling", f"{text}{table(heads, lines)}\n\n{verdict}. {machine()}.")

@@ -7,6 +7,7 @@ have summed included (`Weights.settle` does it, once per step).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +88,8 @@ def parallelise(model: nn.Module, plan: Plan, ranks: DeviceMesh, heads: Heads | 
         ParallelError: the plan is empty or names nothing, or has a style that is not known here.
     """
     _check_plan(model, plan)
+    # A part of a part is gathered in two steps, seldom (exports, probes); torch warns of it each time.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     shared = _shared_parameters(model)
     repeated = heads is not None and heads.key_value < ranks.size()
     partial: list[str] = []

@@ -29,6 +29,22 @@ EVAL = "data.eval_data_paths=eval.jsonl"
         (["runner.best.monitor=eval/loss"], "runner.best.monitor: 'eval/loss' needs evaluation data"),
         (["runner.early_stop.enabled=true", EVAL], "needs evaluations during training"),
         (["data.eval_split=0.1", EVAL], "both say what to evaluate on"),
+        (
+            ["actor.optim.state_dtype=int8", "actor.optim.name=RMSprop"],
+            "AdamW, Adam, SGD, not for actor.optim.name: RMSprop",
+        ),
+        (["actor.optim.state_dtype=bf16", "actor.optim.name=SGD"], "has no effect on SGD without momentum"),
+        (["actor.optim.state_dtype=bf16", "actor.optim.args={fused: true}"], "actor.optim.args.fused does not go with"),
+        (
+            ["actor.optim.state_dtype=int8", "actor.training_backend=fsdp1"],
+            "does not go with actor.training_backend: fsdp1",
+        ),
+        (["actor.fsdp_config.prefetch=2", "actor.training_backend=ddp"], "which has nothing to gather"),
+        (["actor.fsdp_config.prefetch=2", "actor.training_backend=fsdp1"], "which has its own way to gather"),
+        (
+            ["actor.model.gradient_checkpointing=selective", "actor.model.compile=true"],
+            "chooses among a layer's operations",
+        ),
     ],
 )
 def test_contradictions(load, overrides, expected):
@@ -51,6 +67,10 @@ def test_contradictions(load, overrides, expected):
         ["runner.early_stop.enabled=true", "runner.val_check_interval=epoch", EVAL],
         ["runner.best.monitor=eval/math/loss", "data.eval_data_paths={math: a.jsonl}"],
         ["runner.best.monitor=train/loss"],
+        ["actor.optim.state_dtype=int8", "actor.optim.args={maximize: true}"],
+        ["actor.optim.state_dtype=int8", "actor.optim.name=SGD", "actor.optim.args={momentum: 0.9}"],
+        ["actor.optim.state_dtype=bf16", "actor.training_backend=fsdp1"],
+        ["actor.model.gradient_checkpointing=selective", "actor.fsdp_config.prefetch=3"],
         ["actor.model.freeze=['embed','layers\\.0\\.']"],
         ["actor.model.model_type=my_registered_model"],
         ["actor.parallel.data_shard=2", "runner.nproc_per_node=2"],

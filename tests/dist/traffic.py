@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -156,7 +157,7 @@ def _boxed(group: Any) -> int:
     return dist.ProcessGroup.unbox(group).size()
 
 
-def _named(name: str) -> int:
+def _named(name: GroupName) -> int:
     return distributed_c10d._resolve_process_group(name).size()
 
 

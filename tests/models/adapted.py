@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -18,11 +17,12 @@ from shardtune.batch import LossSum
 from shardtune.checkpoint.huggingface import load_weights
 from shardtune.checkpoint.peft_directory import load_adapter
 from shardtune.config import LoraConfig
+from shardtune.config.layout import Layout
 from shardtune.models.lora import attach_adapter, keep_in_nf4
 from shardtune.models.lora_init import initialise_adapter
 from shardtune.models.new_tokens import grow_embeddings
 from shardtune.parallel.materialise import init_empty_weights
-from shardtune.parallel.mesh import Ranks
+from shardtune.parallel.mesh import Ranks, lay_out
 from shardtune.parallel.shard import COMPUTE_DTYPE, MASTER_DTYPE, Weights, shard
 from shardtune.step import optimizer_step
 
@@ -31,9 +31,7 @@ def group() -> Ranks:
     """The ranks of this process group, or this process alone."""
     if not dist.is_initialized():
         return Ranks(0, 1, torch.device("cpu"))
-    size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
-    return Ranks(dist.get_rank(), size, torch.device("cpu"), mesh)
+    return lay_out(Layout(shard=dist.get_world_size()), dist.get_rank(), torch.device("cpu"))
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -429,9 +429,10 @@ def gradients(**model: Any) -> tuple[list[torch.Tensor], int]:
     return [parameter.grad for parameter in net.parameters() if parameter.grad is not None], len(runs)
 
 
-def test_gradient_checkpointing_computes_twice_and_changes_nothing() -> None:
+@pytest.mark.parametrize("how", [True, "selective"])
+def test_gradient_checkpointing_computes_twice_and_changes_nothing(how: bool | str) -> None:
     once, runs = gradients()
-    twice, more = gradients(gradient_checkpointing=True)
+    twice, more = gradients(gradient_checkpointing=how)
     assert (runs, more) == (3, 6)
     assert len(once) == len(twice) == 8
     assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))

@@ -43,15 +43,33 @@ def same(one: Trace, other: Trace, tolerance: float) -> None:
         torch.testing.assert_close(weight, other.weights[name], rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("how", [True, "selective"])
 @pytest.mark.parametrize("kind", ["dense", "mixtral", "gemma"])
-def test_gradient_checkpointing_moves_no_number(folder: Path, kind: str) -> None:
+def test_gradient_checkpointing_moves_no_number(folder: Path, kind: str, how: bool | str) -> None:
     plain = values_of(folder, kind, actor__micro_batch_size=4)
-    again = values_of(folder, kind, actor__micro_batch_size=4, actor__model__gradient_checkpointing=True)
+    again = values_of(folder, kind, actor__micro_batch_size=4, actor__model__gradient_checkpointing=how)
     tolerance = 1e-10 if kind != "gemma" else 1e-5
     alone, recomputed = run_recipes([plain, again])
     same(recomputed, alone, tolerance)
     if kind == "mixtral":
         same(run_ranks(run_recipes, 2, [again])[0][0], alone, tolerance)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_selective_checkpointing_draws_the_same(folder: Path, ranks: int) -> None:
+    """Dropout of attention, and of an adapter's inputs."""
+    dropping = {
+        "actor__micro_batch_size": 4,
+        "runner__max_steps": 3,
+        "actor__model__config_overrides": {"attention_dropout": 0.3},
+        "actor__model__is_lora": True,
+        "actor__model__lora": {"r": 4, "dropout": 0.3},
+    }
+    plain = values_of(folder, "dense", **dropping)
+    again = values_of(folder, "dense", actor__model__gradient_checkpointing="selective", **dropping)
+    both = [plain, again]
+    kept, computed = run_recipes(both) if ranks == 1 else run_ranks(run_recipes, ranks, both)[0]
+    same(computed, kept, 1e-10)
 
 
 def run_compiled(values: dict[str, Any]) -> tuple[Trace, int]:

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from shardtune.batch import LossSum, Metric
-from shardtune.parallel.mesh import Ranks
+from shardtune.config.layout import Layout
+from shardtune.parallel.mesh import Ranks, lay_out
 from shardtune.parallel.shard import Weights, shard
 from shardtune.step import optimizer_step
 from tests.dist.ranks import run_ranks
@@ -60,9 +60,7 @@ def group() -> Ranks:
     """The ranks of this process group, or this process alone."""
     if not dist.is_initialized():
         return Ranks(0, 1, torch.device("cpu"))
-    size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
-    return Ranks(dist.get_rank(), size, torch.device("cpu"), mesh)
+    return lay_out(Layout(shard=dist.get_world_size()), dist.get_rank(), torch.device("cpu"))
 
 
 def train(precision: str, cut: str, fault: str = "") -> dict[str, Any]:
