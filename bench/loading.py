@@ -32,8 +32,8 @@ def main() -> int:
             lines.append((name, ranks, f"{size / ranks:.2f}", f"{max(found):.2f}", f"{max(found) / size:.2f}"))
             print(*lines[-1], flush=True)
     text = (
-        f"A checkpoint of {size:.2f} GB in fp32, one file. Anonymous memory of a rank (sampled every 2 ms) at its peak, "
-        f"above what it had before the model was built; the largest of all ranks. Limit on two ranks: {LIMIT:g} of the "
+        f"A checkpoint of {size:.2f} GB in fp32, one file. Anonymous memory of a rank (sampled every 2 ms) at its "
+        f"peak, above what it had before the model was built; the largest of all ranks. Limit on two ranks: {LIMIT:g} of the "
         "checkpoint.\n\n"
     )
     text += table(("layout", "ranks", "a rank's share, GB", "peak above the baseline, GB", "of the checkpoint"), lines)

@@ -1,4 +1,4 @@
-"""Optimizers whose states are in bf16 or int8: torch's arithmetic, losses close to fp32, the same bits on any layout."""
+"""Optimizers whose states are in bf16 or int8: torch's arithmetic, losses near fp32, the same bits on any layout."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
 def test_any_number_of_ranks_gives_the_same_bits_and_continues(tmp_path: Path, state_dtype: str) -> None:
     """Ten rows on 1, 2 and 4 ranks, three experts on 4; each continues what the others have saved."""
     told = {ranks: one_of(ranks, "AdamW", state_dtype, str(tmp_path / str(ranks))) for ranks in (1, 2, 4)}
-    state, after, again, held = told[1]
+    state, after, _, held = told[1]
     assert any(not torch.equal(after[name], held[name]) for name in after)
     for other in told.values():
         same(other[0], state)

@@ -78,7 +78,7 @@ def _dropout(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, A
     for place, argument in enumerate(op._schema.arguments):
         if argument.name == "dropout_p":
             given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return float(given)
+            return float(given or 0.0)
     return None
 
 

@@ -101,7 +101,9 @@ def gather_ahead(root: nn.Module, number: int) -> None:
         root: sharded; its own weights count as the first unit's.
         number: at least 1.
     """
-    units = [module for module in root.modules() if isinstance(module, FSDPModule)]  # the root is the first
+    units: list[FSDPModule] = [
+        module for module in root.modules() if isinstance(module, FSDPModule)
+    ]  # the root is the first
     for place, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + number])
         before = units[max(1, place - number) : place] if place else units[-number:]

@@ -154,6 +154,6 @@ FEATURES: list[Case] = [
         prepare=write("mine.py", "class Mine: ...\n"),
     ),
     with_keys("options that nobody reads", "actor.model.options={horizon: 8}", says="actor.model.options | horizon"),
-    with_keys("tensor parallel", "actor.parallel.tensor=2", says="actor.parallel.tensor | 2 | data_shard"),
+    with_keys("tensor parallel", "actor.parallel.tensor=2", says="actor.parallel | tensor 2 | multiple of 2 ranks"),
     with_keys("Ray", "runner.launcher=ray", says="runner.launcher | ray | runner.num_workers"),
 ]

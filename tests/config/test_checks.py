@@ -91,19 +91,10 @@ def test_several_contradictions_come_together(load):
     [
         "actor.model.model_type=vision_language",
         "actor.model.model_type=vision_language_action",
-        "actor.training_backend=ddp",
-        "actor.training_backend=fsdp1",
-        "actor.parallel.data_replicate=2",
-        "actor.parallel.tensor=2",
-        "actor.parallel.sequence=2",
-        "actor.parallel.expert=2",
-        "actor.fsdp_config.cpu_offload=true",
     ],
 )
 def test_features_to_come_are_refused_not_ignored(load, override):
     key, _, _ = override.partition("=")
-    if key not in {item.key for item in NOT_YET}:
-        pytest.skip(f"{key} is supported by now")
     with pytest.raises(ConfigError, match="is not supported in this version") as error:
         load(override)
     assert str(error.value).startswith(f"{key}: ")
@@ -114,3 +105,10 @@ def test_the_table_of_features_to_come_names_keys_whose_default_is_allowed():
     for item in NOT_YET:
         field = KEYS[item.key].field
         assert not item.refuses(field.get_default(call_default_factory=True, validated_data={})), item.key
+
+
+@pytest.mark.parametrize("axis", ["tensor", "expert"])
+def test_low_rank_layers_are_not_shared(load, axis):
+    with pytest.raises(ConfigError, match="low-rank adapter") as error:
+        load("actor.model.is_lora=true", "runner.nproc_per_node=2", f"actor.parallel.{axis}=2")
+    assert f"where:  override actor.parallel.{axis}=2" in str(error.value)
