@@ -33,8 +33,8 @@ def main() -> int:
             print(*lines[-1], flush=True)
     text = (
         f"A checkpoint of {size:.2f} GB in fp32, one file. Anonymous memory of a rank (sampled every 2 ms) at its "
-        f"peak, above what it had before the model was built; the largest of all ranks. Limit on two ranks: {LIMIT:g} of the "
-        "checkpoint.\n\n"
+        "peak, above what it had before the model was built; the largest of all ranks. "
+        f"Limit on two ranks: {LIMIT:g} of the checkpoint.\n\n"
     )
     text += table(("layout", "ranks", "a rank's share, GB", "peak above the baseline, GB", "of the checkpoint"), lines)
     write_section("loading", f"{text}\n\n{'Within the limit' if kept else 'ABOVE THE LIMIT'}. {machine()}.")

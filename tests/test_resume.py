@@ -7,7 +7,9 @@ import os
 import signal
 from collections.abc import Mapping
 from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -232,6 +234,19 @@ def signal_in_evaluation(step: int, monkeypatch: pytest.MonkeyPatch):
     return patched()
 
 
+def _train_until_the_third_line(recipe: dict[str, Any]) -> None:
+    """Go on with the evaluation after step 2, log steps 2 and 3, and be killed."""
+    original = JsonLines.log
+
+    def log(self: JsonLines, step: int, metrics: Mapping[str, float]) -> None:
+        original(self, step, metrics)
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    JsonLines.log = log
+    shardtune.train(recipe)
+
+
 def test_killed_after_an_evaluation_that_was_done_again_its_step_is_logged_once(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,19 +259,10 @@ def test_killed_after_an_evaluation_that_was_done_again_its_step_is_logged_once(
     recipe = tiny.recipe("evaluated_killed", **keys)
     with signal_in_evaluation(2, monkeypatch), pytest.raises(Interrupted):
         shardtune.train(recipe)
-    pid = os.fork()
-    if pid == 0:  # goes on with the evaluation after step 2, logs steps 2 and 3, and is killed
-        original = JsonLines.log
-
-        def log(self: JsonLines, step: int, metrics: Mapping[str, float]) -> None:
-            original(self, step, metrics)
-            if step == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        JsonLines.log = log
-        shardtune.train(recipe)
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    process = get_context("spawn").Process(target=_train_until_the_third_line, args=(recipe,))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
     assert [line["step"] for line in lines(tiny.run("evaluated_killed"))] == [1, 2, 3]
     shardtune.train(recipe)
     found = lines(tiny.run("evaluated_killed"))

@@ -98,6 +98,7 @@ class Host:
     def __init__(self, rank: int, world_size: int, device: torch.device, *, copies: bool = False) -> None:
         self._rank, self._world_size, self._device, self._copies = rank, world_size, device, copies
         self._residents: dict[str, Resident] = {}
+        self._opened_group = False
 
     @classmethod
     def join(cls, meeting: Meeting) -> Host:
@@ -124,8 +125,7 @@ class Host:
             self._residents[request.engine] = self._build(order)
             return self._residents[request.engine].notes
         if request.action == "end":
-            resident = self._residents.pop(request.engine, None)
-            return resident.end() if resident is not None else None
+            return self._end(request.engine)
         resident = self._residents[request.engine]
         if request.action == "call":
             try:
@@ -143,6 +143,15 @@ class Host:
         except Exception as error:
             return pack(Outcome(failure=failure_of(self._rank, error)))
 
+    def _end(self, engine: str) -> Any:
+        """Let go of an engine, and after the last one of what was opened for them in a process that goes on."""
+        resident = self._residents.pop(engine, None)
+        ended = resident.end() if resident is not None else None
+        if self._opened_group and not self._residents:
+            dist.destroy_process_group()
+            self._opened_group = False
+        return ended
+
     def _build(self, order: Order) -> Resident:
         ranks = self._ranks(order)
         if self._world_size > 1:
@@ -155,7 +164,7 @@ class Host:
         if order.precision in ("fp32", "fp64"):
             return Ranks(0, 1, self._device)
         # Half precision is FSDP2's at one rank too: full-precision weights, of which it computes on casts.
-        _open_group_of_one(self._device)
+        self._opened_group |= _open_group_of_one(self._device)
         return lay_out(Layout(), 0, self._device)
 
 
@@ -180,11 +189,13 @@ def backend_for(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
-def _open_group_of_one(device: torch.device) -> None:
-    if not dist.is_initialized():
-        dist.init_process_group(
-            backend_for(device), store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(minutes=1)
-        )
+def _open_group_of_one(device: torch.device) -> bool:
+    """Let this process have a group of its own, unless it has one; returns whether that was needed."""
+    if dist.is_initialized():
+        return False
+    store, limit = dist.HashStore(), timedelta(minutes=1)
+    dist.init_process_group(backend_for(device), store=store, rank=0, world_size=1, timeout=limit)
+    return True
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:

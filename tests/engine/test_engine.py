@@ -129,8 +129,9 @@ def test_ragged_rows_count_by_their_weights(model: Path):
 
 
 def test_half_precision_keeps_full_weights(model: Path):
-    engine = TrainEngine(make(model, Dtypes), precision="bf16").build()
-    assert engine.dtypes(NeedParallel(SAMPLES)) == [("torch.float32", "torch.bfloat16", "torch.float32")]
+    with TrainEngine(make(model, Dtypes), precision="bf16").build() as engine:
+        found = engine.dtypes(NeedParallel(SAMPLES))
+    assert found == [("torch.float32", "torch.bfloat16", "torch.float32")]
 
 
 class Dtypes(Trained):
