@@ -1,7 +1,7 @@
 # The commands of this project. `make help` lists them.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-PYTEST_ARGS ?= -n auto --maxprocesses 4
+PYTEST_ARGS ?= -n 3
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -98,7 +98,7 @@ class Host:
     def __init__(self, rank: int, world_size: int, device: torch.device, *, copies: bool = False) -> None:
         self._rank, self._world_size, self._device, self._copies = rank, world_size, device, copies
         self._residents: dict[str, Resident] = {}
-        self._opened_group = False
+        self._in_own_group: set[str] = set()
 
     @classmethod
     def join(cls, meeting: Meeting) -> Host:
@@ -122,7 +122,7 @@ class Host:
         """Do what is asked; the exceptions of a user's method come out as they are."""
         if request.action == "build":
             (order,) = request.arguments
-            self._residents[request.engine] = self._build(order)
+            self._residents[request.engine] = self._build(request.engine, order)
             return self._residents[request.engine].notes
         if request.action == "end":
             return self._end(request.engine)
@@ -144,27 +144,28 @@ class Host:
             return pack(Outcome(failure=failure_of(self._rank, error)))
 
     def _end(self, engine: str) -> Any:
-        """Let go of an engine, and after the last one of what was opened for them in a process that goes on."""
+        """Let go of an engine, and with the last one that uses it of the group that was opened for them."""
         resident = self._residents.pop(engine, None)
         ended = resident.end() if resident is not None else None
-        if self._opened_group and not self._residents:
+        if self._in_own_group == {engine}:
             dist.destroy_process_group()
-            self._opened_group = False
+        self._in_own_group.discard(engine)
         return ended
 
-    def _build(self, order: Order) -> Resident:
-        ranks = self._ranks(order)
+    def _build(self, engine: str, order: Order) -> Resident:
+        ranks = self._ranks(engine, order)
         if self._world_size > 1:
             torch.manual_seed(derive_seed(order.seed, ranks.draws_rank, "engine"))
         return Resident(order, ranks)
 
-    def _ranks(self, order: Order) -> Ranks:
+    def _ranks(self, engine: str, order: Order) -> Ranks:
         if self._world_size > 1:
             return lay_out(order.layout, self._rank, self._device)
         if order.precision in ("fp32", "fp64"):
             return Ranks(0, 1, self._device)
         # Half precision is FSDP2's at one rank too: full-precision weights, of which it computes on casts.
-        self._opened_group |= _open_group_of_one(self._device)
+        if self._in_own_group or _open_group_of_one(self._device):
+            self._in_own_group.add(engine)
         return lay_out(Layout(), 0, self._device)
 
 

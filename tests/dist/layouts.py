@@ -71,6 +71,7 @@ LAYOUTS = (
     LaidOut("HSDP 2 x SP 2", 4, parallel(data_replicate=2, sequence=2)),
     LaidOut("offload", 2, {"actor__fsdp_config__cpu_offload": True}),
     LaidOut("activation checkpointing", 2, {"actor__model__gradient_checkpointing": True}),
+    LaidOut("selective checkpointing", 2, {"actor__model__gradient_checkpointing": "selective"}),
 )
 COMPILED = LaidOut("compile", 2, {"actor__model__compile": True})
 EXPERTS = (
@@ -172,12 +173,19 @@ class LayoutRuns:
         return trace
 
     def run(self, kind: str, layouts: Sequence[LaidOut]) -> list[Trace]:
-        """The trace of each, those of one number of ranks in one start of ranks."""
+        """The trace of each, those of one number of ranks in one start of ranks.
+
+        The processes are new: tensors' caches would still name the groups of an earlier start.
+        """
         found: dict[int, Trace] = {}
         for ranks in sorted({layout.ranks for layout in layouts}):
             places = [place for place, layout in enumerate(layouts) if layout.ranks == ranks]
             recipes = [self.recipe(kind, layouts[place]) for place in places]
-            traces = run_recipes(recipes) if ranks == 1 else run_ranks(run_recipes, ranks, recipes, timeout=600)[0]
+            traces = (
+                run_recipes(recipes)
+                if ranks == 1
+                else run_ranks(run_recipes, ranks, recipes, timeout=600, fresh=True)[0]
+            )
             found.update(zip(places, traces, strict=True))
         return [found[place] for place in range(len(layouts))]
 
