@@ -24,7 +24,9 @@ HEADS = ("model", "precision", "layout", "ranks", "loss", "norm", "clipped gradi
 INTRODUCTION = f"""\
 {STEPS} steps of 8 ragged rows with active clipping (fp64: AdamW, fp32: SGD) against `examples/flat_sft.py` in one
 process. Largest differences: losses and norms relative where above 1, logits relative to the largest, the evaluation's
-loss absolute; in every case as many predictions are right. Limits: fp64 {LIMITS["fp64"]:g}, fp32 {LIMITS["fp32"]:g}."""
+loss absolute; in every case as many predictions are right. Limits: fp64 {LIMITS["fp64"]:g}, fp32 {LIMITS["fp32"]:g}.
+Compiled layers are compared in fp32 alone: these models' norms round to fp32 in any precision, and a compiler fuses
+that rounding away (3e-7 in the losses of an fp64 run)."""
 
 
 def line(kind: str, precision: str, layout: LaidOut, found: Apart) -> list[str]:
@@ -41,7 +43,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             runs = LayoutRuns(Path(folder), precision, optimizer)
             for kind, layouts in (
-                ("dense", (*LAYOUTS, COMPILED)),
+                ("dense", (*LAYOUTS, COMPILED) if precision == "fp32" else LAYOUTS),
                 ("mistral", LAYOUTS),
                 ("mixtral", EXPERTS),
                 ("qwen3_moe", EXPERTS),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.dist.layouts import EXPERTS, LAYOUTS, Apart, LayoutRuns
@@ -32,10 +30,3 @@ def test_a_layout_is_exact(dense: dict[str, Apart], name: str) -> None:
 def test_a_layout_of_experts_is_exact(experts: dict[str, Apart], name: str) -> None:
     assert experts[name].largest < EXACT, experts[name]
     assert experts[name].same_counts
-
-
-def test_layouts_with_untied_heads_and_windows_are_exact(tmp_path: Path) -> None:
-    runs = LayoutRuns(tmp_path)
-    some = [layout for layout in LAYOUTS if layout.ranks == 2 and layout.name in ("TP 2", "SP 2")]
-    assert len(some) == 2
-    assert max(found.largest for found in runs.compare("mistral", some)) < EXACT
