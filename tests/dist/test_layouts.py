@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.dist.layouts import EXPERTS, LAYOUTS, Apart, LayoutRuns
+from tests.dist.layouts import EXPERTS, LAYOUTS, LaidOut, LayoutRuns
 from tests.dist.parity import EXACT
 
 
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Apart]:
-    runs = LayoutRuns(tmp_path_factory.mktemp("layouts"))
-    return dict(zip(map(str, LAYOUTS), runs.compare("dense", LAYOUTS), strict=True))
-
-
-@pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Apart]:
-    runs = LayoutRuns(tmp_path_factory.mktemp("experts"))
-    return dict(zip(map(str, EXPERTS), runs.compare("qwen3_moe", EXPERTS), strict=True))
-
-
-@pytest.mark.parametrize("name", list(map(str, LAYOUTS)))
-def test_a_layout_is_exact(dense: dict[str, Apart], name: str) -> None:
-    assert dense[name].largest < EXACT, dense[name]
-    assert dense[name].same_counts
-
-
-@pytest.mark.parametrize("name", list(map(str, EXPERTS)))
-def test_a_layout_of_experts_is_exact(experts: dict[str, Apart], name: str) -> None:
-    assert experts[name].largest < EXACT, experts[name]
-    assert experts[name].same_counts
+# One test each for all of a model's layouts: they share a start of ranks.
+@pytest.mark.parametrize(("kind", "layouts"), [("dense", LAYOUTS), ("qwen3_moe", EXPERTS)], ids=["dense", "experts"])
+def test_layouts_are_exact(tmp_path: Path, kind: str, layouts: tuple[LaidOut, ...]) -> None:
+    found = dict(zip(map(str, layouts), LayoutRuns(tmp_path).compare(kind, layouts), strict=True))
+    wrong = {name: apart for name, apart in found.items() if apart.largest > EXACT or not apart.same_counts}
+    assert not wrong
