@@ -1,7 +1,7 @@
 # The commands of this project. `make help` lists them.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-PYTEST_ARGS ?= -n 3
+PYTEST_ARGS ?= -n auto --maxprocesses 4
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +12,7 @@ MODEL := $(QUICKSTART)/made/model/model.safetensors
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv quickstart test lint format clean-quickstart
+.PHONY: help venv quickstart test test-slow lint format clean-quickstart
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -41,6 +41,9 @@ clean-quickstart: ## forget the quickstart's data, model and run
 # One thread each: several processes with all cores each would only wait for one another. No test needs the network.
 test: $(INSTALLED) ## run the tests
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-slow: $(INSTALLED) ## run the long forms of some tests
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
 
 lint: $(INSTALLED) ## check style and types
 	$(BIN)/python -m ruff check .

@@ -139,6 +139,7 @@ def test_torchrun_goes_on_with_the_hosts_that_are_left(tiny: Tiny, two: list[Hos
     assert two[0].listening() == []
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_host_that_is_cut_off_ends_the_job_and_nothing_saved_is_lost(
     tiny: Tiny, two: list[Host]
 ) -> None:

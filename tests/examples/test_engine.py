@@ -20,7 +20,7 @@ def run(script: str, *arguments: str) -> str:
     return outcome.stdout
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_rejection_sampling_raises_the_score_on_unseen_problems(ranks: str):
     told = re.search(
         r"held-out score: ([\d.]+)% before, ([\d.]+)% after", run("rejection_sampling.py", "--ranks", ranks)
@@ -31,7 +31,7 @@ def test_rejection_sampling_raises_the_score_on_unseen_problems(ranks: str):
     assert after > before + 25
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_distillation_brings_the_student_to_its_teacher(ranks: str):
     told = re.search(
         r"is ([\d.]+) nats per token from its teacher before, ([\d.]+) after", run("distillation.py", "--ranks", ranks)

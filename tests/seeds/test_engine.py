@@ -81,6 +81,7 @@ def test_the_language_sample(qwen: Path):
     assert any(not torch.equal(before[name], tensor) for name, tensor in moved.items())
 
 
+@pytest.mark.slow
 def test_the_language_sample_as_a_script_on_four_ranks(qwen: Path, tmp_path: Path):
     """Unguarded as it is printed, and with its `tensor_parallel_size=4` over two heads of keys and values."""
     text = changed(LANGUAGE, LANGUAGE_CHANGES).replace("MODEL", repr(str(qwen)))
