@@ -46,6 +46,19 @@ class Sample:
         return float(self.loss_weights[1:].sum(dtype=np.float64))
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a model is to go on from.
+
+    Attributes:
+        tokens: int32 [length].
+        fields: what belongs to it besides tokens, as in `Sample.fields`.
+    """
+
+    tokens: np.ndarray
+    fields: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """One micro-batch: `batch["name"]` holds a field of all its rows.
@@ -121,6 +134,7 @@ class PackedBatch(Batch):
         document_weights: float32 [documents]; 1, or 0 for a filler that only keeps ranks in step.
         max_length: tokens in the longest document.
         target_weight: the sum of `target_weights`, taken in fp64 from the rows themselves.
+        fields: what a model takes besides tokens (pixels), for all rows together.
     """
 
     input_ids: torch.Tensor
@@ -149,6 +163,7 @@ class PackedBatch(Batch):
             target_weights=move(self.target_weights),
             cu_seqlens=move(self.cu_seqlens),
             document_weights=move(self.document_weights),
+            fields={name: move(tensor) for name, tensor in self.fields.items()},
         )
 
 

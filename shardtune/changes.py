@@ -42,6 +42,9 @@ FREE = (
     "actor.fsdp_config",
     "data.num_workers",
     "data.cache_dir",
+    "eval.episodes_at_once",
+    "eval.videos",
+    "eval.video_format",
 )
 """Keys that change where, how fast or how visibly a run goes, but not its numbers."""
 LARGER = ("runner.max_epochs", "runner.max_steps")

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from shardtune.checkpoint.huggingface import initialise_weights, load_weights
 from shardtune.checkpoint.plain import Supply, check_names, in_files, load_plain
+from shardtune.config.parts import as_pattern
 from shardtune.errors import ConfigError, ModelError, ShardtuneError
 from shardtune.models.adapter import WeightSource
 from shardtune.models.lora import base_tensors, is_adapted
@@ -77,7 +78,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     for pattern in patterns:
         # Of a shared parameter every name counts.
         names = dict(model.named_parameters(remove_duplicate=False))
-        matched = [parameter for name, parameter in names.items() if re.search(pattern, name)]
+        matched = [parameter for name, parameter in names.items() if re.search(as_pattern(pattern), name)]
         if not matched:
             raise ConfigError(
                 f"actor.model.freeze: the pattern {pattern!r} matches no parameter",

@@ -10,6 +10,7 @@ import torch
 
 from shardtune.batch import Batch, Metric
 from shardtune.config import RunnerConfig
+from shardtune.data.ahead import computed_ahead
 from shardtune.data.loader import BatchMaker
 from shardtune.errors import ConfigError, ModelError
 from shardtune.parallel.mesh import Ranks
@@ -21,10 +22,15 @@ OF_LOSSES = ("loss", "perplexity")
 """Metrics that are made of the losses."""
 
 
-def evaluation_blocks(num_rows: int, maker: BatchMaker, rows_per_block: int) -> Iterator[tuple[Batch, ...]]:
+def evaluation_blocks(
+    num_rows: int, maker: BatchMaker, rows_per_block: int, num_processes: int = 0
+) -> Iterator[tuple[Batch, ...]]:
     """This rank's micro-batches of an evaluation set, as many as every other rank's; each row comes exactly once."""
-    for start in range(0, num_rows, rows_per_block):
-        yield maker.micro_batches(np.arange(start, min(start + rows_per_block, num_rows)))
+
+    def block(start: int) -> tuple[Batch, ...]:
+        return maker.micro_batches(np.arange(start, min(start + rows_per_block, num_rows)))
+
+    return computed_ahead(block, range(0, num_rows, rows_per_block), num_processes)
 
 
 def as_metrics(values: Mapping[str, Metric | tuple[float, float]], where: str) -> dict[str, Metric]:

@@ -42,7 +42,7 @@ def write_final(recipe: Recipe, run_dir: Path, worker: FSDPSftWorker) -> FinalSc
     temporary = ranks.broadcast(run_dir / f".{FINAL}.tmp-{uuid.uuid4().hex[:8]}")
     worker.export(temporary, recipe.runner.final_dtype)
     ranks.barrier()
-    step, measured = worker.step, bool(worker.eval_loaders)
+    step, measured = worker.step, worker.evaluates
     worker.release()
     gc.collect()
     score = FinalScore()

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from shardtune.batch import Prompt
 from shardtune.data.order import derive_seed
 from shardtune.errors import ConfigError
 from shardtune.models.adapter import LanguageRoot
@@ -61,7 +62,7 @@ class Generator:
 
     def answers(
         self,
-        prompts: Sequence[np.ndarray],
+        prompts: Sequence[Prompt],
         sampling: Sampling,
         *,
         poll: Callable[[], None] = lambda: None,
@@ -73,7 +74,7 @@ class Generator:
     @torch.no_grad()
     def continuations(
         self,
-        prompts: Sequence[np.ndarray],
+        prompts: Sequence[Prompt],
         sampling: Sampling,
         *,
         poll: Callable[[], None] = lambda: None,
@@ -85,12 +86,13 @@ class Generator:
         in the last round answers another rank's and throws the answers away: it has to join the gathering of weights.
 
         Args:
-            prompts: int [length] each.
+            prompts: what is to be gone on from.
             sampling: how answers are drawn.
             poll: called before each batch, by all ranks alike.
             streamer: a transformers streamer, for a single prompt.
         """
-        order = sorted(range(len(prompts)), key=lambda number: (-len(prompts[number]), number))
+        order = sorted(range(len(prompts)), key=lambda number: (-len(prompts[number].tokens), number))
+        companion = self._root.companion_prompt(prompts)
         num_ranks = self._ranks.num_data_ranks
         rows = self._batch_rows
         if sampling.temperature == 0:  # draws belong to a batch, so with them batches are the same on any ranks
@@ -105,21 +107,26 @@ class Generator:
             idle = here >= len(batches)
             numbers = batches[first] if idle else batches[here]
             torch.manual_seed(derive_seed(sampling.seed, here, "generate"))
-            written = self._answer([prompts[number] for number in numbers], sampling, streamer)
+            written = self._answer([prompts[number] for number in numbers], companion, sampling, streamer)
             if not idle:
                 mine.extend(zip(numbers, written, strict=True))
         self._root.train(was_training)
         found = dict(pair for part in self._ranks.gather(mine) for pair in part)
         return [found[number] for number in range(len(prompts))]
 
-    def _answer(self, prompts: list[np.ndarray], sampling: Sampling, streamer: object | None) -> list[list[int]]:
-        longest = max(len(prompt) for prompt in prompts)
+    def _answer(
+        self, asked: list[Prompt], companion: Prompt | None, sampling: Sampling, streamer: object | None
+    ) -> list[list[int]]:
+        alone = companion is None or self._root.companion_prompt(asked) is not None
+        prompts = asked if alone or companion is None else [*asked, companion]
+        longest = max(len(prompt.tokens) for prompt in prompts)
         pad = self._stop_ids[0]
         input_ids = torch.full((len(prompts), longest), pad, dtype=torch.int64)
         attention_mask = torch.zeros((len(prompts), longest), dtype=torch.int64)
         for row, prompt in enumerate(prompts):
-            input_ids[row, longest - len(prompt) :] = torch.from_numpy(np.asarray(prompt, dtype=np.int64))
-            attention_mask[row, longest - len(prompt) :] = 1
+            start = longest - len(prompt.tokens)
+            input_ids[row, start:] = torch.from_numpy(np.asarray(prompt.tokens, dtype=np.int64))
+            attention_mask[row, start:] = 1
         arguments: dict[str, object] = {
             "max_new_tokens": sampling.max_new_tokens,
             "do_sample": sampling.temperature > 0,
@@ -132,8 +139,10 @@ class Generator:
         if streamer is not None:
             arguments["streamer"] = streamer
         device = self._ranks.device
+        further = self._root.prompt_inputs(prompts, longest)
+        arguments |= {name: tensor.to(device) for name, tensor in further.items()}
         output = self._root.generate(input_ids.to(device), attention_mask.to(device), arguments)
-        return [self._ended(row) for row in output[:, longest:].tolist()]
+        return [self._ended(row) for row in output[: len(asked), longest:].tolist()]
 
     def _ended(self, tokens: list[int]) -> list[int]:
         """An answer without what stands behind its first stop token."""

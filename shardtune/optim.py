@@ -17,7 +17,8 @@ from shardtune.errors import ConfigError
 from shardtune.low_bit_optim import LOW_BIT, LowBitOptimizer
 
 if TYPE_CHECKING:
-    from shardtune.config import OptimConfig
+    from shardtune.config.parts import as_pattern
+from shardtune.config import OptimConfig
 
 REFUSED = {
     "LBFGS": "it evaluates the loss several times per step",
@@ -101,7 +102,7 @@ def _group_of(name: str, ndim: int, config: OptimConfig) -> tuple[float, float]:
     decay = config.weight_decay if ndim >= 2 else 0.0  # norms and biases are vectors
     rate = config.lr
     for group in config.groups:
-        if re.search(group.pattern, name):
+        if re.search(as_pattern(group.pattern), name):
             rate = rate if group.lr is None else group.lr
             decay = decay if group.weight_decay is None else group.weight_decay
     return rate, decay
@@ -129,7 +130,7 @@ def build_optimizer(
     kind = optimizer_class(config.name)
     arguments = _arguments(kind, config)
     for group in config.groups:
-        if not any(re.search(group.pattern, name) for name in parameters):
+        if not any(re.search(as_pattern(group.pattern), name) for name in parameters):
             raise ConfigError(
                 f"actor.optim.groups: the pattern {group.pattern!r} matches no trainable parameter",
                 where="actor.optim.groups",

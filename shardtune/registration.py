@@ -13,7 +13,8 @@ from typing import Any, Literal, TypeVar
 from shardtune.errors import ConfigError
 
 T = TypeVar("T", bound=Callable[..., Any])
-Kind = Literal["worker", "adapter", "function"]
+Kind = Literal["worker", "adapter", "function", "config and processor"]
+Gives = Literal["model", "config_and_processor"]
 
 CATEGORIES = ("sft",)
 """What a registered model is for."""
@@ -51,14 +52,16 @@ _registered: dict[str, dict[Kind, Entry]] = {}
 _declared: dict[str, str] = {}  # name -> the Enum member that declares it
 
 
-def register_model(name: str, category: str = "sft") -> Callable[[T], T]:
-    """Decorates a worker class, an adapter class, or a function (cfg) -> nn.Module with a `actor.model.model_type`.
+def register_model(name: str, category: str = "sft", *, gives: Gives = "model") -> Callable[[T], T]:
+    """Decorates a worker class, an adapter class, or a function with a `actor.model.model_type`.
 
     One name may have one of each kind. To register the same thing again, as when its file is imported twice, is fine.
 
     Args:
         name: as recipes write it.
         category: what the model is for: sft.
+        gives: of a function: model: (cfg of `actor.model`) -> nn.Module; config_and_processor: (cfg of `actor`) ->
+            (config, processor), which `get_model_config_and_processor` calls.
 
     Raises:
         ConfigError: the name is taken, the category unknown, or the class lacks methods that it has to have.
@@ -66,7 +69,7 @@ def register_model(name: str, category: str = "sft") -> Callable[[T], T]:
     _check_name(name, category, f"register_model({name!r})")
 
     def register(thing: T) -> T:
-        kind, entry = _kind_of(thing, name), Entry(thing, _file_of(thing))
+        kind, entry = _kind_given(thing, name, gives), Entry(thing, _file_of(thing))
         held = _registered.setdefault(name, {})
         if kind in held and not entry.is_again(held[kind]):
             raise ConfigError(
@@ -114,17 +117,28 @@ def registered(name: str) -> list[Any]:
 
 def registered_worker(name: str) -> type[Any] | None:
     """The worker class of a name; None where it has none."""
-    return next((thing for thing in registered(name) if _kind_of(thing, name) == "worker"), None)
+    return _of_kind(name, "worker")
 
 
 def registered_adapter(name: str) -> type[Any] | None:
     """The adapter class of a name; None where it has none."""
-    return next((thing for thing in registered(name) if _kind_of(thing, name) == "adapter"), None)
+    return _of_kind(name, "adapter")
 
 
 def registered_function(name: str) -> Callable[..., Any] | None:
     """The function (cfg) -> nn.Module of a name; None where it has none."""
-    return next((thing for thing in registered(name) if _kind_of(thing, name) == "function"), None)
+    return _of_kind(name, "function")
+
+
+def registered_processor(name: str) -> Callable[..., Any] | None:
+    """The function (cfg) -> (config, processor) of a name; None where it has none."""
+    return _of_kind(name, "config and processor")
+
+
+def _of_kind(name: str, kind: Kind) -> Any:
+    registered(name)  # what a package offers is loaded
+    entry = _registered.get(name, {}).get(kind)
+    return None if entry is None else entry.thing
 
 
 def is_declared(name: str) -> bool:
@@ -160,6 +174,20 @@ def _check_name(name: Any, category: Any, where: str) -> None:
         raise ConfigError(
             f"{category!r} is no category of models", where=where, remedy=f"the categories are: {', '.join(CATEGORIES)}"
         )
+
+
+def _kind_given(thing: Any, name: str, gives: Gives) -> Kind:
+    """What kind of thing is registered, by what it is said to give."""
+    kind = _kind_of(thing, name)
+    if gives == "model":
+        return kind
+    if gives != "config_and_processor" or kind != "function":
+        raise ConfigError(
+            f"gives={gives!r} does not go with the {kind} {thing.__qualname__}",
+            where=f"register_model({name!r})",
+            remedy="gives is of functions: model or config_and_processor",
+        )
+    return "config and processor"
 
 
 def _kind_of(thing: Any, name: str) -> Kind:

@@ -40,7 +40,7 @@ from shardtune.run_directory import (
 )
 from shardtune.sft_worker import SFTWorker
 from shardtune.tasks import NOTHING, Objects, make_worker, worker_class
-from shardtune.track import read_metrics
+from shardtune.track import SAMPLES, read_metrics
 from shardtune.trained_model import over_directory, silent
 from shardtune.training import train_rank
 from shardtune.worker import FSDPSftWorker
@@ -220,8 +220,9 @@ class Run:
     def evaluate(self, checkpoint: str = "final", *overrides: str, eval_data: Any = None) -> dict[str, float]:
         """The evaluation metrics of a checkpoint, measured now."""
         worker = self.worker(checkpoint, *overrides, eval_data=eval_data)
-        if not worker.eval_loaders:
+        if not worker.evaluates:
             raise _nothing_to_evaluate()
+        _keep_episodes(worker, self.dir / SAMPLES / Path(checkpoint).name)
         return worker.run_eval()
 
     def generate(
@@ -332,19 +333,38 @@ def evaluate(target: str | Path, *overrides: str, checkpoint: str = "final") -> 
         import_plugins(recipe.plugins)
         worker = make_worker(recipe, training=False, say=Display().say)
         worker.setup_evaluation()
-    if not worker.eval_loaders:
+    if not worker.evaluates:
         raise _nothing_to_evaluate()
+    logger = recipe.runner.logger
+    own = Path(target) / SAMPLES / Path(checkpoint).name
+    episodes = own if is_run else Path(logger.log_path) / f"{logger.experiment_name}-episodes"
+    _keep_episodes(worker, episodes)
     if worker.ranks.is_main:
         model = f"{target}, checkpoint {checkpoint}" if is_run else str(recipe.actor.model.model_path)
-        announced = [info.get("num_samples") for _, info in worker.eval_loaders.values()]
-        sizes = [int(size) for size in announced if size is not None]
-        rows = f"{sum(sizes):,} rows" if len(sizes) == len(announced) else f"{len(announced)} sets"
-        Display().say(f"evaluating {model} on {rows}")
+        Display().say(f"evaluating {model} on {_evaluated_on(worker, episodes)}")
     metrics = worker.run_eval()
     leave_ranks(worker.ranks)  # only if all went well: otherwise the other ranks may be waiting elsewhere
     if peers is not None:
         peers.end()
     return metrics
+
+
+def _keep_episodes(worker: FSDPSftWorker, folder: Path) -> None:
+    """Let a worker keep what it plays, if it plays."""
+    if isinstance(worker, SFTWorker):
+        worker.episodes_dir = folder
+
+
+def _evaluated_on(worker: FSDPSftWorker, episodes: Path) -> str:
+    """What an evaluation looks at, in words."""
+    announced = [info.get("num_samples") for _, info in worker.eval_loaders.values()]
+    sizes = [int(size) for size in announced if size is not None]
+    rows = f"{sum(sizes):,} rows" if len(sizes) == len(announced) else f"{len(announced)} sets"
+    config = worker.recipe.eval
+    if config.environment is None:
+        return rows
+    played = f"{config.episodes:,} episodes of {config.environment}, kept in {episodes}"
+    return f"{rows} and {played}" if announced else played
 
 
 def _evaluate_on_ranks(arguments: list[str], recipe: Recipe, *, is_run: bool) -> None:
@@ -380,7 +400,7 @@ def answering(run: Run, checkpoint: str) -> SFTWorker:
 
 def _nothing_to_evaluate() -> ConfigError:
     return ConfigError(
-        "there is nothing to evaluate on: data.eval_data_paths is null",
+        "there is nothing to evaluate on: data.eval_data_paths and eval.environment are null",
         where="data.eval_data_paths",
         remedy="set data.eval_data_paths or data.eval_split; from Python, or give rows: run.evaluate(eval_data=…)",
     )
@@ -388,6 +408,7 @@ def _nothing_to_evaluate() -> ConfigError:
 
 EVERYTHING = ("actor.model.model_path", "data.train_data_paths", "data.eval_data_paths")
 NO_EVALUATION = ("data.eval_data_paths=null", "data.eval_split=0", "eval.generate=false", "eval.metrics=[]", *(
+    "eval.environment=null",
     "runner.eval_before_training=false", "runner.val_check_interval=-1", "runner.early_stop.enabled=false",
     "runner.best.monitor=null",
 ))  # fmt: skip

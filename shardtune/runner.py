@@ -91,7 +91,7 @@ class SFTRunner:
         actor = self._actor
         check_backends(self._recipe.runner.logger.logger_backends)
         actor.setup()
-        known = actor.evaluation_metrics() if actor.eval_loaders else []
+        known = actor.evaluation_metrics() if actor.evaluates else []
         check_monitors(self._recipe.runner, None if known is None else [*known, *TRAIN_METRICS])
         self._saver.require_space()
         self._callbacks.make()
@@ -200,7 +200,7 @@ class SFTRunner:
             facts["metrics"] = MappingProxyType(dict(facts["metrics"]))
         place = {"step": actor.step, "total_steps": actor.total_steps(), "epoch": actor.epoch, "run_dir": self.run_dir}
         self._asked |= self._callbacks.tell(kind(**{**place, **facts}))
-        if Ask.EVALUATE in self._asked and not actor.eval_loaders:
+        if Ask.EVALUATE in self._asked and not actor.evaluates:
             raise CallbackError(
                 f"{kind.method} of a callback asks to evaluate, and there is nothing to evaluate on",
                 where="runner.callbacks",
@@ -212,7 +212,7 @@ class SFTRunner:
 
     def _loop(self) -> None:
         actor = self._actor
-        if actor.step == 0 and self._recipe.runner.eval_before_training and actor.eval_loaders:
+        if actor.step == 0 and self._recipe.runner.eval_before_training and actor.evaluates:
             if self._evaluated_at < 0:
                 self._evaluate()
                 self._log()
@@ -255,7 +255,7 @@ class SFTRunner:
         actor, runner = self._actor, self._recipe.runner
         save = self._due(runner.save_interval, epoch_ended, advanced) or (advanced and Ask.SAVE in self._asked)
         measure = save
-        if actor.eval_loaders:
+        if actor.evaluates:
             asked = Ask.EVALUATE in self._asked or Ask.STOP in self._asked or self._evaluated_at == actor.step
             measure = actor.finished or asked or self._due(runner.val_check_interval, epoch_ended, advanced)
             measure = measure and advanced  # a skipped step has changed nothing

@@ -15,8 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.adaptation import adapt, check_stored, is_adapter
-from shardtune.batch import Batch, Metric
+from shardtune.batch import Batch, Metric, Prompt
 from shardtune.checkpoint.huggingface import check_weights
+from shardtune.closed_loop import ClosedLoop, play
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.layout import Layout
 from shardtune.construction import build_empty, freeze
@@ -37,6 +38,7 @@ from shardtune.evaluate import (
     summarize,
 )
 from shardtune.generate import Generator, Sampling
+from shardtune.models.acting import ActingAdapter
 from shardtune.models.adapter import Adapter, AdapterRoot, LanguageModel, LanguageRoot, WeightSource, WholeStepAdapter
 from shardtune.models.causal_lm import TOKENS
 from shardtune.models.hooks import Hooks
@@ -66,10 +68,11 @@ class EvaluationSet:
     rows: TokenDataset
     maker: BatchMaker
     rows_per_block: int
+    num_processes: int = 0
 
     def blocks(self) -> Iterator[tuple[Batch, ...]]:
         """This rank's micro-batches, as many as every other rank's; each row comes exactly once."""
-        return evaluation_blocks(len(self.rows), self.maker, self.rows_per_block)
+        return evaluation_blocks(len(self.rows), self.maker, self.rows_per_block, self.num_processes)
 
     def __iter__(self) -> Iterator[Batch]:
         return chain.from_iterable(self.blocks())
@@ -89,6 +92,9 @@ class SFTWorker(FSDPSftWorker):
         prepared: data that is tokenised already.
         training: False for a worker that only evaluates and answers.
         say: told what is found while the data is prepared.
+
+    Attributes:
+        episodes_dir: where the table and the videos of episodes are kept; None: in `samples_dir`, by their step.
     """
 
     Options = None  # those of the recipe are the adapter's
@@ -117,6 +123,7 @@ class SFTWorker(FSDPSftWorker):
                 where=recipe.where("eval.generate"),
                 remedy="leave it out; metrics(model, batch) of the adapter, or eval.metrics, measure what is right",
             )
+        self._closed_loop = _closed_loop(recipe, self.adapter)
         check_optimizer(recipe.actor.optim, num_ranks(recipe.runner))
         self._matcher = make_matcher(recipe.eval)
         self.prepared: PreparedData = prepared or prepare_data(
@@ -127,10 +134,12 @@ class SFTWorker(FSDPSftWorker):
                 self.adapter.check_rows(rows.lengths, rows.locate)
         self._hooks.check_terms(self._loss_terms(), self.adapter)
         super().__init__(recipe)
+        self.episodes_dir: Path | None = None
         encoder = self.prepared.encoder
         if isinstance(encoder, ChatEncoder):
             self.tokenizer, self.end_of_turn_ids = encoder.tokenizer, encoder.stop_token_ids
             self.chat_template = None if encoder.template is None else encoder.template.text
+            self.processor = self.adapter.processor
         elif has_tokenizer(recipe):
             self.tokenizer = self.adapter.tokenizer
         self.say = say
@@ -291,7 +300,7 @@ class SFTWorker(FSDPSftWorker):
         )
         weighed = WeighedRows(rows, self.adapter.row_terms())
         maker = self._maker(weighed, actor.micro_batch_size)
-        loader = StepLoader(weighed, order, maker, token_term=TOKENS)
+        loader = StepLoader(weighed, order, maker, token_term=TOKENS, num_processes=self._processes)
         return loader, {"num_samples": len(rows), "sharded": True}
 
     def build_evaluation(self, name: str, paths: list[str]) -> tuple[Any, dict[str, Any]]:
@@ -304,7 +313,11 @@ class SFTWorker(FSDPSftWorker):
         else:
             per_forward = (max_rows or 16) if self.adapter.rows_share_forwards else 1
             block = per_forward * BLOCK_MICRO_BATCHES * self.ranks.num_data_ranks
-        return EvaluationSet(rows, maker, block), {"num_samples": len(rows), "sharded": True}
+        return EvaluationSet(rows, maker, block, self._processes), {"num_samples": len(rows), "sharded": True}
+
+    @property
+    def _processes(self) -> int:
+        return self.recipe.data.num_workers if self.adapter.prepares_in_processes else 0
 
     def _maker(self, rows: WeighedRows, max_rows: int | None) -> BatchMaker:
         limits = Limits(
@@ -339,6 +352,31 @@ class SFTWorker(FSDPSftWorker):
             metrics |= self._generated(name, loader.rows)
         return metrics
 
+    # Episodes.
+
+    @property
+    def evaluates(self) -> bool:
+        return super().evaluates or self._closed_loop is not None
+
+    def run_eval(self) -> dict[str, float]:
+        return super().run_eval() | self._episodes()
+
+    def _episodes(self) -> dict[str, float]:
+        """Play the episodes that the recipe asks for."""
+        if self._closed_loop is None:
+            return {}
+        assert isinstance(self.adapter, ActingAdapter)
+        folder = self.episodes_dir
+        if folder is None and self.samples_dir is not None:
+            folder = self.samples_dir / f"step_{self.step}"
+        self.model.eval()
+        try:
+            policy = self.adapter.policy(self.root, self.device)
+            score = play(self._closed_loop, policy, self.ranks, folder=folder, poll=self.poll)
+        finally:
+            self.model.train()
+        return {f"eval/{name}": value for name, value in score.metrics().items()}
+
     # Answers.
 
     def generator(self) -> Generator:
@@ -353,7 +391,8 @@ class SFTWorker(FSDPSftWorker):
         config = self.recipe.eval
         assert self.tokenizer is not None
         wanted = answered_rows(rows, name, config.num_samples)
-        prompts = [prompt for index in wanted if (prompt := rows.row(index).prompt_ids) is not None]
+        samples = [rows.row(index) for index in wanted]
+        prompts = [Prompt(one.prompt_ids, one.fields) for one in samples if one.prompt_ids is not None]
         sampling = Sampling(config.max_new_tokens, config.temperature, seed=self.recipe.runner.seed)
         generator = self.generator()
         written = generator.continuations(prompts, sampling, poll=self.poll)
@@ -365,7 +404,7 @@ class SFTWorker(FSDPSftWorker):
             self.say(warning)
         if self.samples_dir is not None and self.ranks.is_main:
             answers.keep(self.samples_dir, self.step, name)
-        self.answered(name, prompts, written)
+        self.answered(name, [prompt.tokens for prompt in prompts], written)
         return answers.metrics()
 
     def answered(self, name: str, prompts: Sequence[np.ndarray], answers: Sequence[Sequence[int]]) -> None:
@@ -376,3 +415,23 @@ class SFTWorker(FSDPSftWorker):
             prompts: int32 [length] each.
             answers: the tokens that the model wrote, the stop token included where it came to one.
         """
+
+
+def _closed_loop(recipe: Recipe, adapter: Adapter) -> ClosedLoop | None:
+    """The episodes that a recipe asks for, its environment tried out; None where it asks for none.
+
+    Raises:
+        ConfigError: the model is none that acts, or the environment cannot be used.
+    """
+    found = ClosedLoop.of(recipe)
+    if found is None:
+        return None
+    if not isinstance(adapter, ActingAdapter):
+        raise ConfigError(
+            f"eval.environment: {type(adapter).__name__} describes no model that acts in an environment",
+            where=recipe.where("eval.environment") or "eval.environment",
+            remedy="leave it out, or use actor.model.model_type: vision_language_action; an adapter of your own derives "
+            "from shardtune.models.acting.ActingAdapter",
+        )
+    found.check()
+    return found

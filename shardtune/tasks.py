@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.config import Recipe
+from shardtune.config.values import ENVIRONMENTS
 from shardtune.errors import ConfigError
 from shardtune.functions import code_hashes, import_plugins, load_function
 from shardtune.registration import (
@@ -185,6 +186,7 @@ def check_keys(recipe: Recipe, kind: type[FSDPSftWorker]) -> None:
         "data.on_bad_row": data.on_bad_row != "fail",
         "data.on_too_long": data.on_too_long != "truncate",
         "eval.generate": evaluation.generate,
+        "eval.environment": evaluation.environment is not None,
         "eval.metrics": bool(evaluation.metrics),
     }
     for key, spec in (("data.train_data_paths", data.train_data_paths), ("data.eval_data_paths", data.eval_data_paths)):
@@ -216,5 +218,6 @@ def _beside_paths(spec: Any) -> list[str]:
 def user_code(recipe: Recipe) -> dict[str, str]:
     """A hash of each file of the user's own code that a recipe names."""
     worker = None if recipe.actor.worker in BUILT_IN_WORKERS else recipe.actor.worker
-    named = [worker, recipe.actor.model.adapter, recipe.actor.loss, *recipe.eval.metrics]
+    environment = None if recipe.eval.environment in ENVIRONMENTS else recipe.eval.environment
+    named = [worker, recipe.actor.model.adapter, recipe.actor.loss, environment, *recipe.eval.metrics]
     return code_hashes(recipe.plugins, [*named, *recipe.runner.callbacks])

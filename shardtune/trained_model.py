@@ -13,7 +13,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from pydantic import BaseModel
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from shardtune.adaptation import adapt, begin_adapter, from_elsewhere, frozen_dtype, is_adapter, new_ids
 from shardtune.checkpoint.base_values import fingerprint
@@ -70,6 +70,7 @@ class TrainedModel:
         self.device: torch.device = self.ranks.device
         self.amp_context: AbstractContextManager[None] = nullcontext()
         self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.processor: ProcessorMixin | None = None
         self.chat_template: str | None = None
         self.end_of_turn_ids: Sequence[int] = ()
         self.step = 0
@@ -338,7 +339,7 @@ class TrainedModel:
         model, tensors = self.inner_model(), self.weights.tensors()
         gather, settings = gather_full, {}
         chosen = None if dtype == "auto" else DTYPES[dtype]
-        text = (self.tokenizer, self.chat_template, self.end_of_turn_ids)
+        text = (self.tokenizer, self.chat_template, self.end_of_turn_ids, self.processor)
         if is_adapted(model) and not merge:
             config = self.recipe.actor.model
             in_memory = model.name_or_path if isinstance(model, PreTrainedModel) else ""
@@ -361,6 +362,7 @@ class TrainedModel:
             tokenizer=self.tokenizer,
             chat_template=self.chat_template,
             end_of_turn_ids=self.end_of_turn_ids,
+            processor=self.processor,
             tensors=tensors,
             gather=gather,
             settings=settings,

@@ -52,10 +52,10 @@ class Watch:
 
 
 def direction(mode: str, monitor: str) -> str:
-    """min or max; `auto` reads it off the name: accuracies grow, everything else falls."""
+    """min or max; `auto` reads it off the name: accuracies and successes grow, everything else falls."""
     if mode != "auto":
         return mode
-    return "max" if "accuracy" in monitor else "min"
+    return "max" if "accuracy" in monitor or "success" in monitor else "min"
 
 
 class Watches:

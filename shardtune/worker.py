@@ -170,6 +170,11 @@ class FSDPSftWorker(TrainedOnData, ABC):
             return {name: _paths(paths) for name, paths in spec.items()}
         return {"": _paths(spec)}
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate on, once it is set up."""
+        return bool(self.eval_loaders)
+
     def evaluation_metrics(self) -> list[str] | None:
         """The names that `run_eval` will give, where they are known before it is called; None otherwise."""
         return None

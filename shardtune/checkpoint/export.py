@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from shardtune.checkpoint.conversion import disk_groups, to_disk
 from shardtune.checkpoint.safetensors_file import SafetensorsWriter, TensorPlan
@@ -37,6 +37,7 @@ def save_pretrained(
     tokenizer: PreTrainedTokenizerBase | None = None,
     chat_template: str | None = None,
     end_of_turn_ids: Sequence[int] = (),
+    processor: ProcessorMixin | None = None,
     tensors: Mapping[str, torch.Tensor] | None = None,
     gather: Callable[[str, torch.Tensor], torch.Tensor] = gather_full,
     settings: Mapping[str, Any] = MappingProxyType({}),
@@ -51,6 +52,7 @@ def save_pretrained(
         dtype: of the floating parameters on disk. Buffers keep theirs.
         tokenizer: saved beside the weights, with `chat_template` where that is given.
         end_of_turn_ids: token ids the model was trained to end its turn with; generation stops at each of them.
+        processor: of images and text, saved in place of its tokenizer.
         tensors: what to save, by its names in `model`, in the same order on all ranks; None: `named_tensors(model)`.
         gather: makes one of `tensors` whole. All ranks call it in the same order.
         settings: of config.json that differ from those in memory.
@@ -69,7 +71,7 @@ def save_pretrained(
         if writes:
             path.mkdir(parents=True, exist_ok=True)
             _save_config(model, path, dtype, settings)
-            save_text_settings(model, path, tokenizer, chat_template, end_of_turn_ids)
+            save_text_settings(model, path, tokenizer, chat_template, end_of_turn_ids, processor)
         _save_weights(model, path, tensors, dtype, gather, max_shard_bytes if writes else None)
     except OSError as problem:
         raise save_error(path, problem) from problem
@@ -206,8 +208,10 @@ def save_text_settings(
     tokenizer: PreTrainedTokenizerBase | None,
     chat_template: str | None,
     end_of_turn_ids: Sequence[int],
+    processor: ProcessorMixin | None = None,
 ) -> None:
-    """Writes what belongs to a model that reads and writes text beside its weights: tokenizer, generation settings."""
+    """Writes what belongs to a model that reads and writes text beside its weights: tokenizer or processor, generation
+    settings."""
     if isinstance(model, PreTrainedModel) and model.can_generate():
         generation = deepcopy(model.generation_config)
         for key, value in model.config._get_generation_parameters().items():
@@ -215,8 +219,10 @@ def save_text_settings(
         _set_stop_tokens(generation, tokenizer, end_of_turn_ids)
         # Without transformers' strict validation: published settings that it calls inconsistent stay as they are.
         generation.to_json_file(path / "generation_config.json", keys_to_pop=["compile_config", "_from_model_config"])
-    if tokenizer is not None:
-        _save_tokenizer(tokenizer, path, chat_template)
+    if processor is not None:
+        _save_reader(processor, path, chat_template)
+    elif tokenizer is not None:
+        _save_reader(tokenizer, path, chat_template)
 
 
 def _set_stop_tokens(
@@ -235,8 +241,8 @@ def _set_stop_tokens(
         generation.pad_token_id = stops[0]
 
 
-def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, path: Path, chat_template: str | None) -> None:
-    copy = deepcopy(tokenizer)
+def _save_reader(reader: PreTrainedTokenizerBase | ProcessorMixin, path: Path, chat_template: str | None) -> None:
+    copy = deepcopy(reader)
     if chat_template is not None:
         copy.chat_template = chat_template
     copy.save_pretrained(path)

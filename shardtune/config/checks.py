@@ -49,7 +49,7 @@ def _any_of(key: str, values: tuple[str, ...], instead: str) -> NotYet:
 NOT_YET = (
     _any_of(
         "actor.model.model_type",
-        ("vision_language", "vision_language_action"),
+        ("vision_language_action",),
         "use causal_lm or the name of a registered model",
     ),
 )
@@ -71,13 +71,18 @@ class Facts:
         data = self.recipe.data
         return data.eval_data_paths is not None or data.eval_split > 0 or "data.eval_data_paths" in self.in_memory
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate on: rows, or episodes."""
+        return self.has_eval_data or self.recipe.eval.environment is not None
+
 
 def check(recipe: Recipe, written: Merged, in_memory: Collection[str]) -> list[ConfigError]:
     """Everything that the recipe alone shows to be wrong."""
     facts = Facts(recipe, written, in_memory)
     rules = (
         *(_not_yet, _launcher, _required, _batches, _length, _schedule),
-        *(_duration, _evaluation, _watching, _losses, _lora),
+        *(_duration, _evaluation, _episodes, _watching, _losses, _lora),
         *(_execution, _optimizer_states),
     )
     return [problem for rule in rules for problem in rule(facts)]
@@ -249,14 +254,14 @@ def _evaluation(facts: Facts) -> Iterator[ConfigError]:
     if facts.has_eval_data:
         return
     runner = recipe.runner
-    needing = {
-        "eval.generate": recipe.eval.generate,
-        "eval.metrics": bool(recipe.eval.metrics),
+    on_rows = {"eval.generate": recipe.eval.generate, "eval.metrics": bool(recipe.eval.metrics)}
+    on_anything = {
         "runner.val_check_interval": runner.val_check_interval != -1,
         "runner.eval_before_training": runner.eval_before_training,
         "runner.early_stop.enabled": runner.early_stop.enabled,
         "runner.best.monitor": (runner.best.monitor or "").startswith("eval/"),
     }
+    needing = on_rows | ({} if facts.evaluates else on_anything)
     for key in (key for key, asked in needing.items() if asked):
         value = facts.written.given(key)
         yield facts.problem(
@@ -266,9 +271,28 @@ def _evaluation(facts: Facts) -> Iterator[ConfigError]:
         )
 
 
+def _episodes(facts: Facts) -> Iterator[ConfigError]:
+    config, model = facts.recipe.eval, facts.recipe.actor.model
+    if config.environment is None:
+        return
+    if model.adapter is None and model.model_type in ("causal_lm", "vision_language"):
+        yield facts.problem(
+            "eval.environment",
+            f"eval.environment: {config.environment!r} needs a model that acts; {model.model_type} does not",
+            "leave it out, or set actor.model.model_type: vision_language_action",
+        )
+    elif model.adapter is None and (config.action_steps or 0) > model.action_chunks_len:
+        yield facts.problem(
+            "eval.action_steps",
+            f"eval.action_steps ({config.action_steps}) is more than the actions that are predicted at once "
+            f"(actor.model.action_chunks_len: {model.action_chunks_len})",
+            "lower it",
+        )
+
+
 def _watching(facts: Facts) -> Iterator[ConfigError]:
     runner = facts.recipe.runner
-    if runner.early_stop.enabled and runner.val_check_interval == -1 and facts.has_eval_data:
+    if runner.early_stop.enabled and runner.val_check_interval == -1 and facts.evaluates:
         yield facts.problem(
             "runner.early_stop.enabled",
             "runner.early_stop.enabled needs evaluations during training, and runner.val_check_interval is -1",

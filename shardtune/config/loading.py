@@ -62,6 +62,7 @@ def load_recipe(
     tree, unresolved = _resolve(merged)
     if merged.given("actor.global_batch_tokens") is not None and merged.given("actor.global_batch_size") is None:
         tree["actor"]["global_batch_size"] = None  # tokens replace the default number of rows
+    problems += _adopt_second_places(tree, merged)
     problems += adopt_adapter(tree, merged, _base(recipe), must_exist=files_must_exist)
     mistyped = _type_problems(tree, merged, {problem.what.partition(":")[0] for problem in unresolved})
     problems += unresolved + mistyped
@@ -146,6 +147,35 @@ def _resolve(merged: Merged) -> tuple[dict[str, Any], list[ConfigError]]:
     return resolved, problems
 
 
+SECOND_PLACES = {
+    "actor.model.micro_batch_size": "actor.micro_batch_size",
+    "actor.model.val_micro_batch_size": "actor.eval_micro_batch_size",
+}
+"""Keys that say what another says; the resolved recipe has the other alone."""
+
+
+def _adopt_second_places(tree: dict[str, Any], merged: Merged) -> list[ConfigError]:
+    """Move what stands in a second place to where it is read; both places may say the same."""
+    problems = []
+    for theirs, ours in SECOND_PLACES.items():
+        value, own = (_value(tree, dotted) for dotted in (theirs, ours))
+        if value is None:
+            continue
+        if merged.given(ours) is not None and own != value:
+            problems.append(
+                ConfigError(
+                    f"{theirs} ({value}) and {ours} ({own}) are the same thing",
+                    where=f"{merged.origins[theirs]}, {merged.origins[ours]}",
+                    remedy="keep one of them",
+                )
+            )
+            continue
+        merged.origins[ours] = merged.origins[theirs]
+        _put(tree, ours, value)
+        _put(tree, theirs, None)
+    return problems
+
+
 def _short(value: Any) -> str:
     """A value as messages show it, its middle left out where it is long."""
     text = repr(value)
@@ -158,6 +188,14 @@ def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
     for part in sections:
         tree = tree[part]
     tree[name] = value
+
+
+def _value(tree: dict[str, Any], dotted: str) -> Any:
+    """The value of a dotted key in a tree that has all sections."""
+    value: Any = tree
+    for part in dotted.split("."):
+        value = value[part]
+    return value
 
 
 def _unresolved(dotted: str, merged: Merged, reason: str) -> ConfigError:

@@ -12,7 +12,10 @@ from shardtune.config.values import FUNCTION_IN_FILE
 
 FORMATS = (".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".feather")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
-FUNCTION_KEYS = ("actor.worker", "actor.model.adapter", "actor.loss", "data.transform", "eval.match")
+FUNCTION_KEYS = (
+    *("actor.worker", "actor.model.adapter", "actor.loss", "data.transform"),
+    *("eval.match", "eval.environment"),
+)
 FUNCTION_LISTS = ("runner.callbacks", "eval.metrics")
 
 
@@ -31,6 +34,7 @@ def make_absolute(tree: dict[str, Any], base: Path) -> None:
     for holder, name in ((model, "model_path"), (tree["actor"]["tokenizer"], "tokenizer_model")):
         _change(holder, name, lambda path: _model(path, base))
     _change(model["lora"], "adapter_path", lambda path: _absolute(path, base))
+    _change(model, "action_statistics", lambda path: _absolute(path, base))
     for holder, name in (_place(tree, dotted) for dotted in FUNCTION_KEYS):
         _change(holder, name, lambda text: _function(text, base))
     for holder, name in (_place(tree, dotted) for dotted in FUNCTION_LISTS):
@@ -52,6 +56,7 @@ def named_files(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
         "actor.model.model_path": model["model_path"],
         "actor.tokenizer.tokenizer_model": tree["actor"]["tokenizer"]["tokenizer_model"],
         "actor.model.lora.adapter_path": model["lora"]["adapter_path"],
+        "actor.model.action_statistics": model["action_statistics"],
         "data.chat_template": data["chat_template"],
     }
     yield from ((key, path) for key, path in local.items() if path is not None and os.path.isabs(path))

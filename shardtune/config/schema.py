@@ -17,7 +17,9 @@ from shardtune.config.values import (
     Count,
     CountOrUnlimited,
     Distinct,
+    EnvironmentName,
     FunctionInFile,
+    ImageSize,
     Interval,
     LoraInit,
     Match,
@@ -67,7 +69,7 @@ class EarlyStopConfig(Section):
     enabled: bool = key(False, "End the run once `monitor` has stopped improving.")
     monitor: Text = key("eval/loss", "The metric that is watched; it has to be one that this run emits.")
     mode: Literal["auto", "min", "max"] = key(
-        "auto", "Whether smaller or larger is better; auto: min for losses and perplexities, max for accuracies."
+        "auto", "Whether smaller or larger is better; auto: max for accuracies and successes, otherwise min."
     )
     patience: Count = key(5, "How many evaluations in a row may bring no improvement before the run ends.")
     min_delta: Number = key(0.0, "How much `monitor` must change to count as an improvement.", ge=0)
@@ -78,7 +80,7 @@ class BestConfig(Section):
         None, "The metric whose best checkpoint is kept in `checkpoints/best`, e.g. eval/eval_accuracy; null: none is."
     )
     mode: Literal["auto", "min", "max"] = key(
-        "auto", "Whether smaller or larger is better; auto: min for losses and perplexities, max for accuracies."
+        "auto", "Whether smaller or larger is better; auto: max for accuracies and successes, otherwise min."
     )
 
 
@@ -246,7 +248,59 @@ class ModelConfig(Section):
     )
     compile: bool = key(False, "Compile the model with torch.compile.")
     freeze: list[NamePattern] = sequence(
-        "Parameters that are not trained: regular expressions, searched for in the parameters' names."
+        "Parameters that are not trained: regular expressions, searched for in the parameters' names; or parts: "
+        "vision_tower, projector, language_model."
+    )
+    low_cpu_mem_usage: bool = key(
+        True,
+        "For a registered function to pass on; built-in model types are always built without memory and read in parts.",
+    )
+    micro_batch_size: Count | None = key(
+        None, "`actor.micro_batch_size`, where other systems write it; null: it is given there."
+    )
+    val_micro_batch_size: Count | None = key(
+        None, "`actor.eval_micro_batch_size`, where other systems write it; null: it is given there."
+    )
+    vocab_size: Count | None = key(
+        None, "What the text vocabulary has to have, padding of the embedding aside; null: whatever the model has."
+    )
+    hidden_size: Count | None = key(None, "What the text model's width has to be; null: whatever the model has.")
+    image_size: ImageSize | None = key(
+        None,
+        "[height, width] that images have to be given to the model in; null: whatever its processor makes of them.",
+    )
+    action_token_len: Count | None = key(
+        None, "Dimensions of an action, one token each; null: those of the statistics."
+    )
+    action_chunks_len: Count = key(1, "Actions that are predicted at once.")
+    unnorm_key: Text | None = key(
+        None, "The data set whose statistics make numbers of an action's tokens; null: the only one there is."
+    )
+    num_action_bins: int = key(256, "Tokens that stand for the values of an action.", ge=2)
+    action_tokens: Literal["auto", "appended", "last"] = key(
+        "auto",
+        "Which tokens they are: appended: new ones, <act_0>, <act_1>, …; last: the last ordinary ones; auto: as the "
+        "model has it, appended for one that has none yet.",
+    )
+    action_prompt: Text | None = key(
+        None,
+        "The text before an action, with {instruction}; null: as the model has it, or else the chat template of its "
+        "processor, or else OpenVLA's.",
+    )
+    action_state: Literal["none", "text"] | None = key(
+        None,
+        "text: the state's values stand in the prompt as numbers of bins; none: they are left out; null: as the model "
+        "has it, none for one that has nothing yet.",
+    )
+    action_statistics: Text | None = key(
+        None,
+        "The statistics by which actions are normalised, a dataset_statistics.json; null: those beside the weights, or "
+        "else those of the training rows.",
+    )
+    value_head: Literal["kept", "trained"] | None = key(
+        None,
+        "A head for values on the model, fresh where it has none; kept: saved with the model, not trained; trained: "
+        "towards `value` of each row; null: as the model has it, not trained.",
     )
     is_lora: bool = key(False, "Train a low-rank adapter instead of the model's own weights.")
     lora: LoraConfig = section(LoraConfig, "The low-rank adapter.")
@@ -263,7 +317,10 @@ class TokenizerConfig(Section):
 
 
 class ParameterGroup(Section):
-    pattern: NamePattern = Field(description="A regular expression, searched for in the parameters' names.")
+    pattern: NamePattern = Field(
+        description="A regular expression, searched for in the parameters' names; or a part: vision_tower, projector, "
+        "language_model."
+    )
     lr: Number | None = key(None, "The group's peak learning rate; null: `actor.optim.lr`.", ge=0)
     weight_decay: Number | None = key(None, "The group's weight decay; null: `actor.optim.weight_decay`.", ge=0)
 
@@ -449,6 +506,22 @@ class EvalConfig(Section):
         "Metrics of yours, [file.py:function]: (outputs [n, …], targets [n], weights [n]) -> (sum, weight), called on "
         "the predictions piece by piece and reported as eval/<function>."
     )
+    environment: EnvironmentName | None = key(
+        None,
+        "The simulator in which an action model plays episodes, reported as eval/success: reach, point2d, or "
+        "file.py:Class; null: none.",
+    )
+    environment_options: dict[str, Any] = mapping("Arguments of the environment's class, e.g. {max_steps: 60}.")
+    episodes: Count = key(50, "How many episodes are played in each evaluation, always the same ones.")
+    episode_seed: int = key(0, "The number from which the seed of each episode follows.", ge=0, lt=2**63)
+    episodes_at_once: Count = key(
+        16, "Episodes that a rank plays side by side, with one environment each; the policy is asked about all of them."
+    )
+    action_steps: Count | None = key(
+        None, "How many actions of a predicted chunk are taken before the next one is predicted; null: all of them."
+    )
+    videos: int = key(4, "The first so many episodes are kept as videos in `samples/`.", ge=0)
+    video_format: Literal["gif", "mp4"] = key("gif", "How videos are written; mp4 needs the extra of the name video.")
 
 
 class Recipe(Section):
@@ -458,7 +531,7 @@ class Recipe(Section):
     runner: RunnerConfig = section(RunnerConfig, "The run: how long, how often, where to.")
     actor: ActorConfig = section(ActorConfig, "The model and how it is trained.")
     data: DataConfig = section(DataConfig, "The rows and how they become tokens.")
-    eval: EvalConfig = section(EvalConfig, "Evaluation by generated answers.")
+    eval: EvalConfig = section(EvalConfig, "Evaluation by generated answers, and by episodes in a simulator.")
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 

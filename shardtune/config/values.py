@@ -14,6 +14,8 @@ from pydantic_core import InitErrorDetails
 FUNCTION_IN_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*(?:\.\w+)*)")
 WORKERS = ("sft_trainer",)
 """The workers that have a name of their own."""
+ENVIRONMENTS = ("reach", "point2d")
+"""The environments that have a name of their own."""
 PISSA_STEPS = re.compile(r"pissa_niter_[0-9]+")
 LORA_INITS = ("gaussian", "orthogonal", "pissa", "olora", "mica")
 NEED_DATA = ("eva", "corda", "lora_ga")
@@ -72,6 +74,10 @@ def _worker(value: Any) -> Any:
     return value if value in WORKERS else _function_in_file(value)
 
 
+def _environment(value: Any) -> Any:
+    return value if value in ENVIRONMENTS else _function_in_file(value)
+
+
 def _answer_pattern(value: Any) -> Any:
     if not isinstance(value, str):
         raise ValueError("not text")
@@ -94,6 +100,12 @@ def _distinct(value: Any) -> Any:
     if isinstance(value, list) and len({str(item) for item in value}) < len(value):
         raise ValueError("it names an entry twice")
     return value
+
+
+def _image_size(value: Any) -> Any:
+    if isinstance(value, list) and len(value) == 2 and all(type(side) is int and side >= 1 for side in value):
+        return value
+    raise ValueError("not a height and a width")
 
 
 def _reduce(value: Any) -> Any:
@@ -148,6 +160,7 @@ RunName = Annotated[
 ]
 FunctionInFile = Annotated[str, BeforeValidator(_function_in_file), Allowed("file.py:name")]
 Worker = Annotated[str, BeforeValidator(_worker), Allowed(f"{', '.join(WORKERS)}, or file.py:Class")]
+EnvironmentName = Annotated[str, BeforeValidator(_environment), Allowed(f"{', '.join(ENVIRONMENTS)}, or file.py:Class")]
 Match = Annotated[str, BeforeValidator(_match), Allowed("exact, numeric, or file.py:function")]
 AnswerPattern = Annotated[
     str, BeforeValidator(_answer_pattern), Allowed("a regular expression with at least one group")
@@ -161,6 +174,7 @@ LoraInit = Annotated[
     Allowed(f"true, false, {', '.join(LORA_INITS)}, pissa_niter_ and a number"),
 ]
 Checkpointing = Annotated[bool | str, BeforeValidator(_checkpointing), Allowed("true, false, selective")]
+ImageSize = Annotated[list[int], BeforeValidator(_image_size), Allowed("[height, width], two whole numbers >= 1")]
 Distinct = BeforeValidator(_distinct)
 Reduce = BeforeValidator(_reduce)
 

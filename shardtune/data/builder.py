@@ -23,10 +23,12 @@ from typing import Any
 from shardtune.data.encoder import Encoder, Row, RowDropped, RowError, bad_row
 from shardtune.data.entry import EncodedRow, EncodedRows, EntryWriter, Tally
 from shardtune.data.fields import Kinds, kinds_of, require_same_kinds
-from shardtune.data.formats import as_row, read_example
+from shardtune.data.formats import in_format
 from shardtune.data.progress import BuildProgress
-from shardtune.data.readers import Chunk, read_chunks
+from shardtune.data.readers import Chunk
+from shardtune.data.robot.frames import FrameRow
 from shardtune.data.sources import Source, SourceFile, prepare_row
+from shardtune.data.storage import content_size
 from shardtune.errors import DataError
 
 # Below this many bytes starting processes costs more than it saves.
@@ -111,8 +113,8 @@ def encode_chunk(task: BuildTask, chunk: Chunk, most: int | None = None) -> Enco
                 _require_fields_of(kept[0] if kept else encoded, encoded)
         except RowError as error:
             if not task.skip_bad:
-                raise bad_row(task.file.label, number, error.reason) from error
-            tally.bad.add(number, error.reason)
+                raise bad_row(task.file.label, number, _reason(row, error)) from error
+            tally.bad.add(number, _reason(row, error))
             continue
         except DataError as error:
             where = f"{task.file.label}: row {number:,}" + (f" ({error.where})" if error.where else "")
@@ -150,7 +152,7 @@ def _encode_row(task: BuildTask, number: int, row: Row | RowError, tally: Tally)
         tally.filtered.add(number, "")
         return None
     if task.source.format is not None:
-        prepared = as_row(read_example(prepared, task.source.format))
+        prepared = in_format(prepared, task.source.format)
     whole = task.encoder.encode(prepared)
     try:
         sample = task.encoder.fit(whole)
@@ -166,8 +168,17 @@ def _encode_row(task: BuildTask, number: int, row: Row | RowError, tally: Tally)
     return EncodedRow(number, _row_digest(row), sample, weights)
 
 
+def _reason(row: Row | RowError, error: RowError) -> str:
+    return f"{row.place}: {error.reason}" if isinstance(row, FrameRow) and row.place else error.reason
+
+
 def _row_digest(row: Row) -> int:
-    """A hash of the row as it stands in the file, so that the same row has it under every tokenizer and template."""
+    """A hash of the row as it stands in the file, so that the same row has it under every tokenizer and template.
+
+    All frames of an episode have one: `data.eval_split` goes by it, and neighbouring frames are nearly the same.
+    """
+    if isinstance(row, FrameRow):
+        return row.digest
     text = json.dumps(row, sort_keys=True, default=str)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -180,8 +191,8 @@ _task: BuildTask | None = None
 @contextmanager
 def _encoded_chunks(task: BuildTask, num_workers: int) -> Iterator[Iterator[tuple[Chunk, Callable[[], EncodedRows]]]]:
     """The chunks of the file in order, each with what waits for its encoded rows or raises what encoding raised."""
-    chunks = read_chunks(task.file.path, task.file.kind)
-    if num_workers < 2 or task.file.path.stat().st_size < _SMALL_FILE:
+    chunks = task.source.chunks(task.file)
+    if num_workers < 2 or content_size(task.file.path) < _SMALL_FILE:
         yield ((chunk, partial(encode_chunk, task, chunk)) for chunk in chunks)
         return
     # Forked, so that a large tokenizer is shared instead of sent, and functions from the user's files need no import.

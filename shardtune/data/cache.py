@@ -17,8 +17,9 @@ from shardtune.data.encoder import Encoder, bad_row
 from shardtune.data.entry import LAYOUT_VERSION, Entry, sync_folder
 from shardtune.data.lock import HeartbeatLock
 from shardtune.data.progress import show_progress
-from shardtune.data.sources import Source, SourceFile
-from shardtune.data.storage import cache_error, cache_root, file_digest, print_line, writable
+from shardtune.data.robot.content import content_digest
+from shardtune.data.sources import LEROBOT, Source, SourceFile
+from shardtune.data.storage import cache_error, cache_root, print_line, writable
 from shardtune.errors import DataError
 
 # Part of every key: raise it when reading or recognising rows gives something else than before.
@@ -83,6 +84,7 @@ class EntryCache:
 
     def open(self, source: Source, file: SourceFile, encoder: Encoder, limit: int | None) -> Entry:
         """The entry of `file`, built if it is not there; at most `limit` rows of it."""
+        encoder = encoder.at(file.folder)
         try:
             key = entry_key(source, file, encoder, limit, self._root)
         except OSError as error:
@@ -158,7 +160,7 @@ def entry_key(source: Source, file: SourceFile, encoder: Encoder, limit: int | N
     """The name of a file's entry: the hash of everything that its rows depend on."""
     depends = {
         "versions": [READING_VERSION, LAYOUT_VERSION],
-        "content": file_digest(file.path, root),
+        "content": content_digest(file.path, root),
         "kind": file.kind,
         "suffix": file.path.suffix,
         "columns": dict(source.columns),
@@ -169,6 +171,10 @@ def entry_key(source: Source, file: SourceFile, encoder: Encoder, limit: int | N
         "limit": limit,
         "encoder": encoder.cache_key(),
     }
+    if source.frames is not None:
+        # Rows of plain files may name images by paths beside the file; a data set of LeRobot's is asked for them.
+        folder = None if file.kind == LEROBOT else str(file.folder)
+        depends["frames"] = [source.frames.chunk, source.name, file.part, folder]
     return hashlib.blake2b(json.dumps(depends, sort_keys=True).encode(), digest_size=20).hexdigest()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -12,10 +12,10 @@ from typing import Any, Literal
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from shardtune.batch import Sample
+from shardtune.batch import Prompt, Sample
 from shardtune.data.encoder import LengthLimit, Row, RowError, TooLong
 from shardtune.data.formats import Chat, Completion, Text, read_example
-from shardtune.data.template import ChatTemplate, Span, missing_template
+from shardtune.data.template import ChatTemplate, Rendering, Span, missing_template
 from shardtune.errors import DataError
 
 TrainOn = Literal["assistant", "last_assistant", "all"]
@@ -50,7 +50,7 @@ class ChatEncoder:
         on_too_long: TooLong = "truncate",
         with_prompts: bool = False,
     ) -> None:
-        self.tokenizer = _with_offsets(tokenizer)
+        self.tokenizer = with_offsets(tokenizer)
         self.template = None if template is None else ChatTemplate(template, self.tokenizer)
         self.train_on: TrainOn = train_on
         self.system_prompt = system_prompt
@@ -72,6 +72,9 @@ class ChatEncoder:
     def weights(self, sample: Sample) -> Mapping[str, float]:
         return {"ce": sample.target_weight}
 
+    def at(self, folder: Path) -> ChatEncoder:
+        return self
+
     def cache_key(self) -> str:
         options = {
             "version": ENCODING_VERSION,
@@ -85,21 +88,19 @@ class ChatEncoder:
         }
         return hashlib.blake2b(json.dumps(options).encode(), digest_size=20).hexdigest()
 
-    def prompt(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]] | None = None
-    ) -> np.ndarray:
-        """int32 [length]: a conversation that the assistant is to go on, up to where its turn begins."""
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]] | None = None) -> Prompt:
+        """A conversation that the assistant is to go on, up to where its turn begins."""
         if self.template is None:
             raise missing_template("data.chat_template")
         turns = self._with_system(Chat(tuple(dict(turn) for turn in messages), (None,) * len(messages)))
-        return self._tokens(self.template.render(turns.messages, tools, prompt=True))[0]
+        return Prompt(self._tokens(self.template.render(turns.messages, tools, prompt=True))[0])
 
-    def text_prompt(self, text: str) -> np.ndarray:
-        """int32 [length]: a text to go on from, as rows of plain text begin."""
-        return self._opened(self._tokens(text)[0])
+    def text_prompt(self, text: str) -> Prompt:
+        """A text to go on from, as rows of plain text begin."""
+        return Prompt(self._opened(self._tokens(text)[0]))
 
     @property
-    def title(self) -> None:
+    def title(self) -> Callable[[Row], str] | None:
         """Rows are named by their format."""
         return None
 
@@ -135,15 +136,18 @@ class ChatEncoder:
             raise missing_template("data.chat_template")
         self._check_weights(chat)
         rendering = self.template.render_turns(chat)
+        ids, weights = self._weigh(chat, rendering)
+        prompt, reference = self._question(chat, rendering) if self.with_prompts else (None, None)
+        return Sample(ids, weights, None if prompt is None else self._tokens(prompt)[0], reference)
+
+    def _weigh(self, chat: Chat, rendering: Rendering) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of a rendering, int32 [tokens], and how much each counts as a target, float32 [tokens]."""
         ids, starts, stops = self._tokens(rendering.text)
         weights = np.full(len(ids), 1.0 if self.train_on == "all" else 0.0, np.float32)
         for span in rendering.spans:
             weights[(starts < span.stop) & (stops > span.start)] = self._span_weight(chat, span, rendering.spans[-1])
         weights[:1] = 0.0
-        prompt, reference = (
-            self._question(chat, rendering.text, rendering.spans[-1]) if self.with_prompts else (None, None)
-        )
-        return Sample(ids, weights, prompt, reference)
+        return ids, weights
 
     def _check_weights(self, chat: Chat) -> None:
         neutral = 1.0 if self.train_on == "all" else 0.0
@@ -160,14 +164,15 @@ class ChatEncoder:
         weight = chat.weights[span.message]
         return 1.0 if weight is None else weight
 
-    def _question(self, chat: Chat, text: str, last: Span) -> tuple[np.ndarray | None, str | None]:
+    def _question(self, chat: Chat, rendering: Rendering) -> tuple[str | None, str | None]:
         """The conversation up to the last answer, and that answer. None for a row that only the assistant speaks in."""
+        text, last = rendering.text, rendering.spans[-1]
         if last.message == 0 or self.template is None:
             return None, None
         prompt = self.template.render(chat.messages[: last.message], chat.tools, prompt=True)
         content = chat.messages[last.message]["content"]
         answer = content if content.strip() else text[last.start : last.stop].removesuffix(self.template.end_of_turn)
-        return self._tokens(prompt)[0], answer
+        return prompt, answer
 
     # -- text ------------------------------------------------------------------------------------------------------
 
@@ -224,7 +229,7 @@ class ChatEncoder:
         return np.array(encoded["input_ids"], np.int32), offsets[:, 0], offsets[:, 1]
 
 
-def _with_offsets(tokenizer: PreTrainedTokenizerBase | str | Path) -> PreTrainedTokenizerFast:
+def with_offsets(tokenizer: PreTrainedTokenizerBase | str | Path) -> PreTrainedTokenizerFast:
     """The tokenizer, loaded where only its place is given. Raises `DataError` for one that knows no offsets."""
     loaded = AutoTokenizer.from_pretrained(str(tokenizer)) if isinstance(tokenizer, (str, Path)) else tokenizer
     if not isinstance(loaded, PreTrainedTokenizerFast):

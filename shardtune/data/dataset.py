@@ -160,6 +160,10 @@ class TokenDataset:
             for name in names
         }
 
+    def field_counts(self, name: str) -> np.ndarray:
+        """int64 [rows]: how many elements along its first dimension a field has in each row."""
+        return self._gather([entry.field_counts(name) for entry in self._entries if len(entry)])
+
     def _gather(self, pieces: list[np.ndarray]) -> np.ndarray:
         whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         return whole if self._index is None else whole[self._index]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from shardtune.batch import Sample
@@ -54,6 +55,10 @@ class Encoder(Protocol):
         """The weight of each loss term in this sample; a row whose weights are all 0 has no target and is dropped."""
         ...
 
+    def at(self, folder: Path) -> Encoder:
+        """The encoder of rows whose file stands in `folder`, from which the paths in them begin."""
+        ...
+
     def cache_key(self) -> str:
         """Everything that `encode` and `fit` depend on besides the row, hashed or spelled out."""
         ...
@@ -61,6 +66,23 @@ class Encoder(Protocol):
     @property
     def title(self) -> Callable[[Row], str] | None:
         """Names what kind of row this is, raising `RowError` for one that cannot be used; None: by its chat format."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FrameOptions:
+    """How robot data become rows: one per frame, with the `chunk` actions from there on."""
+
+    chunk: int = 1
+
+
+@runtime_checkable
+class FrameEncoder(Encoder, Protocol):
+    """An encoder of robot data: what it encodes are `FrameRow`s, see `shardtune.data.robot.frames`."""
+
+    @property
+    def frames(self) -> FrameOptions:
+        """How the rows are to be read."""
         ...
 
 

@@ -298,6 +298,10 @@ class Entry:
         size = 0 if len(tokens) else int(self.lengths[index])
         return Sample(tokens, weights, *self._prompt(index), self._fields.row(index), size)
 
+    def field_counts(self, name: str) -> np.ndarray:
+        """int64 [rows]: how many elements along its first dimension a field has in each row."""
+        return self._fields.counts(name)
+
     def _prompt(self, index: int) -> tuple[np.ndarray | None, str | None]:
         arrays = self._arrays
         start, stop = arrays["prompt_offsets"][index : index + 2]

@@ -183,6 +183,13 @@ class FieldsReader:
                 shapes = array(f"field{place}_shapes", _OFFSET).reshape(rows, kind.ndim)
                 self._uneven[name] = (data, array(f"field{place}_offsets", _OFFSET), shapes)
 
+    def counts(self, name: str) -> np.ndarray:
+        """int64 [rows]: the first dimension of a field in each row."""
+        if name in self._even:
+            rows, *shape = self._even[name].shape
+            return np.broadcast_to(np.int64(shape[0]), rows)
+        return self._uneven[name][2][:, 0]
+
     def row(self, index: int) -> dict[str, np.ndarray]:
         """The fields of one row, as read-only views of the file."""
         fields = {name: data[index, ...] for name, data in self._even.items()}

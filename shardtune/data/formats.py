@@ -25,7 +25,7 @@ ROLES = {
     "function_response": "tool",
     "function_call": "assistant",
 }
-_MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
+MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 _MESSAGE_KEYS = {"role", "from", "content", "value", "loss_weight", "weight", "tool_calls"}
 
 
@@ -104,10 +104,16 @@ def read_example(row: Row, name: str | None = None) -> Example:
         raise RowError(
             f"the row has no {' and no '.join(missing)}, which {known.title} needs (its keys: {', '.join(row)})"
         )
-    media = [key for key in _MEDIA_KEYS if row.get(key)]
+    media = [key for key in MEDIA_KEYS if row.get(key)]
     if media:
         raise RowError(f"the row has {media[0]}, but this model takes text only")
     return known.read(row)
+
+
+def in_format(row: Row, name: str) -> Row:
+    """The row in the format that the recipe names, as one that is recognised; images and the like stay with it."""
+    media = {key: row[key] for key in MEDIA_KEYS if key in row}
+    return {**as_row(read_example({key: row[key] for key in row if key not in media}, name)), **media}
 
 
 def as_row(example: Example) -> dict[str, Any]:

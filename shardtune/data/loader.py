@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardtune.batch import Batch, Sample
+from shardtune.data.ahead import computed_ahead
 from shardtune.data.order import DataOrder
 from shardtune.data.packing import NO_ROW, deal, pack
 
@@ -22,6 +23,7 @@ class Rows(Protocol):
     @property
     def term_weights(self) -> Mapping[str, np.ndarray]: ...
     def row(self, index: int) -> Sample: ...
+    def field_counts(self, name: str) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +65,28 @@ class Limits:
     max_tokens: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """What joins a micro-batch whose rows call fewer parts of the model than others of the same step.
+
+    All ranks have to call the same parts of a sharded model, and whether a parameter has a gradient must not depend on
+    how rows are dealt.
+
+    Attributes:
+        sample: one without a target, that calls all parts.
+        field: of rows that call all parts this field is not empty.
+    """
+
+    sample: Sample
+    field: str
+
+
 class Collator(Protocol):
     """What makes one micro-batch of samples."""
 
     def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> Batch: ...
     def filler(self, sample: Sample) -> Sample: ...
+    def companion(self) -> Companion | None: ...
 
 
 class Packing:
@@ -78,6 +97,9 @@ class Packing:
 
     def filler(self, sample: Sample) -> Sample:
         return NO_ROW
+
+    def companion(self) -> Companion | None:
+        return None
 
 
 PACKING = Packing()
@@ -102,6 +124,7 @@ class BatchMaker:
         self._collator = collator
         self._rank = rank
         self._num_ranks = num_ranks
+        self._field_counts: np.ndarray | None = None
 
     def micro_batches(self, rows: np.ndarray) -> tuple[Batch, ...]:
         """This rank's micro-batches of a step of `rows`, fillers included."""
@@ -109,16 +132,27 @@ class BatchMaker:
         hands = deal(lengths, self._num_ranks, max_rows=self._limits.max_rows, max_tokens=self._limits.max_tokens)[
             self._rank
         ]
-        return tuple(self._collate(rows[hand], rows[0]) for hand in hands)
+        companion = self._collator.companion()
+        if companion is not None and not self._counts(companion.field)[rows].any():
+            companion = None
+        return tuple(self._collate(rows[hand], rows[0], companion) for hand in hands)
 
-    def _collate(self, rows: np.ndarray, any_row: np.int64) -> Batch:
+    def _counts(self, field: str) -> np.ndarray:
+        if self._field_counts is None:
+            self._field_counts = self._data.field_counts(field)
+        return self._field_counts
+
+    def _collate(self, rows: np.ndarray, any_row: np.int64, companion: Companion | None) -> Batch:
         """The micro-batch of these rows; of none, one that weighs nothing."""
         terms = self._data.term_weights
-        if not len(rows):
-            sample = self._collator.filler(self._data.row(int(any_row)))
-            return self._collator.collate([sample], (-1,), dict.fromkeys(terms, 0.0))
+        if len(rows):
+            samples, numbers = [self._data.row(int(row)) for row in rows], rows.tolist()
+        else:
+            samples, numbers = [self._collator.filler(self._data.row(int(any_row)))], [-1]
+        if companion is not None and not self._counts(companion.field)[rows].any():
+            samples, numbers = [*samples, companion.sample], [*numbers, -1]
         weights = {term: float(values[rows].sum()) for term, values in terms.items()}
-        return self._collator.collate([self._data.row(int(row)) for row in rows], rows.tolist(), weights)
+        return self._collator.collate(samples, numbers, weights)
 
     def denominators(self, rows: np.ndarray) -> dict[str, float]:
         """The weight of each loss term over `rows`."""
@@ -133,9 +167,13 @@ class StepLoader:
         order: cuts epochs into steps.
         maker: cuts steps into micro-batches.
         token_term: the loss term whose weight counts supervised tokens.
+        num_processes: that make steps ready; 0: a thread of this one does.
     """
 
-    def __init__(self, data: Rows, order: DataOrder, maker: BatchMaker, *, token_term: str | None = None) -> None:
+    def __init__(
+        self, data: Rows, order: DataOrder, maker: BatchMaker, *, token_term: str | None = None, num_processes: int = 0
+    ) -> None:
+        self._num_processes = num_processes
         self._data = data
         self._order = order
         self._maker = maker
@@ -148,18 +186,23 @@ class StepLoader:
     def rows_per_epoch(self) -> int:
         return self._order.rows_per_epoch
 
-    def step(self, state: DataState) -> Step:
-        """The step that begins at `state`; at an epoch's end, the next epoch's first."""
+    def _rows(self, state: DataState) -> tuple[DataState, DataState, np.ndarray]:
+        """Where the step that begins at `state` begins and ends, and its rows."""
         rows = self._order.step(state.epoch, state.rows_consumed)
         if not len(rows):
             state = DataState(state.epoch + 1, 0)
             rows = self._order.step(state.epoch, 0)
         consumed = state.rows_consumed + len(rows)
         done = consumed >= self._order.rows_per_epoch
+        return state, DataState(state.epoch + 1, 0) if done else DataState(state.epoch, consumed), rows
+
+    def step(self, state: DataState) -> Step:
+        """The step that begins at `state`; at an epoch's end, the next epoch's first."""
+        state, after, rows = self._rows(state)
         denominators = self._maker.denominators(rows)
         return Step(
             state=state,
-            after=DataState(state.epoch + 1, 0) if done else DataState(state.epoch, consumed),
+            after=after,
             rows=rows,
             micro_batches=self._maker.micro_batches(rows),
             denominators=denominators,
@@ -169,9 +212,19 @@ class StepLoader:
 
     def steps(self, state: DataState) -> Iterator[Step]:
         """Steps without end from `state` on."""
+        if self._num_processes:
+            yield from computed_ahead(self.step, self._states(state), self._num_processes)
+            return
         with ThreadPoolExecutor(1, thread_name_prefix="shardtune-loader") as pool:
             upcoming = pool.submit(self.step, state)
             while True:
                 step = upcoming.result()
                 upcoming = pool.submit(self.step, step.after)
                 yield step
+
+    def _states(self, state: DataState) -> Iterator[DataState]:
+        """Where each step begins, from `state` on."""
+        while True:
+            state, after, _ = self._rows(state)
+            yield state
+            state = after

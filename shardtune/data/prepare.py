@@ -12,7 +12,7 @@ from shardtune.batch import Sample
 from shardtune.config import Recipe
 from shardtune.data.cache import build_dataset
 from shardtune.data.dataset import TokenDataset
-from shardtune.data.encoder import Encoder
+from shardtune.data.encoder import Encoder, FrameEncoder
 from shardtune.data.sources import named_sets, resolve_sources
 from shardtune.errors import ConfigError, DataError
 
@@ -68,7 +68,8 @@ def prepare_data(
 
     def build(spec: Any, purpose: Any, with_prompts: bool) -> TokenDataset:
         encoder = make_encoder(with_prompts)
-        sources = resolve_sources(spec, data, purpose=purpose, name_format=encoder.title, say=say)
+        frames = encoder.frames if isinstance(encoder, FrameEncoder) else None
+        sources = resolve_sources(spec, data, purpose=purpose, name_format=encoder.title, frames=frames, say=say)
         built = build_dataset(
             sources,
             encoder,
@@ -133,3 +134,6 @@ class WeighedRows:
 
     def row(self, index: int) -> Sample:
         return self._rows.row(index)
+
+    def field_counts(self, name: str) -> np.ndarray:
+        return self._rows.field_counts(name)

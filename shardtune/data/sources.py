@@ -6,7 +6,7 @@ import difflib
 import glob
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -16,13 +16,18 @@ from typing import Any, Protocol, cast
 from pydantic import BaseModel
 
 from shardtune.data import hub
-from shardtune.data.encoder import Row, RowError, bad_row
+from shardtune.data.encoder import FrameOptions, Row, RowError, bad_row
 from shardtune.data.formats import FORMATS_BY_NAME, read_example, recognise, rename_columns
 from shardtune.data.hub import Purpose, Wanted
-from shardtune.data.readers import SUPPORTED, kind_of, read_rows
+from shardtune.data.readers import SUPPORTED, Chunk, NumberedRow, kind_of, read_chunks
+from shardtune.data.robot.frames import Origin, describe_frame
+from shardtune.data.robot.lerobot import is_lerobot, open_lerobot, read_lerobot
+from shardtune.data.robot.tables import read_frames
 from shardtune.data.storage import cache_root, print_line, spool_rows
 from shardtune.errors import DataError
 
+LEROBOT = "lerobot"
+"""The kind of a directory of robot data, which is one file to the rest."""
 ENTRY_KEYS = ("path", "name", "weight", "max_samples", "columns", "format", "split")
 _SNIFFED_ROWS = 20
 _FILL = "write rows into it, or take it out of data.train_data_paths and data.eval_data_paths"
@@ -44,11 +49,22 @@ class DataOptions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file of rows; `label` is its name in messages, `kind` how it is read."""
+    """One file of rows; `label` is its name in messages, `kind` how it is read.
+
+    Attributes:
+        root: from where the paths in its rows begin; None: its own folder.
+        part: of a LeRobot data set only these episodes, `first:behind`; "": all.
+    """
 
     path: Path
     kind: str
     label: str
+    root: Path | None = None
+    part: str = ""
+
+    @property
+    def folder(self) -> Path:
+        return (self.path.parent if self.root is None else self.root).absolute()
 
 
 RowFunction = Callable[[dict[str, Any]], Mapping[str, Any] | None]
@@ -76,6 +92,7 @@ class Source:
         format: the row format the recipe names, None to recognise each row.
         title: the format of the first rows, for the log.
         transform: applied to each row before `columns`.
+        frames: how robot data become rows; None: rows are read as they stand in the files.
     """
 
     name: str
@@ -86,6 +103,21 @@ class Source:
     format: str | None = None
     title: str = ""
     transform: Transform | None = None
+    frames: FrameOptions | None = None
+
+    def chunks(self, file: SourceFile) -> Iterator[Chunk]:
+        """The rows of one of its files, before `transform`."""
+        if self.frames is None:
+            return read_chunks(file.path, file.kind)
+        if file.kind == LEROBOT:
+            return read_lerobot(file.path, file.part, self.columns, self.frames, self.name)
+        origin = Origin(self.name, file.label, file.folder)
+        return read_frames(read_chunks(file.path, file.kind), self.columns, self.frames, origin)
+
+    def rows(self, file: SourceFile) -> Iterator[NumberedRow]:
+        """Each row of one of its files with its number, before `transform`."""
+        for chunk in self.chunks(file):
+            yield from chunk.rows()
 
 
 def resolve_sources(
@@ -94,6 +126,7 @@ def resolve_sources(
     *,
     purpose: Purpose = "train",
     name_format: Callable[[Row], str] | None = None,
+    frames: FrameOptions | None = None,
     say: Callable[[str], None] = print_line,
 ) -> list[Source]:
     """The sources that `data.train_data_paths` or `data.eval_data_paths` names, each checked by its first rows.
@@ -103,6 +136,7 @@ def resolve_sources(
             dictionaries or a `datasets.Dataset`); or a list of these.
         purpose: which split is taken where several exist and none is named.
         name_format: names a row's format for the log, raising `RowError`; by default the formats of `formats`.
+        frames: how robot data become rows; None: what is named are no robot data.
         say: told one line per source.
     """
     transform = load_transform(data.transform) if data.transform else None
@@ -121,11 +155,29 @@ def resolve_sources(
             columns={**data.columns, **(entry.get("columns") or {})},
             format=entry.get("format"),
             transform=transform,
+            frames=frames,
         )
+        _check_kind(source)
         title = _check_first_rows(source, name_format or _title(source), data.on_bad_row)
         sources.append(replace(source, title=title))
         say(f"data: {name}: {title}, {len(files)} file{'s' if len(files) > 1 else ''} ({files[0].label})")
     return sources
+
+
+def _check_kind(source: Source) -> None:
+    label = source.files[0].label
+    if source.frames is None and source.files[0].kind == LEROBOT:
+        raise DataError(
+            "this is a robot data set (LeRobot), and the model takes no such rows",
+            where=label,
+            remedy="set actor.model.model_type to vision_language_action, or name other data",
+        )
+    if source.frames is not None and source.format is not None:
+        raise DataError(
+            f"the format {source.format!r} is one of texts, and the model takes robot data",
+            where=label,
+            remedy="leave format out; columns says which column is what",
+        )
 
 
 def named_sets(spec: Any) -> dict[str, Any]:
@@ -232,9 +284,9 @@ def _find(spec: Any, wanted: Wanted, data: DataOptions) -> tuple[list[SourceFile
     """The files behind one path, and a name for them."""
     root = cache_root(data.cache_dir)
     if hub.is_dataset(spec):
-        return [SourceFile(hub.spool_dataset(spec, root), "parquet", "rows in memory")], "memory"
+        return [SourceFile(hub.spool_dataset(spec, root), "parquet", "rows in memory", Path.cwd())], "memory"
     if isinstance(spec, Sequence) and not isinstance(spec, str):
-        return [SourceFile(spool_rows(spec, root), "jsonl", "rows in memory")], "memory"
+        return [SourceFile(spool_rows(spec, root), "jsonl", "rows in memory", Path.cwd())], "memory"
     if not isinstance(spec, (str, Path)):
         raise DataError(
             f"a data path is {type(spec).__name__}, not text",
@@ -293,6 +345,8 @@ def _matches(pattern: str) -> list[SourceFile]:
 
 def _directory(path: Path, wanted: Wanted, root: Path) -> list[SourceFile]:
     """A directory written by `datasets`, one laid out as on the Hub, or one of data files."""
+    if is_lerobot(path):
+        return [_lerobot(path, wanted)]
     saved = hub.saved_files(path, wanted)
     if saved is not None:
         return [SourceFile(file, "arrow", str(file)) for file in saved]
@@ -302,6 +356,16 @@ def _directory(path: Path, wanted: Wanted, root: Path) -> list[SourceFile]:
     if not found:
         raise DataError("the directory holds no data file", where=str(path), remedy=f"files named {SUPPORTED}")
     return [_file(file) for file in hub.choose_files(found, path, wanted)]
+
+
+def _lerobot(path: Path, wanted: Wanted) -> SourceFile:
+    described = open_lerobot(path)
+    splits = described.splits
+    part = ""
+    if wanted.split is not None or len(splits) > 1:
+        part = splits[hub.choose_split(list(splits), wanted, str(path))]
+    whole = f"0:{len(described.episodes)}"
+    return SourceFile(path, LEROBOT, str(path), path, "" if part == whole else part)
 
 
 def _is_data(file: Path, folder: Path) -> bool:
@@ -319,6 +383,8 @@ def _hub_files(name: str, config: str | None, wanted: Wanted, root: Path) -> lis
 
 def _title(source: Source) -> Callable[[Row], str]:
     def read(row: Row) -> str:
+        if source.frames is not None:
+            return describe_frame(row)
         read_example(row, source.format)
         return (recognise(row) if source.format is None else FORMATS_BY_NAME[source.format]).title
 
@@ -326,7 +392,10 @@ def _title(source: Source) -> Callable[[Row], str]:
 
 
 def prepare_row(row: Row, source: Source) -> Row | None:
-    """The row as the encoder takes it: transformed, its columns renamed; None where the transform drops it."""
+    """The row as the encoder takes it: transformed, its columns renamed; None where the transform drops it.
+
+    The columns of robot data have their names before that: frames are made of them.
+    """
     if source.transform is not None:
         try:
             changed = source.transform.function(dict(row))
@@ -337,7 +406,7 @@ def prepare_row(row: Row, source: Source) -> Row | None:
         if not isinstance(changed, Mapping):
             raise RowError(f"data.transform gave {type(changed).__name__}, not a row or None")
         row = changed
-    return rename_columns(row, source.columns)
+    return row if source.frames is not None else rename_columns(row, source.columns)
 
 
 def _check_first_rows(source: Source, title: Callable[[Row], str], on_bad_row: str) -> str:
@@ -345,7 +414,7 @@ def _check_first_rows(source: Source, title: Callable[[Row], str], on_bad_row: s
     first: DataError | None = None
     for file in source.files:
         seen = 0
-        for number, row in read_rows(file.path, file.kind):
+        for number, row in source.rows(file):
             seen += 1
             try:
                 if isinstance(row, RowError):

@@ -71,6 +71,13 @@ def file_digest(path: Path, root: Path) -> str:
     return digest
 
 
+def content_size(path: Path) -> int:
+    """The bytes of a file, or of all files below a directory."""
+    if not path.is_dir():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Writes a small file so that readers see the old or the new one, never a part."""
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")

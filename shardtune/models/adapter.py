@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from pydantic import BaseModel
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from shardtune.batch import Batch, LossSum, Metric, PackedBatch, Sample
+from shardtune.batch import Batch, LossSum, Metric, PackedBatch, Prompt, Sample
 from shardtune.config import Recipe
 from shardtune.config.layout import Layout
 from shardtune.data.encoder import Encoder, Row
+from shardtune.data.loader import Companion
 from shardtune.data.packing import stack
 from shardtune.errors import ConfigError, ModelError, ParallelError
 from shardtune.loss import TokenLoss
@@ -192,6 +193,21 @@ class Adapter(ABC):
         """What a rank without rows computes for nothing, so that others need not wait; by default this sample."""
         return sample
 
+    def companion(self) -> Companion | None:
+        """What joins a micro-batch whose rows call fewer parts of the model than others of its step; by default nothing
+        does, as every row calls all parts."""
+        return None
+
+    @property
+    def processor(self) -> ProcessorMixin | None:
+        """What is saved beside the weights in place of a tokenizer: a processor of images and text."""
+        return None
+
+    @property
+    def prepares_in_processes(self) -> bool:
+        """Whether `collate` takes so long (it decodes images) that `data.num_workers` processes do it ahead."""
+        return False
+
     def root(self, model: nn.Module) -> AdapterRoot:
         """The module that is sharded."""
         compute_in(model, COMPUTE_DTYPE[self.recipe.actor.model.precision])
@@ -283,7 +299,7 @@ class LanguageModel(Adapter):
         """[positions, vocabulary]: the logits at these tokens, by the path that `loss` takes."""
 
     @abstractmethod
-    def reference_logits(self, model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def reference_logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
         """[positions, vocabulary]: the logits of one row alone, by the model's own forward and its own attention."""
 
     @abstractmethod
@@ -291,6 +307,17 @@ class LanguageModel(Adapter):
         self, model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, arguments: Mapping[str, object]
     ) -> torch.Tensor:
         """Continue left-padded prompts [rows, tokens]; returns prompts and answers, int64 [rows, longer]."""
+
+    def companion_prompt(self, prompts: Sequence[Prompt]) -> Prompt | None:
+        """What joins a batch without images where another of these prompts has some; None where none has.
+
+        All ranks have to call the same parts of a sharded model.
+        """
+        return None
+
+    def prompt_inputs(self, prompts: Sequence[Prompt], longest: int) -> Mapping[str, torch.Tensor]:
+        """What `generate` takes besides the tokens of prompts, which are padded on the left to `longest`."""
+        return {}
 
     def root(self, model: nn.Module) -> LanguageRoot:
         return LanguageRoot(self, model)
@@ -400,8 +427,14 @@ class LanguageRoot(AdapterRoot):
     def logits(self, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
         return self._language.logits(self.model, batch, positions)
 
-    def reference_logits(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self._language.reference_logits(self.model, input_ids, positions)
+    def reference_logits(self, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
+        return self._language.reference_logits(self.model, batch, positions)
+
+    def companion_prompt(self, prompts: Sequence[Prompt]) -> Prompt | None:
+        return self._language.companion_prompt(prompts)
+
+    def prompt_inputs(self, prompts: Sequence[Prompt], longest: int) -> Mapping[str, torch.Tensor]:
+        return self._language.prompt_inputs(prompts, longest)
 
     def generate(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, arguments: Mapping[str, object]

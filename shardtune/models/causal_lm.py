@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -77,6 +77,9 @@ class CausalLM(LanguageModel):
         data: how rows are encoded.
     """
 
+    _auto: ClassVar[Any] = AutoModelForCausalLM
+    _kind = "causal language model"
+
     def __init__(
         self,
         config: PreTrainedConfig,
@@ -119,7 +122,7 @@ class CausalLM(LanguageModel):
     def build(self) -> PreTrainedModel:
         model = self._model if self._model is not None else self._from_config()
         takes = inspect.signature(model.base_model.forward).parameters
-        self._own_attention = model.config._attn_implementation or "eager"
+        self._own_attention = _attention_name(model) or "eager"
         self.packs = "position_ids" in takes and any(p.kind is p.VAR_KEYWORD for p in takes.values())
         self._attention = self._own_attention
         if self._asked == "auto":
@@ -158,7 +161,7 @@ class CausalLM(LanguageModel):
             with init_empty_weights():
                 if self._make is not None:
                     return _hf(self._make())
-                return AutoModelForCausalLM.from_config(
+                return self._auto.from_config(
                     self.config,
                     dtype=torch.float32,
                     attn_implementation=implementation,
@@ -166,7 +169,7 @@ class CausalLM(LanguageModel):
                 )
         except (ValueError, ImportError, KeyError) as error:
             raise ModelError(
-                f"transformers cannot build a causal language model of type {self.config.model_type!r}: {error}",
+                f"transformers cannot build a {self._kind} of type {self.config.model_type!r}: {error}",
                 where=f"actor.model.model_path, actor.model.attn_implementation: {self._asked}",
                 remedy="check the model directory's config.json and actor.model.attn_implementation",
             ) from error
@@ -230,6 +233,15 @@ class CausalLM(LanguageModel):
 
     def filler(self, sample: Sample) -> Sample:
         return NO_ROW
+
+    def shortened(self, sample: Sample, most: int) -> Sample:
+        """A row's first tokens, for a probe."""
+        return replace(sample, input_ids=sample.input_ids[:most], loss_weights=sample.loss_weights[:most])
+
+    def changed(self, sample: Sample) -> Sample:
+        """A row of other tokens and the same shape, for a probe."""
+        other = sample.input_ids
+        return replace(sample, input_ids=np.roll(other, 1) if len(set(other.tolist())) > 1 else other * 0)
 
     def check_layout(self, layout: Layout) -> None:
         if layout.tensor > 1 or layout.sequence > 1:
@@ -318,7 +330,8 @@ class CausalLM(LanguageModel):
             input_ids, position_ids, mine = share.cut(input_ids), share.cut(position_ids), share.mine(positions)
             positions = positions[mine] - share.start
         if self.packs:
-            arguments["position_ids"] = position_ids[None]
+            arguments["position_ids"] = position_ids.unsqueeze(-2)
+        arguments |= self._further_inputs(batch)
         if self._attention == DOCUMENTS or self._attention.startswith("flash"):
             arguments |= {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
             arguments |= {"max_length_q": batch.max_length, "max_length_k": batch.max_length}
@@ -375,11 +388,16 @@ class CausalLM(LanguageModel):
         at = self._to_head(model, batch, positions)
         return at.everywhere(at.hidden if at.head is None else self._transform(at.head(at.hidden)))
 
-    def reference_logits(self, model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def reference_logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
+        arguments = {"input_ids": batch.input_ids[None], "use_cache": False, **self._further_inputs(batch)}
         with _attention(model, "eager"), torch.compiler.set_stance("force_eager"):
             if "logits_to_keep" in inspect.signature(model.forward).parameters:
-                return model(input_ids=input_ids[None], use_cache=False, logits_to_keep=positions).logits[0]
-            return model(input_ids=input_ids[None], use_cache=False).logits[0].index_select(0, positions)
+                return model(**arguments, logits_to_keep=positions).logits[0]
+            return model(**arguments).logits[0].index_select(0, positions)
+
+    def _further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
+        """What the model takes besides tokens and their positions."""
+        return {}
 
     def generate(
         self, model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, arguments: Mapping[str, object]
@@ -438,15 +456,24 @@ def _declared_transform(config: PreTrainedConfig) -> LogitTransform:
     return LogitTransform(scale, softcap) if scale != 1.0 or softcap else IDENTITY
 
 
+def _attention_name(model: nn.Module) -> str | None:
+    """How the language model computes attention."""
+    return _hf(model).config.get_text_config()._attn_implementation
+
+
 def _set_attention(model: nn.Module, name: str) -> None:
-    if _hf(model).config._attn_implementation != name:
-        _hf(model).set_attn_implementation(name)
+    """Let the language model compute attention in another way; eyes keep theirs."""
+    config = _hf(model).config
+    if _attention_name(model) == name:
+        return
+    inner = [key for key in config.sub_configs if config.get_text_config() is getattr(config, key)]
+    _hf(model).set_attn_implementation({inner[0]: name} if inner else name)
 
 
 @contextmanager
 def _attention(model: nn.Module, name: str) -> Iterator[None]:
     """Another attention implementation for a while."""
-    before = _hf(model).config._attn_implementation or "eager"
+    before = _attention_name(model) or "eager"
     _set_attention(model, name)
     try:
         yield

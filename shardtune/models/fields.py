@@ -146,6 +146,9 @@ class FieldEncoder:
         shapes = [f"{name} {list(array.shape) or ''}".strip() for name, array in sample.fields.items()]
         return f"rows of {type(self._adapter).__name__}: {', '.join(shapes)}"
 
+    def at(self, folder: Path) -> FieldEncoder:
+        return self
+
     def cache_key(self) -> str:
         kind, recipe = type(self._adapter), self._recipe
         settings = {

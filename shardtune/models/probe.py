@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 
 from shardtune.batch import PackedBatch, Sample
-from shardtune.data.packing import pack
 from shardtune.errors import ModelError
 from shardtune.models.adapter import LanguageRoot
 
@@ -38,6 +36,9 @@ class Choices(Protocol):
     def has_experts(self) -> bool: ...
     @property
     def sliding_window(self) -> int | None: ...
+    def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> PackedBatch: ...
+    def shortened(self, sample: Sample, most: int) -> Sample: ...
+    def changed(self, sample: Sample) -> Sample: ...
     def one_row_per_forward(self, model: nn.Module) -> None: ...
     def use_own_head(self) -> None: ...
 
@@ -63,7 +64,7 @@ def probe_packing(
     """
     was_training = root.training
     root.eval()
-    rows = [_clip(sample, adapter.sliding_window) for sample in samples]
+    rows = [adapter.shortened(sample, _most(adapter.sliding_window)) for sample in samples]
     if len(rows) == 1:
         rows *= 2
     try:
@@ -76,14 +77,13 @@ def _choose(
     root: LanguageRoot, adapter: Choices, rows: list[Sample], device: torch.device, dtype: torch.dtype
 ) -> list[str]:
     reference = [
-        root.reference_logits(torch.from_numpy(row.input_ids.astype(np.int64)).to(device), _ends(row).to(device))
-        for row in rows
+        root.reference_logits(adapter.collate([row], [0], {}).to(device), _ends(row).to(device)) for row in rows
     ]
     notes = []
 
     def alone() -> bool:
         return all(
-            _agree(_packed(root, [row], device)[0], own, AGREEMENT[dtype])
+            _agree(_packed(root, adapter, [row], device)[0], own, AGREEMENT[dtype])
             for row, own in zip(rows, reference, strict=True)
         )
 
@@ -101,35 +101,38 @@ def _choose(
                 remedy="give the model an adapter of its own (actor.model.adapter)",
             )
     if adapter.packs:
-        together = _packed(root, rows, device)
+        together = _packed(root, adapter, rows, device)
         exact = all(_agree(got, own, AGREEMENT[dtype]) for got, own in zip(together, reference, strict=True))
         tolerance = (ISOLATION if adapter.has_experts else SAME_SHAPES)[dtype]
-        if not exact or not _isolated(root, rows, together, device, tolerance):
+        if not exact or not _isolated(root, adapter, rows, together, device, tolerance):
             adapter.one_row_per_forward(root.model)
             notes.append("packed rows see each other in this model: one row per forward")
     return notes
 
 
 def _isolated(
-    root: LanguageRoot, rows: list[Sample], together: list[torch.Tensor], device: torch.device, tolerance: float
+    root: LanguageRoot,
+    adapter: Choices,
+    rows: list[Sample],
+    together: list[torch.Tensor],
+    device: torch.device,
+    tolerance: float,
 ) -> bool:
     """Whether a row stays in place when all tokens of the other change."""
     for number in range(len(rows)):
         changed = list(rows)
-        other = rows[number].input_ids
-        changed[number] = replace(rows[number], input_ids=np.roll(other, 1) if len(set(other)) > 1 else other * 0)
-        moved = _packed(root, changed, device)
+        changed[number] = adapter.changed(rows[number])
+        moved = _packed(root, adapter, changed, device)
         for place, (before, after) in enumerate(zip(together, moved, strict=True)):
             if place != number and not _within(_distance(after, before).amax(), tolerance):
                 return False
     return True
 
 
-def _clip(sample: Sample, window: int | None) -> Sample:
-    """The row's first tokens: enough to look beyond the model's window, and not more than one forward can hold."""
+def _most(window: int | None) -> int:
+    """Tokens of a row: enough to look beyond the model's window, and not more than one forward can hold."""
     beyond = window + 2 * POSITIONS if window is not None and window <= LONGEST_WINDOW else 0
-    stop = max(LONGEST, beyond)
-    return replace(sample, input_ids=sample.input_ids[:stop], loss_weights=sample.loss_weights[:stop])
+    return max(LONGEST, beyond)
 
 
 def _ends(row: Sample) -> torch.Tensor:
@@ -138,9 +141,9 @@ def _ends(row: Sample) -> torch.Tensor:
     return place[(place < POSITIONS) | (place >= row.length - POSITIONS)]
 
 
-def _packed(root: LanguageRoot, rows: list[Sample], device: torch.device) -> list[torch.Tensor]:
+def _packed(root: LanguageRoot, adapter: Choices, rows: list[Sample], device: torch.device) -> list[torch.Tensor]:
     """The logits at both ends of each row when the rows are packed into one forward."""
-    batch: PackedBatch = pack(rows, range(len(rows)), {}).to(device)
+    batch = adapter.collate(rows, range(len(rows)), {}).to(device)
     starts = np.cumsum([0, *(row.length for row in rows)])
     ends = [_ends(row) + int(start) for row, start in zip(rows, starts, strict=False)]
     logits = root.logits(batch, torch.cat(ends).to(device))

@@ -9,7 +9,11 @@ from typing import Any, TypeGuard
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from shardtune.config import DataConfig, ModelConfig, Recipe
 from shardtune.errors import ConfigError, ModelError
@@ -18,11 +22,19 @@ from shardtune.models.adapter import Adapter, LanguageModel
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.contract import check_adapter_class, check_made
 from shardtune.models.execution import set_execution
-from shardtune.models.pretrained import MODEL_PATH, check_vocabulary, load_config, recipe_tokenizer
+from shardtune.models.new_tokens import add_new_tokens
+from shardtune.models.pretrained import MODEL_PATH, check_vocabulary, load_config, no_model_path, recipe_tokenizer
+from shardtune.models.processors import load_processor
+from shardtune.models.vision_language import VisionLanguage
 from shardtune.parallel.units import choose_units
 from shardtune.registration import known_names, registered, registered_function
 
-MODEL_TYPES = {"causal_lm": "any causal language model of transformers, by its config.json"}
+GIVE_EYES = "give the directory of a vision-language model (its config.json names such an architecture)"
+
+MODEL_TYPES = {
+    "causal_lm": "any causal language model of transformers, by its config.json",
+    "vision_language": "any model of transformers that takes images and text, by its config.json and processor",
+}
 
 
 def find_adapter(
@@ -49,8 +61,33 @@ def find_adapter(
             where="actor.model.options",
             remedy="leave them out; they are for an adapter or a worker of your own",
         )
-    adapter = causal_lm(config, wrap=recipe.actor.fsdp_config.wrap, model=model, data=recipe.data)
+    wrap = recipe.actor.fsdp_config.wrap
+    if config.model_type == "vision_language":
+        return _with_eyes(recipe, model, tokenizer)
+    adapter = causal_lm(config, wrap=wrap, model=model, data=recipe.data)
     adapter.take_tokenizer(tokenizer or recipe_tokenizer(recipe))
+    check_vocabulary(adapter.tokenizer, adapter.config, recipe.actor.tokenizer.new_tokens)
+    return adapter
+
+
+def _with_eyes(
+    recipe: Recipe, model: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase | None
+) -> VisionLanguage:
+    """The adapter of a recipe's vision-language model."""
+    if tokenizer is not None:
+        raise ConfigError(
+            "a tokenizer in memory cannot be taken: a vision-language model's comes with its processor",
+            where="tokenizer=",
+            remedy="save the processor beside the model, and give that directory as actor.model.model_path",
+        )
+    adapter = vision_language(
+        recipe.actor.model,
+        wrap=recipe.actor.fsdp_config.wrap,
+        model=model,
+        data=recipe.data,
+        processor_path=recipe.actor.tokenizer.tokenizer_model,
+    )
+    add_new_tokens(adapter.tokenizer, recipe.actor.tokenizer.new_tokens)
     check_vocabulary(adapter.tokenizer, adapter.config, recipe.actor.tokenizer.new_tokens)
     return adapter
 
@@ -138,19 +175,54 @@ def causal_lm(
             remedy="give one of the architectures that shardtune models lists, or an adapter of your own "
             "(actor.model.adapter: file.py:Class)",
         )
-    return CausalLM(
-        loaded,
-        attn_implementation=config.attn_implementation,
-        wrap=wrap,
-        trust_remote_code=config.trust_remote_code,
-        compile=config.compile,
-        gradient_checkpointing=config.gradient_checkpointing,
-        precision=config.precision,
-        model=model,
-        make=make,
-        model_path=None if config.from_scratch else config.model_path,
-        data=data,
-    )
+    return CausalLM(loaded, **_settings(config, wrap, model, data), make=make)
+
+
+def _settings(
+    config: ModelConfig, wrap: list[str] | None, model: PreTrainedModel | None, data: DataConfig | None
+) -> dict[str, Any]:
+    """What a language model's adapter takes from a recipe."""
+    return {
+        "attn_implementation": config.attn_implementation,
+        "wrap": wrap,
+        "trust_remote_code": config.trust_remote_code,
+        "compile": config.compile,
+        "gradient_checkpointing": config.gradient_checkpointing,
+        "precision": config.precision,
+        "model": model,
+        "model_path": None if config.from_scratch else config.model_path,
+        "data": data,
+    }
+
+
+def vision_language(
+    config: ModelConfig,
+    *,
+    wrap: list[str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    model: PreTrainedModel | None = None,
+    data: DataConfig | None = None,
+    processor_path: str | None = None,
+) -> VisionLanguage:
+    """The adapter of a recipe's vision-language model.
+
+    Args:
+        config, wrap, overrides, model, data: as for `causal_lm`.
+        processor_path: where the processor is; None: with the model.
+    """
+    loaded = load_config(config, overrides) if model is None else model.config
+    if model is None and loaded.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        remedy = "set actor.model.model_type: causal_lm" if type(loaded) in MODEL_FOR_CAUSAL_LM_MAPPING else GIVE_EYES
+        raise ModelError(
+            f"{config.model_path} holds a model of type {loaded.model_type!r}, which takes no images and text",
+            where=f"{MODEL_PATH}: config.json",
+            remedy=remedy,
+        )
+    path = processor_path or config.model_path
+    if path is None:
+        raise no_model_path()
+    processor = load_processor(path, loaded, trust_remote_code=config.trust_remote_code)
+    return VisionLanguage(loaded, processor, **_settings(config, wrap, model, data))
 
 
 def get_model(

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from shardtune.config import Recipe
 from shardtune.data.encoder import Encoder, Row, RowDropped, RowError
-from shardtune.data.formats import as_row, read_example
+from shardtune.data.formats import in_format
 from shardtune.data.readers import kind_of, read_rows
 from shardtune.data.sources import Source, prepare_row, resolve_sources
 from shardtune.errors import ConfigError, DataError
@@ -104,7 +104,7 @@ def _prepared(row: Row, source: Source) -> Row | None:
     try:
         prepared = prepare_row(row, source)
         if prepared is not None and source.format is not None:
-            return as_row(read_example(prepared, source.format))
+            return in_format(prepared, source.format)
     except RowError:
         return None
     return prepared

@@ -61,6 +61,9 @@ class WordEncoder:
     def weights(self, sample: Sample) -> Mapping[str, float]:
         return {"ce": sample.target_weight, "rows": float(sample.target_weight > 0)}
 
+    def at(self, folder: Path) -> WordEncoder:
+        return self
+
     def cache_key(self) -> str:
         return f"words-{self.limit}"
 

@@ -28,8 +28,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from shardtune.batch import PackedBatch
 from shardtune.config import load_recipe
-from shardtune.data.packing import pack
 from shardtune.sft_worker import SFTWorker
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -217,7 +217,9 @@ def run_recipe(values: Mapping[str, Any]) -> Trace:
     trace.weights = {name: whole(weights[name]) for name in worker.weights.parameters}
     for evaluated in worker.prepared.evals.values():
         trace.evaluation = worker.run_eval()
-        first = pack([evaluated.row(index) for index in range(LOGIT_ROWS)], range(LOGIT_ROWS), {})
+        some = [evaluated.row(index) for index in range(LOGIT_ROWS)]
+        first = worker.adapter.collate(some, range(LOGIT_ROWS), {})
+        assert isinstance(first, PackedBatch)
         with torch.no_grad():
             trace.logits = worker.root.logits(first, first.target_positions)
     worker.release()

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from shardtune.batch import LossSum
+from shardtune.batch import LossSum, Prompt
 from shardtune.config import load_recipe
 from shardtune.config.layout import Layout
 from shardtune.data.loader import BatchMaker, Limits
@@ -294,7 +294,7 @@ def do(run: Run) -> Done:
     answers: list[list[int]] = []
     if run.answers:
         evaluation = worker.run_eval()
-        prompts = [np.arange(3, 3 + length) for length in (4, 7, 5)]
+        prompts = [Prompt(np.arange(3, 3 + length)) for length in (4, 7, 5)]
         answers = worker.generator().continuations(prompts, Sampling(max_new_tokens=6))
     if run.save is not None:
         worker.save_checkpoint(run.save, run.steps)

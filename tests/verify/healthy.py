@@ -232,8 +232,8 @@ class Packed(LanguageModel):
     def logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
         return model(batch.input_ids, batch.cu_seqlens)[positions]
 
-    def reference_logits(self, model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return model(input_ids, torch.tensor([0, len(input_ids)]))[positions]
+    def reference_logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
+        return model(batch.input_ids, batch.cu_seqlens)[positions]
 
     def generate(self, model: nn.Module, input_ids: torch.Tensor, *_: Any) -> torch.Tensor:
         return input_ids  # has nothing to say

@@ -1,0 +1,128 @@
+"""A processor at work: how an image stands in a text, and the tensors that a model takes for images."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import PreTrainedTokenizerFast, ProcessorMixin
+
+from shardtune.data.chat import with_offsets
+from shardtune.data.encoder import RowError
+from shardtune.errors import ModelError
+
+_OF_TEXT = ("input_ids", "attention_mask")
+_KEPT_SIZES = 65_536
+BLANK = (32, 32)
+"""Width and height of the image that stands in for one where a micro-batch has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expanded:
+    """A text with the tokens of its images.
+
+    Attributes:
+        text: in which each placeholder has become what stands for the image.
+        images: characters `[start, stop)` of each image.
+    """
+
+    text: str
+    images: tuple[tuple[int, int], ...]
+
+
+class ImageText:
+    """What a processor makes of images and texts.
+
+    Args:
+        processor: of a vision-language model.
+
+    Attributes:
+        processor: the same.
+        tokenizer: its tokenizer.
+        placeholder: what stands for an image in a text.
+        token_types: the name of a model input that tells the tokens of images from others; None without one.
+    """
+
+    def __init__(self, processor: ProcessorMixin) -> None:
+        self.processor: Any = processor
+        self.tokenizer: PreTrainedTokenizerFast = with_offsets(self.processor.tokenizer)
+        self.placeholder: str = self.processor.image_token
+        self._stands_for: dict[tuple[int, int], str] = {}
+        keys = set(self._process([Image.new("RGB", BLANK)]))
+        self.token_types = next((key for key in ("mm_token_type_ids", "token_type_ids") if key in keys), None)
+        self._pixel_keys = sorted(keys - {*_OF_TEXT, "text_replacement_offsets", self.token_types})
+        ids = self.processor.image_token_ids
+        self._image_ids = [number for number in (ids if isinstance(ids, list) else [ids]) if number is not None]
+
+    def stands_for(self, size: tuple[int, int]) -> str:
+        """The text that takes the placeholder's place for an image of a size.
+
+        It depends on the size alone, so a blank image is processed for it, once for each size.
+        """
+        if size not in self._stands_for:
+            if len(self._stands_for) >= _KEPT_SIZES:
+                self._stands_for.clear()
+            made = self._process([Image.new("RGB", size)])
+            self._stands_for[size] = made["text_replacement_offsets"][0][0]["replacement"]
+        return self._stands_for[size]
+
+    def expand(self, text: str, sizes: Sequence[tuple[int, int]]) -> Expanded:
+        """The text with each placeholder replaced, in order.
+
+        Raises:
+            RowError: there are more or fewer placeholders than images.
+        """
+        pieces = text.split(self.placeholder)
+        if len(pieces) - 1 != len(sizes):
+            raise RowError(
+                f"the text holds {len(pieces) - 1} times {self.placeholder!r} for {len(sizes)} images: the chat "
+                "template leaves some out, or a turn spells the placeholder itself"
+            )
+        parts, spans, length = [pieces[0]], [], len(pieces[0])
+        for size, piece in zip(sizes, pieces[1:], strict=True):
+            image = self.stands_for(size)
+            spans.append((length, length + len(image)))
+            parts += [image, piece]
+            length += len(image) + len(piece)
+        return Expanded("".join(parts), tuple(spans))
+
+    def pixels(self, images: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
+        """The model's inputs for images, in their order; [..] as the model family has them.
+
+        LLaVA, Gemma 3, InternVL: pixel_values [images or tiles, 3, height, width]. Idefics3, SmolVLM: [1, tiles, 3,
+        height, width] with pixel_attention_mask [1, tiles, height, width]. Qwen-VL: [patches of all images, values of a
+        patch] with image_grid_thw [images, 3].
+        """
+        made = self._process(images)
+        return {key: made[key] for key in self._pixel_keys}
+
+    def token_type_ids(self, input_ids: np.ndarray) -> np.ndarray:
+        """int64 [tokens]: 1 for the tokens of images, 0 for others."""
+        return np.isin(input_ids, self._image_ids).astype(np.int64)
+
+    def cache_key(self) -> str:
+        """A hash of what decides how an image stands in a text."""
+        settings = {**self.processor.to_dict(), "tokenizer": None, "chat_template": None}
+        return hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=20).hexdigest()
+
+    def _process(self, images: Sequence[Image.Image]) -> Any:
+        try:
+            return self.processor(
+                images=[list(images)],
+                text=[self.placeholder * len(images)],
+                return_tensors="pt",
+                return_text_replacement_offsets=True,
+            )
+        except Exception as error:  # a processor is a program of its own and may raise anything
+            sizes = ", ".join(f"{image.width} x {image.height}" for image in images[:4])
+            raise ModelError(
+                f"{type(self.processor).__name__} refuses images of {sizes}: {error}",
+                where="actor.model.model_path: processor_config.json",
+                remedy="leave such images out, or mend the processor's settings",
+            ) from error

@@ -1,0 +1,60 @@
+"""One recorded episode, as simulators and converters hand it to the writer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardtune.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """T frames of one robot doing one task.
+
+    Attributes:
+        images: camera -> uint8 [T, H, W, 3], RGB.
+        state: float32 [T, S], what the robot feels of itself (proprioception); None without.
+        actions: float32 [T, A]; action t is what was done on seeing frame t.
+        task: what it was told to do, in words.
+
+    Raises `DataError` for arrays of another type or shape, for no frame, and for actions or states that are not finite.
+    """
+
+    images: Mapping[str, np.ndarray]
+    state: np.ndarray | None
+    actions: np.ndarray
+    task: str
+
+    def __post_init__(self) -> None:
+        frames = len(self.actions)
+        if not frames:
+            raise _fault("an episode has no frame", "actions")
+        for name, values in {"actions": self.actions, "state": self.state}.items():
+            if values is not None:
+                _require_vectors(name, values, frames)
+        for camera, images in self.images.items():
+            if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3 or len(images) != frames:
+                raise _fault(f"the images are {_kind(images)}, not uint8 [{frames}, H, W, 3]", f"camera {camera!r}")
+
+    def __len__(self) -> int:
+        return len(self.actions)
+
+
+def _require_vectors(name: str, values: np.ndarray, frames: int) -> None:
+    if values.dtype != np.float32 or values.ndim != 2 or len(values) != frames or not values.shape[1]:
+        raise _fault(f"the {name} are {_kind(values)}, not float32 [{frames}, dimensions]", name)
+    finite = np.isfinite(values).all(axis=1)
+    if not finite.all():
+        frame = int(np.flatnonzero(~finite)[0])
+        raise _fault(f"frame {frame} holds {values[frame].tolist()}", name)
+
+
+def _kind(values: np.ndarray) -> str:
+    return f"{values.dtype} {list(values.shape)}"
+
+
+def _fault(what: str, where: str) -> DataError:
+    return DataError(what, where=f"episode: {where}", remedy="see shardtune.data.robot.episode.Episode")

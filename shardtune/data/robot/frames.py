@@ -1,0 +1,158 @@
+"""Rows of robot data: one per frame, with the actions from there on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from shardtune.data.encoder import RowError
+from shardtune.data.readers import NumberedRow
+from shardtune.data.robot.images import ImageRecord, image_record
+
+
+class FrameRow(dict[str, Any]):
+    """One frame, as encoders take it.
+
+    Its keys:
+        images: camera -> an `ImageRecord`, see `shardtune.data.robot.images`.
+        instruction: what the robot was told.
+        state: float32 [S], or None.
+        actions: float32 [C, A], from this frame on. action_is_pad: bool [C], true behind the episode's end, where the
+            last action is repeated.
+        dataset: the name of the source, under which its statistics are kept.
+        episode, frame: where it comes from.
+
+    Attributes:
+        digest: the same for all frames of an episode, so that `data.eval_split` never parts an episode.
+        place: the frame in words, for messages.
+    """
+
+    __slots__ = ("digest", "place")
+
+    def __init__(self, content: Mapping[str, Any], digest: int, place: str) -> None:
+        super().__init__(content)
+        self.digest = digest
+        self.place = place
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the frames of a chunk come from.
+
+    Attributes:
+        dataset: the name of the source.
+        file: in messages, the file that holds them.
+        folder: where relative paths of images begin.
+    """
+
+    dataset: str
+    file: str
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class FrameChunk:
+    """n consecutive frames, and the actions of those right behind them; picklable.
+
+    Attributes:
+        origin: where they come from.
+        size: C, the actions of a row.
+        numbers: [n] row numbers.
+        episodes, frames: [n] the episode of each, and its place in that.
+        digests: uint64 [n], of the episodes.
+        instructions: [n].
+        state: float32 [n, S], or None.
+        actions: float32 [n + up to C - 1, A].
+        left: int64 [n], how many frames of its episode there are from this one on.
+        pictures: a column of n images per camera, as the file holds them.
+        problems: of the n + C - 1 frames those that cannot be used, and why.
+    """
+
+    origin: Origin
+    size: int
+    numbers: Sequence[int]
+    episodes: Sequence[Any]
+    frames: Sequence[int]
+    digests: np.ndarray
+    instructions: Sequence[str]
+    state: np.ndarray | None
+    actions: np.ndarray
+    left: np.ndarray
+    pictures: pa.RecordBatch
+    progress: float
+    problems: Mapping[int, str] = field(default_factory=dict)
+
+    def rows(self) -> Iterator[NumberedRow]:
+        cameras = self.pictures.schema.names
+        for index, number in enumerate(self.numbers):
+            try:
+                yield number, self._row(index, cameras)
+            except RowError as error:
+                yield number, RowError(f"{self._place(index)}: {error.reason}")
+
+    def _row(self, index: int, cameras: Sequence[str]) -> FrameRow:
+        if index in self.problems:
+            raise RowError(self.problems[index])
+        steps = np.arange(self.size)
+        left = int(self.left[index])
+        wanted = index + np.minimum(steps, left - 1)
+        state = None if self.state is None else self.state[index]
+        if state is not None and not np.isfinite(state).all():
+            raise RowError(f"the state is {state.tolist()}")
+        content = {
+            "images": {camera: self._image(camera, index) for camera in cameras},
+            "instruction": self.instructions[index],
+            "state": state,
+            "actions": self._finite(wanted, index),
+            "action_is_pad": steps >= left,
+            "dataset": self.origin.dataset,
+            "episode": self.episodes[index],
+            "frame": int(self.frames[index]),
+        }
+        return FrameRow(content, int(self.digests[index]), self._place(index))
+
+    def _finite(self, wanted: np.ndarray, index: int) -> np.ndarray:
+        actions = self.actions[wanted]
+        fine = np.isfinite(actions).all(axis=1)
+        if fine.all():
+            return actions
+        place = int(wanted[np.flatnonzero(~fine)[0]])
+        reason = self.problems.get(place) or f"the action is {self.actions[place].tolist()}"
+        raise RowError(reason if place == index else f"{place - index} frames on, {reason}")
+
+    def _image(self, camera: str, index: int) -> ImageRecord:
+        value = self.pictures.column(camera)[index].as_py()
+        try:
+            return image_record(value, self.origin.folder)
+        except RowError as error:
+            raise RowError(f"camera {camera!r}: {error.reason}") from error
+
+    def _place(self, index: int) -> str:
+        return f"episode {self.episodes[index]}, frame {self.frames[index]} ({self.origin.file})"
+
+
+def episode_digest(episode: Any, instruction: str, action: np.ndarray, state: np.ndarray | None) -> int:
+    """The hash of an episode by its name and first frame: known before the rest of it is read."""
+    digest = hashlib.blake2b(f"{episode}\n{instruction}\n".encode(), digest_size=8)
+    digest.update(np.ascontiguousarray(action).data)
+    if state is not None:
+        digest.update(np.ascontiguousarray(state).data)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def describe_frame(row: Mapping[str, Any]) -> str:
+    """A row in words, for the log. Raises `RowError` for one that `data.transform` has robbed of what frames have."""
+    missing = [
+        name for name in ("images", "instruction", "state", "actions", "action_is_pad", "dataset") if name not in row
+    ]
+    if missing:
+        raise RowError(f"data.transform gave a row without {missing[0]!r}, which robot data have")
+    cameras = ", ".join(row["images"]) or "none"
+    size, dimensions = np.shape(row["actions"])
+    return f"robot data, {dimensions} dimensions, chunks of {size}, cameras: {cameras}"

@@ -1,0 +1,56 @@
+"""Images of robot data: encoded for a data set, and how a frame names them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from PIL import Image
+
+from shardtune.data.encoder import RowError
+
+ImageForm = Literal["png", "jpeg"]
+ImageRecord = Mapping[str, Any]
+"""`{"bytes": …}` (an encoded image), `{"path": …}` or `{"video": …, "seconds": …}`; paths are absolute.
+`shardtune.data.images.read_image` takes it, and finds what cannot be decoded."""
+
+
+def encode_image(pixels: np.ndarray, form: ImageForm) -> bytes:
+    """uint8 [H, W, 3] as the bytes of a file; PNG keeps every bit."""
+    sink = io.BytesIO()
+    picture = Image.fromarray(np.ascontiguousarray(pixels))
+    if form == "png":
+        picture.save(sink, "PNG", compress_level=1)
+    else:
+        picture.save(sink, "JPEG", quality=95, subsampling=0)
+    return sink.getvalue()
+
+
+def image_record(value: Any, folder: Path) -> ImageRecord:
+    """What a table or a JSON row holds of an image, in one of the forms of `ImageRecord`.
+
+    Args:
+        value: bytes, a path, or a struct of `bytes` and `path`, or of `video` and `seconds`.
+        folder: where relative paths begin.
+
+    Raises `RowError` for anything else and for a file that is missing.
+    """
+    if isinstance(value, Mapping):
+        if value.get("video") is not None and value.get("seconds") is not None:
+            return {"video": _file(value["video"], folder, "video"), "seconds": float(value["seconds"])}
+        value = value["bytes"] if value.get("bytes") is not None else value.get("path")
+    if isinstance(value, bytes):
+        return {"bytes": value}
+    if isinstance(value, str) and value:
+        return {"path": _file(value, folder, "image")}
+    raise RowError(f"an image is {type(value).__name__}, not bytes, a path, or a struct of these")
+
+
+def _file(path: str, folder: Path, kind: str) -> str:
+    found = (folder / path).absolute()
+    if not found.is_file():
+        raise RowError(f"the {kind} file {path!r} is missing (looked for {found})")
+    return str(found)

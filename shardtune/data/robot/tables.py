@@ -1,0 +1,236 @@
+"""Robot data in plain files: rows of single frames become rows with the actions that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shardtune.data.encoder import FrameOptions, Row, RowError
+from shardtune.data.readers import Chunk, NumberedRow, RowChunk
+from shardtune.data.robot.columns import Columns, find_columns
+from shardtune.data.robot.frames import FrameRow, Origin, episode_digest
+from shardtune.data.robot.images import ImageRecord, image_record
+from shardtune.errors import DataError
+
+_CHUNK_FRAMES = 64
+_Names = tuple[str, ...]
+
+
+def read_frames(
+    chunks: Iterable[Chunk], columns: Mapping[str, str], options: FrameOptions, origin: Origin
+) -> Iterator[Chunk]:
+    """Rows of a file as frames: consecutive rows with the same episode are one; rows that hold `actions` are whole.
+
+    Args:
+        chunks: the file's rows as they stand in it.
+        columns: `data.columns`.
+
+    Raises `DataError` where the rows of an episode do not stand together.
+    """
+    grouping = _Grouping(columns, options.chunk, origin)
+    for chunk in chunks:
+        rows = [complete for number, row in chunk.rows() for complete in grouping.add(number, row)]
+        if rows:
+            yield RowChunk(rows, chunk.progress)
+    rest = list(grouping.finish())
+    if rest:
+        yield RowChunk(rest, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """One row: `problem` says why it cannot be used."""
+
+    number: int
+    place: int
+    action: np.ndarray | None = None
+    state: np.ndarray | None = None
+    instruction: str = ""
+    images: Mapping[str, ImageRecord] = field(default_factory=dict)
+    problem: str | None = None
+
+
+@dataclass(slots=True)
+class _Grouping:
+    """The rows of the episode at hand whose following actions are not all known yet."""
+
+    columns: Mapping[str, str]
+    size: int
+    origin: Origin
+    _found: dict[_Names, Columns | RowError] = field(default_factory=dict)
+    _seen: set[str | int | float] = field(default_factory=set)
+    _episode: str | int | float | None = None
+    _frames: list[_Frame] = field(default_factory=list)
+    _next: int = 0
+    _digest: int | None = None
+    _dimensions: int | None = None
+
+    def add(self, number: int, row: Row | RowError) -> Iterator[NumberedRow]:
+        """The rows that are complete with this one."""
+        try:
+            if isinstance(row, RowError):
+                raise row
+            columns = self._columns(row)
+            whole = self._whole(row, columns) if "actions" in columns.named else None
+            episode = None if whole else row[columns.require("episode")]
+        except RowError as error:
+            # Which episode a row belongs to that cannot be read is unknown: it is a gap in the one at hand.
+            self._frames.append(_Frame(number, self._next, problem=error.reason))
+            return
+        if whole is not None:
+            yield from self.finish()
+            yield number, whole
+            return
+        if episode != self._episode:
+            yield from self.finish()
+            self._turn(episode, number)
+        self._frames.append(self._frame(number, row, columns))
+        self._next = self._frames[-1].place + 1
+        if len(self._frames) >= _CHUNK_FRAMES + self.size:
+            yield from self._rows(_CHUNK_FRAMES)
+
+    def finish(self) -> Iterator[NumberedRow]:
+        """What is left of the episode at hand."""
+        yield from self._rows(len(self._frames))
+
+    def _turn(self, episode: Any, number: int) -> None:
+        usable = isinstance(episode, str | int | float)
+        if not usable or episode in self._seen:
+            what = "do not stand together" if usable else "have no usable name"
+            raise DataError(
+                f"the rows of episode {episode!r} {what}",
+                where=f"{self.origin.file}: row {number:,}",
+                remedy="order the file by episode and frame; data.columns: {episode: …} says where its name stands",
+            )
+        self._seen.add(episode)
+        self._episode, self._next, self._digest = episode, 0, None
+
+    def _columns(self, row: Row) -> Columns:
+        names = tuple(row)
+        if names not in self._found:
+            try:
+                self._found[names] = find_columns(names, self.columns)
+            except RowError as error:
+                self._found[names] = error
+        found = self._found[names]
+        if isinstance(found, RowError):
+            raise found
+        return found
+
+    def _frame(self, number: int, row: Row, columns: Columns) -> _Frame:
+        place = self._next
+        try:
+            if "frame" in columns.named:
+                place = _after(row[columns.named["frame"]], place)
+            action = _vector(row[columns.require("action")], "action")
+            self._require_dimensions(len(action))
+            state = _vector(row[columns.named["state"]], "state") if "state" in columns.named else None
+            instruction = _text(row[columns.require("instruction")])
+            folder = self.origin.folder
+            images = {camera: image_record(row[name], folder) for camera, name in columns.cameras.items()}
+        except RowError as error:
+            return _Frame(number, place, problem=error.reason)
+        if self._digest is None:
+            self._digest = episode_digest(self._episode, instruction, action, state)
+        return _Frame(number, place, action, state, instruction, images)
+
+    def _require_dimensions(self, found: int) -> None:
+        self._dimensions = self._dimensions or found
+        if found != self._dimensions:
+            raise RowError(f"the action has {found} dimensions, those before have {self._dimensions}")
+
+    def _rows(self, count: int) -> Iterator[NumberedRow]:
+        """The first `count` frames, each with those behind it, which become rows and are taken out."""
+        for index in range(count):
+            frame = self._frames[index]
+            try:
+                yield frame.number, self._row(self._frames[index : index + self.size])
+            except RowError as error:
+                yield frame.number, RowError(f"{self._place(frame)}: {error.reason}")
+        del self._frames[:count]
+
+    def _row(self, frames: Sequence[_Frame]) -> FrameRow:
+        actions = []
+        for steps, frame in enumerate(frames):
+            if frame.action is None:
+                ahead = f"{steps} rows on, " if steps else ""
+                raise RowError(f"{ahead}{frame.problem}")
+            actions.append(frame.action)
+        present = frames[0]
+        missing = self.size - len(frames)
+        content = {
+            "images": present.images,
+            "instruction": present.instruction,
+            "state": present.state,
+            "actions": np.stack(actions + [actions[-1]] * missing),
+            "action_is_pad": np.arange(self.size) >= len(frames),
+            "dataset": self.origin.dataset,
+            "episode": self._episode,
+            "frame": present.place,
+        }
+        return FrameRow(content, self._digest or 0, self._place(present))
+
+    def _place(self, frame: _Frame) -> str:
+        return f"episode {self._episode}, frame {frame.place}"
+
+    def _whole(self, row: Row, columns: Columns) -> FrameRow:
+        """A row that holds its following actions itself."""
+        named = columns.named
+        actions = np.stack([_vector(action, "actions") for action in row[named["actions"]]])
+        if len(actions) != self.size:
+            raise RowError(f"the row has {len(actions)} actions, actor.model.action_chunks_len is {self.size}")
+        self._require_dimensions(actions.shape[1])
+        padding = row[named["action_is_pad"]] if "action_is_pad" in named else [False] * self.size
+        if len(padding) != self.size or padding[0]:
+            raise RowError(
+                f"action_is_pad is {list(padding)}, not {self.size} truth values of which the first is false"
+            )
+        state = row[named["state"]] if "state" in named else None
+        images = {**row[named["images"]]} if "images" in named else {}
+        images |= {camera: row[name] for camera, name in columns.cameras.items()}
+        instruction = _text(row[columns.require("instruction")])
+        dataset = row[named["dataset"]] if "dataset" in named else self.origin.dataset
+        episode, frame = (row[named[name]] if name in named else None for name in ("episode", "frame"))
+        content = {
+            "images": {camera: image_record(image, self.origin.folder) for camera, image in images.items()},
+            "instruction": instruction,
+            "state": None if state is None else _vector(state, "state"),
+            "actions": actions,
+            "action_is_pad": np.array(padding, bool),
+            "dataset": _text(dataset),
+            "episode": episode,
+            "frame": frame,
+        }
+        digest = episode_digest("" if episode is None else episode, instruction, actions[0], content["state"])
+        return FrameRow(content, digest, "" if episode is None else f"episode {episode}, frame {frame}")
+
+
+def _after(told: Any, place: int) -> int:
+    if not isinstance(told, int) or told < place:
+        raise RowError(f"the frame {told!r} does not come behind {place - 1}")
+    return told
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise RowError(f"the instruction is {value!r}, not text")
+    return value
+
+
+def _vector(value: Any, name: str) -> np.ndarray:
+    """Numbers as float32 [D]; one number has one dimension."""
+    try:
+        numbers = np.atleast_1d(np.asarray(value, np.float32))
+    except (TypeError, ValueError) as error:
+        raise RowError(f"the {name} is {_brief(value)}, not numbers") from error
+    if numbers.ndim != 1 or not len(numbers) or not np.isfinite(numbers).all():
+        raise RowError(f"the {name} is {_brief(value)}, not finite numbers in a list")
+    return numbers
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else text[:77] + "…"

@@ -1,0 +1,124 @@
+"""Single frames out of video files, by time."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from shardtune.data.encoder import RowError
+from shardtune.errors import DataError
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+    from av.video.frame import VideoFrame
+    from av.video.stream import VideoStream
+
+_OPEN_FILES = 16
+# So far ahead decoding on is cheaper than seeking to the key frame before.
+_AHEAD_SECONDS = 0.5
+
+
+def read_frame(path: str, seconds: float) -> Image.Image:
+    """The frame that is shown `seconds` after the beginning of a video, in RGB.
+
+    The frame nearest in time counts, if it is not farther than half the distance of two frames.
+    Files stay open, a few per process; reading forwards does not seek.
+
+    Raises:
+        RowError: the file cannot be decoded there, or has no frame at that time.
+        DataError: PyAV is not installed.
+    """
+    require_av()
+    from av.error import FFmpegError
+
+    try:
+        return _opened(path).frame(seconds)
+    except (FFmpegError, OSError) as error:
+        _files.pop((os.getpid(), path), None)
+        raise RowError(f"the video {path} cannot be decoded at {seconds:.3f} s: {error}") from error
+
+
+def require_av() -> None:
+    """Raises `DataError` where videos cannot be read."""
+    try:
+        import av  # noqa: F401
+    except ImportError as error:
+        raise DataError(
+            "the data holds videos, and PyAV, which reads them, is not installed",
+            remedy="pip install 'shardtune[video]'",
+        ) from error
+
+
+@dataclass(slots=True)
+class _Video:
+    """An open file: where it stands, and the frame last decoded."""
+
+    path: str
+    container: InputContainer
+    stream: VideoStream
+    start: float
+    half: float
+    frames: Any = None
+    last: tuple[float, VideoFrame] | None = field(default=None)
+
+    @classmethod
+    def open(cls, path: str) -> _Video:
+        import av
+
+        container = av.open(path)
+        if not container.streams.video:
+            container.close()
+            raise RowError(f"the file {path} holds no video")
+        stream = container.streams.video[0]
+        stream.thread_type = "NONE"  # threads do not survive a fork
+        rate = stream.average_rate or stream.guessed_rate
+        if stream.time_base is None or not rate:
+            container.close()
+            raise RowError(f"the video {path} does not tell its frame rate")
+        start = float((stream.start_time or 0) * stream.time_base)
+        return cls(path, container, stream, start, 0.5 / float(rate))
+
+    def frame(self, seconds: float) -> Image.Image:
+        if self.last is None or not self.last[0] - self.half <= seconds < self.last[0] + _AHEAD_SECONDS:
+            self._seek(seconds)
+        # Time stamps are stored as float32 and files count in ticks: a little more than half is still the nearest.
+        reach = self.half * 1.02
+        while self.last is not None and self.last[0] < seconds - self.half:
+            if not self._advance():
+                break
+        if self.last is None or abs(self.last[0] - seconds) > reach:
+            near = "it has no frame there" if self.last is None else f"the nearest is at {self.last[0]:.3f} s"
+            raise RowError(f"the video {self.path} has no frame at {seconds:.3f} s: {near}")
+        return self.last[1].to_image()
+
+    def _seek(self, seconds: float) -> None:
+        assert self.stream.time_base is not None
+        ticks = int((max(seconds - self.half, 0.0) + self.start) / self.stream.time_base)
+        self.container.seek(ticks, stream=self.stream, backward=True)
+        self.frames, self.last = self.container.decode(self.stream), None
+        self._advance()
+
+    def _advance(self) -> bool:
+        """Decodes the next frame; False at the end of the file."""
+        frame = next(self.frames, None)
+        if frame is None:
+            return False
+        self.last = (frame.time - self.start, frame)
+        return True
+
+
+_files: OrderedDict[tuple[int, str], _Video] = OrderedDict()
+
+
+def _opened(path: str) -> _Video:
+    key = (os.getpid(), path)  # an open file that a fork inherits shares its position with the parent
+    if key not in _files:
+        _files[key] = _Video.open(path)
+        while len(_files) > _OPEN_FILES:
+            _files.popitem(last=False)[1].container.close()
+    _files.move_to_end(key)
+    return _files[key]

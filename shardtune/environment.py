@@ -1,0 +1,71 @@
+"""A simulator as closed-loop evaluation drives it: one file of the user's own holds a class that derives from this."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypedDict
+
+import numpy as np
+
+
+class Observation(TypedDict):
+    """What a policy is given at each step: a plain dict.
+
+    Attributes:
+        images: of each camera, by its name in the training data, uint8 [H, W, 3] (RGB).
+        instruction: what is to be done, in words.
+        state: float32 [S], or None where the robot's own state is not observed.
+    """
+
+    images: dict[str, np.ndarray]
+    instruction: str
+    state: np.ndarray | None
+
+
+Policy = Callable[[Sequence[Observation]], np.ndarray]
+"""Observations to actions [observations, C, A]: the next C actions of each, in the environment's units."""
+
+
+class Outcome(NamedTuple):
+    """What came of an action.
+
+    Attributes:
+        observation: after it.
+        success: the task is done; the episode ends and counts as a success.
+        done: the episode is over, done or not.
+    """
+
+    observation: Observation
+    success: bool
+    done: bool = False
+
+
+class Environment(ABC):
+    """One robot (or game) in one simulator; several live beside each other in a process.
+
+    `reset` and `step` are all that has to be written. Whatever an episode draws comes from the seed that `reset` is
+    given, so that an episode is the same whoever plays it and whenever.
+
+    Attributes:
+        max_steps: actions after which an episode ends as a failure.
+        frames_per_second: of its videos, and of demonstrations recorded from it.
+    """
+
+    max_steps: int = 100
+    frames_per_second: int = 10
+
+    @abstractmethod
+    def reset(self, seed: int) -> Observation:
+        """Begin an episode, the same one for the same seed (a number from 0 to 2**32 - 1)."""
+
+    @abstractmethod
+    def step(self, action: np.ndarray) -> Outcome:
+        """Do an action, float32 [A] in the units of the training data's actions."""
+
+    def render(self) -> np.ndarray | None:
+        """The scene for a video, uint8 [H, W, 3]; None: the first camera of the observation is shown."""
+        return None
+
+    def close(self) -> None:  # noqa: B027 (may stay empty)
+        """Give back what the simulator holds; called once, after the last episode."""

@@ -1,0 +1,186 @@
+"""Every model of transformers that takes images and text and gives text."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel, ProcessorMixin
+
+from shardtune.batch import PackedBatch, Prompt, Sample
+from shardtune.config.layout import Layout
+from shardtune.data.image_chat import IMAGE_STOP, ImageChatEncoder
+from shardtune.data.image_text import BLANK, ImageText
+from shardtune.data.images import ENDS, PROMPT_IMAGES, StoredImage, from_fields, read_image, to_fields
+from shardtune.data.loader import Companion
+from shardtune.data.packing import pack
+from shardtune.data.template import load_template
+from shardtune.models.adapter import cannot_share_sequences
+from shardtune.models.causal_lm import CausalLM
+from shardtune.parallel.materialise import init_empty_weights
+
+POSITIONS = "position_ids"
+
+
+class VisionLanguage(CausalLM):
+    """A vision-language model of transformers, trained on packed rows of text and images.
+
+    Tokens go the way of a `CausalLM`'s: end to end, documents apart, the head at supervised positions in chunks. Images
+    are read and processed where micro-batches are made, which is in processes of the loader; all of a micro-batch go
+    through the model's eyes together.
+
+    Args:
+        config: the model's config.
+        processor: the model's.
+        settings: as for `CausalLM`.
+    """
+
+    _auto = AutoModelForImageTextToText
+    _kind = "vision-language model"
+
+    def __init__(self, config: PreTrainedConfig, processor: ProcessorMixin, **settings: Any) -> None:
+        super().__init__(config, **settings)
+        self.images = ImageText(processor)
+        self.take_tokenizer(self.images.tokenizer)
+        self._rope: Callable[..., Any] | None = None
+        self._blank: Sample | None = None
+
+    @property
+    def processor(self) -> ProcessorMixin:
+        """Saved beside the weights."""
+        return self.images.processor
+
+    @property
+    def prepares_in_processes(self) -> bool:
+        """Images are decoded in processes of their own."""
+        return True
+
+    def build(self) -> PreTrainedModel:
+        model = super().build()
+        # Of Qwen-VL and its relatives: positions of three dimensions, by a method that needs the config alone.
+        method = getattr(type(model.base_model), "get_rope_index", None)
+        if method is not None:
+            with init_empty_weights():
+                empty: Any = type(model.base_model)(model.base_model.config)
+            self._rope = empty.get_rope_index
+        return model
+
+    def check_layout(self, layout: Layout) -> None:
+        if layout.sequence > 1:
+            raise cannot_share_sequences("a vision-language model", "its images belong to whole rows")
+        super().check_layout(layout)
+
+    def encoder(self, *, with_prompts: bool) -> ImageChatEncoder:
+        data = self._data
+        return ImageChatEncoder(
+            self.images,
+            load_template(data.chat_template, self.tokenizer),
+            train_on=data.train_on,
+            system_prompt=data.system_prompt,
+            max_length=data.max_length,
+            on_too_long=data.on_too_long,
+            with_prompts=with_prompts,
+        )
+
+    # -- micro-batches ---------------------------------------------------------------------------------------------
+
+    def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> PackedBatch:
+        """Rows end to end, with the pixels of all their images, in order."""
+        batch = pack(samples, rows, weights)
+        stored = [image for sample in samples if sample.fields for image in from_fields(sample.fields)]
+        fields = self._fields(batch.input_ids.numpy(), stored)
+        if self._precision == "fp64":
+            fields = {name: t.double() if t.is_floating_point() else t for name, t in fields.items()}
+        if self._rope is None:
+            return replace(batch, fields=fields)
+        counts = [len(sample.fields[ENDS]) if sample.fields else 0 for sample in samples]
+        places = self._rope_positions(batch, fields, counts)
+        return replace(batch, fields=fields, position_ids=torch.cat([batch.position_ids[None], places]))
+
+    def _fields(self, input_ids: np.ndarray, stored: Sequence[StoredImage]) -> dict[str, torch.Tensor]:
+        fields = self.images.pixels([image.read() for image in stored]) if stored else {}
+        if self.images.token_types is not None:
+            fields[self.images.token_types] = torch.from_numpy(self.images.token_type_ids(input_ids))
+        return fields
+
+    def _rope_positions(
+        self, batch: PackedBatch, fields: Mapping[str, torch.Tensor], counts: Sequence[int]
+    ) -> torch.Tensor:
+        """int64 [3, tokens]: where each token is in time, height and width, from 0 in each document."""
+        assert self._rope is not None
+        types = torch.from_numpy(self.images.token_type_ids(batch.input_ids.numpy()))
+        grid, places, seen = fields.get("image_grid_thw"), [], 0
+        ends = batch.cu_seqlens.tolist()
+        for start, stop, count in zip(ends[:-1], ends[1:], counts, strict=True):
+            kinds = types[start:stop]
+            own = None if grid is None or not count else grid[seen : seen + count]
+            found, _ = self._rope(batch.input_ids[None, start:stop], mm_token_type_ids=kinds[None], image_grid_thw=own)
+            places.append(found[:, 0])
+            seen += count
+        return torch.cat(places, dim=1)
+
+    def _further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
+        types = self.images.token_types
+        return {name: value[None] if name == types else value for name, value in batch.fields.items()}
+
+    # -- ranks with and without images -----------------------------------------------------------------------------
+
+    def companion(self) -> Companion | None:
+        return Companion(self._blank_row(), ENDS)
+
+    def _blank_row(self) -> Sample:
+        """A blank image without a target."""
+        if self._blank is None:
+            blank = _encoded(Image.new("RGB", BLANK))
+            text = self.images.expand(self.images.placeholder, [blank.size]).text
+            ids = np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+            fields = {**to_fields([blank], 0), IMAGE_STOP: np.array(len(ids), np.int32)}
+            self._blank = Sample(ids, np.zeros(len(ids), np.float32), fields=fields)
+        return self._blank
+
+    def companion_prompt(self, prompts: Sequence[Prompt]) -> Prompt | None:
+        if not any(len(_prompt_images(prompt)) for prompt in prompts):
+            return None
+        blank = self._blank_row()
+        return Prompt(blank.input_ids, {**blank.fields, PROMPT_IMAGES: np.array(1, np.int32)})
+
+    def prompt_inputs(self, prompts: Sequence[Prompt], longest: int) -> Mapping[str, torch.Tensor]:
+        stored = [image for prompt in prompts for image in _prompt_images(prompt)]
+        tokens = np.full((len(prompts), longest), -1, np.int64)
+        for row, prompt in enumerate(prompts):
+            tokens[row, longest - len(prompt.tokens) :] = prompt.tokens
+        fields = self._fields(tokens, stored)
+        return {
+            name: t.double() if self._precision == "fp64" and t.is_floating_point() else t for name, t in fields.items()
+        }
+
+    # -- probes ----------------------------------------------------------------------------------------------------
+
+    def shortened(self, sample: Sample, most: int) -> Sample:
+        return super().shortened(sample, max(most, int(sample.fields[IMAGE_STOP])))
+
+    def changed(self, sample: Sample) -> Sample:
+        """Other words, and the images turned blank."""
+        words = np.flatnonzero(self.images.token_type_ids(sample.input_ids) == 0)
+        ids = sample.input_ids.copy()
+        if not len(sample.fields[ENDS]):
+            return super().changed(sample)
+        ids[words] = np.roll(ids[words], 1)
+        return replace(sample, input_ids=ids)
+
+
+def _encoded(image: Image.Image) -> StoredImage:
+    content = io.BytesIO()
+    image.save(content, "PNG")
+    return read_image(content.getvalue(), Path())
+
+
+def _prompt_images(prompt: Prompt) -> list[StoredImage]:
+    """The images that a prompt has; those of a row's later turns are not its own."""
+    return from_fields(prompt.fields)[: int(prompt.fields[PROMPT_IMAGES])] if prompt.fields else []
