@@ -23,7 +23,7 @@ from shardtune.parallel.shard import COMPUTE_DTYPE
 
 def new_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     """The ids of the tokens that a recipe adds."""
-    tokens = recipe.actor.tokenizer.new_tokens
+    tokens = recipe.actor.added_tokens
     if not tokens:
         return []
     if tokenizer is None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from shardtune.adaptation import adapt, check_stored, is_adapter
 from shardtune.batch import Batch, Metric, Prompt
 from shardtune.checkpoint.huggingface import check_weights
-from shardtune.closed_loop import ClosedLoop, play
+from shardtune.closed_loop import METRICS, ClosedLoop, play
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.layout import Layout
 from shardtune.construction import build_empty, freeze
@@ -113,7 +113,7 @@ class SFTWorker(FSDPSftWorker):
     ) -> None:
         recipe = cfg if isinstance(cfg, Recipe) else load_recipe(cfg)
         if tokenizer is not None:
-            add_new_tokens(tokenizer, recipe.actor.tokenizer.new_tokens)
+            add_new_tokens(tokenizer, recipe.actor.added_tokens)
         self.adapter: Adapter = find_adapter(recipe, model=model, tokenizer=tokenizer)
         self._in_memory = model
         self._hooks = Hooks.of(recipe, self.adapter, training=training)
@@ -160,7 +160,7 @@ class SFTWorker(FSDPSftWorker):
         self.adapter.shard_units(model)
         source = None if config.from_scratch else self.adapter.initial_weights()
         if isinstance(model, PreTrainedModel) and isinstance(source, (str, Path)):
-            check_weights(model, model_directory(str(source)), grow=bool(self.recipe.actor.tokenizer.new_tokens))
+            check_weights(model, model_directory(str(source)), grow=bool(self.recipe.actor.added_tokens))
         check_stored(model, config)
         trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         build_optimizer(trainable, self.recipe.actor.optim)
@@ -224,10 +224,13 @@ class SFTWorker(FSDPSftWorker):
         if not isinstance(self.adapter, LanguageModel):
             return None
         names = ["loss", "perplexity", "token_accuracy", *(f"loss/{term}" for term in terms if len(terms) > 1)]
+        names += self.adapter.metric_names
         if self.recipe.eval.generate:
             names += ["eval_accuracy", "unparsed"]
         names = self._hooks.all_names(names)
-        return [f"eval/{name}/{key}" if name else f"eval/{key}" for name in self.prepared.evals for key in names]
+        episodes = () if self._closed_loop is None else METRICS
+        of_sets = [f"eval/{name}/{key}" if name else f"eval/{key}" for name in self.prepared.evals for key in names]
+        return [*of_sets, *(f"eval/{name}" for name in episodes)]
 
     def _loss_terms(self) -> set[str]:
         sets = [rows for rows in (self.prepared.train, *self.prepared.evals.values()) if rows is not None]
@@ -430,8 +433,8 @@ def _closed_loop(recipe: Recipe, adapter: Adapter) -> ClosedLoop | None:
         raise ConfigError(
             f"eval.environment: {type(adapter).__name__} describes no model that acts in an environment",
             where=recipe.where("eval.environment") or "eval.environment",
-            remedy="leave it out, or use actor.model.model_type: vision_language_action; an adapter of your own derives "
-            "from shardtune.models.acting.ActingAdapter",
+            remedy="leave it out, or use actor.model.model_type: vision_language_action; an adapter of your own "
+            "derives from shardtune.models.acting.ActingAdapter",
         )
     found.check()
     return found

@@ -211,7 +211,7 @@ class TrainedModel:
                 ranks=self.ranks,
                 device=self.device,
                 frozen=frozen_dtype(actor.model),
-                grow=bool(actor.tokenizer.new_tokens),
+                grow=bool(actor.added_tokens),
             )
             if left_out:
                 form = f"{actor.model.lora.base_dtype} {frozen_dtype(actor.model)}"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from shardtune.batch import Prompt, Sample
+from shardtune.batch import Sample
 from shardtune.data.packing import pack
 from shardtune.errors import ConfigError
 from shardtune.generate import Generator, Matcher, Sampling
@@ -46,8 +46,7 @@ def packed(model: PreTrainedModel) -> LanguageRoot:
 
 
 def answers(root: LanguageRoot, prompts: list[np.ndarray], sampling: Sampling, rows: int = 4) -> list[list[int]]:
-    asked = [Prompt(prompt) for prompt in prompts]
-    made = Generator(root, Words(), [STOP], ALONE, rows).answers(asked, sampling)  # pyright: ignore
+    made = Generator(root, Words(), [STOP], ALONE, rows).answers(prompts, sampling)  # pyright: ignore
     return [[int(word) for word in text.split()] for text in made]
 
 
@@ -66,6 +65,14 @@ def test_batches_answer_as_plain_transformers_does_alone(kind: str) -> None:
     got = answers(packed(tiny.model(kind)), PROMPTS, Sampling(max_new_tokens=12))
     assert got == reference
     assert len({tuple(answer) for answer in got}) > 1
+
+
+def test_a_router_that_is_trained_to_be_even_answers_as_ever() -> None:
+    """With `output_router_logits` transformers makes a balance loss of each forward; with a cache there is none."""
+    model = tiny.model("qwen3_moe")
+    reference = [alone(model, prompt, 12) for prompt in PROMPTS]
+    model.config.update({"output_router_logits": True, "router_aux_loss_coef": 0.1})
+    assert answers(packed(model), PROMPTS, Sampling(max_new_tokens=12)) == reference
 
 
 def test_answers_do_not_depend_on_the_batches() -> None:
@@ -87,7 +94,7 @@ def test_generation_ends_where_all_answers_have() -> None:
         return made[-1]
 
     root.generate = generate
-    text = Generator(root, Words(), [stop], ALONE).answers([Prompt(PROMPTS[0])], Sampling(12))[0]  # pyright: ignore
+    text = Generator(root, Words(), [stop], ALONE).answers(PROMPTS[:1], Sampling(12))[0]  # pyright: ignore
     until = first.index(stop)
     assert text == Words.decode(first[:until])
     assert made[0].shape[1] == len(PROMPTS[0]) + until + 1

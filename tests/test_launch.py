@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import socket
+from importlib.metadata import version
 
 import pytest
 
 from shardtune.errors import CheckpointError, ConfigError, Interrupted, ParallelError
-from shardtune.launch import RankFailed, RankReport, ReportedError, free_port, lost_a_peer, raise_outcome, write_report
+from shardtune.launch import (
+    RankFailed,
+    RankReport,
+    ReportedError,
+    free_port,
+    lost_a_peer,
+    raise_outcome,
+    run_ranks,
+    write_report,
+)
 
 PEER = RankReport(0, 2.0, False, True, "Connection closed by peer")
 BUG = RankReport(1, 1.0, False, False, "Traceback: ValueError: on purpose")
 MISTAKE = RankReport(1, 1.0, True, False, "the recipe is wrong")
 
 
-def test_all_is_well() -> None:
-    raise_outcome([0, 0], [], told=False)
+def test_all_is_well(capfd: pytest.CaptureFixture[str]) -> None:
+    """As many ranks as asked for have run the command, and nothing is raised."""
+    run_ranks(["--version"], 2)
+    assert capfd.readouterr().out.splitlines() == [f"shardtune {version('shardtune')}"] * 2
+
+
+def test_a_stop_that_comes_after_the_end_changes_nothing() -> None:
+    raise_outcome([0, 0], [], told=True)
+    with pytest.raises(Interrupted):
+        raise_outcome([0, 75], [], told=True)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from shardtune.checkpoint.conversion import disk_groups, to_disk
 from shardtune.checkpoint.safetensors_file import SafetensorsWriter, TensorPlan
 from shardtune.errors import CheckpointError
+from shardtune.models.action_policy import SETTINGS, ActionSettings
 from shardtune.parallel.materialise import named_tensors
 
 _FILE = "model.safetensors"
@@ -211,7 +212,9 @@ def save_text_settings(
     processor: ProcessorMixin | None = None,
 ) -> None:
     """Writes what belongs to a model that reads and writes text beside its weights: tokenizer or processor, generation
-    settings."""
+    settings, and of one that acts the statistics of actions."""
+    if isinstance(model, PreTrainedModel) and model.config.to_dict().get(SETTINGS) is not None:
+        ActionSettings.of(model.config).save_statistics(path)
     if isinstance(model, PreTrainedModel) and model.can_generate():
         generation = deepcopy(model.generation_config)
         for key, value in model.config._get_generation_parameters().items():

@@ -280,7 +280,7 @@ class ModelConfig(Section):
     action_tokens: Literal["auto", "appended", "last"] = key(
         "auto",
         "Which tokens they are: appended: new ones, <act_0>, <act_1>, …; last: the last ordinary ones; auto: as the "
-        "model has it, appended for one that has none yet.",
+        "model has it, last for one that has none yet.",
     )
     action_prompt: Text | None = key(
         None,
@@ -296,11 +296,6 @@ class ModelConfig(Section):
         None,
         "The statistics by which actions are normalised, a dataset_statistics.json; null: those beside the weights, or "
         "else those of the training rows.",
-    )
-    value_head: Literal["kept", "trained"] | None = key(
-        None,
-        "A head for values on the model, fresh where it has none; kept: saved with the model, not trained; trained: "
-        "towards `value` of each row; null: as the model has it, not trained.",
     )
     is_lora: bool = key(False, "Train a low-rank adapter instead of the model's own weights.")
     lora: LoraConfig = section(LoraConfig, "The low-rank adapter.")
@@ -424,6 +419,18 @@ class ActorConfig(Section):
     optim: OptimConfig = section(OptimConfig, "Optimizer and learning rate.")
     parallel: ParallelConfig = section(ParallelConfig, "How ranks are laid out.")
     fsdp_config: FsdpConfig = section(FsdpConfig, "How the model is sharded.")
+
+    @property
+    def added_tokens(self) -> list[str]:
+        """Tokens that the tokenizer gets besides its own."""
+        model = self.model
+        appended = model.model_type == "vision_language_action" and model.action_tokens == "appended"
+        return [*self.tokenizer.new_tokens, *(action_tokens(model.num_action_bins) if appended else ())]
+
+
+def action_tokens(count: int) -> list[str]:
+    """The tokens of an action's values that a vocabulary is given."""
+    return [f"<act_{number}>" for number in range(count)]
 
 
 class DataEntry(Section):

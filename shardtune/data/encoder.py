@@ -86,6 +86,11 @@ class FrameEncoder(Encoder, Protocol):
         ...
 
 
+def frames_of(encoder: Encoder) -> FrameOptions | None:
+    """How an encoder wants robot data read; None for one of other rows."""
+    return encoder.frames if isinstance(encoder, FrameEncoder) else None
+
+
 @dataclass(frozen=True, slots=True)
 class LengthLimit:
     """How long a row may be, in tokens, and what happens to a longer one."""

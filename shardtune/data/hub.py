@@ -87,6 +87,26 @@ def load_files(name: str, config: str | None, wanted: Wanted, root: Path) -> tup
     return label, [Path(file["filename"]) for file in splits[chosen].cache_files]
 
 
+def robot_data(name: str, root: Path) -> Path | None:
+    """The directory of a LeRobot data set of the Hub, downloaded where needed; None for anything that is none."""
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+
+    folder = str(writable(root / "hub"))
+    try:
+        hf_hub_download(name, "meta/info.json", repo_type="dataset", cache_dir=folder)
+    except (EntryNotFoundError, HfHubHTTPError, OSError, ValueError):
+        return None  # `load_files` says what is wrong with a name that is wrong
+    try:
+        return Path(snapshot_download(name, repo_type="dataset", cache_dir=folder))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise DataError(
+            f"the data set cannot be loaded: {error}",
+            where=f"data: {name}",
+            remedy="check the name (owner/name) and the network, or download it and name its directory",
+        ) from error
+
+
 def saved_files(folder: Path, wanted: Wanted) -> list[Path] | None:
     """The Arrow files of a directory that `save_to_disk` wrote; None for any other directory."""
     splits, state = folder / "dataset_dict.json", folder / "state.json"

@@ -14,20 +14,18 @@ import numpy as np
 from shardtune.batch import Prompt, Sample
 from shardtune.data.chat import ChatEncoder, TrainOn
 from shardtune.data.encoder import Row, RowDropped, RowError, TooLong
-from shardtune.data.formats import MEDIA_KEYS, Chat, Completion, Text, read_example, recognise
+from shardtune.data.formats import MEDIA_KEYS, Chat, Completion, Text, recognise
+from shardtune.data.image_rows import IMAGE_MARK, mark_images, read_image_row
 from shardtune.data.image_text import Expanded, ImageText
 from shardtune.data.images import StoredImage, read_image, to_fields
 from shardtune.data.template import ChatTemplate, Rendering, Span, missing_template
 from shardtune.errors import DataError
 
-IMAGE_MARK = "\ue0f7"
-"""Stands for an image in a turn until the chat template is rendered; no text has it."""
-IMAGE_TAG = "<image>"
 IMAGE_STOP = "image_stop"
 """The field of a sample that says where its last image ends, in tokens; no row is cut before that."""
 ENCODING_VERSION = 1
-_PARTS = ("image", "image_url", "input_image")
-_SOURCES = ("image", "image_url", "url", "path", "base64", "bytes", "video")
+_PATH_KEYS = ("image", "images", "path", "video")
+_LONGEST_PATH = 512
 _PROBE = "\ue0f5\ue0f6"
 
 
@@ -41,24 +39,27 @@ class ImageTemplate(ChatTemplate):
 
     def __init__(self, text: str, images: ImageText) -> None:
         super().__init__(text, images.tokenizer)
-        self._placeholder = images.placeholder
-        self._takes_parts = self._shows(takes_parts=True)
-        if not self._takes_parts and not self._shows(takes_parts=False):
+        self._placeholder = self._in_text = images.placeholder
+        self._takes_parts = self._shows("", takes_parts=True)
+        if not self._takes_parts:
+            self._in_text = _in_own_template(images, text)
+        if not self._shows(IMAGE_MARK, takes_parts=self._takes_parts):
             raise DataError(
                 f"the chat template leaves out images: it writes no {images.placeholder!r} for one",
                 where="the chat template",
                 remedy="use the template of the model's own processor (data.chat_template: null)",
             )
 
-    def _shows(self, *, takes_parts: bool) -> bool:
-        """Whether a turn with an image comes out with its placeholder and its text."""
+    def _shows(self, mark: str, *, takes_parts: bool) -> bool:
+        """Whether a turn comes out with its text, and with a placeholder where there is a mark."""
         self._takes_parts = takes_parts
-        turns = [{"role": "user", "content": f"{IMAGE_MARK}{_PROBE}"}, {"role": "assistant", "content": _PROBE}]
+        turns = [{"role": "user", "content": f"{mark}{_PROBE}"}, {"role": "assistant", "content": _PROBE}]
         try:
             shown = self.render(turns, None)
         except RowError:
             return False
-        return shown.count(_PROBE) == 2 and shown.count(self._placeholder) == 1
+        as_parts = takes_parts and "'type'" in shown  # the list itself was printed
+        return shown.count(_PROBE) == 2 and shown.count(self._placeholder) == len(mark) and not as_parts
 
     def _render(
         self, messages: Sequence[dict], tools: Sequence[dict] | None, prompt: bool, marked: bool
@@ -68,11 +69,24 @@ class ImageTemplate(ChatTemplate):
 
     def _content(self, content: str) -> Any:
         if not self._takes_parts:
-            return content.replace(IMAGE_MARK, self._placeholder)
+            return content.replace(IMAGE_MARK, self._in_text)
         parts: list[dict[str, str]] = []
         for number, text in enumerate(content.split(IMAGE_MARK)):
             parts += [{"type": "image"}] * bool(number) + [{"type": "text", "text": text}] * bool(text)
-        return parts
+        return parts or [{"type": "text", "text": ""}]  # some templates look at the first part of each turn
+
+
+def _in_own_template(images: ImageText, other: str) -> str:
+    """What stands in a turn for an image, with what the processor's own template writes around it."""
+    own = images.processor.chat_template
+    if not isinstance(own, str) or own == other:
+        return images.placeholder
+    turns = [{"role": "user", "content": f"{_PROBE}{IMAGE_MARK}{_PROBE}"}, {"role": "assistant", "content": "?"}]
+    try:
+        found = ImageTemplate(own, images).render(turns, None).split(_PROBE)
+    except (DataError, RowError):
+        return images.placeholder
+    return found[1] if len(found) == 3 and found[1].count(images.placeholder) == 1 else images.placeholder
 
 
 class ImageChatEncoder(ChatEncoder):
@@ -124,9 +138,8 @@ class ImageChatEncoder(ChatEncoder):
         return _title
 
     def encode(self, row: Row) -> Sample:
-        plain, named = take_images(row)
+        example, named = read_image_row(row)
         images = [read_image(value, self._folder) for value in named]
-        example = read_example(plain)
         if isinstance(example, Chat):
             sample, in_prompt, stop = self._encode_images_chat(self._with_system(example), images)
         elif self.system_prompt is not None:
@@ -145,10 +158,9 @@ class ImageChatEncoder(ChatEncoder):
         """A conversation with images that the assistant is to go on."""
         if self.template is None:
             raise missing_template("data.chat_template")
-        plain, named = take_images({"messages": messages})
+        turns, named = mark_images(messages)
         images = [read_image(value, self._folder) for value in named]
-        turns = [dict(turn) for turn in plain["messages"]]
-        chat = self._with_system(Chat(tuple(turns), (None,) * len(turns)))
+        chat = self._with_system(turns)
         text = self._expand(self.template.render(chat.messages, tools, prompt=True), images).text
         return Prompt(self._tokens(text)[0], to_fields(images, len(images)))
 
@@ -177,7 +189,7 @@ class ImageChatEncoder(ChatEncoder):
             return Sample(ids, weights), 0, stop
         count = prompt.count(self.images.placeholder)
         tokens = self._tokens(self._expand(prompt, images[:count]).text)[0]
-        return Sample(ids, weights, tokens, reference), count, stop
+        return Sample(ids, weights, tokens, (reference or "").replace(IMAGE_MARK, "")), count, stop
 
     def _encode_images_text(self, example: Completion | Text, images: Sequence[StoredImage]) -> tuple[Sample, int, int]:
         prompt, text = ("", example.text) if isinstance(example, Text) else (example.prompt, example.completion)
@@ -188,7 +200,8 @@ class ImageChatEncoder(ChatEncoder):
         sample = self._encode_text(told)
         moved = [(start + len(before.text), end + len(before.text)) for start, end in after.images]
         whole = Expanded(before.text + after.text, (*before.images, *moved))
-        opened = len(sample.input_ids) - len(self._tokens(whole.text)[0]) > 1  # a begin token stands before the text
+        ids = self._tokens(whole.text)[0]
+        opened = len(self._opened(ids)) > len(ids)  # a begin token stands before the text
         weights = sample.loss_weights.copy()
         stop = self._leave_out_images(whole, weights[1:] if opened else weights)
         return replace(sample, loss_weights=weights), count, stop + opened
@@ -217,105 +230,17 @@ class ImageChatEncoder(ChatEncoder):
         return (Span(span.message, move(span.start), move(span.stop)) for span in spans)
 
 
+def with_absolute_paths(value: Any, folder: Path, key: str = "") -> Any:
+    """A row whose images are named from wherever it stands: paths of files that are there, made absolute."""
+    if isinstance(value, Mapping):
+        return {name: with_absolute_paths(item, folder, name) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_absolute_paths(item, folder, key) for item in value]
+    is_path = isinstance(value, str) and key in _PATH_KEYS and len(value) <= _LONGEST_PATH
+    return str(folder / value) if is_path and (folder / value).is_file() else value
+
+
 def _title(row: Row) -> str:
-    plain, images = take_images(row)
-    read_example(plain)
-    return recognise(plain).title + (" with images" if images or any(row.get(key) for key in MEDIA_KEYS) else "")
-
-
-def take_images(row: Row) -> tuple[dict[str, Any], list[Any]]:
-    """The row without its images, each of them a mark in the text, and what names them, in order.
-
-    Raises:
-        RowError: images and the places for them do not match.
-    """
-    other = [key for key in MEDIA_KEYS if row.get(key) and not key.startswith("image")]
-    if other:
-        raise RowError(f"the row has {other[0]}; of media this model takes images only")
-    listed = _listed(row)
-    plain = {key: value for key, value in row.items() if key not in MEDIA_KEYS}
-    taken = _Taken(listed)
-    for key, value in plain.items():
-        if key in ("messages", "conversations", "prompt", "completion") and isinstance(value, Sequence):
-            plain[key] = taken.text(value) if isinstance(value, str) else [taken.turn(turn) for turn in value]
-        elif isinstance(value, str) and key != "system":
-            plain[key] = taken.text(value)
-    if listed and not taken.images:
-        plain = _in_front(plain, len(listed))
-        taken.images += listed
-    if len(listed) != taken.from_list and listed and taken.from_list:
-        raise RowError(f"the row has {len(listed)} images and {taken.from_list} places for them ({IMAGE_TAG})")
-    if taken.missing:
-        raise RowError(f"the row has {taken.from_list} places for images ({IMAGE_TAG}) and {len(listed)} images")
-    return plain, taken.images
-
-
-def _listed(row: Row) -> list[Any]:
-    value = row.get("images") if row.get("images") is not None else row.get("image")
-    if value is None:
-        return []
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else [value]
-
-
-class _Taken:
-    """Collects images in the order in which a row shows them; `<image>` and parts without a source take listed ones."""
-
-    def __init__(self, listed: Sequence[Any]) -> None:
-        self._listed = listed
-        self.images: list[Any] = []
-        self.from_list = 0
-        self.missing = False
-
-    def text(self, text: str) -> str:
-        pieces = text.split(IMAGE_TAG)
-        for _ in pieces[1:]:
-            self._next()
-        return IMAGE_MARK.join(pieces)
-
-    def turn(self, turn: Any) -> Any:
-        if not isinstance(turn, Mapping):
-            return turn
-        key = "content" if turn.get("content") is not None else "value"
-        content = turn.get(key)
-        if isinstance(content, str):
-            return {**turn, key: self.text(content)}
-        if isinstance(content, Sequence):
-            return {**turn, key: "".join(self._part(part) for part in content)}
-        return turn
-
-    def _part(self, part: Any) -> str:
-        if isinstance(part, str):
-            return self.text(part)
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind == "text" and isinstance(part.get("text"), str):
-            return self.text(part["text"])
-        if kind not in _PARTS:
-            raise RowError(f"a content part of type {kind!r}; this model takes text and images")
-        source = next((part[key] for key in _SOURCES if part.get(key) is not None), None)
-        if source is None:
-            self._next()
-        else:
-            self.images.append(part if isinstance(part.get("video"), str) else source)
-        return IMAGE_MARK
-
-    def _next(self) -> None:
-        if self.from_list < len(self._listed):
-            self.images.append(self._listed[self.from_list])
-        else:
-            self.missing = True
-        self.from_list += 1
-
-
-def _in_front(plain: dict[str, Any], count: int) -> dict[str, Any]:
-    """The row with all images before the first words of the user, where it does not say where they belong."""
-    marks = IMAGE_MARK * count
-    first = recognise(plain).keys[0]
-    if isinstance(plain[first], str):
-        return {**plain, first: marks + plain[first]}
-    turns = list(plain[first])
-    for number, turn in enumerate(turns):
-        if isinstance(turn, Mapping) and (turn.get("role") or turn.get("from")) in ("user", "human"):
-            key = "content" if turn.get("content") is not None else "value"
-            turns[number] = {**turn, key: marks + str(turn[key])}
-            return {**plain, first: turns}
-    raise RowError("the row has images, but no user turn to put them into")
+    _, images = read_image_row(row)
+    known = recognise({key: value for key, value in row.items() if key not in MEDIA_KEYS})
+    return known.title + (" with images" if images else "")

@@ -19,6 +19,7 @@ from shardtune.errors import ModelError
 
 _OF_TEXT = ("input_ids", "attention_mask")
 _KEPT_SIZES = 65_536
+_KEY_SIZES = ((32, 32), (640, 480), (301, 1000))
 BLANK = (32, 32)
 """Width and height of the image that stands in for one where a micro-batch has none."""
 
@@ -59,6 +60,12 @@ class ImageText:
         self._pixel_keys = sorted(keys - {*_OF_TEXT, "text_replacement_offsets", self.token_types})
         ids = self.processor.image_token_ids
         self._image_ids = [number for number in (ids if isinstance(ids, list) else [ids]) if number is not None]
+        self._pixel_token = self._token_of_pixels()
+
+    def _token_of_pixels(self) -> str:
+        """The token that the model puts an image's features in the place of: the most frequent one of an image."""
+        ids = self.tokenizer(self.stands_for(BLANK), add_special_tokens=False)["input_ids"]
+        return str(self.tokenizer.convert_ids_to_tokens(max(self._image_ids, key=ids.count)))
 
     def stands_for(self, size: tuple[int, int]) -> str:
         """The text that takes the placeholder's place for an image of a size.
@@ -76,8 +83,10 @@ class ImageText:
         """The text with each placeholder replaced, in order.
 
         Raises:
-            RowError: there are more or fewer placeholders than images.
+            RowError: there are more or fewer placeholders than images, or the text spells a token of images.
         """
+        if self._pixel_token != self.placeholder and self._pixel_token in text:
+            raise RowError(f"the text spells {self._pixel_token!r}, which the model reads as part of an image")
         pieces = text.split(self.placeholder)
         if len(pieces) - 1 != len(sizes):
             raise RowError(
@@ -109,6 +118,7 @@ class ImageText:
     def cache_key(self) -> str:
         """A hash of what decides how an image stands in a text."""
         settings = {**self.processor.to_dict(), "tokenizer": None, "chat_template": None}
+        settings["stands_for"] = [self.stands_for(size) for size in _KEY_SIZES]  # by this version of transformers
         return hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=20).hexdigest()
 
     def _process(self, images: Sequence[Image.Image]) -> Any:

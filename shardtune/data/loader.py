@@ -80,6 +80,10 @@ class Companion:
     sample: Sample
     field: str
 
+    def joins(self, samples: Sequence[Sample]) -> bool:
+        """Whether none of the samples of a micro-batch calls all parts."""
+        return not any(len(sample.fields.get(self.field, ())) for sample in samples)
+
 
 class Collator(Protocol):
     """What makes one micro-batch of samples."""
@@ -149,7 +153,7 @@ class BatchMaker:
             samples, numbers = [self._data.row(int(row)) for row in rows], rows.tolist()
         else:
             samples, numbers = [self._collator.filler(self._data.row(int(any_row)))], [-1]
-        if companion is not None and not self._counts(companion.field)[rows].any():
+        if companion is not None and companion.joins(samples):
             samples, numbers = [*samples, companion.sample], [*numbers, -1]
         weights = {term: float(values[rows].sum()) for term, values in terms.items()}
         return self._collator.collate(samples, numbers, weights)

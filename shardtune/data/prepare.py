@@ -12,7 +12,7 @@ from shardtune.batch import Sample
 from shardtune.config import Recipe
 from shardtune.data.cache import build_dataset
 from shardtune.data.dataset import TokenDataset
-from shardtune.data.encoder import Encoder, FrameEncoder
+from shardtune.data.encoder import Encoder, frames_of
 from shardtune.data.sources import named_sets, resolve_sources
 from shardtune.errors import ConfigError, DataError
 
@@ -68,8 +68,9 @@ def prepare_data(
 
     def build(spec: Any, purpose: Any, with_prompts: bool) -> TokenDataset:
         encoder = make_encoder(with_prompts)
-        frames = encoder.frames if isinstance(encoder, FrameEncoder) else None
-        sources = resolve_sources(spec, data, purpose=purpose, name_format=encoder.title, frames=frames, say=say)
+        sources = resolve_sources(
+            spec, data, purpose=purpose, name_format=encoder.title, frames=frames_of(encoder), say=say
+        )
         built = build_dataset(
             sources,
             encoder,

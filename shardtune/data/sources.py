@@ -145,7 +145,8 @@ def resolve_sources(
         raise DataError("no data is named", where="data", remedy="set data.train_data_paths to a file or directory")
     sources: list[Source] = []
     for entry in entries:
-        files, name = _find(entry["path"], Wanted(entry.get("name"), entry.get("split"), purpose), data)
+        wanted = Wanted(entry.get("name"), entry.get("split"), purpose)
+        files, name = _find(entry["path"], wanted, data, robot=frames is not None)
         name = _unique(entry.get("name") or name, [source.name for source in sources])
         source = Source(
             name=name,
@@ -280,7 +281,7 @@ def _unique(name: str, taken: list[str]) -> str:
     return candidate
 
 
-def _find(spec: Any, wanted: Wanted, data: DataOptions) -> tuple[list[SourceFile], str]:
+def _find(spec: Any, wanted: Wanted, data: DataOptions, *, robot: bool) -> tuple[list[SourceFile], str]:
     """The files behind one path, and a name for them."""
     root = cache_root(data.cache_dir)
     if hub.is_dataset(spec):
@@ -304,6 +305,9 @@ def _find(spec: Any, wanted: Wanted, data: DataOptions) -> tuple[list[SourceFile
     if config is not None and Path(name).is_dir():
         return _hub_files(name, config, wanted, root), Path(name).name
     if hub.is_name(str(spec)):
+        folder = hub.robot_data(name, root) if robot and config is None else None
+        if folder is not None:
+            return _directory(folder, wanted, root), name.rpartition("/")[2]
         return _hub_files(name, config, wanted, root), name.rpartition("/")[2]
     raise _missing(path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -13,6 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from shardtune.data.encoder import RowError
 from shardtune.errors import DataError
 
 # A file changed this recently may change again without its time stamp moving, so its hash is not remembered.
@@ -89,21 +93,35 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def spool_rows(rows: Iterable[Mapping[str, Any]], root: Path) -> Path:
-    """Rows from memory as a JSON-lines file in the cache, named by its content."""
+    """Rows from memory as a JSON-lines file in the cache, named by its content; images in them as PNG or as they are."""
 
     def write(path: Path) -> None:
         with path.open("w", encoding="utf-8") as file:
             for number, row in enumerate(rows, 1):
                 try:
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                except (TypeError, ValueError) as error:
+                    file.write(json.dumps(row, ensure_ascii=False, default=_as_json) + "\n")
+                except (TypeError, ValueError, RowError) as error:
                     raise DataError(
                         f"the row cannot be kept as JSON: {error}",
                         where=f"the rows in memory: row {number:,}",
-                        remedy="give text, numbers, lists and dictionaries only",
+                        remedy="give text, numbers, lists, dictionaries and images only",
                     ) from error
 
     return spool(write, ".jsonl", root)
+
+
+def _as_json(value: object) -> object:
+    """Bytes, paths, images of Pillow's and arrays of pixels, in a form that `shardtune.data.images` reads again."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return {"bytes": base64.b64encode(value).decode()}
+    pillow = sys.modules.get("PIL.Image")  # without it no value is one of its images
+    if isinstance(value, np.ndarray) or (pillow is not None and isinstance(value, pillow.Image)):
+        from shardtune.data.images import encode_picture  # Pillow is an extra
+
+        return {"bytes": base64.b64encode(encode_picture(value)).decode()}
+    raise TypeError(f"{type(value).__name__} is none of its types")
 
 
 def spool(write: Callable[[Path], Any], suffix: str, root: Path) -> Path:

@@ -17,6 +17,7 @@ from shardtune.engine.parcel import pack, unpack
 from shardtune.engine.resident import Order, Resident
 from shardtune.errors import ParallelError
 from shardtune.launch import lost_a_peer
+from shardtune.parallel.departure import leave_at_exit
 from shardtune.parallel.mesh import COLLECTIVE_TIMEOUT, Ranks, choose_device, lay_out
 
 
@@ -196,6 +197,7 @@ def _open_group_of_one(device: torch.device) -> bool:
         return False
     store, limit = dist.HashStore(), timedelta(minutes=1)
     dist.init_process_group(backend_for(device), store=store, rank=0, world_size=1, timeout=limit)
+    leave_at_exit()
     return True
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -20,7 +22,15 @@ from transformers import (
 )
 
 from shardtune.errors import ConfigError, ModelError
-from shardtune.models.actions import ActionCodec, ActionTokens, Bins, Statistics, action_statistics, choose_key
+from shardtune.models.actions import (
+    STATISTICS_FILE,
+    ActionCodec,
+    ActionTokens,
+    Bins,
+    Statistics,
+    action_statistics,
+    choose_key,
+)
 from shardtune.models.value_head import ValueHead
 
 SETTINGS = "action_policy"
@@ -76,6 +86,10 @@ class ActionSettings:
             ) from error
         sizes = settings.value_sizes
         return settings if sizes is None else replace(settings, value_sizes=tuple(sizes))
+
+    def save_statistics(self, folder: Path) -> None:
+        """Write `dataset_statistics.json`."""
+        (folder / STATISTICS_FILE).write_text(json.dumps(self.norm_stats, indent=2), encoding="utf-8")
 
     def write_to(self, config: PreTrainedConfig) -> None:
         """Put them into a model's config, from where `save_pretrained` writes them."""

@@ -193,6 +193,10 @@ class Adapter(ABC):
         """What a rank without rows computes for nothing, so that others need not wait; by default this sample."""
         return sample
 
+    def may_be_idle(self, name: str) -> bool:
+        """Whether a trained parameter may be without a gradient; by default none may."""
+        return False
+
     def companion(self) -> Companion | None:
         """What joins a micro-batch whose rows call fewer parts of the model than others of its step; by default nothing
         does, as every row calls all parts."""
@@ -293,6 +297,11 @@ class WholeStepAdapter(Adapter):
 
 class LanguageModel(Adapter):
     """A model over rows of tokens, packed end to end, that can also answer."""
+
+    @property
+    def metric_names(self) -> Sequence[str]:
+        """What `evaluate` measures besides losses and `token_accuracy`."""
+        return ()
 
     @abstractmethod
     def logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:

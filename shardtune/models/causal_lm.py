@@ -390,7 +390,7 @@ class CausalLM(LanguageModel):
 
     def reference_logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
         arguments = {"input_ids": batch.input_ids[None], "use_cache": False, **self._further_inputs(batch)}
-        with _attention(model, "eager"), torch.compiler.set_stance("force_eager"):
+        with under_attention(model, "eager"), torch.compiler.set_stance("force_eager"):
             if "logits_to_keep" in inspect.signature(model.forward).parameters:
                 return model(**arguments, logits_to_keep=positions).logits[0]
             return model(**arguments).logits[0].index_select(0, positions)
@@ -403,7 +403,7 @@ class CausalLM(LanguageModel):
         self, model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, arguments: Mapping[str, object]
     ) -> torch.Tensor:
         model = _hf(model)
-        with _attention(model, self._own_attention), torch.compiler.set_stance("force_eager"):
+        with under_attention(model, self._own_attention), torch.compiler.set_stance("force_eager"):
             generate: Any = model.generate
             # With a cache, a router's logits are those of the newest tokens: no balance loss can be made of them.
             routers = {"output_router_logits": False} if self._balance_factor else {}
@@ -471,7 +471,7 @@ def _set_attention(model: nn.Module, name: str) -> None:
 
 
 @contextmanager
-def _attention(model: nn.Module, name: str) -> Iterator[None]:
+def under_attention(model: nn.Module, name: str) -> Iterator[None]:
     """Another attention implementation for a while."""
     before = _attention_name(model) or "eager"
     _set_attention(model, name)

@@ -99,8 +99,8 @@ class OpenVLAConfig(PreTrainedConfig):
 
     @property
     def image_token_id(self) -> int:
-        """The last row of the padding: it may stand for a patch in a prompt that has places for patches."""
-        return self.get_text_config().vocab_size - 1
+        """The second row of the padding (the first is `<PAD>`): it stands for a patch in prompts that have places."""
+        return self.text_vocabulary + 1
 
 
 class VisionBackbone(nn.Module):
@@ -136,12 +136,36 @@ class Projector(nn.Module):
         return hidden if self.fc3 is None else self.fc3(nn.functional.gelu(hidden))
 
 
+class _Body(nn.Module):
+    """A view of a model without its head; the modules stay the model's."""
+
+    def __init__(self, model: OpenVLA) -> None:
+        super().__init__()
+        object.__setattr__(self, "_model", model)
+        self.config = model.config
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        model: OpenVLA = self._model  # pyright: ignore[reportAssignmentType] (no module of this view)
+        embeddings, mask, _ = model.embed(input_ids, pixel_values, attention_mask)
+        mask = None if attention_mask is None else mask
+        return model.language_model.model(
+            inputs_embeds=embeddings, attention_mask=mask, position_ids=position_ids, **kwargs
+        )
+
+
 class OpenVLA(PreTrainedModel, GenerationMixin):
     """The model itself: patches stand after a row's first token, and a language model goes on from there."""
 
     config_class = OpenVLAConfig
     config: OpenVLAConfig
-    base_model_prefix = "model"
+    base_model_prefix = "body"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
@@ -166,6 +190,11 @@ class OpenVLA(PreTrainedModel, GenerationMixin):
             for token in (module.cls_token, module.reg_token, module.pos_embed):
                 if token is not None:
                     init.trunc_normal_(token, std=0.02)
+
+    @property
+    def body(self) -> _Body:
+        """All but the head: hidden states instead of logits."""
+        return _Body(self)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.language_model.get_input_embeddings()
@@ -287,15 +316,9 @@ class OpenVLAForActionPrediction(ActionPolicy, OpenVLA):
 
     def settings_for(self, unnorm_key: str | None) -> ActionSettings:
         """What the config says of actions; data sets may differ in their dimensions."""
-        config = self.config
-        statistics = config.norm_stats or {}
-        if SETTINGS in config.to_dict():
-            return ActionSettings.of(config)
-        key = unnorm_key or next(iter(statistics), None)
-        dimensions = action_statistics(statistics, key).dimensions if key in statistics else 1
-        return ActionSettings(
-            dimensions, config.text_vocabulary, statistics, num_action_bins=config.n_action_bins, prompt=PROMPT
-        )
+        if self.config.to_dict().get(SETTINGS) is not None:
+            return ActionSettings.of(self.config)
+        return openvla_settings(self.config, unnorm_key)
 
     @torch.no_grad()
     def predict_action_batch(
@@ -316,6 +339,21 @@ class OpenVLAForActionPrediction(ActionPolicy, OpenVLA):
         """The action float32 [dimensions] (of several steps [steps, dimensions]) for a single prompt."""
         actions = self.predict_action_batch(input_ids, unnorm_key=unnorm_key, **kwargs).actions[0].numpy()
         return actions[0] if len(actions) == 1 else actions
+
+
+def openvla_settings(config: OpenVLAConfig, unnorm_key: str | None = None) -> ActionSettings:
+    """What OpenVLA's own keys of a config say of actions.
+
+    Args:
+        config: the directory's.
+        unnorm_key: the data set whose dimensions count; None: the first.
+    """
+    statistics = config.norm_stats or {}
+    key = unnorm_key or next(iter(statistics), None)
+    dimensions = action_statistics(statistics, key).dimensions if key in statistics else 1
+    return ActionSettings(
+        dimensions, config.text_vocabulary, statistics, num_action_bins=config.n_action_bins, prompt=PROMPT
+    )
 
 
 def ending_empty(input_ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from transformers import BatchFeature, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import AutoTokenizer, BatchFeature, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.image_processing_base import ImageProcessingMixin
 
+from shardtune.data.image_text import ImageText
 from shardtune.errors import ModelError
+from shardtune.models.openvla import OpenVLAConfig
 
 WHERE = "preprocessor_config.json"
+PATCH = "<|patch|>"
+"""Stands for a patch in prompts."""
 
 
 class PrismaticImageProcessor(ImageProcessingMixin):
@@ -132,6 +140,28 @@ def _normal(image: Image.Image, parameters: Mapping[str, Any]) -> torch.Tensor:
     return (pixels - mean) / std
 
 
+def load_openvla_processor(folder: Path, config: OpenVLAConfig) -> PrismaticProcessor:
+    """The processor of an OpenVLA directory; its tokenizer pads at the left.
+
+    Args:
+        folder: the directory.
+        config: its config.json, which plain transformers would want code from the directory for.
+
+    Raises:
+        ModelError: the directory lacks a part, or it cannot be read.
+    """
+    try:
+        images = PrismaticImageProcessor.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, config=config, padding_side="left", trust_remote_code=False)
+    except Exception as error:  # tokenizers raises plain Exceptions for a torn file
+        raise ModelError(
+            f"{folder} holds no processor that can be read: {error}",
+            where="actor.model.model_path: preprocessor_config.json, tokenizer.json",
+            remedy="give a directory in OpenVLA's format, with its tokenizer",
+        ) from error
+    return PrismaticProcessor(images, tokenizer)
+
+
 class PrismaticProcessor(ProcessorMixin):
     """The tokenizer and the image processor of an OpenVLA directory."""
 
@@ -140,13 +170,19 @@ class PrismaticProcessor(ProcessorMixin):
     ) -> None:
         super().__init__(image_processor, tokenizer, **kwargs)
 
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> list[str]:
+        """Write preprocessor_config.json and the tokenizer's files, as OpenVLA's directories have them."""
+        vars(self)["image_processor"].save_pretrained(save_directory)
+        vars(self)["tokenizer"].save_pretrained(save_directory)
+        return [str(Path(save_directory) / WHERE)]
+
     def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
         """Image processors of ours are as good as those that transformers lists."""
         if isinstance(argument, PrismaticImageProcessor):
             return type(argument)
         return super().check_argument_for_proper_class(argument_name, argument)
 
-    def __call__(
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] (prompts come first, and there is no video)
         self,
         text: str | Sequence[str],
         images: Image.Image | Sequence[Image.Image] | None = None,
@@ -171,3 +207,42 @@ class PrismaticProcessor(ProcessorMixin):
                     where="PrismaticProcessor",
                 )
         return BatchFeature(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """What `ImageText` asks of a processor."""
+
+    tokenizer: Any
+    image_token: str
+    image_token_ids: list[int]
+
+
+class OpenVLAImages(ImageText):
+    """Images in OpenVLA's prompts: places for patches, all of one token that the tokenizer is given for it.
+
+    The tokenizer is a copy, so that the one that is saved stays as it was.
+    """
+
+    def __init__(self, processor: PrismaticProcessor, config: OpenVLAConfig) -> None:
+        tokenizer = copy.deepcopy(vars(processor)["tokenizer"])
+        tokenizer.add_tokens([PATCH], special_tokens=True)
+        number = int(tokenizer.get_vocab()[PATCH])
+        if number != config.image_token_id:
+            raise ModelError(
+                f"the tokenizer has {number} tokens, the model's text vocabulary with <PAD> {config.image_token_id}",
+                where="actor.model.model_path: tokenizer.json, config.json",
+                remedy="use the tokenizer that belongs to the model",
+            )
+        self._patches = config.num_patches
+        self._prepare = vars(processor)["image_processor"]
+        super().__init__(_Reader(tokenizer, PATCH, [number]))  # pyright: ignore[reportArgumentType]
+        self.processor = processor
+
+    def _process(self, images: Sequence[Image.Image]) -> dict[str, Any]:
+        """pixel_values float32 [images, 3 per backbone, side, side], and what stands for an image."""
+        offsets = [[{"replacement": PATCH * self._patches}] * len(images)]
+        return {**self._prepare(images, return_tensors="pt"), "text_replacement_offsets": offsets}
+
+    def cache_key(self) -> str:
+        return json.dumps([self._prepare.to_dict(), self._patches], sort_keys=True, default=str)

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from shardtune.config import ModelConfig, Recipe
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.new_tokens import add_new_tokens
+from shardtune.models.openvla import OpenVLAConfig, is_openvla
 
 MODEL_PATH = "actor.model.model_path"
 OVERRIDES = "actor.model.config_overrides"
@@ -33,7 +34,7 @@ def load_config(config: ModelConfig, overrides: Mapping[str, Any] | None = None)
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ModelError(f"{path} holds no config.json, so it is no model", where=MODEL_PATH, remedy=GIVE_A_MODEL)
     try:
-        loaded = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        loaded = _read_config(path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ModelError(
             f"{path} holds no config.json that transformers knows: {_first_line(error)}",
@@ -42,6 +43,12 @@ def load_config(config: ModelConfig, overrides: Mapping[str, Any] | None = None)
         ) from error
     _override(loaded, {**config.config_overrides, **(overrides or {})})
     return loaded
+
+
+def _read_config(path: str, *, trust_remote_code: bool) -> PreTrainedConfig:
+    if is_openvla(PreTrainedConfig.get_config_dict(path)[0]):
+        return OpenVLAConfig.from_pretrained(path)
+    return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
 def _override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
@@ -111,7 +118,7 @@ def recipe_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     if source is None:
         raise no_model_path()
     tokenizer = load_tokenizer(source, trust_remote_code=recipe.actor.model.trust_remote_code)
-    add_new_tokens(tokenizer, recipe.actor.tokenizer.new_tokens)
+    add_new_tokens(tokenizer, recipe.actor.added_tokens)
     return tokenizer
 
 

@@ -47,13 +47,25 @@ def without_video(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:
         return cls(**{key: value for key, value in settings.items() if key not in parts}, **parts)
 
     init.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+
+    def reduce(self: Any) -> tuple[Any, ...]:
+        return _again, (kind, dict(vars(self)))
+
     members = {
         "__init__": init,
+        "__reduce__": reduce,
         "check_argument_for_proper_class": check,
         "from_args_and_dict": classmethod(from_parts),
         "__module__": kind.__module__,
     }
     return type(kind.__name__, (kind,), members)
+
+
+def _again(kind: type[ProcessorMixin], state: Mapping[str, Any]) -> ProcessorMixin:
+    """A processor without video in another process."""
+    made = object.__new__(without_video(kind))
+    vars(made).update(state)
+    return made
 
 
 def load_processor(path: str, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> ProcessorMixin:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeGuard
 
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -18,14 +19,27 @@ from transformers.models.auto.modeling_auto import (
 from shardtune.config import DataConfig, ModelConfig, Recipe
 from shardtune.errors import ConfigError, ModelError
 from shardtune.functions import load_function
+from shardtune.models.action_policy import ActionPolicy
+from shardtune.models.action_setup import settings_for
 from shardtune.models.adapter import Adapter, LanguageModel
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.contract import check_adapter_class, check_made
 from shardtune.models.execution import set_execution
 from shardtune.models.new_tokens import add_new_tokens
-from shardtune.models.pretrained import MODEL_PATH, check_vocabulary, load_config, no_model_path, recipe_tokenizer
+from shardtune.models.openvla import OpenVLAConfig
+from shardtune.models.openvla_processor import load_openvla_processor
+from shardtune.models.pretrained import (
+    MODEL_PATH,
+    check_vocabulary,
+    load_config,
+    model_directory,
+    no_model_path,
+    recipe_tokenizer,
+)
 from shardtune.models.processors import load_processor
+from shardtune.models.sizes import check_sizes
 from shardtune.models.vision_language import VisionLanguage
+from shardtune.models.vision_language_action import VisionLanguageAction
 from shardtune.parallel.units import choose_units
 from shardtune.registration import known_names, registered, registered_function
 
@@ -33,6 +47,7 @@ GIVE_EYES = "give the directory of a vision-language model (its config.json name
 
 MODEL_TYPES = {
     "causal_lm": "any causal language model of transformers, by its config.json",
+    "vision_language_action": "the same with actions for a robot, and directories as OpenVLA's",
     "vision_language": "any model of transformers that takes images and text, by its config.json and processor",
 }
 
@@ -62,11 +77,12 @@ def find_adapter(
             remedy="leave them out; they are for an adapter or a worker of your own",
         )
     wrap = recipe.actor.fsdp_config.wrap
-    if config.model_type == "vision_language":
+    if config.model_type in ("vision_language", "vision_language_action"):
         return _with_eyes(recipe, model, tokenizer)
     adapter = causal_lm(config, wrap=wrap, model=model, data=recipe.data)
     adapter.take_tokenizer(tokenizer or recipe_tokenizer(recipe))
-    check_vocabulary(adapter.tokenizer, adapter.config, recipe.actor.tokenizer.new_tokens)
+    check_vocabulary(adapter.tokenizer, adapter.config, recipe.actor.added_tokens)
+    check_sizes(config, adapter.config, adapter.tokenizer)
     return adapter
 
 
@@ -80,16 +96,50 @@ def _with_eyes(
             where="tokenizer=",
             remedy="save the processor beside the model, and give that directory as actor.model.model_path",
         )
-    adapter = vision_language(
-        recipe.actor.model,
+    config = recipe.actor.model
+    acts = config.model_type == "vision_language_action"
+    make = vision_language if not acts else partial(vision_language_action, recipe)
+    adapter = make(
+        config,
         wrap=recipe.actor.fsdp_config.wrap,
         model=model,
         data=recipe.data,
         processor_path=recipe.actor.tokenizer.tokenizer_model,
     )
-    add_new_tokens(adapter.tokenizer, recipe.actor.tokenizer.new_tokens)
-    check_vocabulary(adapter.tokenizer, adapter.config, recipe.actor.tokenizer.new_tokens)
+    if not acts:
+        add_new_tokens(adapter.tokenizer, recipe.actor.added_tokens)
+    check_vocabulary(adapter.tokenizer, adapter.config, recipe.actor.added_tokens)
+    check_sizes(config, adapter.config, adapter.tokenizer, adapter.images)
     return adapter
+
+
+def vision_language_action(
+    recipe: Recipe,
+    config: ModelConfig,
+    *,
+    wrap: list[str] | None = None,
+    model: PreTrainedModel | None = None,
+    data: DataConfig | None = None,
+    processor_path: str | None = None,
+) -> VisionLanguageAction:
+    """The adapter of a recipe's action model.
+
+    Args:
+        recipe: of the run, whose data say what actions are like where the model does not.
+        config, wrap, model, data, processor_path: as for `vision_language`.
+    """
+    if model is not None and not isinstance(model, ActionPolicy):
+        raise ModelError(
+            f"the {type(model).__name__} in memory has no actions",
+            where="model=",
+            remedy="save it and give its directory as actor.model.model_path, or make it with "
+            "shardtune.models.action_policy.action_class",
+        )
+    loaded, processor = _config_and_processor(config, None, model, processor_path)
+    tokenizer: Any = vars(processor)["tokenizer"]
+    add_new_tokens(tokenizer, recipe.actor.added_tokens)
+    settings = settings_for(recipe, loaded, tokenizer)
+    return VisionLanguageAction(loaded, processor, settings, **_settings(config, wrap, model, data))
 
 
 def adapter_class(config: ModelConfig) -> type[Adapter] | None:
@@ -210,7 +260,23 @@ def vision_language(
         config, wrap, overrides, model, data: as for `causal_lm`.
         processor_path: where the processor is; None: with the model.
     """
+    loaded, processor = _config_and_processor(config, overrides, model, processor_path)
+    return VisionLanguage(loaded, processor, **_settings(config, wrap, model, data))
+
+
+def _config_and_processor(
+    config: ModelConfig,
+    overrides: Mapping[str, Any] | None,
+    model: PreTrainedModel | None,
+    processor_path: str | None,
+) -> tuple[PreTrainedConfig, ProcessorMixin]:
+    """Of a model with eyes."""
     loaded = load_config(config, overrides) if model is None else model.config
+    path = processor_path or config.model_path
+    if path is None:
+        raise no_model_path()
+    if isinstance(loaded, OpenVLAConfig) and config.model_type == "vision_language_action":
+        return loaded, load_openvla_processor(model_directory(path), loaded)
     if model is None and loaded.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         remedy = "set actor.model.model_type: causal_lm" if type(loaded) in MODEL_FOR_CAUSAL_LM_MAPPING else GIVE_EYES
         raise ModelError(
@@ -218,11 +284,7 @@ def vision_language(
             where=f"{MODEL_PATH}: config.json",
             remedy=remedy,
         )
-    path = processor_path or config.model_path
-    if path is None:
-        raise no_model_path()
-    processor = load_processor(path, loaded, trust_remote_code=config.trust_remote_code)
-    return VisionLanguage(loaded, processor, **_settings(config, wrap, model, data))
+    return loaded, load_processor(path, loaded, trust_remote_code=config.trust_remote_code)
 
 
 def get_model(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,21 +12,24 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torch import nn
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel, ProcessorMixin
 
 from shardtune.batch import PackedBatch, Prompt, Sample
 from shardtune.config.layout import Layout
+from shardtune.config.parts import PARTS
 from shardtune.data.image_chat import IMAGE_STOP, ImageChatEncoder
 from shardtune.data.image_text import BLANK, ImageText
 from shardtune.data.images import ENDS, PROMPT_IMAGES, StoredImage, from_fields, read_image, to_fields
 from shardtune.data.loader import Companion
 from shardtune.data.packing import pack
 from shardtune.data.template import load_template
-from shardtune.models.adapter import cannot_share_sequences
+from shardtune.errors import ModelError
+from shardtune.models.adapter import AdapterRoot, LanguageRoot, cannot_share_sequences
 from shardtune.models.causal_lm import CausalLM
 from shardtune.parallel.materialise import init_empty_weights
-
-POSITIONS = "position_ids"
+from shardtune.parallel.mesh import Ranks
+from shardtune.parallel.spread import Spread
 
 
 class VisionLanguage(CausalLM):
@@ -46,10 +50,13 @@ class VisionLanguage(CausalLM):
 
     def __init__(self, config: PreTrainedConfig, processor: ProcessorMixin, **settings: Any) -> None:
         super().__init__(config, **settings)
-        self.images = ImageText(processor)
+        self.images = self._image_text(processor)
         self.take_tokenizer(self.images.tokenizer)
         self._rope: Callable[..., Any] | None = None
         self._blank: Sample | None = None
+
+    def _image_text(self, processor: ProcessorMixin) -> ImageText:
+        return ImageText(processor)
 
     @property
     def processor(self) -> ProcessorMixin:
@@ -70,6 +77,10 @@ class VisionLanguage(CausalLM):
                 empty: Any = type(model.base_model)(model.base_model.config)
             self._rope = empty.get_rope_index
         return model
+
+    def may_be_idle(self, name: str) -> bool:
+        """Language models take what a layer before the last of a vision tower gives, in LLaVA for one."""
+        return re.search(PARTS["vision_tower"], name) is not None
 
     def check_layout(self, layout: Layout) -> None:
         if layout.sequence > 1:
@@ -95,8 +106,6 @@ class VisionLanguage(CausalLM):
         batch = pack(samples, rows, weights)
         stored = [image for sample in samples if sample.fields for image in from_fields(sample.fields)]
         fields = self._fields(batch.input_ids.numpy(), stored)
-        if self._precision == "fp64":
-            fields = {name: t.double() if t.is_floating_point() else t for name, t in fields.items()}
         if self._rope is None:
             return replace(batch, fields=fields)
         counts = [len(sample.fields[ENDS]) if sample.fields else 0 for sample in samples]
@@ -104,7 +113,7 @@ class VisionLanguage(CausalLM):
         return replace(batch, fields=fields, position_ids=torch.cat([batch.position_ids[None], places]))
 
     def _fields(self, input_ids: np.ndarray, stored: Sequence[StoredImage]) -> dict[str, torch.Tensor]:
-        fields = self.images.pixels([image.read() for image in stored]) if stored else {}
+        fields = _widened(self.images.pixels([image.read() for image in stored]) if stored else {}, self._precision)
         if self.images.token_types is not None:
             fields[self.images.token_types] = torch.from_numpy(self.images.token_type_ids(input_ids))
         return fields
@@ -155,12 +164,44 @@ class VisionLanguage(CausalLM):
         tokens = np.full((len(prompts), longest), -1, np.int64)
         for row, prompt in enumerate(prompts):
             tokens[row, longest - len(prompt.tokens) :] = prompt.tokens
-        fields = self._fields(tokens, stored)
-        return {
-            name: t.double() if self._precision == "fp64" and t.is_floating_point() else t for name, t in fields.items()
-        }
+        return self._fields(tokens, stored)
+
+    def spread_over(self, model: nn.Module, ranks: Ranks) -> Spread:
+        self.check_layout(ranks.layout)
+        return super().spread_over(model, ranks)
 
     # -- probes ----------------------------------------------------------------------------------------------------
+
+    def prove(
+        self, root: AdapterRoot, samples: Sequence[Sample], device: torch.device, dtype: torch.dtype
+    ) -> list[str]:
+        """Prove that packing is exact, and that what an image shows changes what is predicted behind it."""
+        notes = super().prove(root, samples, device, dtype)
+        assert isinstance(root, LanguageRoot)
+        seen = next((sample for sample in samples if len(sample.fields[ENDS])), None)
+        if seen is None or self._sees(root, seen, device):
+            return notes
+        if not _has_closed_eyes(root.model):
+            raise ModelError(
+                "swapping the images of a row changes nothing that the model predicts behind them: it does not see",
+                where=f"{type(root.model).__name__}: image tokens, pixels",
+                remedy="check that the processor is the model's own (its image token, its image size)",
+            )
+        return [*notes, "its projector is all zeros, so that images change nothing until it is trained"]
+
+    @torch.no_grad()
+    def _sees(self, root: LanguageRoot, sample: Sample, device: torch.device) -> bool:
+        """Whether other images in a row move its last logits."""
+        batch = self.collate([sample], [0], {})
+        others = [Image.effect_noise(image.size, 90.0).convert("RGB") for image in from_fields(sample.fields)]
+        swapped = {**batch.fields, **_widened(self.images.pixels(others), self._precision)}
+        last = torch.tensor([sample.length - 1], device=device)
+        was_training = root.training
+        root.eval()
+        before = root.logits(batch.to(device), last)
+        after = root.logits(replace(batch, fields=swapped).to(device), last)
+        root.train(was_training)
+        return not torch.equal(before, after)
 
     def shortened(self, sample: Sample, most: int) -> Sample:
         return super().shortened(sample, max(most, int(sample.fields[IMAGE_STOP])))
@@ -173,6 +214,20 @@ class VisionLanguage(CausalLM):
             return super().changed(sample)
         ids[words] = np.roll(ids[words], 1)
         return replace(sample, input_ids=ids)
+
+
+def _has_closed_eyes(model: nn.Module) -> bool:
+    """Whether a matrix behind the eyes is zero, as Gemma 3 begins."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.ndim > 1]
+    return any(re.search(PARTS["projector"], name) and not parameter.any() for name, parameter in named)
+
+
+def _widened(fields: Mapping[str, torch.Tensor], precision: str) -> dict[str, torch.Tensor]:
+    """Pixels in the precision of a proof; otherwise as the processor gives them."""
+    return {
+        name: tensor.double() if precision == "fp64" and tensor.is_floating_point() else tensor
+        for name, tensor in fields.items()
+    }
 
 
 def _encoded(image: Image.Image) -> StoredImage:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import datetime
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,13 +17,10 @@ from shardtune.batch import Metric
 from shardtune.config import ActorConfig, RunnerConfig
 from shardtune.config.layout import Layout
 from shardtune.errors import ParallelError
+from shardtune.parallel.departure import leave_at_exit
 
 T = TypeVar("T")
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
-EXIT_TIMEOUT = datetime.timedelta(minutes=5)
-"""How long a rank whose script has ended waits for the others to end too."""
-
-
 ONE_RANK = Layout()
 
 
@@ -213,7 +208,7 @@ def open_group(device: torch.device) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
-        _leave_at_exit()
+        leave_at_exit()
 
 
 def lay_out(layout: Layout, rank: int, device: torch.device) -> Ranks:
@@ -230,43 +225,6 @@ def lay_out(layout: Layout, rank: int, device: torch.device) -> Ranks:
         experts = init_device_mesh(device.type, size, mesh_dim_names=("expert_shard", "expert"))
     counts = rank % layout.model_ranks == 0
     return Ranks(rank, layout.num_ranks, device, mesh, layout, sequence, experts, counts)
-
-
-def _leave_at_exit() -> None:
-    """See to it that a script that just ends leaves the group in order.
-
-    A process that ends with the group open may hang or abort while the interpreter is taken down.
-    """
-    global _at_exit
-    if _at_exit:
-        return
-    _at_exit = True
-    said, failed = sys.excepthook, []
-
-    def note(*error: Any) -> None:
-        failed.append(error)
-        said(*error)
-
-    def leave() -> None:
-        if not dist.is_initialized():
-            return
-        try:
-            if failed:  # others may be waiting elsewhere
-                raise RuntimeError
-            work = dist.all_reduce(torch.zeros(1), async_op=True)  # a barrier with a limit; on CPU it is gloo's
-            if work is not None:
-                work.wait(EXIT_TIMEOUT)
-            dist.destroy_process_group()
-        except RuntimeError:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
-
-    sys.excepthook = note
-    atexit.register(leave)
-
-
-_at_exit = False
 
 
 def leave_ranks(ranks: Ranks) -> None:

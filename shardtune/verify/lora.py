@@ -67,7 +67,7 @@ def _train(worker: SFTWorker) -> None:
     trained = worker.weights.trainable()
     for name, parameter in worker.weights.parameters.items():
         moved = not torch.equal(parameter.detach(), before[name])
-        if moved != (name in trained):
+        if moved != (name in trained) and (moved or not worker.adapter.may_be_idle(name)):
             how = "trained, and stays as it was" if name in trained else "frozen, and moves all the same"
             raise Failed(
                 f"{name} is {how} in {STEPS} steps",

@@ -208,12 +208,12 @@ def _compare(plain: Trajectory, found: Trajectory, axis: Axis) -> str | None:
 def _check_unit_calls(kit: Kit) -> None:
     """Every forward calls the same units in the same order; ranks would otherwise wait for each other for ever."""
     trial = kit.trial
-    wanted = trial.unit_calls(trial.batch([0]))
+    wanted = trial.unit_calls(trial.loaded([0]))
     others = [(f"row {row}", [row]) for row in range(1, trial.num_rows)]
     if trial.adapter.rows_share_forwards:
         others.append((f"all {trial.num_rows} rows together", list(range(trial.num_rows))))
-    for what, batch in (*((what, trial.batch(rows)) for what, rows in others), ("the filler", trial.filler())):
-        called = trial.unit_calls(batch)
+    for what, rows in (*others, ("the filler", [])):
+        called = trial.unit_calls(trial.loaded(rows))
         if called == wanted:
             continue
         name = next((one or other for one, other in zip_longest(wanted, called) if one != other), "")

@@ -88,6 +88,7 @@ def _row_loss(
     ids = torch.from_numpy(sample.input_ids.astype(np.int64))
     scale = torch.from_numpy(sample.loss_weights.astype(np.float64))[1:]
     places = torch.arange(len(ids) - 1)
-    logits = adapter.reference_logits(model, ids, places)
+    batch = adapter.collate([sample], [0], own)
+    logits = adapter.reference_logits(model, batch, places)
     each = F.cross_entropy(logits, ids[1:], reduction="none")
     return dict.fromkeys(own, (each * scale).sum())

@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shardtune.config import Recipe
-from shardtune.data.encoder import Encoder, Row, RowDropped, RowError
+from shardtune.data.encoder import Encoder, FrameOptions, Row, RowDropped, RowError, frames_of
 from shardtune.data.formats import in_format
+from shardtune.data.image_chat import with_absolute_paths
 from shardtune.data.readers import kind_of, read_rows
 from shardtune.data.sources import Source, prepare_row, resolve_sources
 from shardtune.errors import ConfigError, DataError
@@ -31,11 +32,11 @@ def rows_for(adapter: Adapter, recipe: Recipe) -> list[Row]:
         ConfigError: there are neither.
         DataError: too few of them can be used; with the first reason.
     """
+    encoder = adapter.encoder(with_prompts=False)
     if recipe.data.train_data_paths is not None:
-        found, label = _training_rows(recipe), "data.train_data_paths"
+        found, label = _training_rows(recipe, frames_of(encoder)), "data.train_data_paths"
     else:
         found, label = (_plain(row) for row in adapter.examples()), f"{type(adapter).__name__}.examples"
-    encoder = adapter.encoder(with_prompts=False)
     usable: list[Row] = []
     seen, reason = 0, ""
     for row in found:
@@ -88,16 +89,19 @@ def kept_rows(file: Path) -> list[Row]:
     return [row for row in found if not isinstance(row, RowError)]
 
 
-def _training_rows(recipe: Recipe) -> Iterator[Row]:
+def _training_rows(recipe: Recipe, frames: FrameOptions | None) -> Iterator[Row]:
     """Rows as the encoder takes them, those left out that cannot even be read."""
     data = recipe.data
-    sources = resolve_sources(data.train_data_paths, data, name_format=lambda row: "rows", say=lambda text: None)
+    sources = resolve_sources(
+        data.train_data_paths, data, name_format=lambda row: "rows", frames=frames, say=lambda text: None
+    )
     for source in sources:
         for file in source.files:
-            for _, row in read_rows(file.path, file.kind):
+            for _, row in source.rows(file):
                 prepared = None if isinstance(row, RowError) else _prepared(row, source)
                 if prepared is not None:
-                    yield prepared
+                    placed = with_absolute_paths(prepared, file.folder)
+                    yield placed if frames is None else _plain(placed)
 
 
 def _prepared(row: Row, source: Source) -> Row | None:

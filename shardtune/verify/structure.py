@@ -187,7 +187,8 @@ def check_gradient(kit: Kit) -> str:
             )
     measured = trial.measure(batches)
     trained = trial.worker.weights.trainable()
-    unreached = [name for name in trained if name not in measured.gradients]
+    idle = trial.adapter.may_be_idle
+    unreached = [name for name in trained if name not in measured.gradients and not idle(name)]
     if unreached:
         raise Failed(
             f"the loss does not reach {len(unreached)} of {len(trained)} trained parameters: {_few(unreached)}",

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from shardtune.batch import Batch, PackedBatch
+from shardtune.batch import Batch, PackedBatch, Sample
 from shardtune.models.adapter import LanguageModel, LanguageRoot, WholeStepAdapter
 from shardtune.verify.kit import PARITY, Kit
 from shardtune.verify.masks import halves, maskings, partial_maskings, without_last_target
@@ -332,7 +332,7 @@ def _check_packing(trial: Trial, adapter: LanguageModel) -> str:
             sample = trial.samples[row]
             places = torch.arange(sample.length)
             packed = root.logits(batch, places + start)
-            alone = root.reference_logits(torch.from_numpy(sample.input_ids.astype(np.int64)), places)
+            alone = root.reference_logits(_one_row(trial, sample), places)
             far = float((packed - alone).abs().max() / alone.abs().max().clamp(min=1e-30))
             if not far <= CLOSE:
                 raise Failed(
@@ -345,6 +345,12 @@ def _check_packing(trial: Trial, adapter: LanguageModel) -> str:
             start += sample.length
     told = "packed rows have the logits that each has alone" if adapter.rows_share_forwards else "one row per forward"
     return "; ".join([told, *trial.worker.notes])
+
+
+def _one_row(trial: Trial, sample: Sample) -> PackedBatch:
+    batch = trial.batch_of([sample])
+    assert isinstance(batch, PackedBatch)
+    return batch
 
 
 def check_empty(kit: Kit) -> str:

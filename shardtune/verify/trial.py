@@ -157,6 +157,15 @@ class Trial:
         """The micro-batch of some rows."""
         return self.adapter.collate([self.samples[row] for row in rows], list(rows), self.promised(rows))
 
+    def loaded(self, rows: Sequence[int]) -> Batch:
+        """The micro-batch of some rows, or of none, as the loader makes it in a step of all rows."""
+        adapter, companion = self.adapter, self.adapter.companion()
+        samples = [self.samples[row] for row in rows] or [adapter.filler(self.samples[0])]
+        numbers = list(rows) or [-1]
+        if companion is not None and not companion.joins(self.samples) and companion.joins(samples):
+            samples, numbers = [*samples, companion.sample], [*numbers, -1]
+        return adapter.collate(samples, numbers, self.promised(rows))
+
     def batch_of(self, samples: Sequence[Sample]) -> Batch:
         """The micro-batch of samples that are no rows of the case."""
         weights = dict.fromkeys(self.terms, 0.0)

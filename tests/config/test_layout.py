@@ -50,6 +50,8 @@ def test_ddp_is_copies_alone() -> None:
         (8, "fsdp", {"expert": 3}, "expert: 3 does not divide the 8 ranks", "set it to 2"),
         (8, "fsdp", {"expert": 8, "data_replicate": 2}, "expert: 8 does not divide the 4 ranks", "set it to 4"),
         (4, "ddp", {"data_shard": 2}, "ddp keeps the whole model on every rank", "training_backend: fsdp"),
+        (4, "ddp", {"data_replicate": 2}, "ddp keeps the whole model on every rank", "training_backend: fsdp"),
+        (2, "fsdp1", {"data_replicate": 2}, "FSDP1 has nothing to shard", "training_backend: ddp"),
     ],
 )
 def test_the_nearest_that_fits_is_named(
@@ -59,6 +61,33 @@ def test_the_nearest_that_fits_is_named(
         layout(ranks, backend, **sizes)
     assert what in refused.value.what
     assert remedy in (refused.value.remedy or "")
+
+
+def flat(ranks: int, **keys: Any) -> Layout:
+    return Layout.of(ActorConfig.model_validate({"training_backend": "fsdp1", **keys}), ranks)
+
+
+def test_fsdp1_is_laid_out_flat() -> None:
+    assert flat(4) == Layout(shard=4, flat=True)
+    assert flat(4, parallel={"data_replicate": 2, "sequence": 2}) == Layout(replicate=2, sequence=2, flat=True)
+    assert flat(1) == Layout(flat=True)
+    assert flat(2, model={"lora": {"base_dtype": "nf4"}}) == Layout(shard=2, flat=True)  # without is_lora: no adapter
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"parallel": {"tensor": 2}}, "actor.parallel.tensor"),
+        ({"parallel": {"expert": 2}}, "actor.parallel.expert"),
+        ({"fsdp_config": {"cpu_offload": True}}, "actor.fsdp_config.cpu_offload"),
+        ({"model": {"compile": True}}, "actor.model.compile"),
+        ({"model": {"is_lora": True, "lora": {"base_dtype": "nf4"}}}, "actor.model.lora.base_dtype"),
+    ],
+)
+def test_fsdp1_refuses_what_it_cannot_do(keys: dict[str, Any], named: str) -> None:
+    with pytest.raises(ParallelError, match=f"fsdp1 does not go with {named}: ") as refused:
+        flat(4, **keys)
+    assert refused.value.where == named
 
 
 def test_ranks_that_share_rows_are_one_data_rank() -> None:

@@ -158,7 +158,7 @@ def save_openvla(folder: Path, seed: int = 0) -> dict[str, torch.Tensor]:
         tensors[f"projector.{name}.bias"] = torch.randn((rows,), generator=draw) * 0.3
     torch.manual_seed(seed)
     language = LlamaForCausalLM(LlamaConfig(**{name: value for name, value in TEXT.items() if name != "torch_dtype"}))
-    tensors |= {f"language_model.{name}": tensor.detach() * 8 for name, tensor in language.state_dict().items()}
+    tensors |= {f"language_model.{name}": tensor.detach() * 4 for name, tensor in language.state_dict().items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"}

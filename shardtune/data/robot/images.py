@@ -1,32 +1,16 @@
-"""Images of robot data: encoded for a data set, and how a frame names them."""
+"""How a frame of robot data names its images."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
-from PIL import Image
+from typing import Any
 
 from shardtune.data.encoder import RowError
 
-ImageForm = Literal["png", "jpeg"]
 ImageRecord = Mapping[str, Any]
 """`{"bytes": …}` (an encoded image), `{"path": …}` or `{"video": …, "seconds": …}`; paths are absolute.
 `shardtune.data.images.read_image` takes it, and finds what cannot be decoded."""
-
-
-def encode_image(pixels: np.ndarray, form: ImageForm) -> bytes:
-    """uint8 [H, W, 3] as the bytes of a file; PNG keeps every bit."""
-    sink = io.BytesIO()
-    picture = Image.fromarray(np.ascontiguousarray(pixels))
-    if form == "png":
-        picture.save(sink, "PNG", compress_level=1)
-    else:
-        picture.save(sink, "JPEG", quality=95, subsampling=0)
-    return sink.getvalue()
 
 
 def image_record(value: Any, folder: Path) -> ImageRecord:

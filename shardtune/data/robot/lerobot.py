@@ -87,7 +87,7 @@ class LeRobotSet:
         names = feature.get("names")
         if isinstance(names, Mapping):  # of groups of dimensions, or from each name to its place
             if all(isinstance(value, int) for value in names.values()):
-                names = sorted(names, key=lambda name: int(names[name]))
+                names = [name for _, name in sorted((place, name) for name, place in names.items())]
             else:
                 names = [name for group in names.values() if isinstance(group, Sequence) for name in group]
         size = int(np.prod(feature["shape"]))
@@ -172,13 +172,30 @@ def read_lerobot(
         done += sum(episode.length for episode in episodes)
 
 
-def read_vectors(
-    folder: Path, part: str, columns: Mapping[str, str]
-) -> Iterator[tuple[list[tuple[int, int]], np.ndarray, np.ndarray | None]]:
-    """Actions and states file by file, without reading an image.
+@dataclass(frozen=True, slots=True)
+class FileVectors:
+    """Actions and states of one file, without its images.
 
-    Yields, per file, the episode and place of each frame, float32 [N, A], and float32 [N, S] or None.
+    Attributes:
+        episodes, frames: int64 [N], the episode of each frame and its place in that.
+        actions: float32 [N, A]. state: float32 [N, S], or None.
     """
+
+    episodes: np.ndarray
+    frames: np.ndarray
+    actions: np.ndarray
+    state: np.ndarray | None
+
+    def of(self, rows: np.ndarray) -> FileVectors:
+        """Some of its frames, bool [N]."""
+        if rows.all():
+            return self
+        state = None if self.state is None else self.state[rows]
+        return FileVectors(self.episodes[rows], self.frames[rows], self.actions[rows], state)
+
+
+def read_vectors(folder: Path, part: str, columns: Mapping[str, str]) -> Iterator[FileVectors]:
+    """Actions and states file by file; no image is read."""
     described = open_lerobot(folder)
     found = described.columns(columns)
     wanted = _range(part, described)
@@ -226,14 +243,13 @@ class _FrameFile:
     def path(self) -> Path:
         return self.described.folder / self.file
 
-    def vectors(self, wanted: range) -> tuple[list[tuple[int, int]], np.ndarray, np.ndarray | None]:
+    def vectors(self, wanted: range) -> FileVectors:
         with self._open() as parquet:
             table = self._read(parquet, self._vector_columns())
-        runs = [run for run in self._runs(table) if run.episode.index in wanted]
-        rows = np.concatenate([np.arange(run.start, run.stop) for run in runs] or [np.empty(0, np.int64)])
-        places = [(run.episode.index, frame) for run in runs for frame in range(run.stop - run.start)]
-        actions, state = self._vectors(table)
-        return places, actions[rows], None if state is None else state[rows]
+        self._runs(table)
+        episode, frame = self._vector_columns()[:2]
+        found = FileVectors(table.column(episode).to_numpy(), table.column(frame).to_numpy(), *self._vectors(table))
+        return found.of((found.episodes >= wanted.start) & (found.episodes < wanted.stop))
 
     def chunks(self, wanted: range, done: int, total: int) -> Iterator[Chunk]:
         with self._open() as parquet:

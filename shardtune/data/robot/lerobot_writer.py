@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import uuid
@@ -13,13 +14,14 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from PIL import Image
 
 from shardtune.data.robot.episode import Episode
-from shardtune.data.robot.images import ImageForm, encode_image
 from shardtune.data.robot.moments import Moments
 from shardtune.errors import DataError
 
 Version = Literal["v3.0", "v2.1"]
+ImageForm = Literal["png", "jpeg"]
 
 IMAGE_PREFIX, STATE, ACTION = "observation.images.", "observation.state", "action"
 _FILES_PER_CHUNK = 1000
@@ -235,6 +237,17 @@ class _Writer:
         columns["task_index"] = pa.array(np.full(len(frames), task))
         schema = shape.schema()
         return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
+
+
+def encode_image(pixels: np.ndarray, form: ImageForm) -> bytes:
+    """uint8 [H, W, 3] as the bytes of a file; PNG keeps every bit."""
+    sink = io.BytesIO()
+    picture = Image.fromarray(np.ascontiguousarray(pixels))
+    if form == "png":
+        picture.save(sink, "PNG", compress_level=1)
+    else:
+        picture.save(sink, "JPEG", quality=95, subsampling=0)
+    return sink.getvalue()
 
 
 def _episode_stats(episode: Episode) -> dict[str, Moments]:

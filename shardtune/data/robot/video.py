@@ -7,8 +7,6 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from PIL import Image
-
 from shardtune.data.encoder import RowError
 from shardtune.errors import DataError
 
@@ -16,6 +14,7 @@ if TYPE_CHECKING:
     from av.container import InputContainer
     from av.video.frame import VideoFrame
     from av.video.stream import VideoStream
+    from PIL import Image
 
 _OPEN_FILES = 16
 # So far ahead decoding on is cheaper than seeking to the key frame before.
@@ -74,7 +73,7 @@ class _Video:
             container.close()
             raise RowError(f"the file {path} holds no video")
         stream = container.streams.video[0]
-        stream.thread_type = "NONE"  # threads do not survive a fork
+        stream.thread_type, stream.codec_context.thread_count = "NONE", 1  # threads do not survive a fork
         rate = stream.average_rate or stream.guessed_rate
         if stream.time_base is None or not rate:
             container.close()

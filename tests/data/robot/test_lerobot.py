@@ -15,9 +15,8 @@ import pytest
 from shardtune.data.cache import build_dataset
 from shardtune.data.encoder import FrameOptions, RowError
 from shardtune.data.robot.episode import Episode
-from shardtune.data.robot.images import encode_image
 from shardtune.data.robot.lerobot import open_lerobot
-from shardtune.data.robot.lerobot_writer import write_lerobot
+from shardtune.data.robot.lerobot_writer import encode_image, write_lerobot
 from shardtune.data.sources import resolve_sources
 from shardtune.errors import DataError
 from tests.data.robot.conftest import FramesEncoder, episode, pixels
@@ -343,6 +342,20 @@ class TestForeign:
     def test_wrong_columns(self, foreign, read, columns, message):
         with pytest.raises(DataError, match=message):
             read({"path": str(foreign), "columns": columns})
+
+    def test_data_set_of_the_hub(self, foreign, data, read, monkeypatch):
+        """As the Hub's client leaves it in its cache, without a network."""
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        stored = Path(data.cache_dir) / "hub" / "datasets--arms--xarm"
+        revision = "0" * 40
+        (stored / "refs").mkdir(parents=True)
+        (stored / "refs" / "main").write_text(revision)
+        shutil.copytree(foreign, stored / "snapshots" / revision)
+        rows = read("arms/xarm", chunk=2)
+        assert len(rows) == 4
+        assert {row["dataset"] for row in rows} == {"xarm"}
+        with pytest.raises(DataError, match="cannot be loaded"):
+            read("arms/other")
 
     @pytest.mark.parametrize(
         ("names", "expected"),

@@ -28,17 +28,19 @@ def shade(frame: int) -> int:
     return 8 + frame * 6
 
 
-CODECS = ("mpeg4", "libx264")  # libx264 stores frames in another order than they are shown in
+CODECS = ("mpeg4", "libx264", "libsvtav1")
+"""The second stores frames in another order than they are shown in, the third (AV1) is what LeRobot writes."""
 
 
 def write_video(path: Path, frames: int, *, first: int = 0, fps: int = FPS, keys: int = 12, codec="mpeg4") -> None:
     """Frames of one shade each; a key frame now and then, so that seeking has to decode on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w") as container:
-        stream = container.add_stream(codec, rate=fps, options={"g": str(keys), "qmin": "1", "qmax": "2"})
-        stream.width, stream.height, stream.pix_fmt = 32, 16, "yuv420p"
+        finest = {"crf": "1"} if codec == "libsvtav1" else {"qmin": "1", "qmax": "2"}
+        stream = container.add_stream(codec, rate=fps, options={"g": str(keys), **finest})
+        stream.width, stream.height, stream.pix_fmt = 96, 64, "yuv420p"
         for frame in range(frames):
-            pixels = np.full((16, 32, 3), shade(first + frame), np.uint8)
+            pixels = np.full((64, 96, 3), shade(first + frame), np.uint8)
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
 
@@ -77,7 +79,7 @@ class TestReadFrame:
 
     def test_size_and_mode(self, video):
         image = read_frame(video, 0.0)
-        assert (image.size, image.mode) == ((32, 16), "RGB")
+        assert (image.size, image.mode) == ((96, 64), "RGB")
 
     def test_more_files_than_stay_open(self, tmp_path):
         paths = [tmp_path / f"{number}.mp4" for number in range(20)]

@@ -1,0 +1,38 @@
+"""A small data set of a robot that moves towards the bright side of its camera's image."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from shardtune.data.robot.episode import Episode
+from shardtune.data.robot.lerobot_writer import write_lerobot
+
+DIMENSIONS = 3
+NAMES = ["x", "y", "gripper"]
+
+
+def frame(value: float) -> np.ndarray:
+    """An image whose brightness tells `value`, in [-1, 1]."""
+    level = int(127.5 + 120 * value)
+    return np.full((28, 28, 3), level, np.uint8)
+
+
+def episodes(count: int, seed: int = 0, longest: int = 6) -> Iterator[Episode]:
+    draws = np.random.default_rng(seed)
+    for number in range(count):
+        size = int(draws.integers(2, longest + 1))
+        values = draws.uniform(-1, 1, size)
+        actions = np.stack([values * 0.05, -2 * values, (values > 0) * 1.0], 1).astype(np.float32)
+        yield Episode(
+            {"wrist": np.stack([frame(value) for value in values])},
+            np.stack([values, values**2], 1).astype(np.float32),
+            actions,
+            f"Follow the light {number % 2}",
+        )
+
+
+def save_episodes(folder: Path, count: int = 12, seed: int = 0) -> Path:
+    return write_lerobot(folder, episodes(count, seed), fps=10, action_names=NAMES)
