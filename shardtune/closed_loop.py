@@ -24,7 +24,7 @@ TABLE = "episodes.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
-class Episode:
+class PlayedEpisode:
     """How one episode went.
 
     Attributes:
@@ -106,7 +106,7 @@ class Score:
         episodes: all of them, in order.
     """
 
-    episodes: Sequence[Episode]
+    episodes: Sequence[PlayedEpisode]
 
     def metrics(self) -> dict[str, float]:
         """The share of episodes that succeeded, its 95 % confidence interval, and the mean number of actions."""
@@ -155,6 +155,8 @@ def play(
         The score, the same on every rank.
     """
     numbers = range(ranks.data_rank, closed_loop.episodes, ranks.num_data_ranks)
+    if folder is not None and ranks.is_main:  # before the first reduction, behind which ranks write
+        _clear(folder)
     films = folder is not None and ranks.counts
     table = _Table(closed_loop, iter(numbers), min(closed_loop.at_once, len(numbers)), folder if films else None)
     try:
@@ -170,6 +172,12 @@ def play(
     if folder is not None and ranks.is_main:
         score.keep(folder)
     return score
+
+
+def _clear(folder: Path) -> None:
+    """Take away what an earlier evaluation left there."""
+    for file in folder.glob("episode*"):
+        file.unlink()
 
 
 def _checked(actions: np.ndarray, number: int, action_steps: int | None) -> np.ndarray:
@@ -222,7 +230,7 @@ class _Table:
         self._environments: list[Environment] = []
         self._seats: list[_Seat] = []
         self._idle: Observation | None = None
-        self.played: list[Episode] = []
+        self.played: list[PlayedEpisode] = []
         try:
             for _ in range(size):
                 self._environments.append(closed_loop.source.make())
@@ -284,7 +292,7 @@ class _Table:
             video = f"episode_{seat.episode:03d}_{'success' if success else 'failure'}.{self._closed_loop.video_format}"
             keep_film(seat.film, self._folder / video, seat.environment.frames_per_second, success=success)
         instruction = seat.observation["instruction"]
-        self.played.append(Episode(seat.episode, seat.seed, instruction, success, seat.steps, video))
+        self.played.append(PlayedEpisode(seat.episode, seat.seed, instruction, success, seat.steps, video))
 
     def _shown(self, seat: _Seat) -> bool:
         return self._folder is not None and seat.episode < self._closed_loop.videos

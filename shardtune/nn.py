@@ -18,15 +18,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel, ProcessorMixin
 
 from shardtune.errors import ModelError
 from shardtune.models.adapter import WeightSource
 from shardtune.models.lora import ADAPTER, lora_layers
 from shardtune.models.lora_init import merged
+from shardtune.models.processors import load_processor
 from shardtune.parallel.mesh import Ranks
 from shardtune.parallel.sequence import TokenShare
 from shardtune.parallel.shard import Weights
+
+
+class AutoProcessor:
+    """transformers' `AutoProcessor`, which loads processors without the video part that needs torchvision."""
+
+    @staticmethod
+    def from_pretrained(path: str | Path, **settings: Any) -> ProcessorMixin:
+        """The processor of a directory or Hub name; images go through Pillow, so `use_fast` has no effect."""
+        trusted = bool(settings.get("trust_remote_code"))
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
+        return load_processor(str(path), config, trust_remote_code=trusted)
+
 
 IGNORED = -100
 """The target of a token that has none, as `torch.nn.functional.cross_entropy` takes it."""

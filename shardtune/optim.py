@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardtune.config.parts import as_pattern
 from shardtune.errors import ConfigError
 from shardtune.low_bit_optim import LOW_BIT, LowBitOptimizer
 

@@ -105,7 +105,10 @@ def checklist(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> list[str]:
     if not math.isfinite(metrics["train/loss"]) or not metrics["train/grad_norm"]:
         lines[-1] = f"✗ supervision target: {worker.problem or 'the gradient of the first step is zero'}"
     lines += [f"✓ evaluation data: {_evaluated(worker, name)}" for name in worker.eval_loaders]
-    if not worker.eval_loaders:
+    config = worker.recipe.eval
+    if config.environment is not None:
+        lines.append(f"✓ closed-loop evaluation: {config.episodes:,} episodes of {config.environment}, which was begun")
+    if not worker.evaluates:
         lines.append("– evaluation data: none, so only the training loss is watched (data.eval_data_paths is null)")
     return lines
 

@@ -26,13 +26,13 @@ class Homing(Environment):
 
     Args:
         fault: what goes wrong in the third step of an episode, for tests of messages.
+        steps: actions after which an episode has failed.
     """
 
-    max_steps = 12
     frames_per_second = 5
 
-    def __init__(self, fault: str = "") -> None:
-        self._fault = fault
+    def __init__(self, fault: str = "", steps: int = 12) -> None:
+        self._fault, self.max_steps = fault, steps
         self._way, self._steps = np.zeros(2), 0
 
     def reset(self, seed: int) -> Observation:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from PIL import Image
 
 import shardtune
-from shardtune.closed_loop import ClosedLoop, Episode, play, wilson_interval
+from shardtune.closed_loop import ClosedLoop, PlayedEpisode, play, wilson_interval
 from shardtune.config import load_recipe
 from shardtune.environment import Observation
 from shardtune.environments.named import EnvironmentSource
@@ -37,7 +37,7 @@ def wavering(observations: Sequence[Observation]) -> np.ndarray:
     return np.repeat(ways[:, None] / CHUNK, CHUNK, axis=1)
 
 
-def played(closed_loop: ClosedLoop, folder: Path | None = None) -> tuple[list[Episode], int]:
+def played(closed_loop: ClosedLoop, folder: Path | None = None) -> tuple[list[PlayedEpisode], int]:
     """The episodes, and how often the policy was asked; each time is one of all ranks, or they hang."""
     calls = 0
 
@@ -100,7 +100,7 @@ def test_the_first_episodes_are_kept_as_videos(tmp_path: Path, form: str) -> Non
         pytest.importorskip("av", reason="PyAV writes MP4 files")
     episodes, _ = played(replace(LOOP, videos=2, video_format=form), tmp_path)
     told = [json.loads(line) for line in (tmp_path / "episodes.jsonl").read_text().splitlines()]
-    assert [Episode(**line) for line in told] == episodes
+    assert [PlayedEpisode(**line) for line in told] == episodes
     assert [episode.video is not None for episode in episodes] == [True, True] + 5 * [False]
     for episode in episodes[:2]:
         assert episode.video is not None
@@ -147,6 +147,7 @@ def refused(**changes: Any) -> ConfigError:
         ({"environment": f"{PARTS}:Homming"}, "no function or class 'Homming'"),
         ({"environment": f"{PARTS}:Steering"}, "Steering is no environment"),
         ({"environment": f"{PARTS}:Unfinished"}, "the environment Unfinished lacks step"),
+        ({"environment_options": {"steps": 0}}, "Homing.max_steps is 0"),
         ({"environment_options": {"speed": 2}}, "takes other options: got an unexpected keyword argument 'speed'"),
         ({"environment": "reech"}, "eval.environment: 'reech'"),
         ({"environment": "point2d", "environment_options": {"discs": 9}}, "point2d has 9 discs"),
@@ -216,7 +217,10 @@ def test_ranks_evaluate_a_run_as_one_does(run: shardtune.Run) -> None:
     table = (run.dir / "samples" / "latest" / "episodes.jsonl").read_text()
     assert len(table.splitlines()) == 5
     (run.dir / "samples" / "latest" / "episodes.jsonl").unlink()
+    (run.dir / "samples" / "latest" / "episode_000_failure.gif").touch()
     assert run_ranks(evaluated, 2, str(run.dir)) == [alone, alone]
+    kept = sorted(path.name for path in (run.dir / "samples" / "latest").iterdir())
+    assert kept == ["episode_000_success.gif", "episodes.jsonl"]
     assert (run.dir / "samples" / "latest" / "episodes.jsonl").read_text() == table
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoConfig
 
 import shardtune
 from shardtune.models.processors import load_processor
@@ -26,37 +29,38 @@ OFFICIAL = {
     "internvl": "InternVLProcessor",
 }
 FAMILIES = [
-    "llava", "idefics3", "qwen2_5_vl",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("llava_siglip", "gemma3", "smolvlm", "internvl", "qwen3_vl")),
-]  # fmt: skip
+    pytest.param(("llava", "idefics3", "qwen2_5_vl"), id="some"),
+    pytest.param(("llava_siglip", "gemma3", "smolvlm", "internvl", "qwen3_vl"), id="others", marks=pytest.mark.slow),
+]
 ELSEWHERE = """\
+import json
 import sys
+import peft
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-how, directory, asked, found = sys.argv[1:]
 torch.set_num_threads(1)
-with open(asked, "rb") as file:
-    question = torch.load(file)
-if how == "adapter":
-    import json, peft
-    base = json.load(open(directory + "/adapter_config.json"))["base_model_name_or_path"]
-    model = AutoModelForImageTextToText.from_pretrained(base, attn_implementation="eager")
-    model = peft.PeftModel.from_pretrained(model, directory).eval()
-else:
-    model = AutoModelForImageTextToText.from_pretrained(directory, attn_implementation="eager").eval()
-inputs = question["inputs"]
-if how != "model":
-    processor = AutoProcessor.from_pretrained(directory)
-    image = Image.open(question["image"]).convert("RGB")
-    turns = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question["text"]}]}]
-    text = processor.apply_chat_template(turns, add_generation_prompt=True)
-    inputs = dict(processor(images=[[image]], text=[text], return_tensors="pt"))
-with torch.no_grad():
-    logits = model(**inputs).logits
+
+
+def answer(how, directory, image, text, inputs):
+    if how == "adapter":
+        base = json.load(open(directory + "/adapter_config.json"))["base_model_name_or_path"]
+        model = AutoModelForImageTextToText.from_pretrained(base, attn_implementation="eager")
+        model = peft.PeftModel.from_pretrained(model, directory).eval()
+    else:
+        model = AutoModelForImageTextToText.from_pretrained(directory, attn_implementation="eager").eval()
+    if how != "model":
+        processor = AutoProcessor.from_pretrained(directory)
+        turns = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
+        shown = processor.apply_chat_template(turns, add_generation_prompt=True)
+        inputs = dict(processor(images=[[Image.open(image).convert("RGB")]], text=[shown], return_tensors="pt"))
+    with torch.no_grad():
+        return inputs, model(**inputs).logits
+
+
+torch.save([answer(*job) for job in torch.load(sys.argv[1])], sys.argv[2])
 assert "shardtune" not in sys.modules
-torch.save({"inputs": inputs, "logits": logits}, found)
 """
 TEXT = "what is it?"
 
@@ -97,16 +101,29 @@ def own_logits(run: Run, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     return model.eval()(**inputs).logits
 
 
-def elsewhere(how: str, directory: Path, folder: Path, image: Path, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Inputs and logits of the same question in a fresh process, without this package.
+@dataclass(frozen=True)
+class Job:
+    """A question for a fresh process.
 
-    Args:
-        how: whole: model and processor; model: the model, on the inputs given; adapter: PEFT over the base model.
+    Attributes:
+        how: whole: model and processor of the directory; model: the model alone, on `inputs`; adapter: PEFT's model
+            over the base that it names, and the processor.
+        directory: what is loaded.
+        image: what is asked about.
+        inputs: what this process makes of the question.
     """
-    asked, found = folder / f"{how}-asked.pt", folder / f"{how}-found.pt"
-    torch.save({"inputs": inputs, "image": str(image), "text": TEXT}, asked)
-    command = [sys.executable, "-c", ELSEWHERE, how, str(directory), str(asked), str(found)]
-    done = subprocess.run(command, capture_output=True, text=True)
+
+    how: str
+    directory: Path
+    image: Path
+    inputs: dict[str, torch.Tensor]
+
+
+def elsewhere(folder: Path, *jobs: Job) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """Inputs and logits of each, computed in one fresh process without this package."""
+    told, found = folder / "jobs.pt", folder / "found.pt"
+    torch.save([(job.how, str(job.directory), str(job.image), TEXT, job.inputs) for job in jobs], told)
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE, str(told), str(found)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(found)
 
@@ -116,34 +133,36 @@ def assert_same_inputs(found: dict[str, torch.Tensor], inputs: dict[str, torch.T
     assert not [name for name, tensor in inputs.items() if not torch.equal(found[name], tensor)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_others_load_the_final_directory_and_compute_the_same_bits(family: str, tmp_path: Path) -> None:
-    run = trained(tmp_path, family)
-    final, image = run.dir / "final", tmp_path / "images" / "1_0.png"
-    before = load_processor(str(tmp_path / "model"), run.worker().inner_model().config)
-    inputs = question(before, image)
-    named = json.loads((final / "processor_config.json").read_text())["processor_class"]
-    if family in BY_AUTO_PROCESSOR:
-        found = elsewhere("whole", final, tmp_path, image, inputs)
-    else:  # of its class's name, which transformers can build where torchvision is installed
-        assert named == OFFICIAL[family]
-        found = elsewhere("model", final, tmp_path, image, inputs)
-        found["inputs"] = question(load_processor(str(final), run.worker().inner_model().config), image)
-    assert_same_inputs(found["inputs"], inputs)
-    assert torch.equal(found["logits"], own_logits(run, inputs))
+@pytest.mark.parametrize("families", FAMILIES)
+def test_others_load_the_final_directory_and_compute_the_same_bits(families: Sequence[str], tmp_path: Path) -> None:
+    jobs, logits = [], []
+    for family in families:
+        run = trained(tmp_path / family, family)
+        final, image = run.dir / "final", tmp_path / family / "images" / "1_0.png"
+        config = AutoConfig.from_pretrained(final)
+        inputs = question(load_processor(str(tmp_path / family / "model"), config), image)
+        if family not in BY_AUTO_PROCESSOR:  # its class, which needs torchvision, is named as transformers has it
+            assert json.loads((final / "processor_config.json").read_text())["processor_class"] == OFFICIAL[family]
+            assert_same_inputs(question(load_processor(str(final), config), image), inputs)
+        jobs.append(Job("whole" if family in BY_AUTO_PROCESSOR else "model", final, image, inputs))
+        logits.append(own_logits(run, inputs))
+    for job, own, (inputs, found) in zip(jobs, logits, elsewhere(tmp_path, *jobs), strict=True):
+        assert_same_inputs(inputs, job.inputs)
+        assert torch.equal(found, own)
 
 
 def test_an_adapter_loads_over_its_base_and_merges(tmp_path: Path) -> None:
     run = trained(tmp_path, "llava", is_lora=True, lora={"r": 4, "alpha": 12.0, "dropout": 0.0})
-    image = tmp_path / "images" / "1_0.png"
-    worker = run.worker()
-    inputs = question(load_processor(str(tmp_path / "model"), worker.inner_model().config), image)
+    model, image = tmp_path / "model", tmp_path / "images" / "1_0.png"
+    inputs = question(load_processor(str(model), AutoConfig.from_pretrained(model)), image)
     own = own_logits(run, inputs)
-    base = elsewhere("whole", tmp_path / "model", tmp_path, image, inputs)["logits"]
-    assert float((own - base).abs().max()) > 1e-3
-    adapted = elsewhere("adapter", run.dir / "final", tmp_path, image, inputs)
-    assert_same_inputs(adapted["inputs"], inputs)
-    assert float((adapted["logits"] - own).abs().max()) < 1e-5
-    merged = elsewhere("whole", run.export(tmp_path / "merged", merge=True), tmp_path, image, inputs)
-    assert_same_inputs(merged["inputs"], inputs)
-    assert float((merged["logits"] - own).abs().max()) < 1e-5
+    merged = run.export(tmp_path / "merged", merge=True, check=False)
+    places = {"base": model, "adapter": run.dir / "final", "merged": merged}
+    jobs = [Job("adapter" if name == "adapter" else "whole", place, image, inputs) for name, place in places.items()]
+    found = dict(zip(places, elsewhere(tmp_path, *jobs), strict=True))
+    for made, _ in found.values():
+        assert_same_inputs(made, inputs)
+    furthest = {name: float((logits - own).abs().max()) for name, (_, logits) in found.items()}
+    assert furthest["base"] > 1e-3
+    assert furthest["adapter"] < 1e-5
+    assert furthest["merged"] < 1e-5

@@ -18,7 +18,7 @@ from transformers import CLIPVisionConfig, LlavaForConditionalGeneration, LlavaP
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 PAD, START, END, IMAGE = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>"
-SIZE, PATCH = 48, 12
+SIZE, PATCH = 32, 16
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"

@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
@@ -59,6 +63,21 @@ class Assignment:
         return next(iter(self.sources.values()))[0]
 
 
+def _take_over_rules(model: PreTrainedModel) -> None:
+    """Let a user's class that derives from one of transformers have that one's rules: its weights have the same names.
+
+    transformers itself has rules for its own classes alone, so it could not load the files of such a model.
+    """
+    kind = type(model)
+    base = next((base for base in kind.__mro__ if base.__module__.startswith("transformers.models.")), None)
+    if base is None or base is kind or get_checkpoint_conversion_mapping(kind.__name__) is not None:
+        return
+    rules = get_checkpoint_conversion_mapping(base.__name__)
+    rules = get_checkpoint_conversion_mapping(model.config.model_type) if rules is None else rules
+    if rules is not None:
+        register_checkpoint_conversion_mapping(kind.__name__, rules)
+
+
 def assign(
     model: PreTrainedModel, stored: Mapping[str, WeightTensor], targets: Mapping[str, BaseTensor]
 ) -> tuple[list[Assignment], list[str]]:
@@ -67,6 +86,7 @@ def assign(
     Returns:
         The assignments, and the names on disk that the model has no place for.
     """
+    _take_over_rules(model)
     transforms = get_model_conversion_mapping(model)
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
@@ -187,6 +207,7 @@ def disk_groups(model: PreTrainedModel, names: Sequence[str]) -> list[list[str]]
 
 
 def _default_transforms(model: PreTrainedModel) -> list[WeightTransform]:
+    _take_over_rules(model)
     # A prefix rule says what some checkpoints had, and nothing was loaded here that could tell.
     return [
         entry for entry in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(entry, PrefixChange)
@@ -195,4 +216,5 @@ def _default_transforms(model: PreTrainedModel) -> list[WeightTransform]:
 
 def to_disk(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """One group of `disk_groups` under the names and in the layout on disk."""
+    _take_over_rules(model)
     return revert_weight_conversion(model, tensors)

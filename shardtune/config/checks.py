@@ -77,7 +77,7 @@ def check(recipe: Recipe, written: Merged, in_memory: Collection[str]) -> list[C
     rules = (
         *(_not_yet, _launcher, _required, _batches, _length, _schedule),
         *(_duration, _evaluation, _episodes, _watching, _losses, _lora),
-        *(_execution, _optimizer_states),
+        *(_execution, _optimizer_states, _actions),
     )
     return [problem for rule in rules for problem in rule(facts)]
 
@@ -367,6 +367,46 @@ def _execution(facts: Facts) -> Iterator[ConfigError]:
             "actor.model.gradient_checkpointing: selective chooses among a layer's operations, which "
             "actor.model.compile: true has made one of",
             "set it to true or false; a compiler chooses itself what it keeps",
+        )
+    if actor.model.compile and actor.parallel.tensor > 1:
+        yield facts.problem(
+            "actor.model.compile",
+            f"actor.model.compile: true does not go with actor.parallel.tensor: {actor.parallel.tensor}: torch's "
+            "compiler cannot follow layers whose matrices ranks share",
+            "leave one of them out; actor.parallel.sequence goes with it",
+        )
+
+
+# Keys that only models with actions read, and their defaults; a registered name reads what it likes.
+OF_ACTIONS = (
+    "action_token_len",
+    "action_chunks_len",
+    "unnorm_key",
+    "num_action_bins",
+    "action_tokens",
+    "action_prompt",
+    "action_state",
+    "action_statistics",
+)
+
+
+def _actions(facts: Facts) -> Iterator[ConfigError]:
+    model = facts.recipe.actor.model
+    own = model.adapter is None and facts.recipe.actor.worker is None
+    if own and model.model_type in BUILT_IN and not model.low_cpu_mem_usage:
+        key = "actor.model.low_cpu_mem_usage"
+        yield facts.problem(
+            key,
+            f"{key}: false has no effect with model_type: {model.model_type}, which is always built without memory",
+            "leave it out; a registered function may pass it on",
+        )
+    acts = model.model_type == "vision_language_action" or model.model_type not in BUILT_IN
+    given = model.model_dump(exclude_defaults=True)
+    for name in (name for name in OF_ACTIONS if name in given and own and not acts):
+        yield facts.problem(
+            f"actor.model.{name}",
+            f"actor.model.{name} has no effect with model_type: {model.model_type}, which has no actions",
+            "set model_type: vision_language_action, or leave it out",
         )
 
 

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import resource
 import signal
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, TypeVar
 
-from torch.utils.data import DataLoader, Dataset
+import torch
 
-from shardtune.errors import ShardtuneError
+from shardtune.errors import DataError
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 AHEAD = 2
 """Pieces of work that each process is ahead by."""
+_WATCH_SECONDS = 1.0
 
 
 def computed_ahead(function: Callable[[T], R], items: Iterable[T], num_processes: int) -> Iterator[R]:
@@ -26,46 +37,81 @@ def computed_ahead(function: Callable[[T], R], items: Iterable[T], num_processes
         num_processes: 0: nothing is started, each result is computed when it is asked for.
 
     Raises:
-        ShardtuneError: that of the function, as it was raised there.
+        DataError: one of the processes was killed. What the function raises comes as it is, in its place.
     """
     if not num_processes:
         yield from map(function, items)
         return
-    loader: Any = DataLoader(
-        _Work(function),
-        batch_size=None,
-        sampler=items,  # pyright: ignore[reportArgumentType]
-        num_workers=num_processes,
-        prefetch_factor=AHEAD,
-        collate_fn=_as_it_is,
-        worker_init_fn=_begin,
-        multiprocessing_context="fork",
+    _allow_open_files()
+    pending, waiting = iter(items), deque[Future[R]]()
+    # Forked, so that nothing has to be sent to it that this process knows.
+    context = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(num_processes, context, initializer=_begin, initargs=(function, os.getpid()))
+    try:
+        with _quiet_tokenizers():
+            for item in islice(pending, num_processes * AHEAD):
+                waiting.append(pool.submit(_work, item))
+        while waiting:
+            found = waiting.popleft().result()
+            for item in islice(pending, 1):
+                waiting.append(pool.submit(_work, item))
+            yield found
+    except BrokenProcessPool as error:
+        raise _died(error) from error
+    finally:
+        waiting.clear()
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_function: Callable[[Any], Any] | None = None
+
+
+def _begin(function: Callable[[Any], Any], parent: int) -> None:
+    global _function
+    _function = function
+    torch.set_num_threads(1)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # they reach a whole group; the parent decides when work ends
+    threading.Thread(target=_follow, args=(parent,), daemon=True, name="shardtune-ahead-watch").start()
+
+
+def _follow(parent: int) -> None:
+    """Ends this process when its parent is gone: a killed parent cannot end it."""
+    while os.getppid() == parent:
+        time.sleep(_WATCH_SECONDS)
+    os._exit(1)
+
+
+def _work(item: Any) -> Any:
+    assert _function is not None
+    return _function(item)
+
+
+@contextmanager
+def _quiet_tokenizers() -> Iterator[None]:
+    """Tells the tokenizers library that forking is meant, so that it does not warn about its threads."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _allow_open_files() -> None:
+    """As many as the system lets this process have: each tensor in shared memory is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _died(error: BrokenProcessPool) -> DataError:
+    cause = str(error.__cause__ or "").strip(" \n'\"").rpartition("\n")[2]
+    return DataError(
+        "a process that makes micro-batches died" + (f": {cause}" if cause else ""),
+        where="data.num_workers",
+        remedy="memory or shared memory (/dev/shm) may be full: lower data.num_workers, or the rows of a micro-batch",
     )
-    for found in loader:
-        if isinstance(found, ShardtuneError):
-            raise found
-        yield found
-
-
-class _Work(Dataset[Any], Generic[T, R]):
-    """A function as a data set whose indices are its arguments. A user's error is handed back instead of raised: torch
-    would make another of it."""
-
-    def __init__(self, function: Callable[[T], R]) -> None:
-        self._function = function
-
-    def __getitem__(self, item: T) -> R | ShardtuneError:  # pyright: ignore[reportIncompatibleMethodOverride]
-        try:
-            return self._function(item)
-        except ShardtuneError as error:
-            return error.with_traceback(None)
-
-
-def _as_it_is(found: R) -> R:
-    return found
-
-
-def _begin(number: int) -> None:
-    """The parent decides when work ends, and ends this process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)

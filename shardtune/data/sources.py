@@ -21,7 +21,8 @@ from shardtune.data.formats import FORMATS_BY_NAME, read_example, recognise, ren
 from shardtune.data.hub import Purpose, Wanted
 from shardtune.data.readers import SUPPORTED, Chunk, NumberedRow, kind_of, read_chunks
 from shardtune.data.robot.frames import Origin, describe_frame
-from shardtune.data.robot.lerobot import is_lerobot, open_lerobot, read_lerobot
+from shardtune.data.robot.lerobot import is_lerobot, open_lerobot
+from shardtune.data.robot.lerobot_frames import read_lerobot
 from shardtune.data.robot.tables import read_frames
 from shardtune.data.storage import cache_root, print_line, spool_rows
 from shardtune.errors import DataError

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL.Image import Image
 
 from shardtune.data.encoder import RowError
+from shardtune.data.images import encode_picture
 from shardtune.errors import DataError
 
 # A file changed this recently may change again without its time stamp moving, so its hash is not remembered.
@@ -93,7 +95,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def spool_rows(rows: Iterable[Mapping[str, Any]], root: Path) -> Path:
-    """Rows from memory as a JSON-lines file in the cache, named by its content; images in them as PNG or as they are."""
+    """Rows from memory as a JSON-lines file in the cache, named by its content; pixels in them become PNG."""
 
     def write(path: Path) -> None:
         with path.open("w", encoding="utf-8") as file:
@@ -111,15 +113,17 @@ def spool_rows(rows: Iterable[Mapping[str, Any]], root: Path) -> Path:
 
 
 def _as_json(value: object) -> object:
-    """Bytes, paths, images of Pillow's and arrays of pixels, in a form that `shardtune.data.images` reads again."""
+    """Bytes, paths, images of Pillow's and arrays of pixels, in a form that `shardtune.data.images` reads again.
+
+    Other arrays of one or two dimensions (a robot's state and actions) become lists.
+    """
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return {"bytes": base64.b64encode(value).decode()}
-    pillow = sys.modules.get("PIL.Image")  # without it no value is one of its images
-    if isinstance(value, np.ndarray) or (pillow is not None and isinstance(value, pillow.Image)):
-        from shardtune.data.images import encode_picture  # Pillow is an extra
-
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.dtype != np.uint8 and value.ndim < 3):
+        return value.tolist()
+    if isinstance(value, (np.ndarray, Image)):
         return {"bytes": base64.b64encode(encode_picture(value)).decode()}
     raise TypeError(f"{type(value).__name__} is none of its types")
 

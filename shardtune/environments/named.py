@@ -77,7 +77,11 @@ class EnvironmentSource:
                 f"{self.name} takes other options: {error}", where=OPTIONS, remedy=f"it has {known}"
             ) from None
         with named_errors(self.spec, KEY, "__init__"):
-            return kind(**self.options)
+            made = kind(**self.options)
+        for name, value in (("max_steps", made.max_steps), ("frames_per_second", made.frames_per_second)):
+            if type(value) is not int or value < 1:
+                raise _fault(f"{self.name}.{name} is {value!r}", "give a whole number, 1 or more")
+        return made
 
 
 def begun(environment: Environment, source: EnvironmentSource, episode: int, seed: int) -> Observation:

@@ -170,7 +170,9 @@ class PrismaticProcessor(ProcessorMixin):
     ) -> None:
         super().__init__(image_processor, tokenizer, **kwargs)
 
-    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> list[str]:
+    def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride] (nothing is pushed anywhere)
+        self, save_directory: str | Path, **kwargs: Any
+    ) -> list[str]:
         """Write preprocessor_config.json and the tokenizer's files, as OpenVLA's directories have them."""
         vars(self)["image_processor"].save_pretrained(save_directory)
         vars(self)["tokenizer"].save_pretrained(save_directory)

@@ -45,6 +45,7 @@ EVAL = "data.eval_data_paths=eval.jsonl"
             ["actor.model.gradient_checkpointing=selective", "actor.model.compile=true"],
             "chooses among a layer's operations",
         ),
+        (["actor.model.compile=true", "actor.parallel.tensor=2"], "does not go with actor.parallel.tensor: 2"),
     ],
 )
 def test_contradictions(load, overrides, expected):
@@ -71,6 +72,7 @@ def test_contradictions(load, overrides, expected):
         ["actor.optim.state_dtype=int8", "actor.optim.name=SGD", "actor.optim.args={momentum: 0.9}"],
         ["actor.optim.state_dtype=bf16", "actor.training_backend=fsdp1"],
         ["actor.model.gradient_checkpointing=selective", "actor.fsdp_config.prefetch=3"],
+        ["actor.model.compile=true", "actor.parallel.sequence=2", "runner.nproc_per_node=2"],
         ["actor.model.freeze=['embed','layers\\.0\\.']"],
         ["actor.model.model_type=my_registered_model"],
         ["actor.parallel.data_shard=2", "runner.nproc_per_node=2"],

@@ -6,6 +6,7 @@ import base64
 import copy
 import json
 import re
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -128,7 +129,7 @@ def expected(family: str, train_on: str = "assistant") -> str:
     )
 
 
-def of_processor(family: str, text: str, pictures: list[Image.Image]) -> Any:
+def of_processor(family: str, text: str, pictures: Sequence[Image.Image]) -> Any:
     """What the processor itself makes of a text and its images."""
     given = {"images": [pictures]} if pictures else {}
     made = images_of(family).processor(text=[text], **given, return_tensors="np", add_special_tokens=False)
@@ -209,7 +210,7 @@ def test_prompts_end_where_the_answer_begins(family: str, folder: Path) -> None:
     text = expected(family).replace(OPEN, "").replace(CLOSE, "")
     ids = sample.input_ids.tolist()
     assert sample.prompt_ids.tolist() == ids[: len(sample.prompt_ids)]
-    rest = images_of(family).tokenizer.decode(ids[len(sample.prompt_ids) :])
+    rest = str(images_of(family).tokenizer.decode(ids[len(sample.prompt_ids) :]))
     assert (rest, sample.reference) == ("Dogs,\ntwo.<|im_end|>\n", "Dogs,\ntwo.")
     assert text.endswith(rest)
     assert sample.fields[PROMPT_IMAGES] == 3
@@ -397,9 +398,8 @@ def test_forms_of_rows(row: dict[str, Any], text: str, found: list[Any], folder:
 
 
 def test_images_go_before_the_first_words_of_the_user(folder: Path) -> None:
-    row = {"messages": [turn("system", "Be brief."), *TURNS[1:3], turn("user", "?"), turn("assistant", "B.")]}
-    row["messages"][1] = turn("user", "What is it?")
-    row["image"] = "red.png"
+    turns = [TURNS[0], turn("user", "What is it?"), TURNS[2], turn("user", "?"), turn("assistant", "B.")]
+    row: dict[str, Any] = {"messages": turns, "image": "red.png"}
     system = "<|im_start|>system\nBe brief.<|im_end|>\n"
     assert text_of(row, folder) == (f"{system}{chat('▣What is it?')}{chat('?', 'B.')}", [RED])
     row = {"instruction": "And?", "output": "B.", "history": [["What?", "A cat."]], "image": "red.png"}
@@ -429,6 +429,7 @@ def test_completions_and_texts(folder: Path) -> None:
     assert shown(sample, "llava") == f"{image}{OPEN}A cat.<|im_end|>{CLOSE}"
     maker = encoder("llava", folder, with_prompts=True)
     sample = maker.encode({"completion": " a <image> cat", "prompt": "This <image> is", "images": FILES[:2]})
+    assert sample.prompt_ids is not None
     assert images_of("llava").tokenizer.decode(sample.prompt_ids) == f"This {image} is"
     assert (sample.fields[PROMPT_IMAGES], len(from_fields(sample.fields))) == (1, 2)
 

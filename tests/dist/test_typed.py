@@ -54,7 +54,7 @@ class Job:
     values: dict[str, Any]
 
     @classmethod
-    def make(cls, folder: Path, kind: str) -> Job:
+    def make(cls, folder: Path, kind: str, precision: str = "fp64") -> Job:
         logger = {"log_path": str(folder / "runs"), "logger_backends": ["jsonl"]}
         values = recipe(
             save_model(kind, folder / "model", torch.float64),
@@ -63,6 +63,7 @@ class Job:
             runner__save_interval=STEPS,
             runner__val_check_interval=STEPS,
             actor__micro_batch_size=2,
+            actor__model__precision=precision,
             actor__optim__lr_scheduler="constant",
             data__eval_data_paths=str(save_rows(folder / "evaluated.jsonl", 13, seed=7)),
         )
@@ -165,3 +166,23 @@ def test_the_layout_may_change_between_two_commands(tmp_path: Path) -> None:
 )
 def test_the_layout_may_change_at_every_command(tmp_path: Path, kind: str, segments: list[Segment]) -> None:
     Job.make(tmp_path, kind).check("changed", segments)
+
+
+@pytest.mark.slow
+def test_compiled_layers_share_sequences(tmp_path: Path) -> None:
+    """To fp32's rounding, as a compiler fuses operations."""
+    job = Job.make(tmp_path, "dense", precision="fp32")
+    ended = job.train("compiled", STEPS, Segment(2, {"sequence": 2}, ["actor.model.compile=true"]))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    ours, others = logged(job.run("compiled")), logged(job.uninterrupted(STEPS))
+    assert ours.keys() == others.keys()
+    for step, line in ours.items():
+        assert line == pytest.approx(others[step], rel=ROUNDED), f"step {step}"
+
+
+def test_compiled_layers_whose_matrices_are_shared_are_refused(tmp_path: Path) -> None:
+    job = Job.make(tmp_path, "dense")
+    ended = job.train("compiled", STEPS, Segment(2, {"tensor": 2}, ["actor.model.compile=true"]))
+    assert ended.returncode == 2
+    assert "actor.model.compile: true does not go with actor.parallel.tensor: 2" in ended.stderr
+    assert not job.run("compiled").exists()

@@ -160,7 +160,7 @@ def test_a_directory_loads_as_it_is(folder: Path, model: Any) -> None:
     assert held.keys() == stored.keys()
     assert all(torch.equal(held[name], stored[name]) for name in stored)
     assert model.dtype == torch.float32
-    assert (model.config.text_vocabulary, model.config.image_token_id) == (32000, 32063)
+    assert (model.config.text_vocabulary, model.config.image_token_id) == (32000, 32001)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -295,6 +295,10 @@ def test_saved_as_it_was(folder: Path, model: Any, processor: PrismaticProcessor
     wanted = model.predict_action_batch(**given, do_sample=False, unnorm_key="bridge_orig")
     found = loaded.predict_action_batch(**given, do_sample=False, unnorm_key="bridge_orig")
     assert torch.equal(found.actions, wanted.actions)
+    asked = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    assert {name: asked[name] for name in PREPROCESSOR.keys() - {"auto_map", "processor_class"}} == {
+        name: PREPROCESSOR[name] for name in PREPROCESSOR.keys() - {"auto_map", "processor_class"}
+    }
     images = PrismaticImageProcessor.from_pretrained(tmp_path)
     assert images.tvf_normalize_params == PREPROCESSOR["tvf_normalize_params"]
     assert torch.equal(images.apply(picture(1)), processor.image_processor.apply(picture(1)))
@@ -306,7 +310,7 @@ def test_fresh_weights_are_real() -> None:
     )
     torch.manual_seed(0)
     fresh = OpenVLAForActionPrediction(config)
-    assert float(fresh.vision_backbone.featurizer.pos_embed.std()) == pytest.approx(0.02, rel=0.2)
+    assert float(fresh.vision_backbone.featurizer.pos_embed.detach().std()) == pytest.approx(0.02, rel=0.2)
     assert float(fresh.vision_backbone.featurizer.blocks[0].ls1.scale_factor[0]) == pytest.approx(1e-5)
     assert all(torch.isfinite(parameter).all() for parameter in fresh.parameters())
 

@@ -176,10 +176,10 @@ CUSTOM_CHANGES = (
 VISION_CHANGES = (
     Change(
         "class MyQwenVLModel(rlite.nn.HuggingFaceFsdp2TrainModule, Qwen2_5_VLForConditionalGeneration):\n",
-        f"{IMPORTS}from transformers import AutoProcessor, LlavaForConditionalGeneration\n"
-        "class MyQwenVLModel(rlite.nn.HuggingFaceFsdp2TrainModule, LlavaForConditionalGeneration):\n",
-        "names of imports; LLaVA, whose image processor needs no torchvision",
+        f"{IMPORTS}from shardtune.nn import AutoProcessor\n"
+        "from transformers import Qwen2_5_VLForConditionalGeneration\n"
+        "class MyQwenVLModel(rlite.nn.HuggingFaceFsdp2TrainModule, Qwen2_5_VLForConditionalGeneration):\n",
+        "names of imports",
     ),
-    Change(", use_fast=True)", ")", "the fast image processors need torchvision"),
     Change("prepare_image(image_url)", "PREPARE(image_url)", "a function that the print does not have"),
 )

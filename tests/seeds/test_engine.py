@@ -14,17 +14,13 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from transformers import (
-    CLIPImageProcessor,
-    CLIPVisionConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
 
 import shardtune
 from shardtune import NeedParallel, TrainEngine
+from tests.models.vision import save_vision_model
 from tests.seeds.engine import (
     CUSTOM,
     CUSTOM_CHANGES,
@@ -39,7 +35,6 @@ from tests.seeds.engine import (
     VISION_CHANGES,
 )
 from tests.seeds.guide import changed
-from tests.tiny_run import CHATML, make_tokenizer
 
 ROW = [1, 2, 3, 4] * 8
 
@@ -161,13 +156,13 @@ def test_the_sample_of_a_custom_model(tmp_path: Path):
         assert torch.allclose(TrainEngine(module).build().forward(NeedParallel(x))[0], wanted)
 
 
-def test_the_vision_sample_with_llava(tmp_path: Path):
+def test_the_vision_sample(tmp_path: Path):
     """The processor is made on the ranks from what the module answers; pictures are read there too."""
-    save_llava(tmp_path / "llava")
+    save_vision_model("qwen2_5_vl", tmp_path / "model")
     pictures = []
     for number in range(2):
         pictures.append(str(tmp_path / f"{number}.png"))
-        Image.new("RGB", (20, 20), (100 * number, 50, 200)).save(pictures[-1])
+        Image.new("RGB", (40, 60), (100 * number, 50, 200)).save(pictures[-1])
 
     def prepare(path: str) -> Image.Image:
         return Image.open(path).convert("RGB")
@@ -175,42 +170,12 @@ def test_the_vision_sample_with_llava(tmp_path: Path):
     names: dict[str, Any] = {"PREPARE": prepare, "__name__": "sample"}
     exec(changed(VISION, VISION_CHANGES), names)
     with shardtune.init_empty_weights():
-        module = names["MyQwenVLModel"].from_pretrained(tmp_path / "llava")
+        module = names["MyQwenVLModel"].from_pretrained(tmp_path / "model")
     engine = TrainEngine(module).build()
     before = dict(engine.named_tensors())
-    messages = [[{"role": "user", "content": "<image> what"}], [{"role": "user", "content": "<image> and what"}]]
+    parts = [{"type": "image"}, {"type": "text", "text": "what"}]
+    messages = [[{"role": "user", "content": parts}], [{"role": "user", "content": [*parts, parts[1]]}]]
     assert engine.train_step(NeedParallel(messages), NeedParallel(pictures)) == [None]
     engine.optimizer_step()
     after = dict(engine.named_tensors())
-    assert any(not torch.equal(before[name], after[name]) for name in before if "vision" in name)
-
-
-def save_llava(folder: Path) -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.add_tokens(["<image>"], special_tokens=True)
-    image = tokenizer.convert_tokens_to_ids("<image>")
-    vision = CLIPVisionConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
-    )
-    text = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-    )
-    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=image, vision_feature_layer=-1)
-    torch.manual_seed(0)
-    LlavaForConditionalGeneration(config).save_pretrained(folder)
-    size = {"height": 28, "width": 28}
-    processor = LlavaProcessor(
-        CLIPImageProcessor(size=size, crop_size=size),
-        tokenizer,
-        patch_size=14,
-        vision_feature_select_strategy="default",
-        chat_template=CHATML,
-        num_additional_image_tokens=1,
-    )
-    processor.save_pretrained(folder)
+    assert any(not torch.equal(before[name], after[name]) for name in before if "visual" in name)

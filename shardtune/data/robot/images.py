@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ def image_record(value: Any, folder: Path) -> ImageRecord:
     """What a table or a JSON row holds of an image, in one of the forms of `ImageRecord`.
 
     Args:
-        value: bytes, a path, or a struct of `bytes` and `path`, or of `video` and `seconds`.
+        value: bytes, a path, or a struct of `bytes` (in JSON as base64 text) and `path`, or of `video` and `seconds`.
         folder: where relative paths begin.
 
     Raises `RowError` for anything else and for a file that is missing.
@@ -25,12 +27,21 @@ def image_record(value: Any, folder: Path) -> ImageRecord:
     if isinstance(value, Mapping):
         if value.get("video") is not None and value.get("seconds") is not None:
             return {"video": _file(value["video"], folder, "video"), "seconds": float(value["seconds"])}
-        value = value["bytes"] if value.get("bytes") is not None else value.get("path")
+        value = _content(value["bytes"]) if value.get("bytes") is not None else value.get("path")
     if isinstance(value, bytes):
         return {"bytes": value}
     if isinstance(value, str) and value:
         return {"path": _file(value, folder, "image")}
     raise RowError(f"an image is {type(value).__name__}, not bytes, a path, or a struct of these")
+
+
+def _content(value: Any) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    try:
+        return base64.b64decode(value, validate=True)
+    except (binascii.Error, TypeError, ValueError) as error:
+        raise RowError(f"the bytes of an image are {type(value).__name__}, not bytes or base64 text") from error
 
 
 def _file(path: str, folder: Path, kind: str) -> str:

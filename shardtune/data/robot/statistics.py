@@ -18,7 +18,8 @@ import numpy as np
 from shardtune.data.encoder import FrameOptions, Row, RowError, bad_row
 from shardtune.data.robot.content import content_digest
 from shardtune.data.robot.frames import describe_frame
-from shardtune.data.robot.lerobot import FileVectors, open_lerobot, read_vectors
+from shardtune.data.robot.lerobot import open_lerobot
+from shardtune.data.robot.lerobot_frames import FileVectors, read_vectors
 from shardtune.data.robot.moments import Moments
 from shardtune.data.robot.quantiles import Quantiles
 from shardtune.data.sources import LEROBOT, DataOptions, Source, SourceFile, prepare_row, resolve_sources

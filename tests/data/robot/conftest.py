@@ -34,8 +34,8 @@ class FramesEncoder:
     def encode(self, row: Row) -> Sample:
         colours = [np.asarray(read_image(image, Path("/")).read()).mean((0, 1)) for image in row["images"].values()]
         fields = {
-            "actions": row["actions"],
-            "padding": row["action_is_pad"],
+            "actions": np.asarray(row["actions"], np.float32),
+            "padding": np.asarray(row["action_is_pad"], bool),
             "colours": np.array(colours),
             "dataset": np.frombuffer(row["dataset"].encode(), np.uint8),
             "instruction": np.frombuffer(row["instruction"].encode(), np.uint8),

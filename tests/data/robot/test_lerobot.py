@@ -331,11 +331,20 @@ class TestForeign:
         assert list(row["images"]) == ["front"]
         assert (row["actions"].tolist(), row["state"].tolist()) == ([[0.5, 1]], [1, -1])
 
+    @pytest.mark.parametrize("info", [{"info": {"is_depth_map": True}}, {"video_info": {"video.is_depth_map": True}}])
+    def test_maps_of_depth_are_no_cameras(self, foreign, read, info):
+        features = json.loads((foreign / "meta" / "info.json").read_text())["features"]
+        features["observation.image"] |= info
+        change_info(foreign, features=features)
+        assert [row["images"] for row in read(foreign)] == [{}] * 4
+        with pytest.raises(DataError, match="no images in colour"):
+            read({"path": str(foreign), "columns": {"images.top": "observation.image"}})
+
     @pytest.mark.parametrize(
         ("columns", "message"),
         [
             ({"images.front": "observation.images.front"}, "'observation.images.front', which is no column"),
-            ({"images.front": "action"}, "holds float32, no images"),
+            ({"images.front": "action"}, "holds float32, no images in colour"),
             ({"question": "action"}, "'question', which robot data do not have"),
         ],
     )

@@ -146,7 +146,26 @@ def test_a_frame_row_comes_back_as_it_was(tmp_path, read):
 
 
 def test_rows_in_memory(read):
-    assert len(read(list(frames(2, 2)))) == 4
+    rows = [
+        {
+            **row,
+            "action": np.float32([row["action"][0], 1]),
+            "observation.state": np.arange(2),
+            "observation.images.top": WHITE,
+        }
+        for row in frames(2, 2)
+    ]
+    found = read(rows, chunk=2)
+    assert [row["actions"].tolist() for row in found] == [
+        [[0, 1], [1, 1]],
+        [[1, 1]] * 2,
+        [[2, 1], [3, 1]],
+        [[3, 1]] * 2,
+    ]
+    assert found[0]["state"].tolist() == [0, 1]
+    np.testing.assert_array_equal(pixels(found[0]["images"]["top"]), WHITE)
+    with pytest.raises(DataError, match="not bytes or base64 text"):
+        read([{**row, "observation.images.top": {"bytes": "?"}} for row in frames(1)])
 
 
 class TestBadRows:

@@ -1,0 +1,14 @@
+"""A vision-language model learns what is in pictures; the long form, for eight families, is `bench/vision.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.models.memorised import memorise
+
+
+def test_it_learns_pictures_by_heart_and_looks_at_them(tmp_path: Path) -> None:
+    found = memorise("llava", tmp_path, count=6, steps=60)
+    assert found.exact == 1.0
+    assert found.loss < 0.05
+    assert found.exchanged > 1.0
