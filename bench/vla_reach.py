@@ -29,7 +29,7 @@ SECONDS = 90.0
 EPISODES = 100
 ALONE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 INTRODUCTION = f"""\
-`examples/vla_reach`: a LLaVA of 190,000 random weights, its demonstrations made on the spot. Each model plays the same
+`examples/vla_reach`: a LLaVA of 225,000 random weights, its demonstrations made on the spot. Each model plays the same
 {EPISODES} episodes of MuJoCo, rendered in software; the interval is Wilson's, 95 %. "CPU" is the process time of the whole
 training command on one thread, imports included, evaluations left out; "wall" is what it took while other processes ran."""
 

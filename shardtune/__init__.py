@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from shardtune.engine.engine import TrainEngine
     from shardtune.engine.session import init
     from shardtune.models.adapter import Adapter, Prediction, WholeStepAdapter
-    from shardtune.models.registry import get_model
+    from shardtune.models.registry import get_model, get_model_config_and_processor
+    from shardtune.models.value_head import ValueHead
     from shardtune.parallel.materialise import init_empty_weights
     from shardtune.registration import SupportedModel, register_model
     from shardtune.run import Run, load_run, train
@@ -39,8 +40,10 @@ _HOME = {
     "Sample": "batch",
     "SupportedModel": "registration",
     "TrainEngine": "engine.engine",
+    "ValueHead": "models.value_head",
     "WholeStepAdapter": "models.adapter",
     "get_model": "models.registry",
+    "get_model_config_and_processor": "models.registry",
     "init": "engine.session",
     "init_empty_weights": "parallel.materialise",
     "load_run": "run",
@@ -65,8 +68,10 @@ __all__ = [
     "Sample",
     "SupportedModel",
     "TrainEngine",
+    "ValueHead",
     "WholeStepAdapter",
     "get_model",
+    "get_model_config_and_processor",
     "init",
     "init_empty_weights",
     "load_run",

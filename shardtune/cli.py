@@ -156,7 +156,12 @@ def generate(
         list[str] | None, typer.Option(help="A user's turn to answer; may be given several times.")
     ] = None,
     file: Annotated[
-        Path | None, typer.Option(help="A JSONL file of rows: {prompt}, {question} or {messages}, answered in order.")
+        Path | None,
+        typer.Option(help="A JSONL file of rows: {prompt}, {question} or {messages}, with images; answered in order."),
+    ] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(help="An image for each --prompt, where <image> stands in it or before it; a path or a URL."),
     ] = None,
     checkpoint: Checkpoint = "final",
     system: Annotated[str | None, typer.Option(help="A system turn before each prompt.")] = None,
@@ -174,6 +179,7 @@ def generate(
 
     ```text
     shardtune generate runs/recipe --prompt "What is 2 plus 3?"
+    shardtune generate runs/recipe --prompt "What is this?" --image photo.jpg
     shardtune generate runs/recipe --file questions.jsonl > answers.jsonl
     shardtune generate runs/recipe --prompt "A rhyme, please." --temperature 0.8 --top-p 0.9 --seed 7
     ```
@@ -184,15 +190,30 @@ def generate(
             where="shardtune generate",
             remedy='shardtune generate RUN --prompt "…", or --file prompts.jsonl',
         )
-    from shardtune.conversation import read_prompts
+    if file is not None and image:
+        raise ConfigError(
+            "--file and --image exclude each other",
+            where="shardtune generate",
+            remedy="name images in the rows of the file: images: [a.jpg], relative to it",
+        )
+    from shardtune.conversation import Question, read_prompts
     from shardtune.generate import Sampling
     from shardtune.run import load_run
 
-    prompts = read_prompts(file) if file else (prompt or [])
+    asked = read_prompts(file) if file else [Question(text, image or []) for text in prompt or ()]
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    answers = load_run(run).generate(prompts, checkpoint=checkpoint, system=system, sampling=sampling, raw=raw)
-    for asked, answer in zip(prompts, answers, strict=True):
-        typer.echo(json.dumps({"prompt": asked, "answer": answer}, ensure_ascii=False) if file else answer)
+    answers = load_run(run).generate(
+        [question.prompt for question in asked],
+        checkpoint=checkpoint,
+        system=system,
+        sampling=sampling,
+        raw=raw,
+        images=[question.images for question in asked],
+        folder=file.parent if file else None,
+    )
+    for question, answer in zip(asked, answers, strict=True):
+        row = {"prompt": question.prompt, **({"images": question.images} if question.images else {}), "answer": answer}
+        typer.echo(json.dumps(row, ensure_ascii=False) if file else answer)
 
 
 @app.command()
@@ -326,10 +347,11 @@ def models(recipe: RecipeArgument = None) -> None:
     if recipe:
         path, overrides = _split(recipe)
         import_plugins(load_recipe(path, overrides, files_must_exist=False).plugins)
+    known = known_architectures()
     for name, meaning in MODEL_TYPES.items():
         typer.echo(f"{name}: {meaning}")
-    known = known_architectures()
-    typer.echo(f"  {len(known)} architectures: {', '.join(known)}")
+        if name in known:
+            typer.echo(f"  {len(known[name])} architectures: {', '.join(known[name])}")
     for name in known_names():
         typer.echo(f"{name}: {describe(name)}")
 

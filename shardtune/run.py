@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from shardtune.asking import Asker
 from shardtune.callbacks import load_callbacks
 from shardtune.changes import check_same_data
 from shardtune.checkpoint.durable import publish, read_json
@@ -233,15 +234,21 @@ class Run:
         system: str | None = None,
         sampling: Sampling | None = None,
         raw: bool = False,
+        images: Sequence[Any] = (),
+        folder: str | Path | None = None,
     ) -> list[str]:
         """Answers to prompts (texts of a user's turn, or whole conversations), one each.
 
         Args:
-            prompts: one text, or several texts or conversations.
+            prompts: one text, or several texts or conversations. The turns of a conversation may hold parts with images.
             checkpoint: final, latest, best, a step, or a path.
             system: a system turn before each prompt.
             sampling: how answers are drawn; by default greedily.
             raw: prompts are texts to go on from as they stand, without the chat template.
+            images: of one text; or for several prompts a list for each. An image is what rows may name it by: a path, a
+                URL, bytes, an image of Pillow's, uint8 [height, width, 3]. It goes where `<image>` stands in a prompt,
+                otherwise before the words.
+            folder: from where the paths of images begin; by default the working directory.
         """
         asked = [prompts] if isinstance(prompts, str) else list(prompts)
         if raw and (system is not None or not all(isinstance(prompt, str) for prompt in asked)):
@@ -250,9 +257,20 @@ class Run:
                 where="--raw",
                 remedy="leave out --system and messages, or --raw",
             )
+        shown = [images] if isinstance(prompts, str) else list(images or [()] * len(asked))
+        if len(shown) != len(asked):
+            raise ConfigError(
+                f"{len(asked)} prompts and {len(shown)} lists of images",
+                where="images=",
+                remedy="give a list of images for each prompt, empty for one without",
+            )
         worker = answering(self, checkpoint)
-        encoder = worker.chat_encoder()
-        encoded = [encoder.text_prompt(str(p)) if raw else encoder.prompt(_conversation(p, system)) for p in asked]
+        encoder = worker.chat_encoder().at(Path.cwd() if folder is None else Path(folder).absolute())
+        asker = Asker(encoder, str(self.dir))
+        encoded = [
+            asker.text(str(prompt), images) if raw else asker.turns(_conversation(prompt, system), images)
+            for prompt, images in zip(asked, shown, strict=True)
+        ]
         return worker.generator().answers(encoded, sampling or Sampling())
 
     def export(

@@ -1,8 +1,9 @@
 """Make the base model of the reaching task: a LLaVA of random weights, its tokenizer and its processor.
 
-SigLIP's vision tower sees the image in 16 patches, a projector hands them to a Llama of two layers: about 190,000
-parameters, as small as the task allows. The tokenizer knows the words of robot prompts; tokens of actions are added by
-the training.
+SigLIP's vision tower sees the image in 16 patches, a projector hands them to a Llama of two layers: about 225,000
+parameters, as small as the task allows. The tokenizer knows the words of robot prompts, and a token for each of the 256
+values that a number of an action can have. (A model without such tokens would get them from the training, each at first
+the mean of all others; where all weights are random anyway, values that differ from the start are learned sooner.)
 """
 
 import argparse
@@ -28,6 +29,7 @@ TEXTS = [
 ]
 IMAGE_SIZE, PATCH = 48, 12
 WIDTH = 64
+ACTIONS = 256
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -42,6 +44,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.add_tokens([f"<act_{number}>" for number in range(ACTIONS)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,

@@ -22,9 +22,9 @@ from PIL import Image, ImageDraw
 SIZE = 32  # pixels, both ways
 HALF = SIZE // 2
 COLOURS = {"red": (205, 40, 40), "green": (40, 160, 60), "blue": (40, 70, 210), "yellow": (225, 200, 40)}
-SHAPES = ("disc", "cross", "triangle")
+SHAPES = ("square", "ring", "bar")
 CORNERS = {"top left": (0, 0), "top right": (HALF, 0), "bottom left": (0, HALF), "bottom right": (HALF, HALF)}
-EDGES = {"disc": "one", "cross": "twelve", "triangle": "three"}
+CORNERS_OF = {"square": "four", "ring": "none", "bar": "four"}
 TRAIN_ROWS, HELDOUT_ROWS = 6_000, 400
 
 
@@ -61,11 +61,11 @@ class Chat:
 
 
 def draw_picture(picture: Picture, rng: random.Random) -> Image.Image:
-    """Draw the shape, of a size and at a place of its own within its corner, on a light ground."""
-    ground = rng.randrange(225, 256)
+    """Draw the shape, of a size and at a place of its own within its corner, on a grey ground."""
+    ground = rng.randrange(108, 124)
     image = Image.new("RGB", (SIZE, SIZE), (ground, ground, ground))
     left, top = CORNERS[picture.corner]
-    size = rng.randrange(11, 14)
+    size = rng.randrange(11, 15)
     x, y = left + rng.randrange(HALF - size), top + rng.randrange(HALF - size)
     shade = tuple(value + rng.randrange(-20, 21) for value in COLOURS[picture.colour])
     draw_shape(ImageDraw.Draw(image), picture.shape, (x, y, x + size, y + size), shade)
@@ -75,14 +75,12 @@ def draw_picture(picture: Picture, rng: random.Random) -> Image.Image:
 def draw_shape(pen: ImageDraw.ImageDraw, shape: str, box: tuple[int, int, int, int], colour: tuple[int, ...]) -> None:
     """Draw one shape into a box."""
     left, top, right, bottom = box
-    if shape == "disc":
-        pen.ellipse(box, fill=colour)
-    elif shape == "triangle":
-        pen.polygon([((left + right) // 2, top), (left, bottom), (right, bottom)], fill=colour)
+    if shape == "square":
+        pen.rectangle(box, fill=colour)
+    elif shape == "ring":
+        pen.ellipse(box, outline=colour, width=3)
     else:
-        third = (right - left) // 3
-        pen.rectangle((left + third, top, right - third, bottom), fill=colour)
-        pen.rectangle((left, top + third, right, bottom - third), fill=colour)
+        pen.rectangle((left, top + 4, right, bottom - 4), fill=colour)
 
 
 # -- questions ---------------------------------------------------------------------------------------------------------
@@ -119,7 +117,7 @@ def two_pictures(rng: random.Random) -> Chat:
 def no_picture(rng: random.Random) -> Chat:
     """A question that needs no picture."""
     shape = rng.choice(SHAPES)
-    return Chat((), ((f"How many edges has a {shape}?", EDGES[shape]),))
+    return Chat((), ((f"How many corners has a {shape}?", CORNERS_OF[shape]),))
 
 
 def make(train_rows: int = TRAIN_ROWS, heldout_rows: int = HELDOUT_ROWS, seed: int = 0) -> tuple[list, list]:

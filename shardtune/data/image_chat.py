@@ -154,18 +154,31 @@ class ImageChatEncoder(ChatEncoder):
             raise RowDropped(f"{sample.length:,} tokens, its last image ends at {stop:,}: no image is cut")
         return super().fit(sample)
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]] | None = None) -> Prompt:
-        """A conversation with images that the assistant is to go on."""
+    def prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        images: Sequence[Any] = (),
+    ) -> Prompt:
+        """A conversation with images that the assistant is to go on.
+
+        Args:
+            images: for the places that `<image>` marks; without any they go before the words of the last user turn.
+        """
         if self.template is None:
             raise missing_template("data.chat_template")
-        turns, named = mark_images(messages)
-        images = [read_image(value, self._folder) for value in named]
+        turns, named = mark_images(messages, images)
+        stored = [read_image(value, self._folder) for value in named]
         chat = self._with_system(turns)
-        text = self._expand(self.template.render(chat.messages, tools, prompt=True), images).text
-        return Prompt(self._tokens(text)[0], to_fields(images, len(images)))
+        text = self._expand(self.template.render(chat.messages, tools, prompt=True), stored).text
+        return Prompt(self._tokens(text)[0], to_fields(stored, len(stored)))
 
-    def text_prompt(self, text: str) -> Prompt:
-        return Prompt(super().text_prompt(text).tokens, to_fields([], 0))
+    def text_prompt(self, text: str, images: Sequence[Any] = ()) -> Prompt:
+        """A text with images to go on from, its images as for `prompt`."""
+        chat, named = mark_images([{"role": "user", "content": text}], images)
+        stored = [read_image(value, self._folder) for value in named]
+        whole = chat.messages[0]["content"].replace(IMAGE_MARK, self.images.placeholder)
+        return Prompt(super().text_prompt(self._expand(whole, stored).text).tokens, to_fields(stored, len(stored)))
 
     # -- rows ------------------------------------------------------------------------------------------------------
 

@@ -71,9 +71,18 @@ def mark_images(messages: Sequence[Mapping[str, Any]], images: Sequence[Any] = (
     return chat, taken.images
 
 
-def has_images(row: Row) -> bool:
-    """Whether a row names images."""
-    return bool(read_image_row(row)[1])
+def image_parts(text: str, images: Sequence[Any]) -> list[dict[str, Any]]:
+    """The parts of a turn: images where `<image>` stands, or before the words where it stands nowhere."""
+    pieces = text.split(IMAGE_TAG) if images else [text]
+    if len(pieces) == 1:
+        pieces = [""] * len(images) + [text]
+    if len(pieces) - 1 != len(images):
+        raise RowError(f"{len(images)} images for {len(pieces) - 1} places ({IMAGE_TAG})")
+    parts: list[dict[str, Any]] = []
+    for piece, image in zip(pieces, [*images, None], strict=True):
+        parts += [{"type": "text", "text": piece}] if piece else []
+        parts += [] if image is None else [{"type": "image", "image": image}]
+    return parts
 
 
 def _is_given(value: Any) -> bool:

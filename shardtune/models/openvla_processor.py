@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers import AutoTokenizer, BatchFeature, PreTrainedTokenizerBase, ProcessorMixin
-from transformers.image_processing_base import ImageProcessingMixin
+from transformers.image_processing_utils import BaseImageProcessor
 
 from shardtune.data.image_text import ImageText
 from shardtune.errors import ModelError
@@ -24,7 +24,7 @@ PATCH = "<|patch|>"
 """Stands for a patch in prompts."""
 
 
-class PrismaticImageProcessor(ImageProcessingMixin):
+class PrismaticImageProcessor(BaseImageProcessor):
     """Resizes, crops and normalises an image once for each vision backbone, and stacks the results as channels.
 
     Args:
@@ -248,3 +248,18 @@ class OpenVLAImages(ImageText):
 
     def cache_key(self) -> str:
         return json.dumps([self._prepare.to_dict(), self._patches], sort_keys=True, default=str)
+
+
+def openvla_images(processor: ProcessorMixin, config: OpenVLAConfig) -> OpenVLAImages:
+    """A processor of an OpenVLA directory at work.
+
+    Raises:
+        ModelError: it is none.
+    """
+    if not isinstance(processor, PrismaticProcessor):
+        raise ModelError(
+            f"the processor is a {type(processor).__name__}, not OpenVLA's",
+            where="actor.tokenizer.tokenizer_model",
+            remedy="leave it out, or give a directory in OpenVLA's format",
+        )
+    return OpenVLAImages(processor, config)

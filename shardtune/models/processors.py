@@ -9,9 +9,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from PIL import Image
 from transformers import PreTrainedConfig, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 
+from shardtune.data.encoder import RowError
+from shardtune.data.image_text import ImageText
 from shardtune.errors import ModelError
 from shardtune.models.pretrained import MODEL_PATH, TRUST, model_directory
 
@@ -92,6 +97,50 @@ def load_processor(path: str, config: PreTrainedConfig, *, trust_remote_code: bo
     if not isinstance(loaded, ProcessorMixin):
         raise ModelError(f"{path} holds a tokenizer and no image processor", where=MODEL_PATH, remedy=GIVE_A_PROCESSOR)
     return loaded
+
+
+def image_text(processor: ProcessorMixin) -> ImageText:
+    """The processor at work, once it is known that rows encoded here are what it gives itself.
+
+    Some processors put images into a text in ways of their own (PaliGemma moves them to the front and writes tokens
+    around the text; Mllama tells each token which images it may look at). Their rows would be wrong without a sound.
+
+    Raises:
+        ModelError: the processor is one of these.
+    """
+    kind = type(processor).__name__
+    try:
+        images = ImageText(processor)
+        differing = _first_difference(images)
+    except (ModelError, AttributeError, KeyError, TypeError, IndexError, RowError) as error:
+        raise _own_ways(kind, f"{type(error).__name__}: {error}") from error
+    if differing is not None:
+        raise _own_ways(kind, f"its {differing} for a text with two images is another than that of the parts")
+    return images
+
+
+def _first_difference(images: ImageText) -> str | None:
+    """The first of a processor's tensors that is not what this package makes of the same text and images."""
+    shown = [Image.new("RGB", size, (size[0], 90, 200)) for size in ((32, 32), (64, 40))]
+    text = f"a{images.placeholder}b {images.placeholder}c"
+    expanded = images.expand(text, [image.size for image in shown]).text
+    ids = np.array(images.tokenizer(expanded, add_special_tokens=False)["input_ids"])
+    own = {"input_ids": torch.from_numpy(ids), **images.pixels(shown)}
+    if images.token_types is not None:
+        own[images.token_types] = torch.from_numpy(images.token_type_ids(ids))
+    theirs = images.processor(images=[shown], text=[text], return_tensors="pt", add_special_tokens=False)
+    for key in sorted({*own, *theirs} - {"attention_mask"}):
+        if key not in own or key not in theirs or not torch.equal(own[key].flatten(), theirs[key].flatten()):
+            return key
+    return None
+
+
+def _own_ways(kind: str, reason: str) -> ModelError:
+    return ModelError(
+        f"{kind} puts images and text together in a way that cannot be followed row by row ({reason})",
+        where=MODEL_PATH,
+        remedy="use a model of another family (docs/vision.md lists those that are tested), or an adapter of your own",
+    )
 
 
 def _class_name(folder: Path) -> str | None:

@@ -10,28 +10,33 @@ from typing import Any, TypeGuard
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-from shardtune.config import DataConfig, ModelConfig, Recipe
+from shardtune.config import ActorConfig, DataConfig, ModelConfig, Recipe
+from shardtune.data.image_text import ImageText
 from shardtune.errors import ConfigError, ModelError
 from shardtune.functions import load_function
 from shardtune.models.action_policy import ActionPolicy
 from shardtune.models.action_setup import settings_for
+from shardtune.models.actions import action_statistics
 from shardtune.models.adapter import Adapter, LanguageModel
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.contract import check_adapter_class, check_made
 from shardtune.models.execution import set_execution
 from shardtune.models.new_tokens import add_new_tokens
 from shardtune.models.openvla import OpenVLAConfig
-from shardtune.models.openvla_processor import load_openvla_processor
+from shardtune.models.openvla_processor import load_openvla_processor, openvla_images
 from shardtune.models.pretrained import (
     MODEL_PATH,
     check_vocabulary,
     load_config,
+    load_tokenizer,
     model_directory,
     no_model_path,
     recipe_tokenizer,
@@ -41,7 +46,7 @@ from shardtune.models.sizes import check_sizes
 from shardtune.models.vision_language import VisionLanguage
 from shardtune.models.vision_language_action import VisionLanguageAction
 from shardtune.parallel.units import choose_units
-from shardtune.registration import known_names, registered, registered_function
+from shardtune.registration import known_names, registered, registered_function, registered_processor
 
 GIVE_EYES = "give the directory of a vision-language model (its config.json names such an architecture)"
 
@@ -284,6 +289,12 @@ def _config_and_processor(
             where=f"{MODEL_PATH}: config.json",
             remedy=remedy,
         )
+    if loaded.is_encoder_decoder:
+        raise ModelError(
+            f"{config.model_path} holds a {loaded.model_type}, whose decoder has a text of its own",
+            where=f"{MODEL_PATH}: config.json",
+            remedy="give a model that goes on from images and text as one sequence, or an adapter of your own",
+        )
     return loaded, load_processor(path, loaded, trust_remote_code=config.trust_remote_code)
 
 
@@ -301,9 +312,20 @@ def get_model(
     make = _registered_model(config, override_config_kwargs)
     if make is not None:
         made = make()
+        if isinstance(made, PreTrainedModel):
+            check_sizes(config.model_copy(update={"image_size": None}), made.config)
+        if isinstance(made, ActionPolicy) and config.action_token_len is not None:
+            settings = made.settings_for(config.unnorm_key)
+            action_statistics(settings.norm_stats, config.unnorm_key or settings.unnorm_key, config.action_token_len)
         set_execution(made, choose_units(made)[0], config)
         return made
-    adapter = causal_lm(config, overrides=override_config_kwargs)
+    model_type = config.model_type
+    if model_type == "vision_language_action":
+        recipe = Recipe(actor=ActorConfig(model=_with_overrides(config, override_config_kwargs)))
+        adapter = vision_language_action(recipe, recipe.actor.model)
+    else:
+        kinds = {"causal_lm": causal_lm, "vision_language": vision_language}
+        adapter = kinds[model_type](config, overrides=override_config_kwargs)
     model = adapter.build()
     adapter.one_row_per_forward(model)  # a user's batch is padded, so the model's own attention reads its mask
     return model
@@ -320,11 +342,77 @@ def _registered_model(
     if config.model_type in MODEL_TYPES:
         return None
     _require_known(config.model_type)
-    function = next((entry for entry in registered(config.model_type) if not inspect.isclass(entry)), None)
+    function = registered_function(config.model_type)
     if function is None:
         return None
-    values = config.model_dump() | {"config_overrides": {**config.config_overrides, **(overrides or {})}}
+    values = _with_overrides(config, overrides).model_dump()
     return lambda: function(OmegaConf.create(values))
+
+
+def _with_overrides(config: ModelConfig, overrides: Mapping[str, Any] | None) -> ModelConfig:
+    return config.model_copy(update={"config_overrides": {**config.config_overrides, **(overrides or {})}})
+
+
+def get_model_config_and_processor(
+    cfg: ActorConfig | Mapping[str, Any],
+) -> tuple[PreTrainedConfig, ProcessorMixin | PreTrainedTokenizerBase]:
+    """The config and the processor of a model: what a registered function gives, or those in its directories.
+
+    The tokenizer of a built-in model type pads at the left, as generation needs it.
+
+    Args:
+        cfg: the section `actor`; its `model` and `tokenizer.tokenizer_model` are read (without the latter,
+            `model.model_path`).
+
+    Raises:
+        ConfigError: sizes in `model` are not the model's, or the function gives something else.
+        ModelError: there is no such directory, or it lacks something.
+    """
+    given = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg
+    actor = given if isinstance(given, ActorConfig) else ActorConfig.model_validate(given)
+    model, source = actor.model, actor.tokenizer.tokenizer_model or actor.model.model_path
+    if model.model_type not in MODEL_TYPES:
+        return _registered_parts(actor)
+    if source is None:
+        raise no_model_path()
+    at = model if model.model_path is not None else model.model_copy(update={"model_path": source})
+    if model.model_type == "causal_lm":
+        config, processor = load_config(at), load_tokenizer(source, trust_remote_code=model.trust_remote_code)
+        tokenizer, images = processor, None
+    else:
+        config, processor = _config_and_processor(at, None, None, source)
+        tokenizer, images = vars(processor)["tokenizer"], _images(processor, config)
+    tokenizer.padding_side = "left"
+    check_sizes(model, config, tokenizer, images)
+    return config, processor
+
+
+def _registered_parts(actor: ActorConfig) -> tuple[PreTrainedConfig, ProcessorMixin]:
+    """What the function of a registered name gives."""
+    name = actor.model.model_type
+    _require_known(name)
+    function = registered_processor(name)
+    if function is None:
+        raise ConfigError(
+            f"no function is registered that gives config and processor of {name}",
+            where="actor.model.model_type",
+            remedy=f'decorate one with register_model({name!r}, gives="config_and_processor")',
+        )
+    found: Any = function(OmegaConf.create(actor.model_dump()))
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], PreTrainedConfig):
+        raise ConfigError(
+            f"the function of {name} returned {type(found).__name__}, not a config and a processor",
+            where=f'register_model({name!r}, gives="config_and_processor")',
+            remedy="return model_config, input_processor",
+        )
+    config, processor = found
+    asked = actor.model.image_size is not None and isinstance(processor, ProcessorMixin)
+    check_sizes(actor.model, config, images=_images(processor, config) if asked else None)
+    return found
+
+
+def _images(processor: ProcessorMixin, config: PreTrainedConfig) -> ImageText:
+    return openvla_images(processor, config) if isinstance(config, OpenVLAConfig) else ImageText(processor)
 
 
 def _require_known(name: str) -> None:
@@ -341,6 +429,13 @@ def _require_known(name: str) -> None:
     )
 
 
-def known_architectures() -> list[str]:
-    """The `model_type`s of config.json files that `causal_lm` covers."""
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+def known_architectures() -> dict[str, list[str]]:
+    """The `model_type`s of config.json files that the built-in types cover, by type."""
+    return {
+        "causal_lm": sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        "vision_language": sorted(
+            name
+            for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+            if "pil" in IMAGE_PROCESSOR_MAPPING_NAMES.get(name, {"pil": ""}) and name in PROCESSOR_MAPPING_NAMES
+        ),
+    }

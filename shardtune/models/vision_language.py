@@ -27,6 +27,7 @@ from shardtune.data.template import load_template
 from shardtune.errors import ModelError
 from shardtune.models.adapter import AdapterRoot, LanguageRoot, cannot_share_sequences
 from shardtune.models.causal_lm import CausalLM
+from shardtune.models.processors import image_text
 from shardtune.parallel.materialise import init_empty_weights
 from shardtune.parallel.mesh import Ranks
 from shardtune.parallel.spread import Spread
@@ -56,7 +57,7 @@ class VisionLanguage(CausalLM):
         self._blank: Sample | None = None
 
     def _image_text(self, processor: ProcessorMixin) -> ImageText:
-        return ImageText(processor)
+        return image_text(processor)
 
     @property
     def processor(self) -> ProcessorMixin:

@@ -23,7 +23,7 @@ from shardtune.models.action_rows import ACTIONS, DATASET, PADDED, ActionEncoder
 from shardtune.models.adapter import AdapterRoot, Evaluation, LanguageRoot
 from shardtune.models.causal_lm import under_attention
 from shardtune.models.openvla import EMPTY_TOKEN, LLAMA2, OpenVLAConfig, OpenVLAForActionPrediction
-from shardtune.models.openvla_processor import OpenVLAImages, PrismaticProcessor
+from shardtune.models.openvla_processor import openvla_images
 from shardtune.models.predictions import Measure, Prediction
 from shardtune.models.vision_language import VisionLanguage
 from shardtune.parallel.materialise import init_empty_weights
@@ -58,8 +58,7 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
 
     def _image_text(self, processor: ProcessorMixin) -> ImageText:
         if isinstance(self.config, OpenVLAConfig):
-            assert isinstance(processor, PrismaticProcessor)
-            return OpenVLAImages(processor, self.config)
+            return openvla_images(processor, self.config)
         return super()._image_text(processor)
 
     def _from_config(self) -> PreTrainedModel:
@@ -79,6 +78,11 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
                 where=f"actor.model.model_path, actor.model.attn_implementation: {self._asked}",
                 remedy="check the model directory's config.json and actor.model.attn_implementation",
             ) from error
+
+    def build(self) -> PreTrainedModel:
+        model = super().build()
+        self.settings.write_to(model.config)  # where a user's function made it, that is another config
+        return model
 
     @functools.cached_property
     def actions(self) -> ActionEncoder:

@@ -101,7 +101,8 @@ def test_rows_may_not_be_longer_than_learned_positions(tmp_path: Path) -> None:
 
 
 def test_architectures_are_known_by_their_model_type() -> None:
-    assert {"llama", "qwen3_moe", "gemma3_text", "mistral"} <= set(known_architectures())
+    assert {"llama", "qwen3_moe", "gemma3_text", "mistral"} <= set(known_architectures()["causal_lm"])
+    assert {"llava", "qwen2_5_vl", "idefics3", "gemma3"} <= set(known_architectures()["vision_language"])
 
 
 def test_no_path_is_an_error() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ def read_frame(path: str, seconds: float) -> Image.Image:
     """The frame that is shown `seconds` after the beginning of a video, in RGB.
 
     The frame nearest in time counts, if it is not farther than half the distance of two frames.
-    Files stay open, a few per process; reading forwards does not seek.
+    Files stay open, a few per thread; reading forwards does not seek.
 
     Raises:
         RowError: the file cannot be decoded there, or has no frame at that time.
@@ -37,7 +38,7 @@ def read_frame(path: str, seconds: float) -> Image.Image:
     try:
         return _opened(path).frame(seconds)
     except (FFmpegError, OSError) as error:
-        _files.pop((os.getpid(), path), None)
+        _open.files.pop((os.getpid(), path), None)
         raise RowError(f"the video {path} cannot be decoded at {seconds:.3f} s: {error}") from error
 
 
@@ -110,14 +111,22 @@ class _Video:
         return True
 
 
-_files: OrderedDict[tuple[int, str], _Video] = OrderedDict()
+class _Open(threading.local):
+    """The files that a thread has open: training and evaluation read in threads of their own."""
+
+    def __init__(self) -> None:
+        self.files: OrderedDict[tuple[int, str], _Video] = OrderedDict()
+
+
+_open = _Open()
 
 
 def _opened(path: str) -> _Video:
+    files = _open.files
     key = (os.getpid(), path)  # an open file that a fork inherits shares its position with the parent
-    if key not in _files:
-        _files[key] = _Video.open(path)
-        while len(_files) > _OPEN_FILES:
-            _files.popitem(last=False)[1].container.close()
-    _files.move_to_end(key)
-    return _files[key]
+    if key not in files:
+        files[key] = _Video.open(path)
+        while len(files) > _OPEN_FILES:
+            files.popitem(last=False)[1].container.close()
+    files.move_to_end(key)
+    return files[key]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +52,10 @@ def seen(image) -> int:
     return round((float(np.asarray(image).mean()) - 8) / 6)
 
 
+def _frame_of(path: str, frame: int) -> int:
+    return seen(read_frame(path, frame / FPS))
+
+
 @pytest.fixture(params=CODECS)
 def video(request, tmp_path):
     write_video(tmp_path / "a.mp4", 30, codec=request.param)
@@ -76,6 +82,24 @@ class TestReadFrame:
         with pytest.raises(RowError, match="no frame at"):
             read_frame(video, seconds)
         assert seen(read_frame(video, 2.9)) == 29
+
+    def test_threads(self, video):
+        """Several at once in one file, each its own way."""
+        orders = [range(30), range(29, -1, -1), [*range(0, 30, 7)] * 4]
+
+        def follow(order) -> bool:
+            return all(seen(read_frame(video, frame / FPS)) == frame for _ in range(3) for frame in order)
+
+        with ThreadPoolExecutor(len(orders)) as pool:
+            assert all(pool.map(follow, orders))
+
+    def test_processes(self, video):
+        """A process that forks while a file is open reads for itself."""
+        assert seen(read_frame(video, 1.0)) == 10
+        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+            there = pool.map(_frame_of, [video] * 30, range(29, -1, -1))
+            assert [seen(read_frame(video, frame / FPS)) for frame in range(30)] == list(range(30))
+            assert list(there) == list(range(29, -1, -1))
 
     def test_size_and_mode(self, video):
         image = read_frame(video, 0.0)

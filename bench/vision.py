@@ -1,0 +1,366 @@
+"""Vision-language models, measured: `python bench/vision.py [memory numbers loader waiting] [--small]`.
+
+Rewrites the sections `vision-memory`, `vision-numbers`, `vision-loader` and `vision-waiting` of docs/benchmarks.md;
+ends with exit code 1 where a limit does not hold. `--small` runs a short form of each and writes nothing.
+`loader` needs TRL: `pip install -c constraints.txt trl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image, ImageDraw
+from transformers import LlavaForConditionalGeneration, LlavaProcessor
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+
+from results import machine, table, write_section  # noqa: E402
+
+import shardtune  # noqa: E402
+from shardtune.config import load_recipe  # noqa: E402
+from shardtune.data.loader import StepLoader  # noqa: E402
+from shardtune.sft_worker import SFTWorker  # noqa: E402
+from tests.dist.ranks import run_ranks  # noqa: E402
+from tests.dist.test_vision import EXACT, LR, ROUNDED, a_recipe, order  # noqa: E402
+from tests.dist.training import Trace, quiet, run_recipe  # noqa: E402
+from tests.models import flat_vision  # noqa: E402
+from tests.models.memorised import memorise  # noqa: E402
+from tests.models.vision import FAMILIES, save_image_rows, save_vision_model, template, tokenizer  # noqa: E402
+
+Section = tuple[str, bool]
+"""The text of a section, and whether all its limits hold."""
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+PICTURES, MEMORY_STEPS = 16, 250
+MOST_SECONDS, FEWEST_EXACT = 120.0, 0.95
+
+
+def memory(small: bool) -> Section:
+    """Sixteen pictures learned by heart by each family."""
+    families = ("llava", "smolvlm") if small else tuple(FAMILIES)
+    count, steps = (6, 90) if small else (PICTURES, MEMORY_STEPS)
+    lines, kept = [], True
+    for family in families:
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+            found = memorise(family, Path(folder), count=count, steps=steps)
+        kept &= found.exact >= FEWEST_EXACT and found.seconds <= MOST_SECONDS and found.exchanged > found.loss
+        losses = (f"{found.loss:.3f}", f"{found.exchanged:.2f}")
+        lines.append((family, f"{found.seconds:.0f}", f"{found.exact:.3f}", *losses))
+        print(*lines[-1], flush=True)
+    text = (
+        f"{count} pictures of coloured squares with the same question and a word of four letters each, {steps} steps "
+        "of all of them; models of two layers and random weights. CPU seconds of one thread, for training, evaluating "
+        f"and answering; answers that are right letter by letter (limit {FEWEST_EXACT:g}, within {MOST_SECONDS:g} s); "
+        "the loss, and the loss when each row has the picture of the next one.\n\n"
+    )
+    return text + table(("model", "CPU seconds", "exact", "loss", "loss, pictures exchanged"), lines), kept
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+ROUNDED_FP32 = 1e-4
+"""Ten steps of SGD in fp32, losses and norms."""
+
+
+def numbers(small: bool) -> Section:
+    """One and two ranks against plain transformers."""
+    families = ("llava", "qwen2_5_vl") if small else tuple(FAMILIES)
+    lines, kept = [], True
+    for family in families:
+        for precision in ("fp64", "fp32"):
+            with tempfile.TemporaryDirectory() as folder:
+                found = _compared(family, precision, Path(folder))
+            own = ROUNDED if family == "gemma3" else EXACT
+            kept &= max(max(numbers) for _, numbers in found) <= (own if precision == "fp64" else ROUNDED_FP32)
+            lines += [(family, precision, ranks, *(f"{n:.1e}" for n in numbers)) for ranks, numbers in found]
+            print(*lines[-1], flush=True)
+    text = (
+        "Ten steps of four rows (no, one or two images each) in micro-batches of one, SGD with momentum, against plain "
+        "transformers, which computes each row by itself from the processor's own inputs. Largest differences, losses "
+        f"and norms relative. Limits: fp64 {EXACT:g}, of Gemma 3 {ROUNDED:g} (its norms compute in fp32 whatever the "
+        f"dtype); fp32 {ROUNDED_FP32:g}.\n\n"
+    )
+    return text + table(("model", "precision", "ranks", "loss", "gradient norm", "weights"), lines), kept
+
+
+def _compared(family: str, precision: str, folder: Path) -> list[tuple[int, tuple[float, float, float]]]:
+    """The largest differences of losses, norms and weights, on one rank and on two."""
+    directory = save_vision_model(family, folder / "model")
+    file, rows = save_image_rows(folder)
+    values = a_recipe(directory, file, actor__model__precision=precision, data__eval_data_paths=None)
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    oracle = flat_vision.train(directory, rows, order(values), lr=LR, dtype=dtype)
+    traces = {1: [run_recipe(values)], 2: run_ranks(run_recipe, 2, values)}
+    return [(ranks, _apart(made, oracle)) for ranks, made in traces.items()]
+
+
+def _apart(traces: Sequence[Trace], oracle: flat_vision.Trained) -> tuple[float, float, float]:
+    def furthest(own: Sequence[float], other: Sequence[float]) -> float:
+        return max(abs(a - b) / abs(b) for a, b in zip(own, other, strict=True))
+
+    return (
+        max(furthest(trace.losses, oracle.losses) for trace in traces),
+        max(furthest(trace.norms, oracle.norms) for trace in traces),
+        max(float((t - oracle.weights[name]).abs().max()) for trace in traces for name, t in trace.weights.items()),
+    )
+
+
+# -- photographs -------------------------------------------------------------------------------------------------------
+
+SIDE, PATCH = 336, 14
+"""Of LLaVA-1.5."""
+PHOTO = (640, 480)
+
+
+@dataclass(frozen=True)
+class Photographs:
+    """Rows about photographs, and a LLaVA that reads them at its usual size."""
+
+    model: Path
+    rows: Path
+
+
+def make_photographs(folder: Path, count: int, width: int, layers: int) -> Photographs:
+    """JPEG files of shapes, gradients and noise, one row each, and a model of some width."""
+    (folder / "photographs").mkdir()
+    lines = []
+    for number in range(count):
+        name = f"photographs/{number}.jpg"
+        _photograph(number).save(folder / name, quality=90)
+        turns = [
+            {"role": "user", "content": "<image>What is in this picture, and where?"},
+            {"role": "assistant", "content": f"Picture {number} shows some discs on a bright ground."},
+        ]
+        lines.append(json.dumps({"messages": turns, "images": [name]}) + "\n")
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(lines))
+    return Photographs(_save_llava(folder / "model", width, layers), rows)
+
+
+def _photograph(number: int) -> Image.Image:
+    draw = np.random.default_rng(number)
+    ground = Image.fromarray(draw.integers(0, 256, (15, 20, 3), np.uint8)).resize(PHOTO, Image.Resampling.BICUBIC)
+    noisy = np.asarray(ground, np.float32) + draw.normal(0, 8, (PHOTO[1], PHOTO[0], 3))
+    image = Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+    pen = ImageDraw.Draw(image)
+    for _ in range(8):
+        x, y = draw.integers(0, PHOTO[0] - 80), draw.integers(0, PHOTO[1] - 60)
+        pen.ellipse((x, y, x + 80, y + 60), fill=tuple(draw.integers(0, 256, 3).tolist()))
+    return image
+
+
+def _save_llava(directory: Path, width: int, layers: int) -> Path:
+    text = tokenizer("<image>", image="<image>")
+    shape = {
+        "hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers,
+        "num_attention_heads": max(1, width // 64),
+    }  # fmt: skip
+    config: Any = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**shape, image_size=SIDE, patch_size=PATCH),
+        text_config=transformers.LlamaConfig(
+            **shape, vocab_size=len(text), max_position_embeddings=2048, eos_token_id=text.eos_token_id,
+            bos_token_id=None, pad_token_id=None,
+        ),
+        image_token_id=text.convert_tokens_to_ids("<image>"),
+        vision_feature_layer=-1,
+        image_seq_length=(SIDE // PATCH) ** 2,
+    )  # fmt: skip
+    size = {"height": SIDE, "width": SIDE}
+    processor = LlavaProcessor(
+        CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=size), text, patch_size=PATCH,
+        vision_feature_select_strategy="default", chat_template=template(text), image_token="<image>",
+        num_additional_image_tokens=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlavaForConditionalGeneration(config).save_pretrained(directory)
+    processor.save_pretrained(directory)
+    return directory
+
+
+def photograph_recipe(made: Photographs, folder: Path, rows: int, processes: int, steps: int) -> dict[str, Any]:
+    """`steps` steps of `rows` rows with loader processes."""
+    return {
+        "runner": {
+            "max_steps": steps, "max_epochs": -1, "save_interval": -1,
+            "logger": {
+                "log_path": str(folder / "runs"), "experiment_name": f"{processes}-processes",
+                "logger_backends": ["jsonl"], "log_interval": 1,
+            },
+        },
+        "actor": {
+            "micro_batch_size": rows, "global_batch_size": rows,
+            "model": {"model_type": "vision_language", "model_path": str(made.model), "precision": "fp32"},
+        },
+        "data": {
+            "train_data_paths": str(made.rows), "num_workers": processes, "cache_dir": str(folder / "cache"),
+        },
+    }  # fmt: skip
+
+
+# -- loader ------------------------------------------------------------------------------------------------------------
+
+BATCH, PROCESSES = 8, 2
+TIMES = 3.0
+
+
+def loader(small: bool) -> Section:
+    """Images a second of the loader, beside TRL's collator in torch's."""
+    photos, rounds, batches = (32, 1, 4) if small else (256, 7, 24)
+    with tempfile.TemporaryDirectory() as folder:
+        made = make_photographs(Path(folder), photos, 64, 1)
+        contenders: dict[tuple[str, int], Callable[[], Iterator[Any]]] = {}
+        for processes in (PROCESSES, 0):
+            contenders["shardtune", processes] = _own_batches(made, Path(folder), processes)
+            contenders["TRL", processes] = _trl_batches(made, processes)
+        rates: dict[tuple[str, int], list[float]] = {key: [] for key in contenders}
+        for _ in range(rounds):
+            for key, start in contenders.items():
+                rates[key].append(_images_per_second(start(), batches))
+    lines, ratios = [], {}
+    for processes in (PROCESSES, 0):
+        pairs = zip(rates["shardtune", processes], rates["TRL", processes], strict=True)
+        ratios[processes] = statistics.median(own / other for own, other in pairs)
+        medians = [f"{statistics.median(rates[name, processes]):.0f}" for name in ("shardtune", "TRL")]
+        lines.append((processes, *medians, f"{ratios[processes]:.2f}"))
+    print(table(("processes", "shardtune", "TRL", "ratio"), lines), flush=True)
+    kept = ratios[PROCESSES] >= TIMES
+    text = (
+        f"{photos} JPEG photographs of {PHOTO[0]} x {PHOTO[1]}, LLaVA-1.5's preprocessing ({SIDE} x {SIDE}), "
+        f"micro-batches of {BATCH} rows with one photograph each: images a second, from files to a batch in the "
+        "training process; 0 processes: made there. TRL: `DataCollatorForVisionLanguageModeling` with the same "
+        f"processor and files in torch's `DataLoader`. Median of {rounds} interleaved rounds of {batches} batches; "
+        f"the pixels are bitwise the same. Aim with {PROCESSES} processes: {TIMES:g} times.\n\n"
+    )
+    return text + table(("processes", "shardtune, images/s", "TRL, images/s", "median ratio"), lines), kept
+
+
+def _images_per_second(batches: Iterator[Any], count: int) -> float:
+    """Of the batches behind those that were made ahead while nobody waited."""
+    for _ in range(2 * PROCESSES + 2):
+        next(batches)
+    began = time.perf_counter()
+    for _ in range(count):
+        next(batches)
+    return count * BATCH / (time.perf_counter() - began)
+
+
+def _own_batches(made: Photographs, folder: Path, processes: int) -> Callable[[], Iterator[Any]]:
+    """As training does it."""
+    worker = SFTWorker(load_recipe(photograph_recipe(made, folder, BATCH, processes, 1)), say=quiet)
+    worker.setup()
+
+    def start() -> Iterator[Any]:
+        if processes:
+            yield from worker.loader.steps(worker.data_state)
+        state = worker.data_state
+        assert isinstance(worker.loader, StepLoader)
+        while True:  # without the thread that works ahead
+            step = worker.loader.step(state)
+            state = step.after
+            yield step
+
+    return start
+
+
+def _trl_batches(made: Photographs, processes: int) -> Callable[[], Iterator[Any]]:
+    from torch.utils.data import DataLoader, RandomSampler
+    from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+    processor = LlavaProcessor.from_pretrained(made.model)
+    rows = [json.loads(line) for line in made.rows.read_text().splitlines()]
+    folder = made.rows.parent
+
+    class Rows(torch.utils.data.Dataset[dict[str, Any]]):
+        def __len__(self) -> int:
+            return len(rows)
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            turns = [dict(turn, content=turn["content"].replace("<image>", "")) for turn in rows[index]["messages"]]
+            return {"messages": turns, "images": [Image.open(folder / name) for name in rows[index]["images"]]}
+
+    def start() -> Iterator[Any]:
+        data = Rows()
+        while True:
+            yield from DataLoader(
+                data, BATCH, sampler=RandomSampler(data, replacement=True, num_samples=1 << 16), num_workers=processes,
+                collate_fn=DataCollatorForVisionLanguageModeling(processor),
+            )  # fmt: skip
+
+    return start
+
+
+# -- waiting -----------------------------------------------------------------------------------------------------------
+
+
+def waiting(small: bool) -> Section:
+    """How long training waits for photographs."""
+    photos, steps, width, layers = (32, 5, 128, 2) if small else (256, 25, 320, 4)
+    lines = []
+    with tempfile.TemporaryDirectory() as folder:
+        made = make_photographs(Path(folder), photos, width, layers)
+        for processes in (PROCESSES, 0):
+            with contextlib.redirect_stdout(io.StringIO()):
+                run = shardtune.train(photograph_recipe(made, Path(folder), 4, processes, steps))
+            waited, seconds = _waited(run.dir / "metrics.jsonl")
+            lines.append((processes, f"{seconds:.2f}", f"{waited * 1000:.0f}", f"{100 * waited / seconds:.1f} %"))
+            print(*lines[-1], flush=True)
+    text = (
+        f"A LLaVA of {2 * layers} layers and width {width} in fp32, {steps} steps of four photographs of {PHOTO[0]} x "
+        f"{PHOTO[1]} ({SIDE} x {SIDE} to the model): medians of `perf/data_wait` and of the step, from the third step "
+        "on. With 0 processes a thread of the training process makes the next step ready.\n\n"
+    )
+    return text + table(("processes", "step, s", "waiting, ms", "share"), lines), True
+
+
+def _waited(metrics: Path) -> tuple[float, float]:
+    """Medians: seconds that a step waits, and seconds that it takes."""
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [line for line in lines if "perf/data_wait" in line][2:]
+    seconds = [line["train/tokens"] / line["perf/tokens_per_second"] for line in steps]
+    return statistics.median(line["perf/data_wait"] for line in steps), statistics.median(seconds)
+
+
+SECTIONS: dict[str, Callable[[bool], Section]] = {
+    "memory": memory, "numbers": numbers, "loader": loader, "waiting": waiting,
+}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"{', '.join(SECTIONS)}; by default all")
+    parser.add_argument("--small", action="store_true", help="a short form of each, which writes nothing")
+    args = parser.parse_args()
+    if unknown := set(args.sections) - SECTIONS.keys():
+        parser.error(f"no such section: {', '.join(sorted(unknown))}")
+    torch.set_num_threads(1)
+    broken = []
+    for name in args.sections or SECTIONS:
+        text, kept = SECTIONS[name](args.small)
+        if not kept:
+            broken.append(name)
+        verdict = "Within the limits" if kept else "NOT WITHIN THE LIMITS"
+        if not args.small:
+            write_section(f"vision-{name}", f"{text}\n\n{verdict}. {machine()}.")
+    print("all within their limits" if not broken else f"not within the limits: {', '.join(broken)}")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
