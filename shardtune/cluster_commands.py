@@ -126,6 +126,8 @@ def _environment(hosts: Hosts) -> str:
     """What has to be set before the command, ready to be copied."""
     lines = ["export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600   # seconds to save in after SIGTERM; 30 otherwise"]
     lines += [f"export OMP_NUM_THREADS=$(( $(nproc) / {hosts.per_node} ))"]
+    if hosts.nodes > 1 and hosts.restarts:
+        lines.append("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # ranks that start again meet anew")
     if hosts.nodes > 1:
         lines.append("# export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0   # if hosts have several networks")
     return "".join(f"{line}\n" for line in lines)

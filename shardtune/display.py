@@ -20,6 +20,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from shardtune.batch import Sample
+from shardtune.data.images import IMAGE_FIELDS, SIZES, SPANS
 
 PLAIN_SECONDS = 10.0
 """Without a terminal, a line at most this often."""
@@ -67,15 +68,25 @@ class Facts:
 def trained_text(sample: Sample, tokenizer: PreTrainedTokenizerBase | None, *, color: bool) -> Text:
     """A row as the model sees it, its trained tokens marked: in green, or between ⟦ and ⟧ where there is no color.
 
-    A row of fields is shown by their types, shapes and ranges.
+    An image is shown by its size and the number of its tokens; a row of fields by their types, shapes and ranges.
     """
-    text = Text("; ".join(field_text(name, values) for name, values in sample.fields.items()))
+    named = [field_text(name, values) for name, values in sample.fields.items() if name not in IMAGE_FIELDS]
+    images = _images(sample)
+    if images and SPANS not in sample.fields:
+        named += [f"{len(images)} image{'s' if len(images) > 1 else ''}: {', '.join(images)}"]
+    text = Text("; ".join(named))
     if tokenizer is None or not len(sample.input_ids):
         return text
+    text.append("\n" if named else "")
     ids, weights = sample.input_ids, sample.loss_weights
-    shown = min(len(ids), PREVIEW_TOKENS)
-    cuts = [0, *(np.flatnonzero(np.diff(weights[:shown] > 0)) + 1).tolist(), shown]
-    for start, stop in pairwise(cuts):
+    spans = {start: (stop, size) for (start, stop), size in zip(_spans(sample), images, strict=False)}
+    shown = _shown_tokens(len(ids), spans)
+    changes = (np.flatnonzero(np.diff(weights[:shown] > 0)) + 1).tolist()
+    borders = {border for start, (stop, _) in spans.items() for border in (start, stop) if border < shown}
+    for start, stop in pairwise(sorted({0, shown, *changes, *borders})):
+        if start in spans:
+            text.append(f"⟨image {spans[start][1]}, {stop - start:,} tokens⟩", style="cyan")
+            continue
         part = str(tokenizer.decode(ids[start:stop].tolist()))
         trained = bool(weights[start] > 0)
         if trained and not color:
@@ -84,6 +95,25 @@ def trained_text(sample: Sample, tokenizer: PreTrainedTokenizerBase | None, *, c
     if shown < len(ids):
         text.append(f" … {len(ids) - shown} more tokens", style="dim italic")
     return text
+
+
+def _images(sample: Sample) -> list[str]:
+    """The sizes of a row's images, as `300×168`."""
+    return [f"{width}×{height}" for width, height in sample.fields[SIZES].tolist()] if SIZES in sample.fields else []
+
+
+def _spans(sample: Sample) -> list[tuple[int, int]]:
+    """Where a row's images begin and end in its tokens; none where it does not say."""
+    return [(start, stop) for start, stop in sample.fields[SPANS].tolist()] if SPANS in sample.fields else []
+
+
+def _shown_tokens(length: int, spans: Mapping[int, tuple[int, str]]) -> int:
+    """Where a preview ends: behind `PREVIEW_TOKENS` tokens of text."""
+    of_text = np.ones(length, bool)
+    for start, (stop, _) in spans.items():
+        of_text[start:stop] = False
+    behind = np.flatnonzero(np.cumsum(of_text) > PREVIEW_TOKENS)
+    return int(behind[0]) if len(behind) else length
 
 
 def field_text(name: str, values: np.ndarray) -> str:

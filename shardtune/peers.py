@@ -60,7 +60,7 @@ class PeerWatch:
         )
         mine = next((number for number, (_, ranks) in enumerate(self._nodes) if ranks[0] == self._rank), None)
         seen: dict[int, tuple[int, float]] = {}
-        beat, prefix = 0, f"shardtune/peers/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        beat, prefix = 0, "shardtune/peers"  # agents may count restarts differently
         while not self._done.is_set():
             try:
                 beat += 1

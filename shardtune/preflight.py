@@ -35,6 +35,8 @@ from shardtune.run_directory import run_directory
 
 MEET_SECONDS = 300.0
 """How long the first rank to come waits for the last one."""
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Lets torchrun's ranks meet in a store that is new at each start."""
 SEEN_SECONDS = 15.0
 """How long a new file may take to be seen by the other hosts: network file systems cache what is not there."""
 COLLECTIVE_SECONDS = 120.0
@@ -200,6 +202,7 @@ def _meet(mine: Inventory, rank: int, world_size: int, recipe: Recipe | None) ->
     """Compare with the other ranks; returns the hosts, each with its ranks, in the order of ranks."""
     global _meetings
     _meetings += 1
+    _check_store()
     until = time.monotonic() + MEET_SECONDS
     store = dist.PrefixStore(f"shardtune/preflight/{_meetings}", _store(rank, world_size))
     if rank == 0:
@@ -222,6 +225,22 @@ def _meet(mine: Inventory, rank: int, world_size: int, recipe: Recipe | None) ->
     if len(nodes) > 1:
         _choose_interface()
     return nodes
+
+
+def _check_store() -> None:
+    """Refuse a store that ranks of an earlier start have written in: agents of torchrun keep theirs.
+
+    What those ranks left would be taken for what these say, by torch too, which meets at addresses of ended processes.
+    """
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    if again and hosts > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise ParallelError(
+            f"torchrun has started the ranks of {hosts} hosts again, in a store that holds what the ended ones wrote",
+            where="torchrun --max-restarts",
+            remedy=f"set {OWN_STORE}=1 for torchrun on every host (shardtune launch --print does), then give the same "
+            "command: it continues",
+        )
 
 
 def _store(rank: int, world_size: int) -> dist.Store:

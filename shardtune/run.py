@@ -228,7 +228,7 @@ class Run:
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[Mapping[str, Any]]],
+        prompts: str | Sequence[str | Sequence[Mapping[str, Any]]],
         *,
         checkpoint: str = "final",
         system: str | None = None,
@@ -240,7 +240,7 @@ class Run:
         """Answers to prompts (texts of a user's turn, or whole conversations), one each.
 
         Args:
-            prompts: one text, or several texts or conversations. The turns of a conversation may hold parts with images.
+            prompts: one text, or several texts or conversations. Turns may hold parts with images.
             checkpoint: final, latest, best, a step, or a path.
             system: a system turn before each prompt.
             sampling: how answers are drawn; by default greedily.

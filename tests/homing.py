@@ -6,7 +6,6 @@ Recipes name both as `homing.py:Homing` and `homing.py:Steering`. Where home is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 
 from shardtune import Adapter, Batch, LossSum, Sample
 from shardtune.environment import Environment, Observation, Outcome, Policy
-from shardtune.models.acting import ActingAdapter
+from shardtune.models.acting import ActingAdapter, ActingRoot
 from shardtune.models.adapter import AdapterRoot
 
 NEAR = 0.05
@@ -68,15 +67,6 @@ def rows(number: int) -> list[dict[str, list[float]]]:
     return [{"way": way.tolist(), "action": way.tolist()} for way in ways]
 
 
-class SteeringRoot(AdapterRoot):
-    """A root that also acts."""
-
-    entry_points: ClassVar[Sequence[str]] = ("evaluate", "act")
-
-    def act(self, ways: torch.Tensor) -> torch.Tensor:
-        return self.model(ways)
-
-
 class Steering(ActingAdapter):
     """A linear layer from the direction of home to three equal actions."""
 
@@ -90,19 +80,19 @@ class Steering(ActingAdapter):
         error = model(batch.fields["way"]) - batch.fields["action"]
         return LossSum(error.square().sum(), len(error))
 
-    def root(self, model: nn.Module) -> AdapterRoot:
-        return SteeringRoot(self, model)
+    def act(self, model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+        return model(*inputs)
 
     def policy(self, root: AdapterRoot, device: torch.device) -> Policy:
-        assert isinstance(root, SteeringRoot)
+        assert isinstance(root, ActingRoot)
 
-        def act(observations: Sequence[Observation]) -> np.ndarray:
+        def policy(observations: Sequence[Observation]) -> np.ndarray:
             ways = torch.from_numpy(np.stack([direction(seen) for seen in observations])).to(device)
             with torch.no_grad():
                 actions = root.act(ways).cpu().numpy()
             return np.repeat(actions[:, None] / CHUNK, CHUNK, axis=1)
 
-        return act
+        return policy
 
 
 class Still(Adapter):
@@ -115,4 +105,4 @@ class Unfinished(Environment):
     """An environment that lacks `step`."""
 
     def reset(self, seed: int) -> Observation:
-        raise NotImplementedError
+        return {"images": {}, "instruction": "", "state": None}

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from shardtune.run_directory import RunLock
-from tests.bad_input import data, model, recipe, run
+from tests.bad_input import data, images, model, recipe, run
 from tests.bad_input.case import CONTINUE, TRAIN, Case, cut, going_on, with_keys
 from tests.workspace import Outcome, make_workspace, run_cli
 
@@ -30,6 +30,7 @@ CASES = [
     *recipe.FEATURES,
     *data.DATA,
     *data.TEMPLATES,
+    *images.IMAGES,
     *model.MODEL,
     *run.RUN,
     *run.COMMANDS,

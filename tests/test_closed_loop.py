@@ -186,7 +186,8 @@ def recipe(folder: Path, **model: Any) -> dict[str, Any]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> shardtune.Run:
     folder = tmp_path_factory.mktemp("steering")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(32)))
-    return shardtune.train(recipe(folder))
+    (folder / "robot.py").write_text("from tests.homing import Homing\n")  # a file that nothing else names
+    return shardtune.train(recipe(folder), f"eval.environment={folder}/robot.py:Homing")
 
 
 def test_a_run_reports_success_and_keeps_the_best(run: shardtune.Run) -> None:
@@ -204,7 +205,7 @@ def test_a_run_reports_success_and_keeps_the_best(run: shardtune.Run) -> None:
     assert best == f"global_step_{min(step for step, line in measured.items() if line['eval/success'] == 1.0)}"
     kept = sorted(path.name for path in (run.dir / "samples" / "step_120").iterdir())
     assert kept == ["episode_000_success.gif", "episodes.jsonl"]
-    assert any("homing.py" in name for name in json.loads((run.dir / "manifest.json").read_text())["user_code"])
+    assert any("robot.py" in name for name in json.loads((run.dir / "manifest.json").read_text())["user_code"])
 
 
 def evaluated(directory: str) -> dict[str, float]:

@@ -14,6 +14,7 @@ from torch.distributed.run import get_args_parser
 
 from shardtune.cluster_commands import launch_commands
 from shardtune.errors import ConfigError, ParallelError
+from shardtune.preflight import OWN_STORE
 from tests.workspace import run_cli
 
 RECIPE = {
@@ -51,6 +52,9 @@ def test_restarts_become_torchruns(recipe: str) -> None:
     taken = get_args_parser().parse_args(words(text, "torchrun")[1:])
     assert (taken.nnodes, taken.nproc_per_node, taken.max_restarts) == ("2:4", "8", 2)
     assert {"runner.max_restarts=2", "runner.min_workers=16"} <= set(words(text, "shardtune"))
+    own_store = f"export {OWN_STORE}=1"
+    assert text.count(own_store) == 2  # for torchrun, and for Slurm, which starts it
+    assert own_store not in launch_commands(recipe, ["runner.nproc_per_node=8"], 4, None)
     for fewest, restarts in ((5, 1), (2, 0)):
         with pytest.raises(ConfigError, match="--min-nodes"):
             launch_commands(recipe, [], 4, 8, fewest=fewest, restarts=restarts)

@@ -159,3 +159,14 @@ def test_the_first_rank_does_not_wait_for_ever(tiny: Tiny, monkeypatch: pytest.M
     monkeypatch.setattr(preflight, "MEET_SECONDS", 1.0)
     with pytest.raises(ParallelError, match=r"not all 2 ranks have come(?s:.*)waited for 1 s"):
         read_together(lambda: load_recipe(tiny.recipe()))
+
+
+def test_hosts_that_start_again_in_the_store_of_the_ended_ranks_are_told(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = {"RANK": "0", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    started = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in {**where, **started}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ParallelError, match=rf"ranks of 2 hosts again(?s:.*){preflight.OWN_STORE}=1"):
+        read_together(lambda: load_recipe(tiny.recipe()))

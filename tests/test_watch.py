@@ -29,9 +29,11 @@ def test_less_than_min_delta_is_no_improvement_and_nan_never_is() -> None:
     assert Watch("x", "max").update(math.nan, 0) is False
 
 
-def test_accuracies_grow_and_losses_fall() -> None:
+def test_accuracies_and_successes_grow_and_losses_fall() -> None:
     assert direction("auto", "eval/eval_accuracy") == "max"
     assert direction("auto", "eval/math/token_accuracy") == "max"
+    assert direction("auto", "eval/success") == direction("auto", "eval/success_low") == "max"
+    assert direction("auto", "eval/episode_length") == "min"
     assert direction("auto", "eval/loss") == direction("auto", "eval/perplexity") == "min"
     assert direction("max", "eval/loss") == "max"
 

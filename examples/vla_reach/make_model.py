@@ -51,7 +51,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         pad_token=PAD,
         extra_special_tokens={"image_token": IMAGE},
         clean_up_tokenization_spaces=False,
-        model_max_length=256,
     )
 
 

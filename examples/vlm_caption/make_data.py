@@ -21,7 +21,7 @@ from PIL import Image, ImageDraw
 
 SIZE = 32  # pixels, both ways
 HALF = SIZE // 2
-COLOURS = {"red": (205, 40, 40), "green": (40, 160, 60), "blue": (40, 70, 210), "yellow": (225, 200, 40)}
+COLOURS = {"red": (205, 40, 40), "green": (40, 165, 60), "blue": (40, 60, 205), "yellow": (195, 170, 30)}
 SHAPES = ("square", "ring", "bar")
 CORNERS = {"top left": (0, 0), "top right": (HALF, 0), "bottom left": (0, HALF), "bottom right": (HALF, HALF)}
 CORNERS_OF = {"square": "four", "ring": "none", "bar": "four"}
@@ -62,7 +62,7 @@ class Chat:
 
 def draw_picture(picture: Picture, rng: random.Random) -> Image.Image:
     """Draw the shape, of a size and at a place of its own within its corner, on a grey ground."""
-    ground = rng.randrange(108, 124)
+    ground = rng.randrange(163, 169)
     image = Image.new("RGB", (SIZE, SIZE), (ground, ground, ground))
     left, top = CORNERS[picture.corner]
     size = rng.randrange(11, 15)

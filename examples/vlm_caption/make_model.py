@@ -1,6 +1,6 @@
 """Make the example's base model: LLaVA's architecture with random weights, with a tokenizer and an image processor.
 
-A CLIP vision tower of two layers sees 16 patches of 12 x 12 pixels, a projector maps them to the width of a Llama of
+A CLIP vision tower of two layers sees four patches of 16 x 16 pixels, a projector maps them to the width of a Llama of
 two layers. Neither has seen anything, so everything the model can do afterwards it learned from the recipe's data. The
 tokenizer makes one token of each word of the questions and answers; other text falls back to bytes.
 """
@@ -19,6 +19,8 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 PAD, START, END, IMAGE = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>"
 SIZE, PATCH = 32, 16
+GREY = 0.65
+"""Of the pictures' ground: as the processor's mean it makes empty patches zero, so that shapes and places stand out."""
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -61,7 +63,7 @@ def make_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
     """What turns pictures into pixels, and says how many tokens one takes."""
     size = {"height": SIZE, "width": SIZE}
     return LlavaProcessor(
-        CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size=size),
+        CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size=size, image_mean=[GREY] * 3, image_std=[0.3] * 3),
         tokenizer,
         patch_size=PATCH,
         vision_feature_select_strategy="default",
@@ -81,7 +83,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlavaForConditi
         num_hidden_layers=2,
         num_key_value_heads=4,
         max_position_embeddings=256,
-        # Rows are some 80 tokens long: a short wavelength tells neighbours apart sooner than the usual 10,000.
+        # Rows are some 30 tokens long: a short wavelength tells neighbours apart sooner than the usual 10,000.
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         bos_token_id=None,
         eos_token_id=vocabulary[END],
@@ -97,7 +99,10 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlavaForConditi
         image_seq_length=(SIZE // PATCH) ** 2,
     )
     torch.manual_seed(seed)
-    return LlavaForConditionalGeneration(config)
+    model = LlavaForConditionalGeneration(config)
+    # CLIP's usual 0.04 is little beside a patch of 768 numbers: it would take long to see where things are.
+    torch.nn.init.normal_(model.model.vision_tower.embeddings.position_embedding.weight, std=0.25)
+    return model
 
 
 def main() -> None:

@@ -84,7 +84,8 @@ class EntryCache:
 
     def open(self, source: Source, file: SourceFile, encoder: Encoder, limit: int | None) -> Entry:
         """The entry of `file`, built if it is not there; at most `limit` rows of it."""
-        encoder = encoder.at(file.folder)
+        # Frames name files by whole paths, so what is inside a moved data set stays what it was.
+        encoder = encoder.at(file.folder if source.frames is None else Path(file.folder.anchor))
         try:
             key = entry_key(source, file, encoder, limit, self._root)
         except OSError as error:

@@ -99,11 +99,7 @@ def read_example(row: Row, name: str | None = None) -> Example:
         name: the format, where the recipe names it; otherwise it is recognised.
     """
     known = recognise(row) if name is None else FORMATS_BY_NAME[name]
-    missing = [key for key in known.keys if row.get(key) is None]
-    if missing:
-        raise RowError(
-            f"the row has no {' and no '.join(missing)}, which {known.title} needs (its keys: {', '.join(row)})"
-        )
+    _require_keys(row, known)
     media = [key for key in MEDIA_KEYS if row.get(key)]
     if media:
         raise RowError(f"the row has {media[0]}, but this model takes text only")
@@ -111,9 +107,34 @@ def read_example(row: Row, name: str | None = None) -> Example:
 
 
 def in_format(row: Row, name: str) -> Row:
-    """The row in the format that the recipe names, as one that is recognised; images and the like stay with it."""
-    media = {key: row[key] for key in MEDIA_KEYS if key in row}
-    return {**as_row(read_example({key: row[key] for key in row if key not in media}, name)), **media}
+    """The row in the format that the recipe names, as one that is recognised; with images it keeps its own form."""
+    if not _has_media(row):
+        return as_row(read_example(row, name))
+    known = FORMATS_BY_NAME[name]
+    _require_keys(row, known)
+    others = {key for other in FORMATS for key in other.keys} - set(known.keys)
+    return {key: value for key, value in row.items() if key not in others}
+
+
+def _has_media(row: Row) -> bool:
+    """Whether a row holds more than text, under a key of its own or as part of a turn."""
+    if any(row.get(key) is not None for key in MEDIA_KEYS):
+        return True
+    turns = [turn for key in ("messages", "conversations", "prompt", "completion") for turn in _listed(row.get(key))]
+    parts = [part for turn in turns if isinstance(turn, Mapping) for part in _listed(turn.get("content"))]
+    return any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, Sequence) and not isinstance(value, str) else ()
+
+
+def _require_keys(row: Row, known: RowFormat) -> None:
+    missing = [key for key in known.keys if row.get(key) is None]
+    if missing:
+        raise RowError(
+            f"the row has no {' and no '.join(missing)}, which {known.title} needs (its keys: {', '.join(row)})"
+        )
 
 
 def as_row(example: Example) -> dict[str, Any]:

@@ -17,13 +17,11 @@ from shardtune.data.encoder import Row, RowDropped, RowError, TooLong
 from shardtune.data.formats import MEDIA_KEYS, Chat, Completion, Text, recognise
 from shardtune.data.image_rows import IMAGE_MARK, mark_images, read_image_row
 from shardtune.data.image_text import Expanded, ImageText
-from shardtune.data.images import StoredImage, read_image, to_fields
+from shardtune.data.images import IMAGE_STOP, SPANS, StoredImage, read_image, to_fields
 from shardtune.data.template import ChatTemplate, Rendering, Span, missing_template
 from shardtune.errors import DataError
 
-IMAGE_STOP = "image_stop"
-"""The field of a sample that says where its last image ends, in tokens; no row is cut before that."""
-ENCODING_VERSION = 1
+ENCODING_VERSION = 2
 _PATH_KEYS = ("image", "images", "path", "video")
 _LONGEST_PATH = 512
 _PROBE = "\ue0f5\ue0f6"
@@ -141,12 +139,13 @@ class ImageChatEncoder(ChatEncoder):
         example, named = read_image_row(row)
         images = [read_image(value, self._folder) for value in named]
         if isinstance(example, Chat):
-            sample, in_prompt, stop = self._encode_images_chat(self._with_system(example), images)
+            sample, in_prompt, spans = self._encode_images_chat(self._with_system(example), images)
         elif self.system_prompt is not None:
             raise RowError("data.system_prompt is set, but a row of plain text has no turns to put it before")
         else:
-            sample, in_prompt, stop = self._encode_images_text(example, images)
-        return replace(sample, fields={**to_fields(images, in_prompt), IMAGE_STOP: np.array(stop, np.int32)})
+            sample, in_prompt, spans = self._encode_images_text(example, images)
+        places = {SPANS: spans, IMAGE_STOP: spans.max(initial=0)}
+        return replace(sample, fields={**to_fields(images, in_prompt), **places})
 
     def fit(self, sample: Sample) -> Sample:
         stop = int(sample.fields[IMAGE_STOP])
@@ -185,8 +184,8 @@ class ImageChatEncoder(ChatEncoder):
     def _expand(self, text: str, images: Sequence[StoredImage]) -> Expanded:
         return self.images.expand(text, [image.size for image in images])
 
-    def _encode_images_chat(self, chat: Chat, images: Sequence[StoredImage]) -> tuple[Sample, int, int]:
-        """The sample, how many images its prompt has, and the token at which the last image ends."""
+    def _encode_images_chat(self, chat: Chat, images: Sequence[StoredImage]) -> tuple[Sample, int, np.ndarray]:
+        """The sample, how many images its prompt has, and where each image begins and ends, in tokens."""
         if self.template is None:
             raise missing_template("data.chat_template")
         self._check_weights(chat)
@@ -194,17 +193,19 @@ class ImageChatEncoder(ChatEncoder):
         expanded = self._expand(rendering.text, images)
         shown = Rendering(expanded.text, tuple(self._moved(rendering.text, expanded, rendering.spans)))
         ids, weights = self._weigh(chat, shown)
-        stop = self._leave_out_images(expanded, weights)
+        spans = self._leave_out_images(expanded, weights)
         if not self.with_prompts:
-            return Sample(ids, weights), 0, stop
+            return Sample(ids, weights), 0, spans
         prompt, reference = self._question(chat, rendering)
         if prompt is None:
-            return Sample(ids, weights), 0, stop
+            return Sample(ids, weights), 0, spans
         count = prompt.count(self.images.placeholder)
         tokens = self._tokens(self._expand(prompt, images[:count]).text)[0]
-        return Sample(ids, weights, tokens, (reference or "").replace(IMAGE_MARK, "")), count, stop
+        return Sample(ids, weights, tokens, (reference or "").replace(IMAGE_MARK, "")), count, spans
 
-    def _encode_images_text(self, example: Completion | Text, images: Sequence[StoredImage]) -> tuple[Sample, int, int]:
+    def _encode_images_text(
+        self, example: Completion | Text, images: Sequence[StoredImage]
+    ) -> tuple[Sample, int, np.ndarray]:
         prompt, text = ("", example.text) if isinstance(example, Text) else (example.prompt, example.completion)
         shown = [part.replace(IMAGE_MARK, self.images.placeholder) for part in (prompt, text)]
         count = shown[0].count(self.images.placeholder)
@@ -216,19 +217,20 @@ class ImageChatEncoder(ChatEncoder):
         ids = self._tokens(whole.text)[0]
         opened = len(self._opened(ids)) > len(ids)  # a begin token stands before the text
         weights = sample.loss_weights.copy()
-        stop = self._leave_out_images(whole, weights[1:] if opened else weights)
-        return replace(sample, loss_weights=weights), count, stop + opened
+        spans = self._leave_out_images(whole, weights[1:] if opened else weights)
+        return replace(sample, loss_weights=weights), count, spans + opened
 
-    def _leave_out_images(self, expanded: Expanded, weights: np.ndarray) -> int:
-        """Nothing is to be predicted in an image; returns where the last one ends, in tokens."""
+    def _leave_out_images(self, expanded: Expanded, weights: np.ndarray) -> np.ndarray:
+        """Nothing is to be predicted in an image; returns where each begins and ends, in tokens, int32 [images, 2]."""
         if not expanded.images:
-            return 0
+            return np.empty((0, 2), np.int32)
         _, starts, stops = self._tokens(expanded.text)
-        inside = np.zeros(len(starts), bool)
+        spans = []
         for start, stop in expanded.images:
-            inside |= (starts < stop) & (stops > start)
-        weights[: len(inside)][inside] = 0.0
-        return int(np.flatnonzero(inside)[-1]) + 1
+            inside = np.flatnonzero((starts < stop) & (stops > start))
+            weights[inside] = 0.0
+            spans.append((inside[0], inside[-1] + 1))
+        return np.array(spans, np.int32)
 
     def _moved(self, text: str, expanded: Expanded, spans: Sequence[Span]) -> Iterator[Span]:
         """Spans of a rendering, in the text with its images expanded."""

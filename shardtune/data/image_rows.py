@@ -154,8 +154,8 @@ class _Taken:
         if sorted(self._places) == list(range(listed)):
             return
         if not places:
-            raise RowError(f"the row lists {listed} images, and its parts name others")
-        raise RowError(f"the row has {listed} images and {places} places for them ({IMAGE_TAG}, parts of type image)")
+            raise RowError(f"{listed} images are listed, and parts name others")
+        raise RowError(f"there are {listed} images and {places} places for them ({IMAGE_TAG}, parts of type image)")
 
     def _text(self, text: str) -> str:
         if IMAGE_MARK in text:

@@ -30,6 +30,11 @@ SIZES, DIGESTS = "image_sizes", "image_digests"
 """The fields of a sample that tell what its images were when it was read: width and height, hashes of files."""
 PROMPT_IMAGES = "prompt_images"
 """The field of a sample that says how many of its images belong to its prompt."""
+SPANS = "image_spans"
+"""The field of a sample that says where each image begins and ends in its tokens: int32 [images, 2]."""
+IMAGE_STOP = "image_stop"
+"""The field of a sample that says where its last image ends, in tokens; no row is cut before that."""
+IMAGE_FIELDS = frozenset((DATA, ENDS, KINDS, SIZES, DIGESTS, PROMPT_IMAGES, SPANS, IMAGE_STOP))
 MOST_PIXELS = 64_000_000
 """Of an image; decoded, that many take 192 MB."""
 _TIMEOUT = 30.0

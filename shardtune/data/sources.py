@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from shardtune.data import hub
 from shardtune.data.encoder import FrameOptions, Row, RowError, bad_row
-from shardtune.data.formats import FORMATS_BY_NAME, read_example, recognise, rename_columns
+from shardtune.data.formats import FORMATS_BY_NAME, in_format, read_example, recognise, rename_columns
 from shardtune.data.hub import Purpose, Wanted
 from shardtune.data.readers import SUPPORTED, Chunk, NumberedRow, kind_of, read_chunks
 from shardtune.data.robot.frames import Origin, describe_frame
@@ -426,7 +426,7 @@ def _check_first_rows(source: Source, title: Callable[[Row], str], on_bad_row: s
                     raise row
                 prepared = prepare_row(row, source)
                 if prepared is not None:
-                    return title(prepared)
+                    return title(prepared if source.format is None else in_format(prepared, source.format))
             except RowError as error:
                 first = first or bad_row(file.label, number, error.reason)
                 if on_bad_row == "fail":

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any
 
 import torch
+from torch import nn
 
 from shardtune.environment import Policy
 from shardtune.models.adapter import Adapter, AdapterRoot
+from shardtune.models.casting import compute_in
+from shardtune.parallel.shard import COMPUTE_DTYPE
 
 
 class ActingAdapter(Adapter):
@@ -22,6 +26,28 @@ class ActingAdapter(Adapter):
         data.
 
         Args:
-            root: the sharded module that `self.root` made, in evaluation mode.
+            root: the sharded module that `self.root` made, in evaluation mode; `root.act(…)` is `self.act(model, …)` with
+                the weights whole.
             device: where it computes.
         """
+
+    @abstractmethod
+    def act(self, model: nn.Module, *inputs: Any) -> Any:
+        """What a policy computes with the model: from tensors to tensors."""
+
+    def root(self, model: nn.Module) -> AdapterRoot:
+        compute_in(model, COMPUTE_DTYPE[self.recipe.actor.model.precision])
+        return ActingRoot(self, model)
+
+
+class ActingRoot(AdapterRoot):
+    """A root that also acts."""
+
+    entry_points = (*AdapterRoot.entry_points, "act")
+
+    def __init__(self, adapter: ActingAdapter, model: nn.Module) -> None:
+        super().__init__(adapter, model)
+        self._acting = adapter
+
+    def act(self, *inputs: Any) -> Any:
+        return self._acting.act(self.model, *inputs)

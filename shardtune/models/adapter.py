@@ -23,7 +23,7 @@ from shardtune.errors import ConfigError, ModelError, ParallelError
 from shardtune.loss import TokenLoss
 from shardtune.models.casting import compute_in
 from shardtune.models.execution import set_execution
-from shardtune.models.fields import FieldEncoder
+from shardtune.models.fields import FieldEncoder, FrameFieldEncoder
 from shardtune.models.options import NoOptions, read_options
 from shardtune.models.predictions import Measure, Prediction, checked, predicted_loss
 from shardtune.models.pretrained import recipe_tokenizer
@@ -182,7 +182,8 @@ class Adapter(ABC):
 
     def encoder(self, *, with_prompts: bool) -> Encoder:
         """What turns rows into samples in the processes that build the cache."""
-        return FieldEncoder(self, self.recipe)
+        chunk = self.action_chunk
+        return FieldEncoder(self, self.recipe) if chunk is None else FrameFieldEncoder(self, self.recipe, chunk)
 
     def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> Batch:
         """Samples as one micro-batch; by default each field is stacked, and padded where `padding` names it."""
@@ -192,6 +193,12 @@ class Adapter(ABC):
     def filler(self, sample: Sample) -> Sample:
         """What a rank without rows computes for nothing, so that others need not wait; by default this sample."""
         return sample
+
+    @property
+    def action_chunk(self) -> int | None:
+        """Rows are frames of robot data (docs/robot-data.md), each with so many actions from there on; None: rows are
+        those of the data files."""
+        return None
 
     def may_be_idle(self, name: str) -> bool:
         """Whether a trained parameter may be without a gradient; by default none may."""

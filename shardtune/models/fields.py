@@ -22,7 +22,7 @@ import torch
 
 from shardtune.batch import Sample
 from shardtune.config import Recipe, load_recipe
-from shardtune.data.encoder import LengthLimit, Row, RowDropped, RowError
+from shardtune.data.encoder import FrameOptions, LengthLimit, Row, RowDropped, RowError
 from shardtune.errors import DataError, ModelError, ShardtuneError
 from shardtune.functions import USER_MODULE, import_file
 
@@ -161,6 +161,19 @@ class FieldEncoder:
             "data": [recipe.data.max_length, recipe.data.on_too_long, recipe.data.system_prompt],
         }
         return hashlib.blake2b(json.dumps(settings, default=str).encode(), digest_size=20).hexdigest()
+
+
+class FrameFieldEncoder(FieldEncoder):
+    """The same for rows that are frames of robot data.
+
+    Args:
+        adapter, recipe: as for `FieldEncoder`.
+        chunk: actions of a row.
+    """
+
+    def __init__(self, adapter: RowEncoding, recipe: Recipe, chunk: int) -> None:
+        super().__init__(adapter, recipe)
+        self.frames = FrameOptions(chunk)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoTokenizer, BatchFeature, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.image_processing_base import BatchFeature
 from transformers.image_processing_utils import BaseImageProcessor
 
 from shardtune.data.image_text import ImageText
@@ -94,18 +95,16 @@ class PrismaticImageProcessor(BaseImageProcessor):
         steps = zip(self.tvf_resize_params, self.tvf_crop_params, self.tvf_normalize_params, strict=True)
         return torch.cat([_normal(_cropped(_resized(image, resize), crop), normal) for resize, crop, normal in steps])
 
-    def preprocess(
-        self, images: Image.Image | Sequence[Image.Image], return_tensors: str | None = None
+    def preprocess(  # pyright: ignore[reportIncompatibleMethodOverride] (the steps are those of its files alone)
+        self, images: Image.Image | Sequence[Image.Image], return_tensors: str | None = None, **kwargs: Any
     ) -> BatchFeature:
         """One image or several to `pixel_values` float32 [images, 3 per backbone, height, width]."""
         several = [images] if isinstance(images, Image.Image) else list(images)
         pixels = torch.stack([self.apply(image) for image in several])
         return BatchFeature({"pixel_values": pixels.numpy()}, tensor_type=return_tensors)
 
-    def __call__(
-        self, images: Image.Image | Sequence[Image.Image], return_tensors: str | None = None, **kwargs: Any
-    ) -> BatchFeature:
-        return self.preprocess(images, return_tensors)
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "tvf_letterbox_fill": self.tvf_letterbox_fill}
 
 
 def letterboxed(image: Image.Image, fill: Sequence[int]) -> Image.Image:

@@ -204,12 +204,13 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
             mask[row, longest - len(prompt.tokens) :] = 1
         return {"input_ids": ids, "attention_mask": mask, **self.prompt_inputs(prompts, longest)}
 
-    def act(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], arguments: Mapping[str, Any]) -> ActionBatch:
-        """`predict_action_batch` of the model, under its own attention."""
+    def act(self, model: nn.Module, *inputs: Any) -> ActionBatch:
+        """`predict_action_batch` of the model, under its own attention; of tensors, and of arguments, by name."""
+        tensors, arguments = inputs
         assert isinstance(model, ActionPolicy)
         with under_attention(model, self._own_attention), torch.compiler.set_stance("force_eager"):
             predict: Callable[..., ActionBatch] = model.predict_action_batch
-            return predict(**inputs, **arguments)
+            return predict(**tensors, **arguments)
 
 
 class ActionRoot(LanguageRoot):

@@ -11,7 +11,7 @@ from shardtune.config.layout import Layout
 from shardtune.errors import ParallelError
 
 
-def layout(ranks: int, backend: str = "fsdp", **sizes: int) -> Layout:
+def layout(ranks: int, backend: str = "fsdp", /, **sizes: int) -> Layout:
     values: Any = {"training_backend": backend, "parallel": sizes}
     return Layout.of(ActorConfig.model_validate(values), ranks)
 

@@ -456,7 +456,7 @@ PLAIN = [turn("user", "What?"), turn("assistant", "A cat.")]
         (asked({"type": "sound"}, WORDS), "type 'sound'"),
         (asked({"type": "image"}, WORDS), "0 images and 1 places"),
         (asked({"type": "image", "index": 3}, WORDS) | {"images": FILES}, "3 images and 1 places"),
-        (asked({"type": "image", "path": "red.png"}, WORDS) | {"images": FILES[:1]}, "its parts name others"),
+        (asked({"type": "image", "path": "red.png"}, WORDS) | {"images": FILES[:1]}, "parts name others"),
         (asked({"type": "image", "image": "red.png"}, {"type": "text"}), "type 'text'"),
         (asked(7, WORDS), "type 'int'"),
         ({"messages": [turn("user", "a\ue0f7"), turn("assistant", "A.")]}, r"U\+E0F7"),

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 import shardtune
+from shardtune.preflight import OWN_STORE
 from tests.dist.hosts import Host, hosts, lines_of, why_not
 from tests.tiny_run import Tiny, lines, make_tiny
 
@@ -57,6 +58,12 @@ def two() -> Iterator[list[Host]]:
         yield made
 
 
+@pytest.fixture
+def three() -> Iterator[list[Host]]:
+    with hosts(3) as made:
+        yield made
+
+
 class Job:
     """A recipe of slow steps, a save after every second of them, and what its commands said."""
 
@@ -79,7 +86,7 @@ class Job:
         self.started.append((process, log))
         return process
 
-    def torchrun(self, made: list[Host], nodes: str, *options: str) -> list[subprocess.Popen[str]]:
+    def torchrun(self, made: list[Host], nodes: str, *options: str, **environment: str) -> list[subprocess.Popen[str]]:
         """The same command on every host, as a cluster's users type it."""
         return [
             self.start(
@@ -88,6 +95,7 @@ class Job:
                 *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{made[0].address}:29400", "--rdzv-id", self.name),
                 *("--local-addr", host.address, "--rdzv-conf", "last_call_timeout=2", *options),
                 *("-m", "shardtune", "train", str(self.recipe)),
+                **environment,
             )
             for host in made
         ]
@@ -161,6 +169,21 @@ def test_under_torchrun_a_host_that_is_cut_off_ends_the_job_and_nothing_saved_is
     assert [job.end(process) for process in again] == [0, 0], job.said()
     assert f"continuing after step {saved}" in job.said()
     job.check_whole()
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_with_two_of_three_hosts(tiny: Tiny, three: list[Host]) -> None:
+    job = Job(tiny, "three")
+    options = ("--max-restarts", "1", "--rdzv-conf", "last_call_timeout=10")
+    *left, lost = job.torchrun(three, "2:3", *options, **{OWN_STORE: "1"})
+    job.wait_for(lambda: "ranks     3 on cpu" in job.said() and job.saved() >= 2, *left, lost, seconds=180)
+    three[2].kill()
+    job.go.touch()
+    assert [job.end(process, 180) for process in left] == [0, 0], job.said()
+    assert "ranks     2 on cpu" in job.said()
+    assert "continuing after step" in job.said()
+    job.check_whole()
+    assert [host.processes() for host in three] == [[], [], []]
 
 
 def rank_processes(host: Host) -> list[int]:

@@ -22,6 +22,7 @@ from shardtune.cli import app
 from shardtune.config import load_recipe
 from shardtune.verify.adapter import verify_adapter
 from tests.docs.blocks import PAGES, ROOT, Block, blocks
+from tests.models.vision import save_image_rows, save_vision_model
 from tests.workspace import make_workspace, run_cli
 
 KNOWN = {"python", "yaml", "json", "toml", "console", ""}
@@ -62,6 +63,19 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def train_on_pictures(folder: Path) -> None:
+    """A reader's `runs/pictures`: a tiny vision-language model, and a picture `a.png`."""
+    model = save_vision_model("llava", folder / "vision")
+    file, _ = save_image_rows(folder, 4)
+    Path(folder / "images" / "1_0.png").rename(folder / "a.png")
+    rows = file.read_text().replace("images/1_0.png", "a.png")
+    file.write_text(rows)
+    keys = [f"actor.model.model_path={model}", "actor.model.model_type=vision_language", "data.eval_data_paths=null"]
+    keys += [f"data.train_data_paths={file}", "runner.max_steps=1", "runner.logger.experiment_name=pictures"]
+    outcome = run_cli("train", "recipe.yaml", "runner.eval_before_training=false", *keys)
+    assert outcome.code == 0, outcome.err
+
+
 def named(*languages: str) -> list[Any]:
     return [pytest.param(block, id=str(block)) for block in blocks(*languages)]
 
@@ -92,6 +106,8 @@ def test_python_blocks_run(block: Block, sandbox: Path):
         "recipe": load_recipe("recipe.yaml"),
         "tokenizer": AutoTokenizer.from_pretrained("model"),
     }
+    if "runs/pictures" in block.text:
+        train_on_pictures(sandbox)
     if "runs/recipe" in block.text:
         assert run_cli("train", "recipe.yaml", "runner.max_steps=2").code == 0
     exec(compile(block.text, str(block), "exec"), names)

@@ -43,7 +43,9 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def test_a_batch_is_answered_as_each_row_alone(kind: str) -> None:
-    for how in ({"do_sample": False}, {"do_sample": True, "seeds": [3, 4, 5], "temperature": 1.5, "top_p": 0.95}):
+    drawn: dict[str, Any] = {"do_sample": True, "seeds": [3, 4, 5], "temperature": 1.5, "top_p": 0.95}
+    ways: list[dict[str, Any]] = [{"do_sample": False}, drawn]
+    for how in ways:
         together = policy(kind).predict_action_batch(**inputs(kind, PROMPTS), **how)
         assert together.actions.shape == (3, CHUNK, DIMENSIONS)
         assert together.actions.dtype == torch.float32
@@ -174,7 +176,7 @@ def test_a_further_processor_of_logits_comes_first() -> None:
 def test_only_tokens_of_actions_are_left() -> None:
     scores = torch.randn(2, VOCABULARY)
     scores[:, 3] = 1e9
-    left = ActionLogits(ActionTokens(TOP, Bins(BINS)))(torch.zeros(2, 1, dtype=torch.int64), scores)
+    left = ActionLogits(ActionTokens(TOP, Bins(BINS)))(torch.zeros(2, 1).long(), scores)  # pyright: ignore[reportArgumentType]
     assert torch.isfinite(left).sum(-1).tolist() == [BINS, BINS]
     assert torch.equal(left[:, TOP - BINS : TOP], scores[:, TOP - BINS : TOP])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from shardtune.data.encoder import RowError
 from shardtune.data.image_chat import IMAGE_STOP
 from shardtune.environment import Observation
 from shardtune.errors import ConfigError, ModelError
-from shardtune.models.action_policy import SETTINGS, ActionSettings
+from shardtune.models.action_policy import SETTINGS, ActionSettings, action_class
 from shardtune.models.action_rows import PADDED, as_stored
 from shardtune.models.actions import action_statistics
 from shardtune.models.openvla import EMPTY_TOKEN
 from shardtune.models.registry import find_adapter
 from shardtune.models.vision_language_action import VisionLanguageAction
 from shardtune.sft_worker import SFTWorker
+from tests.dist.ranks import run_ranks
 from tests.models.robot import DIMENSIONS, frame, save_episodes
 from tests.models.tiny_openvla import PATCHES, save_openvla
 from tests.models.vision import save_vision_model
@@ -321,3 +323,51 @@ def test_a_model_in_memory_has_to_have_actions(folder: Path) -> None:
 def test_settings_stay_as_they_are(folder: Path) -> None:
     adapter = adapter_of(folder, "llava")
     assert ActionSettings.of(adapter.config) == adapter.settings
+
+
+# -- several ranks, stored parts -----------------------------------------------------------------------------------
+
+
+def trained_and_asked(folder: str, changes: Values) -> tuple[list[float], np.ndarray, float]:
+    """Losses of two steps, the policy's answers, and how far they are off."""
+    worker = SFTWorker(load_recipe(recipe(Path(folder), "llava", "ranks", **changes)), say=lambda _: None)
+    worker.setup()
+    losses = [worker.run_training()["train/loss"] for _ in range(2)]
+    adapter = worker.adapter
+    assert isinstance(adapter, VisionLanguageAction)
+    worker.model.eval()
+    answers = adapter.policy(worker.root, worker.device)(observations(3))
+    return losses, answers, worker.run_eval()["eval/action_l1"]
+
+
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_ranks_train_and_act_as_one(folder: Path, lora: bool) -> None:
+    """Sharded by FSDP2, the model generates inside the call that gathers its weights."""
+    changes = {"model__is_lora": lora}
+    losses, answers, off = trained_and_asked(str(folder), changes)
+    both = run_ranks(trained_and_asked, 2, str(folder), changes)
+    for found_losses, found_answers, found_off in both:
+        assert found_losses == pytest.approx(losses, rel=1e-5)
+        assert np.abs(found_answers - answers).max() < 1e-6
+        assert found_off == pytest.approx(off, rel=1e-5)
+
+
+def test_a_value_head_that_is_there_stays(folder: Path, tmp_path: Path) -> None:
+    """A directory with one is trained on; supervised rows say nothing of values."""
+    base: Any = AutoModelForImageTextToText.from_pretrained(folder / "llava")
+    first = adapter_of(folder, "llava", model__action_tokens="last")
+    replace(first.settings, value_sizes=(8,)).write_to(base.config)
+    policy = action_class(type(base))(base.config)
+    policy.load_state_dict(base.state_dict(), strict=False)
+    policy.save_pretrained(tmp_path / "base")
+    first.processor.save_pretrained(tmp_path / "base")
+    values = recipe(folder, "llava", "valued", model__model_path=str(tmp_path / "base"), model__action_tokens="auto")
+    worker = SFTWorker(load_recipe(values), say=lambda _: None)
+    worker.setup()
+    worker.run_training()
+    worker.export(tmp_path / "trained", "fp32")
+    loaded: Any = action_class(type(base)).from_pretrained(tmp_path / "trained")
+    before = policy.value_head.state_dict()
+    assert before.keys() == loaded.value_head.state_dict().keys()
+    assert all(torch.equal(before[name], tensor) for name, tensor in loaded.value_head.state_dict().items())
+    assert not torch.equal(policy.lm_head.weight, loaded.lm_head.weight)

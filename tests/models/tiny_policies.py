@@ -79,14 +79,14 @@ def make_policy(kind: str, *, seed: int = 0, **changes: Any) -> Any:
     return model.eval()
 
 
-def inputs(kind: str, prompts: Sequence[Sequence[int]], seed: int = 1) -> dict[str, torch.Tensor]:
+def inputs(kind: str, prompts: Sequence[Sequence[int]], seed: int = 1) -> dict[str, Any]:
     """One image before each prompt, padded at the left; rows of the same prompt have the same image."""
     draws = [torch.Generator().manual_seed(seed + sum(prompt)) for prompt in prompts]
     before = [IMAGE] * 4 if kind == "llava" else [62, IMAGE, 63]
     ids = [[1, *before, *prompt] for prompt in prompts]
     longest = max(map(len, ids))
     padded = torch.tensor([[PAD] * (longest - len(row)) + row for row in ids])
-    found = {
+    found: dict[str, Any] = {
         "input_ids": padded,
         "attention_mask": torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids]),
     }

@@ -38,7 +38,7 @@ def read_frame(path: str, seconds: float) -> Image.Image:
     try:
         return _opened(path).frame(seconds)
     except (FFmpegError, OSError) as error:
-        _open.files.pop((os.getpid(), path), None)
+        _open.files.pop(path, None)
         raise RowError(f"the video {path} cannot be decoded at {seconds:.3f} s: {error}") from error
 
 
@@ -93,7 +93,7 @@ class _Video:
         if self.last is None or abs(self.last[0] - seconds) > reach:
             near = "it has no frame there" if self.last is None else f"the nearest is at {self.last[0]:.3f} s"
             raise RowError(f"the video {self.path} has no frame at {seconds:.3f} s: {near}")
-        return self.last[1].to_image()
+        return self.last[1].to_image(threads=1)  # otherwise each frame starts as many as there are cores
 
     def _seek(self, seconds: float) -> None:
         assert self.stream.time_base is not None
@@ -115,18 +115,27 @@ class _Open(threading.local):
     """The files that a thread has open: training and evaluation read in threads of their own."""
 
     def __init__(self) -> None:
-        self.files: OrderedDict[tuple[int, str], _Video] = OrderedDict()
+        self.process = os.getpid()
+        self.files: OrderedDict[str, _Video] = OrderedDict()
+        self.inherited: list[object] = []
+
+    def here(self) -> OrderedDict[str, _Video]:
+        """Those that this process has opened. What a fork inherits is kept, and neither read nor closed: it shares its
+        position with the parent, and closing waits for threads that the fork has not taken along."""
+        if self.process != os.getpid():
+            self.inherited.append(self.files)
+            self.process, self.files = os.getpid(), OrderedDict()
+        return self.files
 
 
 _open = _Open()
 
 
 def _opened(path: str) -> _Video:
-    files = _open.files
-    key = (os.getpid(), path)  # an open file that a fork inherits shares its position with the parent
-    if key not in files:
-        files[key] = _Video.open(path)
+    files = _open.here()
+    if path not in files:
+        files[path] = _Video.open(path)
         while len(files) > _OPEN_FILES:
             files.popitem(last=False)[1].container.close()
-    files.move_to_end(key)
-    return files[key]
+    files.move_to_end(path)
+    return files[path]

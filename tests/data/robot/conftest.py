@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -24,15 +24,16 @@ class FramesEncoder:
     """Keeps actions, padding, state, and the mean colour of each camera's image."""
 
     chunk: int = 1
+    folder: Path = Path("somewhere")
 
-    title = None
+    title: ClassVar = None
 
     @property
     def frames(self) -> FrameOptions:
         return FrameOptions(self.chunk)
 
     def encode(self, row: Row) -> Sample:
-        colours = [np.asarray(read_image(image, Path("/")).read()).mean((0, 1)) for image in row["images"].values()]
+        colours = [np.asarray(read_image(image, self.folder).read()).mean((0, 1)) for image in row["images"].values()]
         fields = {
             "actions": np.asarray(row["actions"], np.float32),
             "padding": np.asarray(row["action_is_pad"], bool),
@@ -49,10 +50,10 @@ class FramesEncoder:
         return {"actions": float((~sample.fields["padding"]).sum())}
 
     def at(self, folder: Path) -> FramesEncoder:
-        return self
+        return replace(self, folder=folder)
 
     def cache_key(self) -> str:
-        return "frames"
+        return f"frames {self.folder}"
 
 
 def episode(length: int, *, seed: int = 0, task: str = "lift it", cameras=("top", "wrist"), dims=(3, 4)) -> Episode:

@@ -8,6 +8,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -100,6 +101,11 @@ class TestReadFrame:
             there = pool.map(_frame_of, [video] * 30, range(29, -1, -1))
             assert [seen(read_frame(video, frame / FPS)) for frame in range(30)] == list(range(30))
             assert list(there) == list(range(29, -1, -1))
+
+    def test_no_threads_of_its_own(self, video):
+        before = psutil.Process().num_threads()
+        assert seen(read_frame(video, 1.0)) == 10
+        assert psutil.Process().num_threads() == before
 
     def test_size_and_mode(self, video):
         image = read_frame(video, 0.0)
