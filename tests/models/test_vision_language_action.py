@@ -28,7 +28,7 @@ from shardtune.sft_worker import SFTWorker
 from tests.dist.ranks import run_ranks
 from tests.models.robot import DIMENSIONS, frame, save_episodes
 from tests.models.tiny_openvla import PATCHES, save_openvla
-from tests.models.vision import save_vision_model
+from tests.models.vision import FAMILIES, save_vision_model
 
 CHUNK, BINS = 2, 16
 Values = dict[str, Any]
@@ -371,3 +371,25 @@ def test_a_value_head_that_is_there_stays(folder: Path, tmp_path: Path) -> None:
     assert before.keys() == loaded.value_head.state_dict().keys()
     assert all(torch.equal(before[name], tensor) for name, tensor in loaded.value_head.state_dict().items())
     assert not torch.equal(policy.lm_head.weight, loaded.lm_head.weight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_trains_and_acts(tmp_path: Path, family: str) -> None:
+    save_vision_model(family, tmp_path / family)
+    save_episodes(tmp_path / "light")
+    save_episodes(tmp_path / "other", 3, seed=9)
+    worker = SFTWorker(load_recipe(recipe(tmp_path, family, family)), say=lambda _: None)
+    worker.setup()
+    assert np.isfinite([worker.run_training()["train/loss"] for _ in range(2)]).all()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in worker.inner_model().parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    worker.model.eval()
+    adapter = worker.adapter
+    assert isinstance(adapter, VisionLanguageAction)
+    policy = adapter.policy(worker.root, worker.device)
+    together = policy(observations(3))
+    assert np.array_equal(together, np.concatenate([policy([one]) for one in observations(3)]))
+    assert len(np.unique(together.round(5), axis=0)) > 1
