@@ -46,6 +46,13 @@ from tests.models.vision import FAMILIES, save_image_rows, save_vision_model, te
 Section = tuple[str, bool]
 """The text of a section, and whether all its limits hold."""
 
+
+@contextlib.contextmanager
+def _silently() -> Iterator[None]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 PICTURES, MEMORY_STEPS = 16, 250
@@ -58,7 +65,7 @@ def memory(small: bool) -> Section:
     count, steps = (6, 90) if small else (PICTURES, MEMORY_STEPS)
     lines, kept = [], True
     for family in families:
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        with tempfile.TemporaryDirectory() as folder, _silently():
             found = memorise(family, Path(folder), count=count, steps=steps)
         kept &= found.exact >= FEWEST_EXACT and found.seconds <= MOST_SECONDS and found.exchanged > found.loss
         losses = (f"{found.loss:.3f}", f"{found.exchanged:.2f}")
@@ -316,7 +323,7 @@ def waiting(small: bool) -> Section:
     with tempfile.TemporaryDirectory() as folder:
         made = make_photographs(Path(folder), photos, width, layers)
         for processes in (PROCESSES, 0):
-            with contextlib.redirect_stdout(io.StringIO()):
+            with _silently():
                 run = shardtune.train(photograph_recipe(made, Path(folder), 4, processes, steps))
             waited, seconds = _waited(run.dir / "metrics.jsonl")
             lines.append((processes, f"{seconds:.2f}", f"{waited * 1000:.0f}", f"{100 * waited / seconds:.1f} %"))

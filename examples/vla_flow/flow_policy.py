@@ -116,7 +116,7 @@ class FlowAdapter(ActingAdapter):
         return {"flow": LossSum(flow, numbers), "regression": LossSum(self.options.regression * regression, numbers)}
 
     def draws(self, model, actions):
-        """Noise and times; in training drawn anew, from a seed of the step and the micro-batch, else the same always."""
+        """Noise and times: in training drawn anew (seeded by step and micro-batch), else always the same."""
         if model.training:
             return torch.randn_like(actions), torch.rand_like(actions[:, 0, 0])
         noise = torch.randn((1, *model.shape), generator=torch.Generator().manual_seed(0)).to(actions)

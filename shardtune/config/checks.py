@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,39 +13,6 @@ from shardtune.config.schema import OptimConfig, Recipe
 from shardtune.config.values import WORKERS
 from shardtune.errors import ConfigError, ParallelError
 from shardtune.registration import BUILT_IN
-
-
-@dataclass(frozen=True, slots=True)
-class NotYet:
-    """A key that the schema has and this version cannot act on.
-
-    Attributes:
-        key: dotted.
-        refused: which values ask for what is missing, in words.
-        refuses: the same as a test.
-        instead: what to do.
-    """
-
-    key: str
-    refused: str
-    refuses: Callable[[Any], bool]
-    instead: str
-
-
-def _flag(key: str, instead: str) -> NotYet:
-    return NotYet(key, "true", bool, instead)
-
-
-def _other_than(key: str, default: Any, instead: str) -> NotYet:
-    return NotYet(key, f"all but {json.dumps(default)}", lambda value: value != default, instead)
-
-
-def _any_of(key: str, values: tuple[str, ...], instead: str) -> NotYet:
-    return NotYet(key, ", ".join(values), lambda value: value in values, instead)
-
-
-# A feature that arrives takes its lines out of here; nothing else knows of them.
-NOT_YET: tuple[NotYet, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +41,11 @@ def check(recipe: Recipe, written: Merged, in_memory: Collection[str]) -> list[C
     """Everything that the recipe alone shows to be wrong."""
     facts = Facts(recipe, written, in_memory)
     rules = (
-        *(_not_yet, _launcher, _required, _batches, _length, _schedule),
+        *(_launcher, _required, _batches, _length, _schedule),
         *(_duration, _evaluation, _episodes, _watching, _losses, _lora),
         *(_execution, _optimizer_states, _actions),
     )
     return [problem for rule in rules for problem in rule(facts)]
-
-
-def _not_yet(facts: Facts) -> Iterator[ConfigError]:
-    for feature in NOT_YET:
-        value: Any = facts.recipe
-        for part in feature.key.split("."):
-            value = getattr(value, part)
-        if feature.refuses(value):
-            yield facts.problem(
-                feature.key, f"{feature.key}: {value!r} is not supported in this version of shardtune", feature.instead
-            )
 
 
 def _launcher(facts: Facts) -> Iterator[ConfigError]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 PARTS = {
     "vision_tower": r"(^|\.)(vision_tower|visual|vision_model|vision_encoder|image_tower|vision_backbone)\."
     r"(?!merger\.|deepstack_merger_list\.)",
-    "projector": r"(^|\.)(multi_modal_projector|mm_projector|projector|connector|visual\.merger|visual\.deepstack_merger_list)\.",
+    "projector": r"(^|\.)(multi_modal_projector|mm_projector|projector|connector|"
+    r"visual\.merger|visual\.deepstack_merger_list)\.",
     "language_model": r"(^|\.)(language_model|text_model)\.|(^|\.)lm_head\.",
 }
 """Part to a regular expression that its parameters' names match, and no other part's."""

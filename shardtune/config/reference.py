@@ -10,7 +10,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from shardtune.config.checks import NOT_YET
 from shardtune.config.keys import ALIASES, allowed, section_type
 from shardtune.config.overrides import GROUPS, options
 from shardtune.config.schema import DataEntry, ParameterGroup, Recipe
@@ -64,15 +63,6 @@ unless it is given, as in HALOs.
 |---|---|
 """
 
-LATER = """
-## Not in this version
-
-These keys are in the schema so that recipes keep their shape. A value that asks for what is missing is an error.
-
-| key | refused | instead |
-|---|---|---|
-"""
-
 
 def page() -> str:
     """The whole page, in Markdown."""
@@ -92,8 +82,6 @@ def _parts() -> Iterator[str]:
     yield from (f"| `{group}` | {', '.join(options(group))} |\n" for group in GROUPS)
     yield HALOS
     yield from (f"| `{theirs}` | `{ours}` |\n" for theirs, ours in ALIASES.items())
-    yield LATER
-    yield from (f"| `{item.key}` | {_cell(item.refused)} | {_cell(item.instead)} |\n" for item in NOT_YET)
 
 
 def _section(section: type[BaseModel], name: str) -> Iterator[str]:

@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
+from multiprocessing.queues import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -46,7 +47,8 @@ def computed_ahead(function: Callable[[T], R], items: Iterable[T], num_processes
     pending, waiting = iter(items), deque[Future[R]]()
     # Forked, so that nothing has to be sent to it that this process knows.
     context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(num_processes, context, initializer=_begin, initargs=(function, os.getpid()))
+    started = context.SimpleQueue()
+    pool = ProcessPoolExecutor(num_processes, context, initializer=_begin, initargs=(function, os.getpid(), started))
     try:
         with _quiet_tokenizers():
             for item in islice(pending, num_processes * AHEAD):
@@ -57,18 +59,30 @@ def computed_ahead(function: Callable[[T], R], items: Iterable[T], num_processes
                 waiting.append(pool.submit(_work, item))
             yield found
     except BrokenProcessPool as error:
+        kill_started(started)
         raise _died(error) from error
     finally:
         waiting.clear()
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+def kill_started(processes: SimpleQueue[int]) -> None:
+    """Kills what is left of a broken pool, by the numbers that its processes gave when they began.
+
+    The pool asks them to end, and waits; but they may wait for a lock that died with the one that held it.
+    """
+    while not processes.empty():
+        with suppress(ProcessLookupError):
+            os.kill(processes.get(), signal.SIGKILL)
+
+
 _function: Callable[[Any], Any] | None = None
 
 
-def _begin(function: Callable[[Any], Any], parent: int) -> None:
+def _begin(function: Callable[[Any], Any], parent: int, started: SimpleQueue[int]) -> None:
     global _function
     _function = function
+    started.put(os.getpid())
     torch.set_num_threads(1)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they reach a whole group; the parent decides when work ends

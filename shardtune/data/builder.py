@@ -17,9 +17,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Any
 
+from shardtune.data.ahead import kill_started
 from shardtune.data.encoder import Encoder, Row, RowDropped, RowError, bad_row
 from shardtune.data.entry import EncodedRow, EncodedRows, EntryWriter, Tally
 from shardtune.data.fields import Kinds, kinds_of, require_same_kinds
@@ -197,11 +199,13 @@ def _encoded_chunks(task: BuildTask, num_workers: int) -> Iterator[Iterator[tupl
         return
     # Forked, so that a large tokenizer is shared instead of sent, and functions from the user's files need no import.
     context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(task, os.getpid()))
+    started = context.SimpleQueue()
+    pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(task, os.getpid(), started))
     with _quiet_tokenizers():
         try:
             yield _in_order(pool, chunks, num_workers * _AHEAD)
         except BrokenProcessPool as error:
+            kill_started(started)
             raise DataError(
                 "a process that tokenises the data died; the machine may be out of memory",
                 where=task.file.label,
@@ -224,9 +228,10 @@ def _in_order(
             waiting.append((following, pool.submit(_work, following)))
 
 
-def _start_worker(task: BuildTask, parent: int) -> None:
+def _start_worker(task: BuildTask, parent: int, started: SimpleQueue[int]) -> None:
     global _task
     _task = task
+    started.put(os.getpid())
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent decides, and ends the pool
     threading.Thread(target=_follow, args=(parent,), daemon=True, name="cache-worker-watch").start()

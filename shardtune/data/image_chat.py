@@ -37,19 +37,19 @@ class ImageTemplate(ChatTemplate):
 
     def __init__(self, text: str, images: ImageText) -> None:
         super().__init__(text, images.tokenizer)
-        self._placeholder = self._in_text = images.placeholder
+        self._placeholder = self._in_text = images.image_token
         self._takes_parts = self._shows("", takes_parts=True)
         if not self._takes_parts:
             self._in_text = _in_own_template(images, text)
         if not self._shows(IMAGE_MARK, takes_parts=self._takes_parts):
             raise DataError(
-                f"the chat template leaves out images: it writes no {images.placeholder!r} for one",
+                f"the chat template leaves out images: it writes no {images.image_token!r} for one",
                 where="the chat template",
                 remedy="use the template of the model's own processor (data.chat_template: null)",
             )
 
     def _shows(self, mark: str, *, takes_parts: bool) -> bool:
-        """Whether a turn comes out with its text, and with a placeholder where there is a mark."""
+        """Whether a turn comes out with its text, and with an image token where there is a mark."""
         self._takes_parts = takes_parts
         turns = [{"role": "user", "content": f"{mark}{_PROBE}"}, {"role": "assistant", "content": _PROBE}]
         try:
@@ -78,13 +78,13 @@ def _in_own_template(images: ImageText, other: str) -> str:
     """What stands in a turn for an image, with what the processor's own template writes around it."""
     own = images.processor.chat_template
     if not isinstance(own, str) or own == other:
-        return images.placeholder
+        return images.image_token
     turns = [{"role": "user", "content": f"{_PROBE}{IMAGE_MARK}{_PROBE}"}, {"role": "assistant", "content": "?"}]
     try:
         found = ImageTemplate(own, images).render(turns, None).split(_PROBE)
     except (DataError, RowError):
-        return images.placeholder
-    return found[1] if len(found) == 3 and found[1].count(images.placeholder) == 1 else images.placeholder
+        return images.image_token
+    return found[1] if len(found) == 3 and found[1].count(images.image_token) == 1 else images.image_token
 
 
 class ImageChatEncoder(ChatEncoder):
@@ -176,7 +176,7 @@ class ImageChatEncoder(ChatEncoder):
         """A text with images to go on from, its images as for `prompt`."""
         chat, named = mark_images([{"role": "user", "content": text}], images)
         stored = [read_image(value, self._folder) for value in named]
-        whole = chat.messages[0]["content"].replace(IMAGE_MARK, self.images.placeholder)
+        whole = chat.messages[0]["content"].replace(IMAGE_MARK, self.images.image_token)
         return Prompt(super().text_prompt(self._expand(whole, stored).text).tokens, to_fields(stored, len(stored)))
 
     # -- rows ------------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class ImageChatEncoder(ChatEncoder):
         prompt, reference = self._question(chat, rendering)
         if prompt is None:
             return Sample(ids, weights), 0, spans
-        count = prompt.count(self.images.placeholder)
+        count = prompt.count(self.images.image_token)
         tokens = self._tokens(self._expand(prompt, images[:count]).text)[0]
         return Sample(ids, weights, tokens, (reference or "").replace(IMAGE_MARK, "")), count, spans
 
@@ -207,8 +207,8 @@ class ImageChatEncoder(ChatEncoder):
         self, example: Completion | Text, images: Sequence[StoredImage]
     ) -> tuple[Sample, int, np.ndarray]:
         prompt, text = ("", example.text) if isinstance(example, Text) else (example.prompt, example.completion)
-        shown = [part.replace(IMAGE_MARK, self.images.placeholder) for part in (prompt, text)]
-        count = shown[0].count(self.images.placeholder)
+        shown = [part.replace(IMAGE_MARK, self.images.image_token) for part in (prompt, text)]
+        count = shown[0].count(self.images.image_token)
         before, after = self._expand(shown[0], images[:count]), self._expand(shown[1], images[count:])
         told = Text(after.text) if isinstance(example, Text) else Completion(before.text, after.text)
         sample = self._encode_text(told)
@@ -236,8 +236,8 @@ class ImageChatEncoder(ChatEncoder):
         """Spans of a rendering, in the text with its images expanded."""
         places, at = [], -1
         for start, stop in expanded.images:
-            at = text.index(self.images.placeholder, at + 1)
-            places.append((at, stop - start - len(self.images.placeholder)))
+            at = text.index(self.images.image_token, at + 1)
+            places.append((at, stop - start - len(self.images.image_token)))
 
         def move(place: int) -> int:
             return place + sum(gain for start, gain in places if start < place)

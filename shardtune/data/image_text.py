@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast, ProcessorMixin
 
 from shardtune.data.chat import with_offsets
 from shardtune.data.encoder import RowError
+from shardtune.data.pixel_table import by_table
 from shardtune.errors import ModelError
 
 _OF_TEXT = ("input_ids", "attention_mask")
@@ -31,7 +32,7 @@ class Expanded:
     """A text with the tokens of its images.
 
     Attributes:
-        text: in which each placeholder has become what stands for the image.
+        text: in which each image token has become what stands for the image.
         images: characters `[start, stop)` of each image.
     """
 
@@ -48,14 +49,14 @@ class ImageText:
     Attributes:
         processor: the same.
         tokenizer: its tokenizer.
-        placeholder: what stands for an image in a text.
+        image_token: what stands for an image in a text.
         token_types: the name of a model input that tells the tokens of images from others; None without one.
     """
 
     def __init__(self, processor: ProcessorMixin) -> None:
         self.processor: Any = processor
         self.tokenizer: PreTrainedTokenizerFast = with_offsets(self.processor.tokenizer)
-        self.placeholder: str = self.processor.image_token
+        self.image_token: str = self.processor.image_token
         self._stands_for: dict[tuple[int, int], str] = {}
         keys = set(self._process([Image.new("RGB", BLANK)]))
         self.token_types = next((key for key in ("mm_token_type_ids", "token_type_ids") if key in keys), None)
@@ -63,6 +64,7 @@ class ImageText:
         ids = self.processor.image_token_ids
         self._image_ids = [number for number in (ids if isinstance(ids, list) else [ids]) if number is not None]
         self._pixel_token = self._token_of_pixels()
+        self._quick = by_table(self.processor.image_processor)
         self._needs_no_text = self._agrees_without_text()
 
     def _agrees_without_text(self) -> bool:
@@ -81,7 +83,7 @@ class ImageText:
         return str(self.tokenizer.convert_ids_to_tokens(max(self._image_ids, key=ids.count)))
 
     def stands_for(self, size: tuple[int, int]) -> str:
-        """The text that takes the placeholder's place for an image of a size.
+        """The text that takes the image token's place for an image of a size.
 
         It depends on the size alone, so a blank image is processed for it, once for each size.
         """
@@ -93,18 +95,18 @@ class ImageText:
         return self._stands_for[size]
 
     def expand(self, text: str, sizes: Sequence[tuple[int, int]]) -> Expanded:
-        """The text with each placeholder replaced, in order.
+        """The text with each image token replaced, in order.
 
         Raises:
             RowError: there are more or fewer placeholders than images, or the text spells a token of images.
         """
-        if self._pixel_token != self.placeholder and self._pixel_token in text:
+        if self._pixel_token != self.image_token and self._pixel_token in text:
             raise RowError(f"the text spells {self._pixel_token!r}, which the model reads as part of an image")
-        pieces = text.split(self.placeholder)
+        pieces = text.split(self.image_token)
         if len(pieces) - 1 != len(sizes):
             raise RowError(
-                f"the text holds {len(pieces) - 1} times {self.placeholder!r} for {len(sizes)} images: the chat "
-                "template leaves some out, or a turn spells the placeholder itself"
+                f"the text holds {len(pieces) - 1} times {self.image_token!r} for {len(sizes)} images: the chat "
+                "template leaves some out, or a turn spells it itself"
             )
         parts, spans, length = [pieces[0]], [], len(pieces[0])
         for size, piece in zip(sizes, pieces[1:], strict=True):
@@ -135,7 +137,7 @@ class ImageText:
         return hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=20).hexdigest()
 
     def _process(self, images: Sequence[Image.Image]) -> Any:
-        text = [self.placeholder * len(images)]
+        text = [self.image_token * len(images)]
         with self._at_work(images):
             return self.processor(
                 images=[list(images)], text=text, return_tensors="pt", return_text_replacement_offsets=True
@@ -143,7 +145,7 @@ class ImageText:
 
     def _process_alone(self, images: Sequence[Image.Image]) -> Any:
         with self._at_work(images):
-            return self.processor.image_processor(images=[list(images)], return_tensors="pt")
+            return self._quick(images=[list(images)], return_tensors="pt")
 
     @contextmanager
     def _at_work(self, images: Sequence[Image.Image]) -> Iterator[None]:

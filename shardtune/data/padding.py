@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardtune.batch import Batch, Sample
+from shardtune.data.loader import Companion
 from shardtune.data.packing import stack
 from shardtune.data.user_batch import IGNORED
 
@@ -28,6 +29,9 @@ class Padding:
     def filler(self, sample: Sample) -> Sample:
         """The row itself: a mean over its targets is a number, which counts 0 times; a mean over none might not be."""
         return sample
+
+    def companion(self) -> Companion | None:
+        return None
 
 
 def _with_labels(sample: Sample) -> Sample:
@@ -65,6 +69,10 @@ class AnswerRows:
     @property
     def term_weights(self) -> Mapping[str, np.ndarray]:
         return {self.term: np.array([float(len(answer)) for answer in self.answers])}
+
+    def field_counts(self, name: str) -> np.ndarray:
+        """There are no fields."""
+        return np.zeros(len(self.prompts), np.int64)
 
     def row(self, index: int) -> Sample:
         prompt, answer = self.prompts[index], np.asarray(self.answers[index], np.int32)

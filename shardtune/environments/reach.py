@@ -61,7 +61,7 @@ MODEL = f"""
         <body name="hand">
           <joint name="z" axis="0 0 1"/>
           <geom type="capsule" fromto="0 0 0.006 0 0 0.06" size="0.006" rgba="0.2 0.2 0.2 1" mass="0.5"/>
-          <geom type="capsule" fromto="0 0 0.14 0 0 0.45" size="0.008" rgba="0.3 0.3 0.3 1" mass="0.2"/>
+          <geom type="capsule" fromto="0 0 0.105 0 0 0.45" size="0.008" rgba="0.3 0.3 0.3 1" mass="0.2"/>
           <camera name="{CAMERA}" pos="0 -0.05 0.10" euler="20 0 0" fovy="80"/>
         </body>
       </body>
@@ -72,7 +72,7 @@ MODEL = f"""
         for name, rgba in COLOURS.items()
     )
 }
-    <camera name="view" pos="0 -0.75 0.55" xyaxes="1 0 0 0 0.6 0.8" fovy="45"/>
+    <camera name="view" pos="0 -0.42 0.36" xyaxes="1 0 0 0 0.62 0.785" fovy="50"/>
   </worldbody>
   <actuator><position joint="x"/><position joint="y"/><position joint="z"/></actuator>
 </mujoco>

@@ -26,8 +26,8 @@ class ActingAdapter(Adapter):
         data.
 
         Args:
-            root: the sharded module that `self.root` made, in evaluation mode; `root.act(…)` is `self.act(model, …)` with
-                the weights whole.
+            root: the sharded module that `self.root` made, in evaluation mode; `root.act(…)` is `self.act(model, …)`
+                with the weights whole.
             device: where it computes.
         """
 

@@ -178,7 +178,7 @@ class ActionEncoder(ImageChatEncoder):
         marks = IMAGE_MARK * len(images)
         if self.template is None:
             filled = marks + _filled(self.form.text or OPENVLA_PROMPT, named)
-            text = filled.replace(IMAGE_MARK, self.images.placeholder)
+            text = filled.replace(IMAGE_MARK, self.images.image_token)
         else:
             asked = marks + _filled(QUESTION + (WITH_STATE if "state" in named else ""), named)
             text = self.template.render([{"role": "user", "content": asked}], None, prompt=True)

@@ -122,7 +122,7 @@ def image_text(processor: ProcessorMixin) -> ImageText:
 def _first_difference(images: ImageText) -> str | None:
     """The first of a processor's tensors that is not what this package makes of the same text and images."""
     shown = [Image.new("RGB", size, (size[0], 90, 200)) for size in ((32, 32), (64, 40))]
-    text = f"a{images.placeholder}b {images.placeholder}c"
+    text = f"a{images.image_token}b {images.image_token}c"
     expanded = images.expand(text, [image.size for image in shown]).text
     ids = np.array(images.tokenizer(expanded, add_special_tokens=False)["input_ids"])
     own = {"input_ids": torch.from_numpy(ids), **images.pixels(shown)}

@@ -148,7 +148,7 @@ class VisionLanguage(CausalLM):
         """A blank image without a target."""
         if self._blank is None:
             blank = _encoded(Image.new("RGB", BLANK))
-            text = self.images.expand(self.images.placeholder, [blank.size]).text
+            text = self.images.expand(self.images.image_token, [blank.size]).text
             ids = np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
             fields = {**to_fields([blank], 0), IMAGE_STOP: np.array(len(ids), np.int32)}
             self._blank = Sample(ids, np.zeros(len(ids), np.float32), fields=fields)

@@ -2,8 +2,6 @@
 
 import pytest
 
-from shardtune.config import KEYS, checks
-from shardtune.config.checks import NOT_YET, NotYet
 from shardtune.errors import ConfigError
 
 EVAL = "data.eval_data_paths=eval.jsonl"
@@ -86,21 +84,6 @@ def test_several_contradictions_come_together(load):
     with pytest.raises(ConfigError) as error:
         load("eval.generate=true", "runner.max_epochs=-1", "actor.optim.min_lr=1", "actor.model.lora.r=8")
     assert str(error.value).startswith("4 mistakes")
-
-
-def test_features_to_come_are_refused_not_ignored(load, monkeypatch):
-    key, override = "actor.model.compile", "actor.model.compile=true"
-    monkeypatch.setattr(checks, "NOT_YET", (NotYet(key, "true", bool, "leave it out"),))
-    with pytest.raises(ConfigError, match="is not supported in this version") as error:
-        load(override)
-    assert str(error.value).startswith(f"{key}: ")
-    assert f"where:  override {override}" in str(error.value)
-
-
-def test_the_table_of_features_to_come_names_keys_whose_default_is_allowed():
-    for item in NOT_YET:
-        field = KEYS[item.key].field
-        assert not item.refuses(field.get_default(call_default_factory=True, validated_data={})), item.key
 
 
 @pytest.mark.parametrize("axis", ["tensor", "expert"])

@@ -99,13 +99,18 @@ def test_errors_come_as_they_were_raised_at_their_place() -> None:
         list(computed_ahead(failing, range(4, 7), 2))
 
 
-def test_a_killed_process_is_one_error_where_its_result_is_asked_for() -> None:
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_killed_process_is_one_error_where_its_result_is_asked_for(number: int) -> None:
+    """Idle ones: one of them waits for work, and holds the lock that the other waits for."""
     results = computed_ahead(slow_at_first, count(), 2)
-    _, process, _ = next(results)
+    processes = sorted({next(results)[1] for _ in range(6)})
+    time.sleep(0.3)
+    process = processes[number]
     os.kill(process, signal.SIGKILL)
     time.sleep(0.2)  # nothing is raised here, in the middle of a step
     with pytest.raises(DataError, match="a process that makes micro-batches died") as told:
         list(islice(results, 20))
+    wait_for(set(processes), 5)
     assert told.value.where == "data.num_workers"
     assert "/dev/shm" in str(told.value.remedy)
 

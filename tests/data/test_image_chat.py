@@ -71,16 +71,16 @@ def images_of(family: str) -> ImageText:
     return ImageText(FAMILIES[family]()[1])
 
 
-def placeholder(family: str) -> str:
+def image_token(family: str) -> str:
     """What a template writes for an image."""
-    text = images_of(family).placeholder
+    text = images_of(family).image_token
     return f"<|vision_start|>{text}<|vision_end|>" if family.startswith("qwen") else text
 
 
 def encoder(family: str, folder: Path, template: str | None = None, **options: Any) -> ImageChatEncoder:
     template = PARTS if template is None else template
     options = {"max_length": 4096, **options}
-    return ImageChatEncoder(images_of(family), template.replace("IMAGE", placeholder(family)), folder=folder, **options)
+    return ImageChatEncoder(images_of(family), template.replace("IMAGE", image_token(family)), folder=folder, **options)
 
 
 def shown(sample: Sample, family: str) -> str:
@@ -175,7 +175,7 @@ def test_tokens_are_those_of_the_processor(family: str, folder: Path) -> None:
         assert images_of(family).token_type_ids(sample.input_ids).tolist() == own[types].tolist()
     made = images_of(family).pixels([image.read() for image in from_fields(sample.fields)])
     whole = images_of(family).processor(
-        text=[images_of(family).placeholder * 3], images=[pictures], return_tensors="pt"
+        text=[images_of(family).image_token * 3], images=[pictures], return_tensors="pt"
     )
     for key, value in made.items():
         assert value.equal(whole[key]), key
