@@ -16,7 +16,9 @@ def by_table(image_processor: Any) -> Any:
     Both work on each number by itself, so that 256 results of each channel are all there are. One that does not do
     both, or is of no Pillow backend, is returned as it is.
     """
-    if not isinstance(image_processor, PilBackend) or not (image_processor.do_rescale and image_processor.do_normalize):
+    is_by_pillow = isinstance(image_processor, PilBackend)
+    settings: dict[str, Any] = image_processor.to_dict() if is_by_pillow else {}
+    if not (settings.get("do_rescale") and settings.get("do_normalize")):
         return image_processor
     quick: Any = copy.copy(image_processor)
     quick.__class__ = _with_table(type(image_processor))
@@ -58,5 +60,5 @@ class _Bytes(np.ndarray):
 
 
 @cache
-def _with_table(kind: type[PilBackend]) -> type[PilBackend]:
+def _with_table(kind: Any) -> Any:
     return type(kind.__name__, (kind, _Tabled), {"__module__": kind.__module__})

@@ -406,6 +406,16 @@ def test_images_go_before_the_first_words_of_the_user(folder: Path) -> None:
     assert text_of(row, folder) == (f"{chat('▣What?')}{chat('And?', 'B.')}", [RED])
 
 
+def test_images_come_in_the_order_in_which_they_are_shown(folder: Path) -> None:
+    """Not in that of the row's keys."""
+    row = {
+        "completion": [turn("user", [{"type": "image", "path": "blue.png"}]), turn("assistant", "A cat.")],
+        "prompt": [turn("user", [{"type": "image", "path": "red.png"}])],
+    }
+    text = chat("▣")
+    assert text_of(row, folder) == ("<|im_start|>user\n▣<|im_end|>\n" + text, [RED, BLUE])
+
+
 def test_images_in_the_history_come_first(folder: Path) -> None:
     row = {"instruction": "<image>?", "output": "B.", "history": [["<image>", "A cat."]], "images": FILES[:2]}
     assert text_of(row, folder) == (f"{chat('▣')}{chat('▣?', 'B.')}", [RED, GREEN])
