@@ -318,7 +318,7 @@ def _trl_batches(made: Photographs, processes: int) -> Callable[[], Iterator[Any
 
 def waiting(small: bool) -> Section:
     """How long training waits for photographs."""
-    photos, steps, width, layers = (32, 5, 128, 2) if small else (256, 25, 320, 4)
+    photos, steps, width, layers = (32, 5, 128, 2) if small else (128, 15, 256, 4)
     lines = []
     with tempfile.TemporaryDirectory() as folder:
         made = make_photographs(Path(folder), photos, width, layers)

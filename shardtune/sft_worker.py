@@ -183,10 +183,11 @@ class SFTWorker(FSDPSftWorker):
         )
         if not isinstance(self.adapter, LanguageModel):
             return told
+        alone = "rows of one length" if self.adapter.rows_of_one_length else "one row"
         packed = "rows end to end, each attends to itself alone (proved on two rows)"
         return replace(
             told,
-            attention=packed if self.adapter.rows_share_forwards else "one row per forward",
+            attention=packed if self.adapter.rows_share_forwards else f"{alone} per forward",
             tokens=round(float(rows.lengths.sum(dtype="int64")) * share),
             targets=float(rows.term_weights[TOKENS].sum()) * share,
         )
@@ -314,7 +315,7 @@ class SFTWorker(FSDPSftWorker):
         if isinstance(self.adapter, WholeStepAdapter):
             block = actor.global_batch_size or len(rows)  # a loss of whole steps is evaluated in steps
         else:
-            per_forward = (max_rows or 16) if self.adapter.rows_share_forwards else 1
+            per_forward = (max_rows or 16) if self._rows_share else 1
             block = per_forward * BLOCK_MICRO_BATCHES * self.ranks.num_data_ranks
         return EvaluationSet(rows, maker, block, self._processes), {"num_samples": len(rows), "sharded": True}
 
@@ -322,9 +323,15 @@ class SFTWorker(FSDPSftWorker):
     def _processes(self) -> int:
         return self.recipe.data.num_workers if self.adapter.prepares_in_processes else 0
 
+    @property
+    def _rows_share(self) -> bool:
+        return self.adapter.rows_share_forwards or self.adapter.rows_of_one_length
+
     def _maker(self, rows: WeighedRows, max_rows: int | None) -> BatchMaker:
         limits = Limits(
-            max_rows if self.adapter.rows_share_forwards else 1, self.recipe.actor.max_tokens_per_micro_batch
+            max_rows if self._rows_share else 1,
+            self.recipe.actor.max_tokens_per_micro_batch,
+            of_one_length=not self.adapter.rows_share_forwards and self.adapter.rows_of_one_length,
         )
         return BatchMaker(rows, limits, self.adapter, rank=self.ranks.data_rank, num_ranks=self.ranks.num_data_ranks)
 

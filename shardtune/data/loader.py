@@ -12,7 +12,7 @@ import numpy as np
 from shardtune.batch import Batch, Sample
 from shardtune.data.ahead import computed_ahead
 from shardtune.data.order import DataOrder
-from shardtune.data.packing import NO_ROW, deal, pack
+from shardtune.data.packing import NO_ROW, deal, deal_by_length, pack
 
 
 class Rows(Protocol):
@@ -63,6 +63,7 @@ class Limits:
 
     max_rows: int | None
     max_tokens: int | None = None
+    of_one_length: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +134,21 @@ class BatchMaker:
     def micro_batches(self, rows: np.ndarray) -> tuple[Batch, ...]:
         """This rank's micro-batches of a step of `rows`, fillers included."""
         lengths = np.asarray(self._data.lengths[rows])
-        hands = deal(lengths, self._num_ranks, max_rows=self._limits.max_rows, max_tokens=self._limits.max_tokens)[
-            self._rank
-        ]
         companion = self._collator.companion()
         if companion is not None and not self._counts(companion.field)[rows].any():
             companion = None
+        hands = self._deal(lengths, rows, companion)[self._rank]
         return tuple(self._collate(rows[hand], rows[0], companion) for hand in hands)
+
+    def _deal(self, lengths: np.ndarray, rows: np.ndarray, companion: Companion | None) -> list[list[list[int]]]:
+        limits = self._limits
+        if not limits.of_one_length:
+            return deal(lengths, self._num_ranks, max_rows=limits.max_rows, max_tokens=limits.max_tokens)
+        # What a companion joins becomes one sequence with it.
+        alone = np.zeros(len(rows), bool) if companion is None else self._counts(companion.field)[rows] == 0
+        return deal_by_length(
+            lengths, self._num_ranks, max_rows=limits.max_rows, max_tokens=limits.max_tokens, alone=alone
+        )
 
     def _counts(self, field: str) -> np.ndarray:
         if self._field_counts is None:

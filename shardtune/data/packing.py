@@ -47,6 +47,35 @@ def deal(lengths: np.ndarray, num_ranks: int, *, max_rows: int | None, max_token
     return [[sorted(bins[number * num_ranks + rank]) for number in range(micro_batches)] for rank in range(num_ranks)]
 
 
+def deal_by_length(
+    lengths: np.ndarray, num_ranks: int, *, max_rows: int | None, max_tokens: int | None, alone: np.ndarray
+) -> list[list[list[int]]]:
+    """Deal a step's rows to (rank, micro-batch) so that a micro-batch holds rows of one length, which need no padding.
+
+    For models that cannot keep rows apart in one sequence. Every rank gets the same number of micro-batches; one may stay
+    empty. The largest of all ranks come first.
+
+    Args:
+        lengths, num_ranks, max_rows, max_tokens: as for `deal`.
+        alone: bool [rows], those that share a micro-batch with no other.
+
+    Returns:
+        `[rank][micro_batch]` -> positions in `lengths`, ascending.
+    """
+    bins: list[list[int]] = []
+    order = np.argsort(-lengths, kind="stable")
+    for length in np.unique(lengths).tolist():
+        rows = [row for row in order.tolist() if lengths[row] == length]
+        most = max(1, min(max_rows or len(rows), (max_tokens or len(rows) * length) // length))
+        sharing = [row for row in rows if not alone[row]]
+        bins += [sharing[start : start + most] for start in range(0, len(sharing), most)]
+        bins += [[row] for row in rows if alone[row]]
+    bins.sort(key=lambda rows: (-sum(int(lengths[row]) for row in rows), rows))
+    micro_batches = -(-len(bins) // num_ranks)
+    bins += [[] for _ in range(num_ranks * micro_batches - len(bins))]
+    return [[sorted(bins[number * num_ranks + rank]) for number in range(micro_batches)] for rank in range(num_ranks)]
+
+
 def _fill(
     lengths: np.ndarray, order: np.ndarray, num_bins: int, max_rows: int | None, max_tokens: int | None
 ) -> list[list[int]] | None:

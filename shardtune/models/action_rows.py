@@ -21,13 +21,13 @@ from shardtune.environment import Observation
 from shardtune.errors import ConfigError, DataError
 from shardtune.models.action_policy import ActionSettings
 from shardtune.models.actions import ActionCodec, Bins, state_statistics
+from shardtune.models.openvla import PROMPT
 
 ACTIONS, PADDED, DATASET = "actions", "action_is_pad", "action_dataset"
 """Fields of a sample: float32 [steps, dimensions] in real units; bool [steps], behind the episode's end; the number of
 the data set among those that there are statistics of."""
 QUESTION = "What action should the robot take to {instruction}?"
 WITH_STATE = " State: {state}."
-OPENVLA_PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
 PROMPT_KEY = "actor.model.action_prompt"
 ENCODING_VERSION = 1
 
@@ -177,7 +177,7 @@ class ActionEncoder(ImageChatEncoder):
             named["state"] = self._state(state, key)
         marks = IMAGE_MARK * len(images)
         if self.template is None:
-            filled = marks + _filled(self.form.text or OPENVLA_PROMPT, named)
+            filled = marks + _filled(self.form.text or PROMPT, named)
             text = filled.replace(IMAGE_MARK, self.images.image_token)
         else:
             asked = marks + _filled(QUESTION + (WITH_STATE if "state" in named else ""), named)

@@ -16,7 +16,7 @@ from shardtune.data.robot.statistics import source_statistics, to_json
 from shardtune.data.sources import resolve_sources
 from shardtune.errors import ConfigError, DataError
 from shardtune.models.action_policy import SETTINGS, ActionSettings
-from shardtune.models.actions import UNNORM_KEY, action_statistics, choose_key, state_statistics
+from shardtune.models.actions import action_statistics, choose_key, state_statistics
 from shardtune.models.openvla import OpenVLAConfig, openvla_settings
 
 STATISTICS = "actor.model.action_statistics"
@@ -186,9 +186,3 @@ def last_ordinary(tokenizer: PreTrainedTokenizerBase, count: int) -> int:
         where="actor.model.action_tokens",
         remedy="set it to appended, or use fewer actor.model.num_action_bins",
     )
-
-
-def check_key(recipe: Recipe, settings: ActionSettings) -> None:
-    """Refuse an `unnorm_key` that stands for nothing; lists those there are."""
-    if recipe.actor.model.unnorm_key is not None:
-        choose_key(settings.norm_stats, recipe.actor.model.unnorm_key, recipe.where(UNNORM_KEY) or UNNORM_KEY)

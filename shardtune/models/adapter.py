@@ -259,6 +259,11 @@ class Adapter(ABC):
         """Whether a micro-batch may hold several rows."""
         return True
 
+    @property
+    def rows_of_one_length(self) -> bool:
+        """Whether a micro-batch may hold several rows where they have the same number of tokens."""
+        return False
+
     def prove(
         self, root: AdapterRoot, samples: Sequence[Sample], device: torch.device, dtype: torch.dtype
     ) -> list[str]:

@@ -110,7 +110,7 @@ class CausalLM(LanguageModel):
         self._own_attention = ""
         self._attention = ""
         self._sequence: DeviceMesh | None = None
-        self.packs = False
+        self.packs = self._by_length = False
         self._transform = _declared_transform(config)
         self._through_own_head = False
         text = config.get_text_config().to_dict()
@@ -199,6 +199,20 @@ class CausalLM(LanguageModel):
     @property
     def rows_share_forwards(self) -> bool:
         return self.packs
+
+    @property
+    def rows_of_one_length(self) -> bool:
+        return self._by_length
+
+    def share_by_length(self, on: bool) -> bool:
+        """Compute rows of one length side by side, without packing; returns whether that is so now."""
+        self._by_length = on and not self.packs and not self._through_own_head
+        return self._by_length
+
+    def _sequences(self, batch: PackedBatch) -> int:
+        """How many sequences a forward is given: one, or rows of one length side by side."""
+        rows = len(batch.document_weights)
+        return rows if self._by_length and rows * batch.max_length == len(batch.input_ids) else 1
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -345,9 +359,10 @@ class CausalLM(LanguageModel):
                 where="actor.model.model_path",
                 remedy="give the directory of a causal language model",
             )
-        outputs = model.base_model(input_ids=input_ids[None], use_cache=False, **arguments)
+        sequences = input_ids.view(self._sequences(batch), -1)
+        outputs = model.base_model(input_ids=sequences, use_cache=False, **arguments)
         # In the head's dtype: models that add up their residuals in fp32 (Mamba) leave them so.
-        hidden = outputs[0][0].index_select(0, positions)
+        hidden = outputs[0].flatten(0, 1).index_select(0, positions)
         return _AtHead(outputs, hidden.to(next(head.parameters(), hidden).dtype), head, share, mine)
 
     def _measure(

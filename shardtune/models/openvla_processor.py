@@ -215,6 +215,7 @@ class _Reader:
     """What `ImageText` asks of a processor."""
 
     tokenizer: Any
+    image_processor: Any
     image_token: str
     image_token_ids: list[int]
 
@@ -237,7 +238,7 @@ class OpenVLAImages(ImageText):
             )
         self._patches = config.num_patches
         self._prepare = vars(processor)["image_processor"]
-        super().__init__(_Reader(tokenizer, PATCH, [number]))  # pyright: ignore[reportArgumentType]
+        super().__init__(_Reader(tokenizer, self._prepare, PATCH, [number]))  # pyright: ignore[reportArgumentType]
         self.processor = processor
 
     def _process(self, images: Sequence[Image.Image]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class Choices(Protocol):
     def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> PackedBatch: ...
     def shortened(self, sample: Sample, most: int) -> Sample: ...
     def changed(self, sample: Sample) -> Sample: ...
+    def share_by_length(self, on: bool) -> bool: ...
     def one_row_per_forward(self, model: nn.Module) -> None: ...
     def use_own_head(self) -> None: ...
 
@@ -107,7 +108,30 @@ def _choose(
         if not exact or not _isolated(root, adapter, rows, together, device, tolerance):
             adapter.one_row_per_forward(root.model)
             notes.append("packed rows see each other in this model: one row per forward")
+    if not adapter.packs and adapter.share_by_length(True):
+        if _batches(root, adapter, rows[0], reference[0], device, dtype):
+            notes.append("rows of one length share a forward")
+        else:
+            adapter.share_by_length(False)
     return notes
+
+
+def _batches(
+    root: LanguageRoot,
+    adapter: Choices,
+    row: Sample,
+    reference: torch.Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> bool:
+    """Whether two rows of one length, side by side, have the logits of each alone and do not move each other."""
+    pair = [row, adapter.changed(row)]
+    other = root.reference_logits(adapter.collate([pair[1]], [0], {}).to(device), _ends(pair[1]).to(device))
+    together = _packed(root, adapter, pair, device)
+    if not all(_agree(got, own, AGREEMENT[dtype]) for got, own in zip(together, (reference, other), strict=True)):
+        return False
+    tolerance = (ISOLATION if adapter.has_experts else SAME_SHAPES)[dtype]
+    return _isolated(root, adapter, pair, together, device, tolerance)
 
 
 def _isolated(

@@ -52,8 +52,8 @@ GIVE_EYES = "give the directory of a vision-language model (its config.json name
 
 MODEL_TYPES = {
     "causal_lm": "any causal language model of transformers, by its config.json",
-    "vision_language_action": "the same with actions for a robot, and directories as OpenVLA's",
     "vision_language": "any model of transformers that takes images and text, by its config.json and processor",
+    "vision_language_action": "any of these with a robot's actions as tokens, and directories in OpenVLA's format",
 }
 
 

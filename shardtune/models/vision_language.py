@@ -137,7 +137,8 @@ class VisionLanguage(CausalLM):
 
     def _further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
         types = self.images.token_types
-        return {name: value[None] if name == types else value for name, value in batch.fields.items()}
+        rows = self._sequences(batch)
+        return {name: value.view(rows, -1) if name == types else value for name, value in batch.fields.items()}
 
     # -- ranks with and without images -----------------------------------------------------------------------------
 
