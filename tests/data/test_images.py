@@ -244,7 +244,19 @@ def test_bad_images(name: str, place: Path) -> None:
         (Image.new("I", (4, 4)), "16-bit"),
         ({}, "none of bytes"),
     ],
-    ids=str,
+    ids=[
+        "missing",
+        "long",
+        "cut base64",
+        "cut data URL",
+        "number",
+        "floats",
+        "channels",
+        "empty",
+        "CMYK",
+        "16-bit",
+        "dict",
+    ],
 )
 def test_what_is_no_image(value: Any, says: str, place: Path) -> None:
     with pytest.raises(RowError, match=says):

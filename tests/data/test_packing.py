@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardtune.batch import Sample
-from shardtune.data.packing import NO_ROW, deal, pack
+from shardtune.data.packing import NO_ROW, deal, deal_by_length, pack
 from shardtune.errors import ConfigError
 
 
@@ -91,3 +91,26 @@ def test_a_filler_weighs_nothing() -> None:
     assert batch.weights == {"ce": 0.0, "router_balance": 0.0}
     assert batch.targets.numel() == batch.target_positions.numel() == 0
     assert batch.document_weights.tolist() == [0.0]
+
+
+def test_rows_of_one_length_are_dealt_together() -> None:
+    """Worked example: lengths 5 3 5 3 5 3 3, two rows a forward, two ranks; the last row shares with nobody."""
+    lengths = np.array([5, 3, 5, 3, 5, 3, 3])
+    alone = np.array([False] * 6 + [True])
+    hands = deal_by_length(lengths, 2, max_rows=2, max_tokens=None, alone=alone)
+    assert hands == [[[0, 2], [4], [6]], [[1, 3], [5], []]]
+    assert deal_by_length(lengths, 1, max_rows=None, max_tokens=10, alone=alone) == [[[0, 2], [1, 3, 5], [4], [6]]]
+
+
+def test_every_row_is_dealt_once_by_length() -> None:
+    random = np.random.default_rng(0)
+    for ranks in (1, 2, 3):
+        lengths, alone = random.integers(1, 6, 40), random.random(40) < 0.2
+        hands = deal_by_length(lengths, ranks, max_rows=4, max_tokens=12, alone=alone)
+        bins = [rows for hand in hands for rows in hand]
+        assert sorted(row for rows in bins for row in rows) == list(range(40))
+        assert len({len(hand) for hand in hands}) == 1
+        for rows in filter(None, bins):
+            assert len({int(lengths[row]) for row in rows}) == 1
+            assert len(rows) <= 4
+            assert len(rows) == 1 or (lengths[rows].sum() <= 12 and not alone[rows].any())

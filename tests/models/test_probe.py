@@ -21,6 +21,9 @@ STEPS = 3
 PRECISIONS = ("fp64", "fp32", "bf16")
 
 
+BY_LENGTH = "rows of one length share a forward"
+
+
 def rows_of(folder: Path, count: int = 9) -> Path:
     return save_rows(folder / "rows.jsonl", count, longest=60)
 
@@ -65,7 +68,7 @@ def test_wrong_attention_is_caught_and_training_goes_row_by_row(
     values = recipe(model, rows, runner__max_steps=STEPS, actor__model__precision=precision)
     attention(function)
     trace = run_recipe(values)
-    assert trace.notes == [note]
+    assert trace.notes == [note, BY_LENGTH]
     if precision == "fp64":
         flat = run_flat(model, rows, precision="fp64", steps=STEPS)
         assert trace.losses == pytest.approx(flat.losses, abs=1e-10)
@@ -116,7 +119,7 @@ def doubled(folder: Path) -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "notes"),
     [
-        (convolving, ["packed rows see each other in this model: one row per forward"]),
+        (convolving, ["packed rows see each other in this model: one row per forward", BY_LENGTH]),
         (
             doubled,
             [
@@ -162,4 +165,27 @@ def test_the_longest_rows_are_looked_at_wherever_they_stand(attention: Callable,
     values = recipe(model, rows)
     worker = SFTWorker(load_recipe(values), say=quiet)
     worker.setup()
-    assert worker.notes == ["its attention over packed rows differs from its own: one row per forward"]
+    assert worker.notes == ["its attention over packed rows differs from its own: one row per forward", BY_LENGTH]
+
+
+@pytest.mark.parametrize("kind", ["dense", "mixtral"])
+def test_rows_of_one_length_share_a_forward_where_packing_is_not_exact(
+    attention: Callable, tmp_path: Path, kind: str
+) -> None:
+    """Twelve rows of three lengths, four a forward at most: the numbers of plain PyTorch."""
+    model, rows = save_model(kind, tmp_path / "model"), tmp_path / "rows.jsonl"
+    turns = [("a" * (3 + number % 3), chr(98 + number) * (4 + 2 * (number % 3))) for number in range(12)]
+    messages = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in turns]
+    rows.write_text("".join(json.dumps({"messages": both}) + "\n" for both in messages))
+    values = recipe(model, rows, runner__max_steps=STEPS, actor__micro_batch_size=4, actor__global_batch_size=12)
+    attention(leaking)
+    worker = SFTWorker(load_recipe(values), say=quiet)
+    worker.setup()
+    assert worker.notes[-1] == BY_LENGTH
+    step = next(worker.loader.steps(worker.data_state))
+    assert sorted(len(batch.rows) for batch in step.micro_batches) == [4, 4, 4]
+    worker.release()
+    got = run_recipe(values)
+    flat = run_flat(model, rows, precision="fp64", steps=STEPS, batch=12)
+    assert got.losses == pytest.approx(flat.losses, abs=1e-10)
+    assert got.norms == pytest.approx(flat.norms, abs=1e-10)
