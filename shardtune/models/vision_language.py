@@ -33,6 +33,10 @@ from shardtune.parallel.mesh import Ranks
 from shardtune.parallel.spread import Spread
 
 
+LOOKED_AT = 32
+"""Tokens at a row's end whose logits have to change with its images."""
+
+
 class VisionLanguage(CausalLM):
     """A vision-language model of transformers, trained on packed rows of text and images.
 
@@ -193,11 +197,13 @@ class VisionLanguage(CausalLM):
 
     @torch.no_grad()
     def _sees(self, root: LanguageRoot, sample: Sample, device: torch.device) -> bool:
-        """Whether other images in a row move its last logits."""
+        """Whether noise in the place of a row's images moves the logits of any of its last tokens."""
         batch = self.collate([sample], [0], {})
-        others = [Image.effect_noise(image.size, 90.0).convert("RGB") for image in from_fields(sample.fields)]
+        random = np.random.default_rng(0)
+        sizes = [image.size for image in from_fields(sample.fields)]
+        others = [Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8)) for width, height in sizes]
         swapped = {**batch.fields, **_widened(self.images.pixels(others), self._precision)}
-        last = torch.tensor([sample.length - 1], device=device)
+        last = torch.arange(max(0, sample.length - LOOKED_AT), sample.length, device=device)
         was_training = root.training
         root.eval()
         before = root.logits(batch.to(device), last)
