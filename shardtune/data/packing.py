@@ -52,8 +52,8 @@ def deal_by_length(
 ) -> list[list[list[int]]]:
     """Deal a step's rows to (rank, micro-batch) so that a micro-batch holds rows of one length, which need no padding.
 
-    For models that cannot keep rows apart in one sequence. Every rank gets the same number of micro-batches; one may stay
-    empty. The largest of all ranks come first.
+    For models that cannot keep rows apart in one sequence. Every rank gets the same number of micro-batches; one may
+    stay empty. The largest of all ranks come first.
 
     Args:
         lengths, num_ranks, max_rows, max_tokens: as for `deal`.

@@ -36,8 +36,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_learns_to_act(made: Path) -> None:
     """With fewer demonstrations and steps: nearer to what the expert does."""
     run = shardtune.train(
-        made / "recipe.yaml", f"runner.logger.log_path={made}/runs", "runner.max_epochs=-1", "runner.max_steps=80", "actor.optim.lr=3.0e-3", "actor.global_batch_size=16", "actor.model.options={width: 32}",
-        "eval.episodes=3", "eval.videos=1",
+        made / "recipe.yaml", f"runner.logger.log_path={made}/runs", "runner.max_epochs=-1", "runner.max_steps=80",
+        "actor.optim.lr=3.0e-3", "actor.global_batch_size=16", "actor.model.options={width: 32}", "eval.episodes=3",
+        "eval.videos=1",
     )  # fmt: skip
     lines = [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
     first, last = (next(line for line in some if "eval/loss" in line) for some in (lines, lines[::-1]))

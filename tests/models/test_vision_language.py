@@ -14,7 +14,7 @@ from shardtune.batch import PackedBatch
 from shardtune.config import load_recipe
 from shardtune.data.images import ENDS
 from shardtune.errors import ConfigError, ModelError, ParallelError
-from shardtune.models.vision_language import VisionLanguage
+from shardtune.models.vision_language import CLOSED_EYES, VisionLanguage
 from shardtune.sft_worker import SFTWorker
 from tests.dist.ranks import run_ranks
 from tests.dist.test_vision import a_recipe
@@ -49,6 +49,18 @@ def test_packing_is_kept_where_it_is_exact(places: tuple[Path, Path], family: st
     assert isinstance(worker.adapter, VisionLanguage)
     assert worker.adapter.rows_share_forwards == (family != "gemma3"), worker.notes
     assert any(ALONE in note for note in worker.notes) == (family == "gemma3")
+    worker.release()
+
+
+def test_a_model_whose_projector_is_zero_is_not_packed(places: tuple[Path, Path]) -> None:
+    """Whatever the probe sees of images that are all alike: Gemma 3 begins so."""
+    worker = a_worker(places, "qwen2_5_vl", data__eval_data_paths=None)
+    with torch.no_grad():
+        worker.inner_model().get_parameter("model.visual.merger.mlp.2.weight").zero_()
+    worker.notes.clear()
+    worker.prove()
+    assert worker.notes[0] == CLOSED_EYES
+    assert not worker.adapter.rows_share_forwards
     worker.release()
 
 

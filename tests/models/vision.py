@@ -249,7 +249,10 @@ def gemma3() -> tuple[PreTrainedModel, Any]:
         boi_token_index=text.convert_tokens_to_ids("<start_of_image>"),
         eoi_token_index=text.convert_tokens_to_ids("<end_of_image>"),
     )
-    return hf.Gemma3ForConditionalGeneration(config), processor
+    model = hf.Gemma3ForConditionalGeneration(config)
+    # As the config makes it, the projector is zero and images change nothing.
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.3)
+    return model, processor
 
 
 def internvl() -> tuple[PreTrainedModel, Any]:
