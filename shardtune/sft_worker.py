@@ -203,7 +203,7 @@ class SFTWorker(FSDPSftWorker):
 
     @property
     def answers(self) -> bool:
-        return isinstance(self.adapter, LanguageModel)
+        return isinstance(self.adapter, LanguageModel) and not isinstance(self.adapter, ActingAdapter)
 
     def chat_encoder(self) -> ChatEncoder:
         """What turns a conversation into a prompt.

@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
 
+from shardtune.batch import Prompt
 from shardtune.config import load_recipe
+from shardtune.data.images import ENDS
+from shardtune.generate import Sampling
+from shardtune.models.processors import load_processor
 from shardtune.sft_worker import SFTWorker
 from tests.dist.ranks import run_ranks
 from tests.dist.training import quiet, recipe, run_recipe
@@ -69,3 +74,39 @@ def test_one_and_two_ranks_give_the_numbers_of_plain_transformers(family: str, t
     for got in two:
         assert got.evaluation == pytest.approx(one.evaluation, rel=exact)
         assert torch.allclose(got.logits, one.logits, rtol=exact, atol=exact)
+
+
+def answered(values: dict[str, Any]) -> list[list[int]]:
+    """What a model writes on the prompts of its rows, some with images and some without."""
+    worker = SFTWorker(load_recipe(values), say=quiet)
+    worker.setup()
+    rows = next(iter(worker.prepared.evals.values()))
+    samples = [rows.row(index) for index in range(9)]
+    prompts = [Prompt(sample.prompt_ids, sample.fields) for sample in samples if sample.prompt_ids is not None]
+    assert {bool(len(prompt.fields[ENDS])) for prompt in prompts} == {True, False}
+    written = worker.generator().continuations(prompts, Sampling(max_new_tokens=6))
+    worker.release()
+    return written
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_a_sharded_model_answers_as_a_whole_one(family: str, tmp_path: Path) -> None:
+    """The vision tower runs while a prompt is read, on all ranks, whichever prompts have images."""
+    directory = save_vision_model(family, tmp_path / "model")
+    file, rows = save_image_rows(tmp_path, 9)
+    values = a_recipe(directory, file, eval__generate=True)
+    one = answered(values)
+    assert run_ranks(answered, 2, values) == [one, one]
+    # Plain transformers, one prompt after the other.
+    processor = load_processor(str(directory), AutoConfig.from_pretrained(directory))
+    model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float64)
+    for row, answer in zip(rows, one, strict=True):
+        *before, _ = row["messages"]
+        asked = {**row, "messages": [*before, {"role": "assistant", "content": ""}]}
+        inputs, _ = flat_vision.encoded(processor, asked, tmp_path)
+        start = inputs["input_ids"].shape[1] - 2  # without the answer's end of turn and the line's end
+        of_tokens = inputs["input_ids"].shape
+        cut = {key: value[:, :start] if value.shape == of_tokens else value for key, value in inputs.items()}
+        cut = {key: value.double() if value.is_floating_point() else value for key, value in cut.items()}
+        made = model.generate(**cut, max_new_tokens=len(answer), do_sample=False, eos_token_id=-1, pad_token_id=0)
+        assert made[0, start:].tolist() == answer
