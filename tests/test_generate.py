@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from shardtune.batch import Sample
+from shardtune.batch import Prompt, Sample
 from shardtune.data.packing import pack
 from shardtune.errors import ConfigError
 from shardtune.generate import Generator, Matcher, Sampling
@@ -46,7 +46,8 @@ def packed(model: PreTrainedModel) -> LanguageRoot:
 
 
 def answers(root: LanguageRoot, prompts: list[np.ndarray], sampling: Sampling, rows: int = 4) -> list[list[int]]:
-    made = Generator(root, Words(), [STOP], ALONE, rows).answers(prompts, sampling)  # pyright: ignore
+    asked = [Prompt(prompt) for prompt in prompts]
+    made = Generator(root, Words(), [STOP], ALONE, rows).answers(asked, sampling)  # pyright: ignore
     return [[int(word) for word in text.split()] for text in made]
 
 
@@ -94,7 +95,7 @@ def test_generation_ends_where_all_answers_have() -> None:
         return made[-1]
 
     root.generate = generate
-    text = Generator(root, Words(), [stop], ALONE).answers(PROMPTS[:1], Sampling(12))[0]  # pyright: ignore
+    text = Generator(root, Words(), [stop], ALONE).answers([Prompt(PROMPTS[0])], Sampling(12))[0]  # pyright: ignore
     until = first.index(stop)
     assert text == Words.decode(first[:until])
     assert made[0].shape[1] == len(PROMPTS[0]) + until + 1

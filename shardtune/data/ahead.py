@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import resource
 import signal
 import threading
 import time
@@ -13,12 +12,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.queues import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
 
+from shardtune.data.parcel import Parcel, packed
 from shardtune.errors import DataError
 
 T = TypeVar("T")
@@ -33,7 +34,8 @@ def computed_ahead(function: Callable[[T], R], items: Iterable[T], num_processes
     """`function` of each item, in their order, computed in processes that fork here.
 
     Args:
-        function: what is computed; it sees this process as it is now. Its tensors come through shared memory.
+        function: what is computed; it sees this process as it is now. Its tensors come through shared memory, all of a result's
+            in one piece.
         items: read ahead of what is asked for, so they may have no end.
         num_processes: 0: nothing is started, each result is computed when it is asked for.
 
@@ -43,20 +45,22 @@ def computed_ahead(function: Callable[[T], R], items: Iterable[T], num_processes
     if not num_processes:
         yield from map(function, items)
         return
-    _allow_open_files()
-    pending, waiting = iter(items), deque[Future[R]]()
+    pending, waiting = enumerate(items), deque[Future[Parcel]]()
     # Forked, so that nothing has to be sent to it that this process knows.
     context = multiprocessing.get_context("fork")
     started = context.SimpleQueue()
-    pool = ProcessPoolExecutor(num_processes, context, initializer=_begin, initargs=(function, os.getpid(), started))
+    most = num_processes * AHEAD
+    pool = ProcessPoolExecutor(
+        num_processes, context, initializer=_begin, initargs=(function, os.getpid(), started, most)
+    )
     try:
         with _quiet_tokenizers():
-            for item in islice(pending, num_processes * AHEAD):
-                waiting.append(pool.submit(_work, item))
+            for number, item in islice(pending, most):
+                waiting.append(pool.submit(_work, number, item))
         while waiting:
-            found = waiting.popleft().result()
-            for item in islice(pending, 1):
-                waiting.append(pool.submit(_work, item))
+            found = _received(waiting.popleft().result())
+            for number, item in islice(pending, 1):
+                waiting.append(pool.submit(_work, number, item))
             yield found
     except BrokenProcessPool as error:
         kill_started(started)
@@ -76,12 +80,43 @@ def kill_started(processes: SimpleQueue[int]) -> None:
             os.kill(processes.get(), signal.SIGKILL)
 
 
-_function: Callable[[Any], Any] | None = None
+def _received(parcel: Parcel) -> Any:
+    try:
+        return parcel.opened()
+    except FileNotFoundError as error:  # its process is gone, and so is the memory
+        raise BrokenProcessPool(str(error)) from error
 
 
-def _begin(function: Callable[[Any], Any], parent: int, started: SimpleQueue[int]) -> None:
-    global _function
-    _function = function
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """A process of the pool.
+
+    Attributes:
+        function: computes a result.
+        most: results that may be under way at once, of all processes.
+        kept: numbers and files of results whose memory may not have been opened yet.
+    """
+
+    function: Callable[[Any], Any]
+    most: int
+    kept: deque[tuple[int, int]]
+
+    def work(self, number: int, item: Any) -> Parcel:
+        # A piece is given out when the one that is `most` before it has been opened.
+        while self.kept and self.kept[0][0] <= number - self.most:
+            os.close(self.kept.popleft()[1])
+        parcel = packed(self.function(item))
+        if parcel.file is not None:
+            self.kept.append((number, parcel.file))
+        return parcel
+
+
+_worker: _Worker | None = None
+
+
+def _begin(function: Callable[[Any], Any], parent: int, started: SimpleQueue[int], most: int) -> None:
+    global _worker
+    _worker = _Worker(function, most, deque())
     started.put(os.getpid())
     torch.set_num_threads(1)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -96,9 +131,9 @@ def _follow(parent: int) -> None:
     os._exit(1)
 
 
-def _work(item: Any) -> Any:
-    assert _function is not None
-    return _function(item)
+def _work(number: int, item: Any) -> Parcel:
+    assert _worker is not None
+    return _worker.work(number, item)
 
 
 @contextmanager
@@ -116,16 +151,10 @@ def _quiet_tokenizers() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _allow_open_files() -> None:
-    """As many as the system lets this process have: each tensor in shared memory is one."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 def _died(error: BrokenProcessPool) -> DataError:
     cause = str(error.__cause__ or "").strip(" \n'\"").rpartition("\n")[2]
     return DataError(
         "a process that makes micro-batches died" + (f": {cause}" if cause else ""),
         where="data.num_workers",
-        remedy="memory or shared memory (/dev/shm) may be full: lower data.num_workers, or the rows of a micro-batch",
+        remedy="memory may be full, where batches are shared, too: lower data.num_workers, or the rows of a micro-batch",
     )

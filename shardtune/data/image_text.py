@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import PIL
 import torch
-from PIL import Image
+import transformers
+from PIL import Image, features
 from transformers import PreTrainedTokenizerFast, ProcessorMixin
 
 from shardtune.data.chat import with_offsets
 from shardtune.data.encoder import RowError
+from shardtune.data.pixel_bytes import ImageBytes, PixelBytes
 from shardtune.data.pixel_table import by_table
 from shardtune.errors import ModelError
 
 _OF_TEXT = ("input_ids", "attention_mask")
 _KEPT_SIZES = 65_536
-_TRIED_SIZES = ((48, 64), (80, 32))
+_TRIED_SIZES = ((48, 64), (80, 32), (33, 33))
 _KEY_SIZES = ((32, 32), (640, 480), (301, 1000))
 BLANK = (32, 32)
 """Width and height of the image that stands in for one where a micro-batch has none."""
@@ -51,6 +54,7 @@ class ImageText:
         tokenizer: its tokenizer.
         image_token: what stands for an image in a text.
         token_types: the name of a model input that tells the tokens of images from others; None without one.
+        pixel_bytes: makes bytes of images one by one; None where that is not known to be the same.
     """
 
     def __init__(self, processor: ProcessorMixin) -> None:
@@ -65,12 +69,14 @@ class ImageText:
         self._image_ids = [number for number in (ids if isinstance(ids, list) else [ids]) if number is not None]
         self._pixel_token = self._token_of_pixels()
         self._quick = by_table(self.processor.image_processor)
-        self._needs_no_text = self._agrees_without_text()
-
-    def _agrees_without_text(self) -> bool:
-        """Whether the image processor by itself gives the same bits; a processor's work on a text takes time."""
-        tried = [Image.effect_noise(size, 90.0).convert("RGB") for size in _TRIED_SIZES]
+        tried = [*(Image.effect_noise(size, 90.0).convert("RGB") for size in _TRIED_SIZES), Image.new("RGB", BLANK)]
         whole = self._process(tried)
+        self._needs_no_text = self._agrees_without_text(tried, whole)
+        pixels = {key: whole[key] for key in self._pixel_keys}
+        self.pixel_bytes = PixelBytes.proved(self.processor.image_processor, tried, pixels)
+
+    def _agrees_without_text(self, tried: Sequence[Image.Image], whole: Any) -> bool:
+        """Whether the image processor by itself gives the same bits; a processor's work on a text takes time."""
         try:
             alone = self._process_alone(tried)
         except ModelError:
@@ -125,6 +131,22 @@ class ImageText:
         """
         made = self._process_alone(images) if self._needs_no_text else self._process(images)
         return {key: made[key] for key in self._pixel_keys}
+
+    def bytes_of(self, image: Image.Image) -> ImageBytes | None:
+        """One image before it is rescaled and normalised; None where bytes do not say all of it."""
+        with self._at_work([image]):
+            return None if self.pixel_bytes is None else self.pixel_bytes.of(image)
+
+    def numbers(self, fields: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the model takes for the fields of a micro-batch, in which pixels may be bytes."""
+        return dict(fields) if self.pixel_bytes is None else self.pixel_bytes.numbers(fields)
+
+    def pixel_settings(self) -> dict[str, Any]:
+        """What decides which bytes are made of an image: settings, and the versions of who decodes and resizes."""
+        processor = self.processor.image_processor
+        kind = f"{type(processor).__module__}.{type(processor).__qualname__}"
+        versions = [transformers.__version__, PIL.__version__, features.version("jpg")]
+        return {"settings": processor.to_dict(), "kind": kind, "versions": versions}
 
     def token_type_ids(self, input_ids: np.ndarray) -> np.ndarray:
         """int64 [tokens]: 1 for the tokens of images, 0 for others."""

@@ -92,6 +92,23 @@ class StoredImage:
             raise self._changed(f"it is {_size(image.size)} now")
         return image
 
+    def key(self) -> str:
+        """A hash of what it shows: of a file's bytes when its row was read, which is not read for it.
+
+        Of a video's frame: of the file's name, size and time of change.
+        """
+        seen: list[object] = [*self.size, self.digest]
+        if self.kind == ImageKind.FRAME:
+            try:
+                status = Path(json.loads(self.content)[0]).stat()
+            except OSError as error:
+                raise self._changed(f"it cannot be read: {error.strerror}") from error
+            seen += [status.st_size, status.st_mtime_ns]
+        shown = hashlib.blake2b(json.dumps([int(self.kind), *seen]).encode(), digest_size=16)
+        if self.kind != ImageKind.FILE or not self.digest:
+            shown.update(self.content)
+        return shown.hexdigest()
+
     def _changed(self, reason: str) -> DataError:
         return DataError(
             f"an image of {_size(self.size)} cannot be read as it was when its row was: {reason}",

@@ -345,7 +345,8 @@ class CausalLM(LanguageModel):
             positions = positions[mine] - share.start
         if self.packs:
             arguments["position_ids"] = position_ids.unsqueeze(-2)
-        arguments |= self._further_inputs(batch)
+        if batch.fields:
+            arguments |= self._further_inputs(batch)
         if self._attention == DOCUMENTS or self._attention.startswith("flash"):
             arguments |= {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
             arguments |= {"max_length_q": batch.max_length, "max_length_k": batch.max_length}
@@ -359,7 +360,7 @@ class CausalLM(LanguageModel):
                 where="actor.model.model_path",
                 remedy="give the directory of a causal language model",
             )
-        sequences = input_ids.view(self._sequences(batch), -1)
+        sequences = input_ids.view(self._sequences(batch) if self._by_length else 1, -1)
         outputs = model.base_model(input_ids=sequences, use_cache=False, **arguments)
         # In the head's dtype: models that add up their residuals in fp32 (Mamba) leave them so.
         hidden = outputs[0].flatten(0, 1).index_select(0, positions)

@@ -325,7 +325,7 @@ def get_model(
         adapter = vision_language_action(recipe, recipe.actor.model)
     else:
         kinds = {"causal_lm": causal_lm, "vision_language": vision_language}
-        adapter = kinds[model_type](config, overrides=override_config_kwargs)
+        adapter = kinds.get(model_type, causal_lm)(config, overrides=override_config_kwargs)
     model = adapter.build()
     adapter.one_row_per_forward(model)  # a user's batch is padded, so the model's own attention reads its mask
     return model

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel, ProcessorMixin
 
 from shardtune.batch import PackedBatch, Prompt, Sample
+from shardtune.config import DataConfig
 from shardtune.config.layout import Layout
 from shardtune.config.parts import PARTS
 from shardtune.data.image_chat import IMAGE_STOP, ImageChatEncoder
@@ -23,8 +24,10 @@ from shardtune.data.image_text import BLANK, ImageText
 from shardtune.data.images import ENDS, PROMPT_IMAGES, StoredImage, from_fields, read_image, to_fields
 from shardtune.data.loader import Companion
 from shardtune.data.packing import pack
+from shardtune.data.pixel_cache import PixelCache, PixelReader, pixel_key
+from shardtune.data.storage import cache_root
 from shardtune.data.template import load_template
-from shardtune.errors import ModelError
+from shardtune.errors import ConfigError, ModelError
 from shardtune.models.adapter import AdapterRoot, LanguageRoot, cannot_share_sequences
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.processors import image_text
@@ -56,6 +59,7 @@ class VisionLanguage(CausalLM):
     def __init__(self, config: PreTrainedConfig, processor: ProcessorMixin, **settings: Any) -> None:
         super().__init__(config, **settings)
         self.images = self._image_text(processor)
+        self._reader = PixelReader(self.images, _kept_pixels(self.images, self._data))
         self.take_tokenizer(self.images.tokenizer)
         self._rope: Callable[..., Any] | None = None
         self._blank: Sample | None = None
@@ -118,7 +122,7 @@ class VisionLanguage(CausalLM):
         return replace(batch, fields=fields, position_ids=torch.cat([batch.position_ids[None], places]))
 
     def _fields(self, input_ids: np.ndarray, stored: Sequence[StoredImage]) -> dict[str, torch.Tensor]:
-        fields = _widened(self.images.pixels([image.read() for image in stored]) if stored else {}, self._precision)
+        fields = _widened(self._reader.inputs(stored) if stored else {}, self._precision)
         if self.images.token_types is not None:
             fields[self.images.token_types] = torch.from_numpy(self.images.token_type_ids(input_ids))
         return fields
@@ -141,8 +145,8 @@ class VisionLanguage(CausalLM):
 
     def _further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
         types = self.images.token_types
-        rows = self._sequences(batch)
-        return {name: value.view(rows, -1) if name == types else value for name, value in batch.fields.items()}
+        rows, fields = self._sequences(batch), self.images.numbers(batch.fields)
+        return {name: value.view(rows, -1) if name == types else value for name, value in fields.items()}
 
     # -- ranks with and without images -----------------------------------------------------------------------------
 
@@ -170,7 +174,7 @@ class VisionLanguage(CausalLM):
         tokens = np.full((len(prompts), longest), -1, np.int64)
         for row, prompt in enumerate(prompts):
             tokens[row, longest - len(prompt.tokens) :] = prompt.tokens
-        return self._fields(tokens, stored)
+        return self.images.numbers(self._fields(tokens, stored))
 
     def spread_over(self, model: nn.Module, ranks: Ranks) -> Spread:
         self.check_layout(ranks.layout)
@@ -240,6 +244,19 @@ def _widened(fields: Mapping[str, torch.Tensor], precision: str) -> dict[str, to
         name: tensor.double() if precision == "fp64" and tensor.is_floating_point() else tensor
         for name, tensor in fields.items()
     }
+
+
+def _kept_pixels(images: ImageText, data: DataConfig) -> PixelCache | None:
+    if not data.keep_pixels:
+        return None
+    if images.pixel_bytes is None:
+        raise ConfigError(
+            f"data.keep_pixels: the images of {type(images.processor).__name__} cannot be kept one by one as bytes: "
+            "what it makes of several is not what it makes of each, rescaled and normalised",
+            where="data.keep_pixels",
+            remedy="leave it out",
+        )
+    return PixelCache(cache_root(data.cache_dir), pixel_key(images.pixel_settings()))
 
 
 def _encoded(image: Image.Image) -> StoredImage:

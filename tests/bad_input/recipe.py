@@ -146,7 +146,7 @@ FEATURES: list[Case] = [
         "actor.model.lora.init=eva",
         says="actor.model.lora.init | eva | data | gaussian",
     ),
-    with_keys("vision", "actor.model.model_type=vision_language", says="vision_language | causal_lm"),
+    with_keys("vision", "actor.model.model_type=vision_language", says="takes no images | causal_lm"),
     with_keys(
         "an adapter class",
         "actor.model.adapter=mine.py:Mine",
