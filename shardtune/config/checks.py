@@ -43,7 +43,7 @@ def check(recipe: Recipe, written: Merged, in_memory: Collection[str]) -> list[C
     rules = (
         *(_launcher, _required, _batches, _length, _schedule),
         *(_duration, _evaluation, _episodes, _watching, _losses, _lora),
-        *(_execution, _optimizer_states, _actions),
+        *(_execution, _optimizer_states, _actions, _pixels),
     )
     return [problem for rule in rules for problem in rule(facts)]
 
@@ -362,6 +362,17 @@ def _actions(facts: Facts) -> Iterator[ConfigError]:
             f"actor.model.{name}",
             f"actor.model.{name} has no effect with model_type: {model.model_type}, which has no actions",
             "set model_type: vision_language_action, or leave it out",
+        )
+
+
+def _pixels(facts: Facts) -> Iterator[ConfigError]:
+    actor = facts.recipe.actor
+    own = actor.model.adapter is None and actor.worker is None
+    if facts.recipe.data.keep_pixels and own and actor.model.model_type == "causal_lm":
+        yield facts.problem(
+            "data.keep_pixels",
+            "data.keep_pixels: true has no effect with model_type: causal_lm, which takes no images",
+            "leave it out, or set actor.model.model_type: vision_language",
         )
 
 

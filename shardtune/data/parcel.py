@@ -43,7 +43,7 @@ class Parcel:
             return pickle.loads(self.object)
         file = os.open(f"/proc/{self.process}/fd/{self.file}", os.O_RDWR)
         try:
-            memory = mmap.mmap(file, self.places[-1][1], flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            memory = mmap.mmap(file, self.places[-1][1])
         finally:
             os.close(file)
         whole = memoryview(memory)
@@ -91,8 +91,8 @@ class _Packer(pickle.Pickler):
         if type(value) is not torch.Tensor or value.device.type != "cpu" or value.layout != torch.strided:
             return NotImplemented
         plain = value.detach()
-        if plain.numel() > 1 and not any(plain.stride()):  # one number everywhere
-            return _expanded, (plain.flatten()[:1].clone(), plain.shape)
+        if plain.numel() and not any(plain.stride()):  # one number everywhere
+            return _expanded, (plain.as_strided((1,), (1,)).clone(), plain.shape)
         content: Any = plain.contiguous().reshape(-1).view(torch.uint8).numpy()
         return _tensor, (pickle.PickleBuffer(content), plain.dtype, plain.shape)
 
@@ -104,4 +104,4 @@ def _tensor(content: Any, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor
 
 
 def _expanded(number: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    return number.expand(shape)
+    return number.view(()).expand(shape)

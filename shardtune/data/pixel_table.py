@@ -61,4 +61,14 @@ class _Bytes(np.ndarray):
 
 @cache
 def _with_table(kind: Any) -> Any:
-    return type(kind.__name__, (kind, _Tabled), {"__module__": kind.__module__})
+    def reduce(self: Any) -> tuple[Any, ...]:
+        return _again, (kind, dict(vars(self)))
+
+    return type(kind.__name__, (kind, _Tabled), {"__module__": kind.__module__, "__reduce__": reduce})
+
+
+def _again(kind: Any, state: dict[str, Any]) -> Any:
+    """An image processor with its table in another process."""
+    made = object.__new__(_with_table(kind))
+    vars(made).update(state)
+    return made

@@ -84,6 +84,7 @@ def find_adapter(
     wrap = recipe.actor.fsdp_config.wrap
     if config.model_type in ("vision_language", "vision_language_action"):
         return _with_eyes(recipe, model, tokenizer)
+    _check_read(recipe, CausalLM)
     adapter = causal_lm(config, wrap=wrap, model=model, data=recipe.data)
     adapter.take_tokenizer(tokenizer or recipe_tokenizer(recipe))
     check_vocabulary(adapter.tokenizer, adapter.config, recipe.actor.added_tokens)
@@ -178,17 +179,17 @@ def _named(config: ModelConfig) -> str:
 
 
 def _check_read(recipe: Recipe, kind: type[Adapter]) -> None:
-    """Refuse keys that an adapter does not act on; a language model is taken to read them all."""
-    if issubclass(kind, LanguageModel):
-        return
+    """Refuse keys that an adapter does not act on; a language model is taken to read all those of text."""
     model, data = recipe.actor.model, recipe.data
-    given = {
-        "actor.model.config_overrides": bool(model.config_overrides),
-        "actor.model.attn_implementation": model.attn_implementation != "auto",
-        "data.chat_template": data.chat_template is not None,
-        "data.system_prompt": data.system_prompt is not None,
-        "data.train_on": data.train_on != "assistant",
-    }
+    given = {"data.keep_pixels": data.keep_pixels and not issubclass(kind, VisionLanguage)}
+    if not issubclass(kind, LanguageModel):
+        given |= {
+            "actor.model.config_overrides": bool(model.config_overrides),
+            "actor.model.attn_implementation": model.attn_implementation != "auto",
+            "data.chat_template": data.chat_template is not None,
+            "data.system_prompt": data.system_prompt is not None,
+            "data.train_on": data.train_on != "assistant",
+        }
     for key in (key for key, is_given in given.items() if is_given and key not in kind.reads):
         raise ConfigError(
             f"{key}: the adapter {kind.__name__} does not read it",
