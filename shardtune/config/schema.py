@@ -495,8 +495,8 @@ class DataConfig(Section):
     num_workers: int = key(2, "Processes that build the cache and decode rows; 0: none besides the main one.", ge=0)
     keep_pixels: bool = key(
         False,
-        "Keep the resized pixels of each image (bytes) in the cache the first time it is read: later epochs and runs do "
-        "not decode. Takes about width x height x 3 bytes of what the processor makes of an image.",
+        "Keep the resized pixels of each image (bytes) in the cache the first time it is read: later epochs and runs "
+        "do not decode. Takes about width x height x 3 bytes of what the processor makes of an image.",
     )
     cache_dir: Text | None = key(None, "Where tokenised rows are kept; null: the user's cache directory.")
 

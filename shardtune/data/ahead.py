@@ -34,7 +34,7 @@ def computed_ahead(function: Callable[[T], R], items: Iterable[T], num_processes
     """`function` of each item, in their order, computed in processes that fork here.
 
     Args:
-        function: what is computed; it sees this process as it is now. Its tensors come through shared memory, all of a result's
+        function: what is computed; it sees this process as it is now. The tensors of a result come through shared memory,
             in one piece.
         items: read ahead of what is asked for, so they may have no end.
         num_processes: 0: nothing is started, each result is computed when it is asked for.
@@ -156,5 +156,5 @@ def _died(error: BrokenProcessPool) -> DataError:
     return DataError(
         "a process that makes micro-batches died" + (f": {cause}" if cause else ""),
         where="data.num_workers",
-        remedy="memory may be full, where batches are shared, too: lower data.num_workers, or the rows of a micro-batch",
+        remedy="memory, in which batches are shared, may be full: lower data.num_workers, or the rows of a micro-batch",
     )

@@ -45,7 +45,7 @@ class PixelBytes:
         self._of_patches = of_patches
         settings = image_processor.to_dict()
         self._repeats = int(settings.get("temporal_patch_size") or 1)
-        self._axes: dict[str, int] = {}
+        self._axis = 0
         channels = len(settings["image_mean"])
         every = np.broadcast_to(np.arange(256, dtype=np.uint8), (channels, 1, 256))
         scaled = image_processor.rescale(every, settings["rescale_factor"])
@@ -75,9 +75,8 @@ class PixelBytes:
             return None
 
     def _fits(self, parts: Sequence[ImageBytes], whole: Mapping[str, torch.Tensor]) -> bool:
-        """Finds the axis along which each tensor grows with images; whether there is one for each."""
-        for axes in ({key: axis for key in self._keys} for axis in (0, 1)):
-            self._axes = axes
+        """Finds the axis along which tensors grow with images; whether there is one."""
+        for self._axis in (0, 1):
             joined = self.joined(parts)
             if joined is None:
                 continue
@@ -117,14 +116,14 @@ class PixelBytes:
         found = {TABLE: self.table}
         for key in self._keys:
             arrays = [part.pixels if key == PIXELS else part.further[key] for part in parts]
-            axis = self._axes[key]
+            axis = self._axis
             if len({(*array.shape[:axis], *array.shape[axis + 1 :]) for array in arrays}) > 1:
                 return None
             found[key] = _concatenated(arrays, axis)
         return found
 
     def numbers(self, fields: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the model takes for `joined` fields, on their device and in the table's dtype; others are as they are."""
+        """What the model takes for `joined` fields, on their device and in the table's dtype; others as they are."""
         found = {key: value for key, value in fields.items() if key != TABLE}
         pixels = found.get(PIXELS)
         if pixels is None or pixels.dtype != torch.uint8:
