@@ -34,8 +34,8 @@ def computed_ahead(function: Callable[[T], R], items: Iterable[T], num_processes
     """`function` of each item, in their order, computed in processes that fork here.
 
     Args:
-        function: what is computed; it sees this process as it is now. The tensors of a result come through shared memory,
-            in one piece.
+        function: what is computed; it sees this process as it is now. A result's tensors come through shared memory, in
+            one piece.
         items: read ahead of what is asked for, so they may have no end.
         num_processes: 0: nothing is started, each result is computed when it is asked for.
 

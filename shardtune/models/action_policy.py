@@ -52,6 +52,7 @@ class ActionSettings:
             template, or OpenVLA's prompt where it has none.
         state: text: the discretised proprioception stands in the prompt; none: it is left out.
         value_sizes: the widths of the value head's layers; None: the model has no value head.
+        cameras: the names of those it was trained with, in order; None: unknown, or not the same in all data sets.
     """
 
     action_token_len: int
@@ -63,6 +64,7 @@ class ActionSettings:
     prompt: str | None = None
     state: str = "none"
     value_sizes: tuple[int, ...] | None = None
+    cameras: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> ActionSettings:
@@ -84,8 +86,12 @@ class ActionSettings:
             raise ModelError(
                 f"the settings of actions cannot be used: {error}", where=f"config.json: {SETTINGS}"
             ) from error
-        sizes = settings.value_sizes
-        return settings if sizes is None else replace(settings, value_sizes=tuple(sizes))
+        sizes, cameras = settings.value_sizes, settings.cameras
+        return replace(
+            settings,
+            value_sizes=None if sizes is None else tuple(sizes),
+            cameras=None if cameras is None else tuple(cameras),
+        )
 
     def save_statistics(self, folder: Path) -> None:
         """Write `dataset_statistics.json`."""

@@ -90,7 +90,7 @@ class ActionEncoder(ImageChatEncoder):
         return _title
 
     def cache_key(self) -> str:
-        settings = {**asdict(self.settings), "value_sizes": None}
+        settings = {**asdict(self.settings), "value_sizes": None, "cameras": None}
         told = [super().cache_key(), json.dumps([settings, asdict(self.form)], sort_keys=True), str(ENCODING_VERSION)]
         return hashlib.blake2b("\0".join(told).encode(), digest_size=20).hexdigest()
 
@@ -144,7 +144,10 @@ class ActionEncoder(ImageChatEncoder):
             observation: images of the cameras of the training data, instruction, state.
             unnorm_key: the data set whose statistics hold for the state.
         """
-        images = [as_stored(observation["images"][camera]) for camera in sorted(observation["images"])]
+        shown, known = tuple(sorted(observation["images"])), self.settings.cameras
+        if known is not None and shown != known:
+            raise _other_cameras(shown, known)
+        images = [as_stored(observation["images"][camera]) for camera in shown]
         key = self._key(unnorm_key or self.settings.unnorm_key or "")
         tokens, _ = self._prompt(observation["instruction"], observation["state"], images, key)
         return Prompt(tokens, to_fields(images, len(images)))
@@ -216,6 +219,15 @@ def check_prompt(text: str, *, with_state: bool) -> None:
                 where=PROMPT_KEY,
                 remedy="write {instruction}, and {state} with actor.model.action_state: text alone",
             )
+
+
+def _other_cameras(shown: Sequence[str], known: Sequence[str]) -> ConfigError:
+    shows, had = (", ".join(names) or "no camera" for names in (shown, known))
+    return ConfigError(
+        f"the observation shows {shows}, the model was trained with {had}",
+        where="eval.environment: observation['images']",
+        remedy="name the environment's cameras as the training data do, and show all of them",
+    )
 
 
 def as_stored(pixels: np.ndarray) -> StoredImage:

@@ -13,7 +13,7 @@ from shardtune.config import ModelConfig, Recipe
 from shardtune.config.schema import action_tokens
 from shardtune.data.encoder import FrameOptions
 from shardtune.data.robot.statistics import source_statistics, to_json
-from shardtune.data.sources import resolve_sources
+from shardtune.data.sources import Source, resolve_sources
 from shardtune.errors import ConfigError, DataError
 from shardtune.models.action_policy import SETTINGS, ActionSettings
 from shardtune.models.actions import action_statistics, choose_key, state_statistics
@@ -54,6 +54,7 @@ def settings_for(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrained
         prompt=model.action_prompt or (stored.prompt if stored is not None else None),
         state=state,
         value_sizes=stored.value_sizes if stored is not None else None,
+        cameras=_cameras(recipe, stored),
     )
 
 
@@ -89,6 +90,31 @@ def _statistics(recipe: Recipe, stored: ActionSettings | None) -> tuple[dict[str
     return together, next(iter(computed)) if len(computed) == 1 else None
 
 
+def _cameras(recipe: Recipe, stored: ActionSettings | None) -> tuple[str, ...] | None:
+    """Those of the training rows, by the first row of each data set; where none can be read, those of the model."""
+    known = stored.cameras if stored is not None else None
+    spec = recipe.data.train_data_paths
+    if spec is None:
+        return known
+    try:
+        found = {_first_cameras(source) for source in _sources(recipe, spec)}
+    except DataError:
+        return known
+    return found.pop() if len(found) == 1 else None
+
+
+def _first_cameras(source: Source) -> tuple[str, ...] | None:
+    rows = (row for file in source.files for _, row in source.rows(file))
+    row = next((row for row in rows if isinstance(row, Mapping)), None)
+    return None if row is None else tuple(sorted(row["images"]))
+
+
+def _sources(recipe: Recipe, spec: Any) -> list[Source]:
+    """The training rows as frames."""
+    frames = FrameOptions(recipe.actor.model.action_chunks_len)
+    return resolve_sources(spec, recipe.data, frames=frames, say=lambda _: None)
+
+
 def _computed(recipe: Recipe, stored: ActionSettings | None) -> dict[str, Any] | None:
     """Of the training rows; None where there are none to read, and the model has statistics of its own.
 
@@ -106,9 +132,7 @@ def _computed(recipe: Recipe, stored: ActionSettings | None) -> dict[str, Any] |
             remedy="name a dataset_statistics.json, or data.train_data_paths",
         )
     try:
-        frames = FrameOptions(recipe.actor.model.action_chunks_len)
-        sources = resolve_sources(spec, data, frames=frames, say=lambda _: None)
-        return to_json(source_statistics(sources, cache_dir=data.cache_dir, on_bad_row=data.on_bad_row))
+        return to_json(source_statistics(_sources(recipe, spec), cache_dir=data.cache_dir, on_bad_row=data.on_bad_row))
     except DataError:
         if has_own:  # what is wrong with the rows is said where they are read; evaluation does without them
             return None

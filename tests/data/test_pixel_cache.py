@@ -145,6 +145,24 @@ def test_the_key_is_of_settings_and_content(tmp_path: Path) -> None:
     assert inside.key() != read_image((tmp_path / "0.png").read_bytes(), tmp_path).key()
 
 
+def test_what_is_padded_is_no_byte() -> None:
+    """Zeros that a processor puts around numbers stand for no byte of the table."""
+    images = image_text(FAMILIES["smolvlm"]()[1])
+    assert images.pixel_bytes is not None
+    kind: Any = type(images.processor.image_processor)
+
+    class Padding(kind):
+        def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
+            made = super()._preprocess(*args, **kwargs)
+            made["pixel_values"] = np.pad(made["pixel_values"], [(0, 0)] * 4 + [(0, 2)])
+            return made
+
+    picture = Image.new("RGB", (40, 40))
+    assert images.bytes_of(picture) is not None
+    images.processor.image_processor.__class__ = Padding
+    assert images.bytes_of(picture) is None
+
+
 def test_images_that_would_be_padded_are_left_to_the_processor(tmp_path: Path) -> None:
     """One that makes images as large as the largest of them."""
     images, stored = image_text(FAMILIES["llava"]()[1]), save_images(tmp_path / "images")

@@ -325,6 +325,20 @@ def test_settings_stay_as_they_are(folder: Path) -> None:
     assert ActionSettings.of(adapter.config) == adapter.settings
 
 
+def test_other_cameras_than_those_of_the_data_are_refused(folder: Path) -> None:
+    """Their names are kept with the model, and an observation has to show these and no others."""
+    worker = SFTWorker(load_recipe(recipe(folder, "llava", "cameras")), training=False, say=lambda _: None)
+    adapter = worker.adapter
+    assert isinstance(adapter, VisionLanguageAction)
+    assert adapter.settings.cameras == ("wrist",)
+    assert ActionSettings.of(adapter.config).cameras == ("wrist",)
+    (seen,) = observations(1)
+    adapter.actions.observed(seen)
+    for images in ({"front": seen["images"]["wrist"]}, {**seen["images"], "front": seen["images"]["wrist"]}, {}):
+        with pytest.raises(ConfigError, match="the model was trained with wrist"):
+            adapter.actions.observed(Observation(images=images, instruction="Go", state=seen["state"]))
+
+
 # -- several ranks, stored parts -----------------------------------------------------------------------------------
 
 
