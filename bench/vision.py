@@ -246,12 +246,14 @@ def loader(small: bool) -> Section:
         for _ in range(rounds):
             for key, start in contenders.items():
                 rates[key].append(_images_per_second(start(), batches))
+        floor = statistics.median(_pillow_per_second(made, photos) for _ in range(rounds))
     lines, ratios = [], {}
     for name, processes in contenders:
         pairs = zip(rates[name, processes], rates["TRL", processes], strict=True)
         ratios[name, processes] = statistics.median(own / other for own, other in pairs)
         rate = f"{statistics.median(rates[name, processes]):.0f}"
         lines.append((name, processes, rate, f"{ratios[name, processes]:.2f}"))
+    lines.append(("Pillow alone: decoding, resizing", 0, f"{floor:.0f}", ""))
     print(table(("loader", "processes", "images/s", "to TRL"), lines), flush=True)
     kept = ratios[LATER, PROCESSES] >= TIMES
     text = (
@@ -262,8 +264,8 @@ def loader(small: bool) -> Section:
         f"{rounds} interleaved rounds of {batches} batches, and median of the rounds' ratios to TRL with as many "
         f"processes; the pixels are bitwise the same. Aim: later epochs with `data.keep_pixels` and {PROCESSES} "
         f"processes {TIMES:g} times. Without kept pixels no loader can be that far ahead on the same cores: decoding a "
-        "photograph and resizing it take most of the time of both, and both leave them to Pillow; what can be saved "
-        "is the rest.\n\n"
+        "photograph and resizing it take most of the time of both, and both leave them to Pillow (the last line; twice "
+        "that in two processes); what can be saved is the rest.\n\n"
     )
     return text + table(("loader", "processes", "images/s", "median ratio to TRL"), lines), kept
 
@@ -276,6 +278,17 @@ def _images_per_second(batches: Iterator[Any], count: int) -> float:
     for _ in range(count):
         next(batches)
     return count * BATCH / (time.perf_counter() - began)
+
+
+def _pillow_per_second(made: Photographs, count: int) -> float:
+    """Photographs decoded and resized by this process, and nothing else."""
+    files = sorted((made.rows.parent / "photographs").iterdir())[:count]
+    size = (round(PHOTO[0] * SIDE / PHOTO[1]), SIDE)
+    began = time.perf_counter()
+    for file in files:
+        with Image.open(file) as image:
+            image.convert("RGB").resize(size, Image.Resampling.BICUBIC)
+    return len(files) / (time.perf_counter() - began)
 
 
 def _own_batches(made: Photographs, folder: Path, processes: int, name: str) -> Callable[[], Iterator[Any]]:

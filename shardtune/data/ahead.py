@@ -85,6 +85,8 @@ def _received(parcel: Parcel) -> Any:
         return parcel.opened()
     except FileNotFoundError as error:  # its process is gone, and so is the memory
         raise BrokenProcessPool(str(error)) from error
+    except OSError as error:
+        raise _not_shared(error) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,11 @@ class _Worker:
         # A piece is given out when the one that is `most` before it has been opened.
         while self.kept and self.kept[0][0] <= number - self.most:
             os.close(self.kept.popleft()[1])
-        parcel = packed(self.function(item))
+        found = self.function(item)
+        try:
+            parcel = packed(found)
+        except OSError as error:
+            raise _not_shared(error) from error
         if parcel.file is not None:
             self.kept.append((number, parcel.file))
         return parcel
@@ -149,6 +155,14 @@ def _quiet_tokenizers() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def _not_shared(error: OSError) -> DataError:
+    return DataError(
+        f"a micro-batch cannot be handed over in shared memory: {error}",
+        where="data.num_workers",
+        remedy="set it to 0, or make room in memory and let processes of one user open each other's files in /proc",
+    )
 
 
 def _died(error: BrokenProcessPool) -> DataError:

@@ -154,3 +154,30 @@ def test_processes_end_when_their_parent_is_killed() -> None:
     wait_for(processes, 15)
     parent.stdout.close()
     parent.stderr.close()
+
+
+def test_memory_that_cannot_be_shared_is_an_error_of_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: str) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "memfd_create", full)
+    with pytest.raises(DataError, match=r"handed over in shared memory: .* No space left on device") as told:
+        list(computed_ahead(torch.ones, [2000], 1))
+    assert told.value.where == "data.num_workers"
+
+
+def test_memory_of_results_is_given_back() -> None:
+    def work(number: int) -> tuple[torch.Tensor, int]:
+        return torch.full((100_000,), number), len(os.listdir("/proc/self/fd"))
+
+    def maps() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:shardtune")
+
+    files = []
+    for number, (tensor, open_files) in enumerate(computed_ahead(work, range(60), 2)):
+        assert torch.equal(tensor, torch.full((100_000,), number))
+        files.append(open_files)
+        assert maps() <= 2  # this one, and the one before it
+    assert max(files) <= min(files) + 2 * 2 + 2
+    del tensor
+    assert maps() == 0

@@ -22,6 +22,7 @@ from shardtune.data.pixel_bytes import TABLE, ImageBytes
 from shardtune.data.pixel_cache import PixelCache, PixelReader, pixel_key
 from shardtune.errors import ConfigError, DataError
 from shardtune.models.processors import image_text
+from shardtune.models.vision_language import VisionLanguage
 from shardtune.sft_worker import SFTWorker
 from tests.dist.test_vision import a_recipe
 from tests.dist.training import quiet
@@ -154,7 +155,7 @@ def test_what_is_padded_is_no_byte() -> None:
     class Padding(kind):
         def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
             made = super()._preprocess(*args, **kwargs)
-            made["pixel_values"] = np.pad(made["pixel_values"], [(0, 0)] * 4 + [(0, 2)])
+            made["pixel_values"] = torch.nn.functional.pad(made["pixel_values"], (0, 2))
             return made
 
     picture = Image.new("RGB", (40, 40))
@@ -196,7 +197,12 @@ def test_training_goes_on_without_the_images(tmp_path: Path) -> None:
     """With the losses of a run that reads them, made ready in processes or here."""
     plain = losses(a_worker(tmp_path, data__num_workers=0))
     settings = {"data__keep_pixels": True, "data__cache_dir": str(tmp_path / "cache")}
-    assert losses(a_worker(tmp_path, data__num_workers=2, **settings)) == plain
+    worker = a_worker(tmp_path, data__num_workers=2, **settings)
+    assert isinstance(worker.adapter, VisionLanguage)
+    assert losses(worker) == plain
+    assert [path.name for path in (tmp_path / "cache" / "pixels").iterdir()] == [
+        pixel_key(worker.adapter.images.pixel_settings())
+    ]
     assert files(tmp_path / "cache")
     for path in (tmp_path / "images").iterdir():
         os.truncate(path, 1)
