@@ -6,6 +6,7 @@ import io
 import mmap
 import os
 import pickle
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +63,8 @@ def packed(value: Any) -> Parcel:
         return False
 
     sink = io.BytesIO()
-    _Packer(sink, protocol=5, buffer_callback=is_small).dump(value)
+    shares = sys.platform == "linux"  # elsewhere there is no memory without a name; all goes through the pipe
+    _Packer(sink, protocol=5, buffer_callback=is_small if shares else None).dump(value)
     if not large:
         return Parcel(sink.getvalue(), (), os.getpid(), None)
     file = os.memfd_create("shardtune")

@@ -34,7 +34,11 @@ def sent(value: Any) -> Any:
             os.close(parcel.file)
 
 
-def test_everything_comes_as_it_was() -> None:
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_everything_comes_as_it_was(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
+    """Where there is no memory without a name, all of it goes through the pipe."""
+    monkeypatch.setattr("shardtune.data.parcel.sys.platform", platform)
+    assert (packed(OBJECTS).file is None) == (platform == "darwin")
     found = sent(OBJECTS)
     for name, value in OBJECTS.items():
         if isinstance(value, torch.Tensor):

@@ -376,9 +376,15 @@ def test_a_value_head_that_is_there_stays(folder: Path, tmp_path: Path) -> None:
     policy.save_pretrained(tmp_path / "base")
     first.processor.save_pretrained(tmp_path / "base")
     values = recipe(folder, "llava", "valued", model__model_path=str(tmp_path / "base"), model__action_tokens="auto")
+    values["actor"]["optim"] = {**values["actor"]["optim"], "groups": [{"pattern": "value_head", "lr": 0.25}]}
     worker = SFTWorker(load_recipe(values), say=lambda _: None)
     worker.setup()
     worker.run_training()
+    stored = {id(tensor): name for name, tensor in worker.weights.trainable().items()}
+    rates = {stored[id(p)]: group["lr"] for group in worker.optimizer.param_groups for p in group["params"]}
+    others = {rate for name, rate in rates.items() if "value_head" not in name}
+    assert {rate for name, rate in rates.items() if "value_head" in name} == {0.25}
+    assert others == {5e-3}
     worker.export(tmp_path / "trained", "fp32")
     loaded: Any = action_class(type(base)).from_pretrained(tmp_path / "trained")
     before = policy.value_head.state_dict()
