@@ -54,7 +54,7 @@ def computed_ahead(function: Callable[[T], R], items: Iterable[T], num_processes
         num_processes, context, initializer=_begin, initargs=(function, os.getpid(), started, most)
     )
     try:
-        with _quiet_tokenizers():
+        with quiet_tokenizers():
             for number, item in islice(pending, most):
                 waiting.append(pool.submit(_work, number, item))
         while waiting:
@@ -143,7 +143,7 @@ def _work(number: int, item: Any) -> Parcel:
 
 
 @contextmanager
-def _quiet_tokenizers() -> Iterator[None]:
+def quiet_tokenizers() -> Iterator[None]:
     """Tells the tokenizers library that forking is meant, so that it does not warn about its threads."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)

@@ -19,9 +19,8 @@ from functools import partial
 from itertools import islice
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from typing import Any
 
-from shardtune.data.ahead import kill_started
+from shardtune.data.ahead import kill_started, quiet_tokenizers
 from shardtune.data.encoder import Encoder, Row, RowDropped, RowError, bad_row
 from shardtune.data.entry import EncodedRow, EncodedRows, EntryWriter, Tally
 from shardtune.data.fields import Kinds, kinds_of, require_same_kinds
@@ -201,7 +200,7 @@ def _encoded_chunks(task: BuildTask, num_workers: int) -> Iterator[Iterator[tupl
     context = multiprocessing.get_context("fork")
     started = context.SimpleQueue()
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(task, os.getpid(), started))
-    with _quiet_tokenizers():
+    with quiet_tokenizers():
         try:
             yield _in_order(pool, chunks, num_workers * _AHEAD)
         except BrokenProcessPool as error:
@@ -247,18 +246,3 @@ def _follow(parent: int) -> None:
 def _work(chunk: Chunk) -> EncodedRows:
     assert _task is not None
     return encode_chunk(_task, chunk)
-
-
-@contextmanager
-def _quiet_tokenizers() -> Iterator[None]:
-    """Tells the tokenizers library that forking is meant, so that it does not warn about its threads."""
-    name = "TOKENIZERS_PARALLELISM"
-    before: Any = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -231,16 +231,19 @@ class CausalLM(LanguageModel):
         return self.encoder(with_prompts=False).encode(row)
 
     def encoder(self, *, with_prompts: bool) -> ChatEncoder:
+        template = load_template(self._data.chat_template, self.tokenizer)
+        return ChatEncoder(self.tokenizer, template, with_prompts=with_prompts, **self._encoding)
+
+    @property
+    def _encoding(self) -> dict[str, Any]:
+        """What the recipe says of how rows become tokens."""
         data = self._data
-        return ChatEncoder(
-            self.tokenizer,
-            load_template(data.chat_template, self.tokenizer),
-            train_on=data.train_on,
-            system_prompt=data.system_prompt,
-            max_length=data.max_length,
-            on_too_long=data.on_too_long,
-            with_prompts=with_prompts,
-        )
+        return {
+            "train_on": data.train_on,
+            "system_prompt": data.system_prompt,
+            "max_length": data.max_length,
+            "on_too_long": data.on_too_long,
+        }
 
     def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> PackedBatch:
         return pack(samples, rows, weights)

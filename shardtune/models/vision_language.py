@@ -97,16 +97,8 @@ class VisionLanguage(CausalLM):
         super().check_layout(layout)
 
     def encoder(self, *, with_prompts: bool) -> ImageChatEncoder:
-        data = self._data
-        return ImageChatEncoder(
-            self.images,
-            load_template(data.chat_template, self.tokenizer),
-            train_on=data.train_on,
-            system_prompt=data.system_prompt,
-            max_length=data.max_length,
-            on_too_long=data.on_too_long,
-            with_prompts=with_prompts,
-        )
+        template = load_template(self._data.chat_template, self.tokenizer)
+        return ImageChatEncoder(self.images, template, with_prompts=with_prompts, **self._encoding)
 
     # -- micro-batches ---------------------------------------------------------------------------------------------
 
