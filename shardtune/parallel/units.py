@@ -84,7 +84,17 @@ def _declared_by_transformers(model: nn.Module) -> list[nn.Module]:
         if isinstance(part, PreTrainedModel):
             names = set(part._no_split_modules or ())
             found |= dict.fromkeys(module for module in part.modules() if _class_name(module) in names)
-    return [module for module in found if _has_forward(module)]
+    return _whole_blocks(model, [module for module in found if _has_forward(module)])
+
+
+def _whole_blocks(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """For a module in a block of a list, that block: some models declare the attention in it alone, which would leave
+    the rest of each block to the root."""
+    block_of: dict[nn.Module, nn.Module] = {}
+    for blocks in model.modules():  # inner lists come later
+        if isinstance(blocks, nn.ModuleList):
+            block_of |= {inner: block for block in blocks for inner in block.modules()}
+    return list(dict.fromkeys(block_of.get(module, module) for module in modules))
 
 
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:

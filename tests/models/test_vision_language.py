@@ -184,3 +184,11 @@ def test_a_tokenizer_in_memory_is_refused(places: tuple[Path, Path]) -> None:
     with pytest.raises(ConfigError, match="comes with its processor"):
         SFTWorker(worker.recipe, tokenizer=worker.tokenizer, say=quiet)
     worker.release()
+
+
+def test_blocks_of_the_vision_tower_shard_as_wholes(places: tuple[Path, Path]) -> None:
+    """SmolVLM declares the attention in them alone."""
+    worker = a_worker(places, "smolvlm", data__eval_data_paths=None)
+    units = {type(unit).__name__ for unit in worker.shard_units(worker.inner_model())}
+    assert units == {"SmolVLMEncoderLayer", "LlamaDecoderLayer"}
+    worker.release()
