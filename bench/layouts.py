@@ -5,6 +5,7 @@ Rewrites the section `layouts` of docs/benchmarks.md; ends with exit code 1 wher
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import time
@@ -36,6 +37,7 @@ def line(kind: str, precision: str, layout: LaidOut, found: Apart) -> list[str]:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     began = time.perf_counter()
     torch.set_num_threads(1)
     lines, broken = [], []
