@@ -84,7 +84,7 @@ def memory(small: bool) -> Section:
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
-ROUNDED_FP32 = 1e-4
+ROUNDED_FP32 = 1e-5
 """Ten steps of SGD in fp32, losses and norms."""
 
 
