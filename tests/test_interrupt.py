@@ -139,7 +139,9 @@ def test_when_a_rank_dies_the_others_end_and_its_error_is_shown(
     before = children(os.getpid())
     with pytest.raises((RankFailed, ReportedError)) as failed:
         shardtune.train(recipe)
-    assert time.time() - (tiny.run(how) / "metrics.jsonl").stat().st_mtime < 10, "since rank 1 ended"
+    # Rank 1 may end before rank 0 has written of the first step.
+    written = max(path.stat().st_mtime for path in (tiny.run(how), *tiny.run(how).rglob("*")))
+    assert time.time() - written < 15, "since rank 1 ended"
     told = str(failed.value)
     assert told.startswith("rank 1 was ended by SIGKILL" if how == "killed" else "ValueError: on purpose")
     assert (f"{plugin}:10, in run_training, on rank 1" in told) == (how == "error")
