@@ -37,7 +37,7 @@ class ImageTemplate(ChatTemplate):
 
     def __init__(self, text: str, images: ImageText) -> None:
         super().__init__(text, images.tokenizer)
-        self._placeholder = self._in_text = images.image_token
+        self._image_token = self._in_text = images.image_token
         self._takes_parts = self._shows("", takes_parts=True)
         if not self._takes_parts:
             self._in_text = _in_own_template(images, text)
@@ -57,7 +57,7 @@ class ImageTemplate(ChatTemplate):
         except RowError:
             return False
         as_parts = takes_parts and "'type'" in shown  # the list itself was printed
-        return shown.count(_PROBE) == 2 and shown.count(self._placeholder) == len(mark) and not as_parts
+        return shown.count(_PROBE) == 2 and shown.count(self._image_token) == len(mark) and not as_parts
 
     def _render(
         self, messages: Sequence[dict], tools: Sequence[dict] | None, prompt: bool, marked: bool
