@@ -3,7 +3,7 @@
     python bench/kill.py [--kills 30] [--in-saves 10] [--ranks 1] [--seed 0] [--save]
 
 Each time the same command is started again. In the end weights, optimizer and log must be those of a run that was left
-alone, bit for bit. Saving is slowed down to two seconds by a plugin, `tests/slow_saves.py`.
+alone, bit for bit. Saving is slowed down to two seconds by a plugin, `tests/support/slow_saves.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 from results import machine, table, write_section  # noqa: E402
 
-from tests.tiny_run import Tiny, assert_same_tensors, lines, make_tiny  # noqa: E402
+from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny  # noqa: E402
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,7 +36,7 @@ START_SECONDS = 15.0
 def command(tiny: Tiny, name: str, ranks: int) -> list[str]:
     recipe = tiny.folder / f"{name}.yaml"
     keys = {
-        "plugins": [str(ROOT / "tests/slow_saves.py")],
+        "plugins": [str(ROOT / "tests/support/slow_saves.py")],
         "runner__max_epochs": STEPS // 4,
         "runner__nproc_per_node": ranks,
         "runner__keep_last": 2,

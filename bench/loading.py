@@ -14,7 +14,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 from results import machine, table, write_section  # noqa: E402
 
-from tests.dist.loading import LAYOUTS, checkpoint_bytes, peaks, save_checkpoint  # noqa: E402
+from tests.support.dist.loading import LAYOUTS, checkpoint_bytes, peaks, save_checkpoint  # noqa: E402
 
 GIGABYTE = 1e9
 LIMIT = 0.65

@@ -20,9 +20,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 from results import machine, table, write_section  # noqa: E402
 
-from tests.dist.parity import EXACT  # noqa: E402
-from tests.dist.ranks import run_ranks  # noqa: E402
-from tests.dist.training import Trace, flat_script, recipe, run_recipes, save_model, save_rows  # noqa: E402
+from tests.support.dist.parity import EXACT  # noqa: E402
+from tests.support.dist.ranks import run_ranks  # noqa: E402
+from tests.support.dist.training import Trace, flat_script, recipe, run_recipes, save_model, save_rows  # noqa: E402
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "LoRA": {},

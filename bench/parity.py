@@ -17,7 +17,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 from results import machine, table, write_section  # noqa: E402
 
-from tests.dist.parity import EXACT, LAYOUTS, ROUNDED, ROUNDED_WEIGHTS, Case, Comparison  # noqa: E402
+from tests.support.dist.parity import EXACT, LAYOUTS, ROUNDED, ROUNDED_WEIGHTS, Case, Comparison  # noqa: E402
 
 KINDS = ("dense", "mixtral", "qwen3_moe", "mistral", "gemma")
 BF16_TIMES = 1.5

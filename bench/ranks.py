@@ -25,12 +25,12 @@ import torch.distributed as dist  # noqa: E402
 from results import machine, table, write_section  # noqa: E402
 
 from shardtune.config import load_recipe  # noqa: E402
-from shardtune.config.layout import Layout  # noqa: E402
-from shardtune.scaling.shape import ModelShape, Setting, Work  # noqa: E402
-from shardtune.scaling.traffic import Exchange, traffic  # noqa: E402
-from shardtune.sft_worker import SFTWorker  # noqa: E402
-from tests.dist.ranks import run_ranks  # noqa: E402
-from tests.dist.training import quiet, recipe, save_model, save_rows  # noqa: E402
+from shardtune.config.rank_layout import Layout  # noqa: E402
+from shardtune.parallel.cost.shape import ModelShape, Setting, Work  # noqa: E402
+from shardtune.parallel.cost.traffic import Exchange, traffic  # noqa: E402
+from shardtune.training.worker.adapter_worker import SFTWorker  # noqa: E402
+from tests.support.dist.ranks import run_ranks  # noqa: E402
+from tests.support.dist.training import quiet, recipe, save_model, save_rows  # noqa: E402
 
 TARGET = 0.85
 SHAPE = ModelShape(256, 6, 4, 4, 64, 768, 264, biased=True)

@@ -20,7 +20,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 from results import machine, table, write_section  # noqa: E402
 
-from tests.tiny_run import Tiny, assert_same_tensors, lines, make_tiny, train_on_ranks  # noqa: E402
+from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny, train_on_ranks  # noqa: E402
 
 STEPS = 8
 FP64 = {"actor__model__precision": "fp64"}

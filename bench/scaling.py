@@ -17,11 +17,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 from results import machine, table, write_section  # noqa: E402
 
-from shardtune.scaling.choice import USABLE, Plan, fastest, fits  # noqa: E402
-from shardtune.scaling.shape import ModelShape  # noqa: E402
-from shardtune.scaling.time import Machine  # noqa: E402
-from tests.dist.layouts import LaidOut  # noqa: E402
-from tests.dist.traffic import CASES, EXPERTS, Counts, Ratio  # noqa: E402
+from shardtune.parallel.cost.choose import USABLE, Plan, fastest, fits  # noqa: E402
+from shardtune.parallel.cost.shape import ModelShape  # noqa: E402
+from shardtune.parallel.cost.time import Machine  # noqa: E402
+from tests.support.dist.layouts import LaidOut  # noqa: E402
+from tests.support.dist.traffic import CASES, EXPERTS, Counts, Ratio  # noqa: E402
 
 SCALING = ROOT / "docs" / "scaling.md"
 MACHINE = Machine()
@@ -179,7 +179,8 @@ def main() -> int:
     text = (
         "One step of a small model (3 layers of width 64) on rank 0 over gloo: calls and bytes of collectives (the "
         "whole tensors', of all calls), and bytes of what the rank holds; after each colon the ratio to the formula of "
-        f"`shardtune.scaling`. Limits: {LIMIT:.1%}; of activations and of tokens to experts {ESTIMATES['kept']:.0%}; "
+        f"`shardtune.parallel.cost`. Limits: {LIMIT:.1%}; of activations and of tokens to experts "
+        f"{ESTIMATES['kept']:.0%}; "
         f"with experts that are spread {ESTIMATES['gathered']:.0%} of the gathered weights, as a layer and its experts "
         "are taken to be there at once; of int8 moments "
         f"{SHORT_ROWS:.0%}, as rows of less than 256 numbers have a scale each. Collectives of a few numbers are left "

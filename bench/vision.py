@@ -35,15 +35,15 @@ from results import machine, table, write_section  # noqa: E402
 
 import shardtune  # noqa: E402
 from shardtune.config import load_recipe  # noqa: E402
-from shardtune.data.loader import StepLoader  # noqa: E402
-from shardtune.models.vision_language import VisionLanguage  # noqa: E402
-from shardtune.sft_worker import SFTWorker  # noqa: E402
-from tests.dist.ranks import run_ranks  # noqa: E402
-from tests.dist.test_vision import EXACT, LR, ROUNDED, a_recipe, order  # noqa: E402
-from tests.dist.training import Trace, quiet, run_recipe  # noqa: E402
-from tests.models import flat_vision  # noqa: E402
-from tests.models.memorised import memorise  # noqa: E402
-from tests.models.vision import FAMILIES, save_image_rows, save_vision_model, template, tokenizer  # noqa: E402
+from shardtune.data.loader.step_loader import StepLoader  # noqa: E402
+from shardtune.models.vision.vision_language import VisionLanguage  # noqa: E402
+from shardtune.training.worker.adapter_worker import SFTWorker  # noqa: E402
+from tests.models.vision.test_vision_on_ranks import EXACT, LR, ROUNDED, a_recipe, order  # noqa: E402
+from tests.support import flat_vision  # noqa: E402
+from tests.support.dist.ranks import run_ranks  # noqa: E402
+from tests.support.dist.training import Trace, quiet, run_recipe  # noqa: E402
+from tests.support.memorised import memorise  # noqa: E402
+from tests.support.vision import FAMILIES, save_image_rows, save_vision_model, template, tokenizer  # noqa: E402
 
 Section = tuple[str, bool]
 """The text of a section, and whether all its limits hold."""

@@ -8,47 +8,47 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardtune import nn
     from shardtune.batch import Batch, LossSum, Metric, Sample
-    from shardtune.callbacks import Ask, Callback
-    from shardtune.engine.division import NeedParallel
+    from shardtune.config.model_names import SupportedModel, register_model
     from shardtune.engine.engine import TrainEngine
     from shardtune.engine.session import init
+    from shardtune.engine.split_arguments import NeedParallel
     from shardtune.models.adapter import Adapter, Prediction, WholeStepAdapter
-    from shardtune.models.registry import get_model, get_model_config_and_processor
+    from shardtune.models.find_adapter import get_model, get_model_config_and_processor
     from shardtune.models.value_head import ValueHead
-    from shardtune.parallel.materialise import init_empty_weights
-    from shardtune.registration import SupportedModel, register_model
-    from shardtune.run import Run, load_run, train
-    from shardtune.runner import SFTRunner
-    from shardtune.sft_trainer import SFTTrainer
-    from shardtune.sft_worker import SFTWorker
-    from shardtune.worker import FSDPSftWorker
+    from shardtune.parallel.meta_init import init_empty_weights
+    from shardtune.run.api import Run, load_run, train
+    from shardtune.training.callbacks import Ask, Callback
+    from shardtune.training.runner import SFTRunner
+    from shardtune.training.worker.adapter_worker import SFTWorker
+    from shardtune.training.worker.base import FSDPSftWorker
+    from shardtune.training.worker.sft_trainer import SFTTrainer
 
 _HOME = {
     "Adapter": "models.adapter",
-    "Ask": "callbacks",
+    "Ask": "training.callbacks",
     "Batch": "batch",
-    "Callback": "callbacks",
-    "FSDPSftWorker": "worker",
+    "Callback": "training.callbacks",
+    "FSDPSftWorker": "training.worker.base",
     "LossSum": "batch",
     "Metric": "batch",
-    "NeedParallel": "engine.division",
+    "NeedParallel": "engine.split_arguments",
     "Prediction": "models.adapter",
-    "Run": "run",
-    "SFTRunner": "runner",
-    "SFTTrainer": "sft_trainer",
-    "SFTWorker": "sft_worker",
+    "Run": "run.api",
+    "SFTRunner": "training.runner",
+    "SFTTrainer": "training.worker.sft_trainer",
+    "SFTWorker": "training.worker.adapter_worker",
     "Sample": "batch",
-    "SupportedModel": "registration",
+    "SupportedModel": "config.model_names",
     "TrainEngine": "engine.engine",
     "ValueHead": "models.value_head",
     "WholeStepAdapter": "models.adapter",
-    "get_model": "models.registry",
-    "get_model_config_and_processor": "models.registry",
+    "get_model": "models.find_adapter",
+    "get_model_config_and_processor": "models.find_adapter",
     "init": "engine.session",
-    "init_empty_weights": "parallel.materialise",
-    "load_run": "run",
-    "register_model": "registration",
-    "train": "run",
+    "init_empty_weights": "parallel.meta_init",
+    "load_run": "run.api",
+    "register_model": "config.model_names",
+    "train": "run.api",
 }
 
 __all__ = [

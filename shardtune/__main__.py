@@ -1,5 +1,5 @@
 """`python -m shardtune`, also under torchrun and accelerate launch."""
 
-from shardtune.cli import main
+from shardtune.cli.commands import main
 
 main()

@@ -5,7 +5,7 @@ import sys
 from omegaconf import DictConfig
 
 import shardtune
-from shardtune.cli import main as command_line
+from shardtune.cli.commands import main as command_line
 
 
 def main(config: DictConfig) -> None:

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from torch import nn
 
 from shardtune import LossSum, Sample
-from shardtune.models.acting import ActingAdapter
+from shardtune.models.action.acting import ActingAdapter
 
 WORDS = 512  # an instruction's words by their hash; the network learns what the few that occur mean
 LONGEST = 12  # words of an instruction

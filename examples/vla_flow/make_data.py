@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 
 from shardtune.data.robot.lerobot_writer import write_lerobot
-from shardtune.environments.point2d import Point2d
-from shardtune.environments.scripted import demonstrations
+from shardtune.evaluate.environments.point2d import Point2d
+from shardtune.evaluate.environments.scripted import demonstrations
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ import shutil
 from pathlib import Path
 
 from shardtune.data.robot.lerobot_writer import write_lerobot
-from shardtune.environments.reach import Reach
-from shardtune.environments.scripted import demonstrations
+from shardtune.evaluate.environments.reach import Reach
+from shardtune.evaluate.environments.scripted import demonstrations
 
 EPISODES, HELD_OUT = 1_720, 40
 AXES = ("x", "y", "z")

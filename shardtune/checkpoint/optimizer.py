@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
+from shardtune.checkpoint.dcp import load_tensors
 from shardtune.checkpoint.safetensors_file import DTYPE_NAMES
-from shardtune.checkpoint.sharded import load_tensors
 from shardtune.errors import CheckpointError
-from shardtune.low_bit_optim import PARTS, LowBitOptimizer
+from shardtune.optim.low_bit import PARTS, LowBitOptimizer
 
 Names = Mapping[torch.nn.Parameter, str]
 

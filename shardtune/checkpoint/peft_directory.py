@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardtune.checkpoint.export import gather_full, save_error
+from shardtune.checkpoint.hf_save import gather_full, save_error
 from shardtune.checkpoint.safetensors_file import SafetensorsWriter, TensorPlan
 from shardtune.checkpoint.weight_files import WeightTensor, find_weights
 from shardtune.errors import ModelError
-from shardtune.models.lora import ADAPTER, BaseTensor, adapter_config, base_tensors, lora_layers, token_rows
-from shardtune.models.lora_init import INITIAL, merged, with_rows
-from shardtune.parallel.materialise import shard_of
+from shardtune.models.lora.attach import ADAPTER, BaseTensor, adapter_config, base_tensors, lora_layers, token_rows
+from shardtune.models.lora.init import INITIAL, merged, with_rows
+from shardtune.parallel.meta_init import shard_of
 
 PREFIX = "base_model.model."
 """What PEFT puts before the names of the model's own modules."""

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardtune.checkpoint.durable import (
+from shardtune.checkpoint.atomic import (
     publish,
     read_json,
     recover,

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardtune.config.layers import Merged
-from shardtune.config.layout import Layout
+from shardtune.config.model_names import BUILT_IN
+from shardtune.config.rank_layout import Layout
 from shardtune.config.schema import OptimConfig, Recipe
 from shardtune.config.values import WORKERS
 from shardtune.errors import ConfigError, ParallelError
-from shardtune.registration import BUILT_IN
 
 
 @dataclass(frozen=True, slots=True)

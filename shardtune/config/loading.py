@@ -18,8 +18,8 @@ from shardtune.config.layers import Layer, Merged, merge, raise_all
 from shardtune.config.overrides import GROUPS, read_overrides
 from shardtune.config.paths import make_absolute, named_files
 from shardtune.config.recipe_file import read_file, read_mapping
+from shardtune.config.saved_lora import adopt_adapter
 from shardtune.config.schema import DataEntry, ParameterGroup, Recipe, escape_interpolation
-from shardtune.config.stored_adapter import adopt_adapter
 from shardtune.errors import ConfigError
 
 RecipeSource: TypeAlias = str | Path | Mapping[str, Any] | DictConfig

@@ -13,7 +13,7 @@ from shardtune.config.keys import ALIASES
 from shardtune.config.layers import Layer
 from shardtune.errors import ConfigError
 
-CONF = Path(__file__).parents[1] / "conf"
+CONF = Path(__file__).parent / "conf"
 LISTED_GROUP = "datasets"  # the only group of which several may be chosen at once
 GROUPS = ("loss", "model", LISTED_GROUP)
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from shardtune.batch import Sample
 from shardtune.config import Recipe
-from shardtune.data.cache import build_dataset
-from shardtune.data.dataset import TokenDataset
+from shardtune.data.cache.cache import build_dataset
+from shardtune.data.cache.dataset import TokenDataset
 from shardtune.data.encoder import Encoder, frames_of
-from shardtune.data.sources import named_sets, resolve_sources
+from shardtune.data.sources.resolve import named_sets, resolve_sources
 from shardtune.errors import ConfigError, DataError
 
 

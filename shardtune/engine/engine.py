@@ -14,17 +14,17 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardtune.config.layout import Layout
-from shardtune.engine.division import NeedParallel, divide
-from shardtune.engine.host import Request
+from shardtune.config.rank_layout import Layout
 from shardtune.engine.methods import Method, no_method, read_methods
-from shardtune.engine.resident import PRECISIONS, Order, precision_of
-from shardtune.engine.sequence import check_shareable
+from shardtune.engine.nn import unwrapped
+from shardtune.engine.rank_module import PRECISIONS, Order, precision_of
+from shardtune.engine.rank_process import Request
+from shardtune.engine.ranks import InProcess, Team
+from shardtune.engine.ranks_spmd import SpmdRanks
+from shardtune.engine.sequence_parallel import check_shareable
 from shardtune.engine.session import current_session
-from shardtune.engine.spmd import SpmdRanks
-from shardtune.engine.team import InProcess, Team
+from shardtune.engine.split_arguments import NeedParallel, divide
 from shardtune.errors import ParallelError
-from shardtune.nn import unwrapped
 
 Executor = Literal["fsdp2", "fsdp1", "ddp"]
 EXECUTORS = ("fsdp2", "fsdp1", "ddp")

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from shardtune.checkpoint.conversion import disk_groups, to_disk
-from shardtune.checkpoint.export import gather_full, save_pretrained
+from shardtune.checkpoint.hf_conversion import disk_groups, to_disk
+from shardtune.checkpoint.hf_save import gather_full, save_pretrained
+from shardtune.checkpoint.module_weights import save_plain
 from shardtune.checkpoint.peft_directory import merging, save_adapter
-from shardtune.checkpoint.plain import save_plain
+from shardtune.engine.nn import BaseTrainModule
 from shardtune.errors import ModelError
-from shardtune.models.lora import base_tensors, is_adapted
-from shardtune.nn import BaseTrainModule
-from shardtune.parallel.shard import Weights
+from shardtune.models.lora.attach import base_tensors, is_adapted
+from shardtune.parallel.fsdp2 import Weights
 
 POSTPROCESS = "postprocess_output_named_parameters"
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardtune.parallel.mesh import Ranks
-from shardtune.parallel.shard import Weights
+from shardtune.parallel.fsdp2 import Weights
+from shardtune.parallel.ranks import Ranks
 
 
 class Gradients:

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from shardtune import nn as modules
+from shardtune.engine import nn as modules
+from shardtune.engine.nn import BaseTrainModule
 from shardtune.errors import ModelError
-from shardtune.nn import BaseTrainModule
 
 HOOKS = frozenset(
     name

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shardtune.engine.host import Host, device_for
-from shardtune.engine.local import LocalRanks
-from shardtune.engine.ray import Placement, RayRanks, connect
-from shardtune.engine.spmd import SpmdRanks
-from shardtune.engine.team import InProcess, Team
+from shardtune.engine.rank_process import Host, device_for
+from shardtune.engine.ranks import InProcess, Team
+from shardtune.engine.ranks_local import LocalRanks
+from shardtune.engine.ranks_ray import Placement, RayRanks, connect
+from shardtune.engine.ranks_spmd import SpmdRanks
 from shardtune.errors import ParallelError
 
 Backend = Literal["local", "torchrun", "ray"]

@@ -15,22 +15,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from shardtune.batch import Batch, LossSum, Metric, PackedBatch, Prompt, Sample
 from shardtune.config import Recipe
-from shardtune.config.layout import Layout
+from shardtune.config.rank_layout import Layout
 from shardtune.data.encoder import Encoder, Row
-from shardtune.data.loader import Companion
-from shardtune.data.packing import stack
+from shardtune.data.loader.packing import stack
+from shardtune.data.loader.step_loader import Companion
 from shardtune.errors import ConfigError, ModelError, ParallelError
-from shardtune.loss import TokenLoss
-from shardtune.models.casting import compute_in
-from shardtune.models.execution import set_execution
-from shardtune.models.fields import FieldEncoder, FrameFieldEncoder
+from shardtune.models.activation_checkpointing import set_execution
+from shardtune.models.adapter_encoder import FieldEncoder, FrameFieldEncoder
+from shardtune.models.loss import TokenLoss
+from shardtune.models.mixed_precision import compute_in
 from shardtune.models.options import NoOptions, read_options
-from shardtune.models.predictions import Measure, Prediction, checked, predicted_loss
 from shardtune.models.pretrained import recipe_tokenizer
-from shardtune.parallel.mesh import Ranks
-from shardtune.parallel.shard import COMPUTE_DTYPE
-from shardtune.parallel.spread import Spread, spread
-from shardtune.parallel.units import choose_units
+from shardtune.models.user_metrics import Measure, Prediction, checked, predicted_loss
+from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
+from shardtune.parallel.model_parallel import Spread, spread
+from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.shard_units import choose_units
 
 LABELS, IGNORED = "labels", -100
 TERM = "loss"

@@ -16,13 +16,22 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from shardtune.batch import Batch, LossSum, Metric, PackedBatch, Sample
 from shardtune.config import DataConfig
-from shardtune.config.layout import Layout
-from shardtune.data.chat import ChatEncoder
+from shardtune.config.rank_layout import Layout
+from shardtune.data.chat.encoder import ChatEncoder
+from shardtune.data.chat.template import load_template
 from shardtune.data.encoder import Row
-from shardtune.data.packing import NO_ROW, pack
-from shardtune.data.template import load_template
+from shardtune.data.loader.packing import NO_ROW, pack
 from shardtune.errors import ModelError
-from shardtune.loss import (
+from shardtune.models.activation_checkpointing import checkpoint_arguments
+from shardtune.models.adapter import (
+    AdapterRoot,
+    Evaluation,
+    LanguageModel,
+    LanguageRoot,
+    WeightSource,
+    cannot_share_sequences,
+)
+from shardtune.models.loss import (
     IDENTITY,
     PLAIN,
     CrossEntropy,
@@ -34,26 +43,17 @@ from shardtune.loss import (
     linear_cross_entropy,
     router_balance,
 )
-from shardtune.models.adapter import (
-    AdapterRoot,
-    Evaluation,
-    LanguageModel,
-    LanguageRoot,
-    WeightSource,
-    cannot_share_sequences,
-)
-from shardtune.models.attention import DOCUMENTS
-from shardtune.models.execution import checkpoint_arguments
-from shardtune.models.predictions import Measure, Prediction
+from shardtune.models.packed_attention import DOCUMENTS
+from shardtune.models.packing_probe import probe_packing
 from shardtune.models.pretrained import model_directory
-from shardtune.models.probe import probe_packing
+from shardtune.models.user_metrics import Measure, Prediction
 from shardtune.parallel.collectives import sum_over
-from shardtune.parallel.materialise import init_empty_weights
-from shardtune.parallel.mesh import Ranks
-from shardtune.parallel.sequence import TokenShare
-from shardtune.parallel.spread import Spread, spread
-from shardtune.parallel.tensor import Heads, check_heads
-from shardtune.parallel.units import choose_units, outermost
+from shardtune.parallel.meta_init import init_empty_weights
+from shardtune.parallel.model_parallel import Spread, spread
+from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.sequence_parallel import TokenShare
+from shardtune.parallel.shard_units import choose_units, outermost
+from shardtune.parallel.tensor_parallel import Heads, check_heads
 
 BALANCE = "router_balance"
 TOKENS = "ce"

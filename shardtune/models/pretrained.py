@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 
 from shardtune.config import ModelConfig, Recipe
 from shardtune.errors import ConfigError, ModelError
+from shardtune.models.action.openvla import OpenVLAConfig, is_openvla
 from shardtune.models.new_tokens import add_new_tokens
-from shardtune.models.openvla import OpenVLAConfig, is_openvla
 
 MODEL_PATH = "actor.model.model_path"
 OVERRIDES = "actor.model.config_overrides"

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from shardtune.parallel.mesh import Ranks
+from shardtune.parallel.ranks import Ranks
 
 
 def statistical_norms(model: nn.Module) -> dict[str, _NormBase]:

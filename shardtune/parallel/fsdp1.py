@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map
 
 from shardtune.parallel.buffers import norm_parameters
-from shardtune.parallel.mesh import Ranks
-from shardtune.parallel.shard import COMPUTE_DTYPE, MASTER_DTYPE
+from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
+from shardtune.parallel.ranks import Ranks
 
 Place = tuple[nn.Module, str]
 """A module and the name of one of its own parameters."""

@@ -1,33 +1,32 @@
-"""Sharding with FSDP2, and the full-precision weights that are optimised and saved."""
+"""Which of torch's ways to shard a model is used, and the weights that belong to it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
-from shardtune.parallel.buffers import Buffers, norm_parameters
-from shardtune.parallel.mesh import Ranks
-
-MASTER_DTYPE = {"bf16": torch.float32, "fp16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
-COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+from shardtune.parallel.fsdp1 import FlatSharding, into_rows
+from shardtune.parallel.fsdp1_weights import FlatWeights
+from shardtune.parallel.fsdp2 import Weights, shard
+from shardtune.parallel.ranks import Ranks
 
 
-def shard(
+class Hold(Protocol):
+    """Makes the weights of a sharded model that has its values; every rank calls it."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        *,
+        reduce_each: bool = False,
+        elsewhere: Collection[str] = (),
+        partial: Collection[str] = (),
+    ) -> Weights: ...
+
+
+def shard_model(
     root: nn.Module,
     units: Sequence[nn.Module],
     ranks: Ranks,
@@ -38,318 +37,41 @@ def shard(
     entry_points: Sequence[str] = (),
     experts: Collection[nn.Module] = (),
     offload: bool = False,
-) -> None:
-    """Shard `root` in place over the ranks that its layout names, with FSDP2; a single process keeps the plain module.
+) -> Hold:
+    """Shard `root` in place as its ranks' layout says: with FSDP2 (so DDP too) or FSDP1; arguments as `shard` has them.
 
-    With copies of the sharded model (HSDP) gradients are reduced over the shards first, then over the copies; copies
-    alone (DDP) are shards of one rank.
+    FSDP1 takes weights that have their values, so here the model gets rows to load them into, and what is returned
+    hands them over.
 
-    Gradients are summed over ranks, not averaged: losses are divided by the step's weight beforehand. FSDP2 averages
-    unless told otherwise on every one of its modules (on the root alone it is silently wrong), and gloo can only sum.
-    Scalar parameters, which FSDP2 cannot split, and those of norms that need full precision stay whole on every rank;
-    `Weights` sums their gradients.
-
-    Args:
-        root: the module that is called, on the meta device.
-        units: modules that are gathered and freed as one; one inside another is gathered by itself.
-        ranks: all of them share the shards.
-        precision: bf16 | fp16 | fp32 | fp64.
-        reshard_after_forward: False keeps a unit's weights between forward and backward.
-        prefetch: how many units ahead weights are gathered; 1 leaves it to FSDP2.
-        entry_points: names of further methods of `root` that use its weights.
-        experts: modules whose parameters are spread over experts' ranks already; each shards over the others by itself.
-        offload: keep weights, gradients and optimizer states in host memory.
+    Returns:
+        What makes the model's weights once it has its values; arguments as `Weights` has them.
     """
-    if ranks.mesh is None:
-        return
-    shards = ranks.shard_mesh
-    compute = COMPUTE_DTYPE[precision]
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute if compute != MASTER_DTYPE[precision] else None, reduce_dtype=MASTER_DTYPE[precision]
-    )
-    whole = {parameter for parameter in root.parameters() if parameter.ndim == 0}
-    if policy.param_dtype is not None:
-        whole |= norm_parameters(root)
-    by_itself = {*units, *experts}
-    innermost_first = [module for module in reversed(list(root.modules())) if module in by_itself]
-    for unit in (*innermost_first, root):
-        fully_shard(
-            unit,
-            mesh=ranks.expert_mesh["expert_shard"] if unit in experts and ranks.expert_mesh is not None else shards,
-            mp_policy=policy,
-            reshard_after_forward=reshard_after_forward and unit is not root,
-            ignored_params=whole,
-            offload_policy=CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if offload else OffloadPolicy(),
+    flat: FlatSharding | None = None
+    if ranks.layout.flat and ranks.mesh is not None:
+        flat = FlatSharding(root, tuple(units), ranks, precision, reshard_after_forward, tuple(entry_points))
+        into_rows(flat)
+    else:
+        shard(
+            root,
+            units,
+            ranks,
+            precision,
+            reshard_after_forward=reshard_after_forward,
+            prefetch=prefetch,
+            entry_points=entry_points,
+            experts=experts,
+            offload=offload,
         )
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    if prefetch > 1:
-        gather_ahead(root, prefetch)
-    for name in entry_points:
-        register_fsdp_forward_method(root, name)
 
-
-def gather_ahead(root: nn.Module, number: int) -> None:
-    """Have each unit gather the weights of so many others before its own are used.
-
-    Those are the next ones in the forward pass and the ones before in the backward pass, in the order in which the
-    model has them. FSDP2 by itself knows the order of the forward pass only in the backward pass, and gathers one.
-
-    Args:
-        root: sharded; its own weights count as the first unit's.
-        number: at least 1.
-    """
-    units: list[FSDPModule] = [
-        module for module in root.modules() if isinstance(module, FSDPModule)
-    ]  # the root is the first
-    for place, unit in enumerate(units):
-        unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + number])
-        before = units[max(1, place - number) : place] if place else units[-number:]
-        unit.set_modules_to_backward_prefetch([module for module in reversed(before) if module is not root])
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-class Weights:
-    """A model's weights in full precision: what the optimizer moves, what checkpoints and exports hold.
-
-    With FSDP2, or when the model computes in full precision, they are the model's own parameters. A single process
-    that computes in half precision keeps them beside the model, with FSDP2's arithmetic: half-precision weights and
-    gradients, gradients summed over micro-batches and applied in fp32. So does a rank with what it holds whole. What is
-    not trained and loses nothing in half precision is held in that alone.
-
-    Args:
-        root: the module that is called.
-        model: the model inside it, whose names are used.
-        precision: bf16 | fp16 | fp32 | fp64.
-        ranks: of the run.
-        reduce_each: reduce gradients over ranks after each micro-batch (less memory) and not only after the last.
-        elsewhere: names of parameters that checkpoints leave out, because they are loaded from where training starts.
-        partial: names of parameters that every tensor rank holds, and of whose gradient each computes a part.
-
-    Attributes:
-        parameters: by name; of those that are sharded this rank's part.
-        shapes: of the whole parameters, by name.
-        starts: of parameters of which this rank has a range of numbers, in the order of memory: the first, by name.
-        on_ranks: whether there are several ranks; otherwise `begin_micro_batch` has nothing to do.
-        settles: whether ranks hold anything whole, parameters or buffers; otherwise `settle` has nothing to do.
-    """
-
-    def __init__(
-        self,
-        root: nn.Module,
+    def hold(
         model: nn.Module,
-        precision: str,
-        ranks: Ranks,
         *,
         reduce_each: bool = False,
         elsewhere: Collection[str] = (),
         partial: Collection[str] = (),
-    ) -> None:
-        self._root = root
-        self._partial = partial
-        self._elsewhere = elsewhere
-        self._ranks = ranks
-        self._reduce_each = reduce_each
-        self._buffers = Buffers(model, ranks)
-        compute, master = COMPUTE_DTYPE[precision], MASTER_DTYPE[precision]
-        self._master = master
-        self.starts: dict[str, int] = {}
-        self._computed = dict(model.named_parameters())
-        self.shapes = {name: parameter.shape for name, parameter in self._computed.items()}
-        self._whole = [name for name, parameter in self._computed.items() if self._is_whole(name, parameter)]
-        self.on_ranks = ranks.mesh is not None
-        shared = ranks.layout.tensor > 1 and bool(partial)
-        self.settles = self.on_ranks and bool(self._whole or shared or self._buffers.tensors())
-        self.parameters: dict[str, nn.Parameter] = dict(self._computed)
-        self._apart: list[str] = []
-        self._narrowed: list[str] = []
-        self._hooks: list[RemovableHandle] = []
-        full = norm_parameters(model)
-        for name in self._whole if compute != master else ():
-            parameter = self._computed[name]
-            if not parameter.is_floating_point() or parameter.dtype == compute or parameter in full:
-                continue
-            if not parameter.requires_grad and _fits(parameter, compute):
-                parameter.data = parameter.data.to(compute)
-                self._narrowed.append(name)
-            else:
-                self._apart.append(name)
-                self.parameters[name], hook = _keep_master(parameter, compute)
-                self._hooks += [hook] if hook is not None else []
-        self._num_copies = {name: self._copies(name) for name in self.parameters}
+    ) -> Weights:
+        if flat is not None:
+            return FlatWeights(flat, model, reduce_each=reduce_each, elsewhere=elsewhere)
+        return Weights(root, model, precision, ranks, reduce_each=reduce_each, elsewhere=elsewhere, partial=partial)
 
-    def trainable(self) -> dict[str, nn.Parameter]:
-        """The parameters that are trained, by name."""
-        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
-
-    def _own(self, left_out: Collection[str] = ()) -> dict[str, torch.Tensor]:
-        everything = {**self.parameters, **self._buffers.tensors()}
-        return {name: tensor for name, tensor in everything.items() if name not in left_out}
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters and persistent buffers by name, as checkpoints hold them; all ranks call it."""
-        return {name: self.stored(name, tensor) for name, tensor in self._own().items()}
-
-    def checkpointed(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint of the model holds: `tensors` without those that come from elsewhere."""
-        return {name: self.stored(name, tensor) for name, tensor in self._own(self._elsewhere).items()}
-
-    def checkpointed_bytes(self) -> int:
-        """The size of that on all ranks together."""
-        sizes = self._own(self._elsewhere)
-        return sum(self.shapes.get(name, t.shape).numel() * t.element_size() for name, t in sizes.items())
-
-    # How checkpoints hold what lies as a parameter does: itself, its gradient, a moment. Here: as it is.
-
-    def stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Such a tensor as checkpoints hold it, a DTensor of rows or whole on every rank; all ranks call it."""
-        return tensor
-
-    def kept(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The way back."""
-        return tensor
-
-    def template(self, name: str) -> torch.Tensor:
-        """A tensor of the form that checkpoints hold a parameter in; its values do not count."""
-        return self.parameters[name].detach()
-
-    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take new values from what `checkpointed` gave, once it has been filled; all ranks call it."""
-        self.publish()
-
-    def in_rows(self) -> AbstractContextManager[None]:
-        """Inside, the model's parameters have their whole shapes, and `tensors` gives them; all ranks enter it."""
-        return nullcontext()
-
-    def _is_whole(self, name: str, parameter: torch.Tensor) -> bool:
-        """Whether every rank holds all of a parameter."""
-        return not isinstance(parameter, DTensor)
-
-    def begin_micro_batch(self, last: bool) -> None:
-        """Say, before its forward, whether a micro-batch is the step's last, after which gradients are reduced."""
-        if self.settles:
-            self._buffers.watch()
-        if isinstance(self._root, FSDPModule):
-            self._root.set_requires_gradient_sync(last or self._reduce_each)
-
-    @torch.no_grad()
-    def settle(self) -> None:
-        """Make what ranks hold whole the same on all of them, after the backward pass of a step's last micro-batch.
-
-        That is: sum the gradients of whole parameters, and agree on the buffers that forwards have changed. Once per
-        step: a hook on each backward pass would sum again what earlier micro-batches have summed.
-        """
-        self._buffers.agree()
-        if self._ranks.mesh is None:
-            return
-        self._sum_partial()
-        whole = {name: self.parameters[name] for name in self._whole if self.parameters[name].requires_grad}
-        if not whole:
-            return
-        # A parameter that no rank used keeps no gradient, so that the optimizer passes over it.
-        used = torch.tensor([parameter.grad is not None for parameter in whole.values()], device=self._ranks.device)
-        # Tensor ranks compute the same gradient, so one of them brings it.
-        bring = self._ranks.tensor_rank == 0
-        grads = [torch.zeros_like(p) if p.grad is None or not bring else p.grad for p in whole.values()]
-        flat = torch.cat([*(grad.reshape(-1) for grad in grads), used.to(grads[0].dtype)])
-        dist.all_reduce(flat)
-        pieces = flat.split([*(grad.numel() for grad in grads), len(whole)])
-        for parameter, piece, users in zip(whole.values(), pieces, pieces[-1].tolist(), strict=False):
-            parameter.grad = piece.view_as(parameter).clone() if users else None
-
-    def _sum_partial(self) -> None:
-        """Sum over tensor ranks the gradients of which each has a part; shards lie alike on all of them."""
-        if self._ranks.layout.tensor == 1:
-            return
-        grads = [local(grad) for name in self._partial if (grad := self.parameters[name].grad) is not None]
-        if not grads:
-            return
-        flat = torch.cat([grad.reshape(-1) for grad in grads])
-        dist.all_reduce(flat, group=self._ranks.tensor_mesh.get_group())
-        for grad, piece in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(piece.view_as(grad))
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Hand changed weights to the model; to be called after each change of `parameters`.
-
-        After a forward without a backward (the probe, an evaluation) FSDP2 keeps the root's weights gathered, and the
-        next forward would take those instead of the changed ones.
-        """
-        for module in self._root.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        for name in self._apart:
-            self._computed[name].copy_(self.parameters[name])
-
-    def give_back(self) -> None:
-        """Leave the model with its weights in full precision, and nothing of this object attached to it."""
-        for hook in self._hooks:
-            hook.remove()
-        for name in self._apart:
-            self._computed[name].data = self.parameters[name].data
-        for name in self._narrowed:
-            self._computed[name].data = self._computed[name].data.to(self._master)
-        self.zero_gradients()
-
-    @torch.no_grad()
-    def gradient_norm(self) -> float:
-        """The Euclidean norm of the whole gradient over all ranks, summed in fp64.
-
-        Each rank adds up its parts, each divided by the number of ranks that hold the same part.
-        """
-        square = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
-        by_copies: dict[int, list[torch.Tensor]] = {}
-        for name, parameter in self.parameters.items():
-            if parameter.grad is not None and (grad := local(parameter.grad)).numel():
-                by_copies.setdefault(self._num_copies[name], []).append(grad)
-        for copies, grads in by_copies.items():
-            norms = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads])
-            square += (norms.square().sum() / copies).to(square.device)
-        if self._ranks.mesh is not None:
-            dist.all_reduce(square)
-        return float(square.sqrt())
-
-    def _copies(self, name: str) -> int:
-        """How many ranks hold the same part of a parameter."""
-        parameter = self.parameters[name]
-        if not isinstance(parameter, DTensor):
-            return self._ranks.world_size
-        sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-        return self._ranks.world_size // math.prod(size for size, placement in sizes if not placement.is_replicate())
-
-    @torch.no_grad()
-    def scale_gradients(self, factor: float) -> None:
-        grads = [local(parameter.grad) for parameter in self.parameters.values() if parameter.grad is not None]
-        if factor != 1.0 and grads:
-            torch._foreach_mul_(grads, factor)
-
-    def zero_gradients(self) -> None:
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
-
-def _fits(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
-    """Whether another dtype holds the same values."""
-    return bool((parameter.detach().to(dtype).to(parameter.dtype) == parameter).all())
-
-
-def _keep_master(parameter: nn.Parameter, compute: torch.dtype) -> tuple[nn.Parameter, RemovableHandle | None]:
-    """Turn a parameter to half precision in place; returns its full-precision master and the hook that feeds it."""
-    master = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-    parameter.data = parameter.data.to(compute)
-
-    def take_gradient(computed: torch.Tensor) -> None:
-        assert computed.grad is not None
-        grad = computed.grad.to(master.dtype)
-        master.grad = grad if master.grad is None else master.grad.add_(grad)
-        computed.grad = None
-
-    hook = parameter.register_post_accumulate_grad_hook(take_gradient) if parameter.requires_grad else None
-    return master, hook
+    return hold

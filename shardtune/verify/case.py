@@ -9,12 +9,12 @@ from typing import Any
 
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.loading import RecipeSource
+from shardtune.config.model_names import registered, registered_adapter
+from shardtune.config.user_code import import_plugins
 from shardtune.config.values import FUNCTION_IN_FILE
 from shardtune.data.encoder import Row
 from shardtune.errors import ConfigError
-from shardtune.functions import import_plugins
-from shardtune.models.registry import MODEL_TYPES, find_adapter
-from shardtune.registration import registered, registered_adapter
+from shardtune.models.find_adapter import MODEL_TYPES, find_adapter
 from shardtune.verify.rows import keep_rows, rows_for
 
 ROWS_OF_A_STEP = 5

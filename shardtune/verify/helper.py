@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from shardtune.config import Recipe, load_recipe
-from shardtune.data.loader import DataState, StepLoader
+from shardtune.config.user_code import import_plugins
+from shardtune.data.loader.step_loader import DataState, StepLoader
 from shardtune.errors import ShardtuneError
-from shardtune.functions import import_plugins
-from shardtune.launch import lost_a_peer
-from shardtune.models.registry import find_adapter
-from shardtune.parallel.mesh import leave_ranks
-from shardtune.sft_worker import SFTWorker
+from shardtune.launch.local import lost_a_peer
+from shardtune.models.find_adapter import find_adapter
+from shardtune.parallel.ranks import leave_ranks
+from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.verify.case import IN_MEMORY, STEPS
 from shardtune.verify.processes import ERROR
 from shardtune.verify.runs import digests

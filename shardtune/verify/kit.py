@@ -8,8 +8,8 @@ from typing import Any
 
 from shardtune.errors import ShardtuneError
 from shardtune.models.adapter import Adapter
-from shardtune.models.registry import find_adapter
-from shardtune.sft_worker import SFTWorker
+from shardtune.models.find_adapter import find_adapter
+from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.verify.case import STEPS, Case
 from shardtune.verify.processes import FreshProcess, RankPair
 from shardtune.verify.result import Failed, Skipped

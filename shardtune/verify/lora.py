@@ -10,8 +10,8 @@ import torch
 
 from shardtune.config import LoraConfig
 from shardtune.errors import ShardtuneError
-from shardtune.sft_worker import SFTWorker
-from shardtune.trained_model import over_directory
+from shardtune.training.worker.adapter_worker import SFTWorker
+from shardtune.training.worker.model_state import over_directory
 from shardtune.verify.kit import PARITY, CannotStart, Kit
 from shardtune.verify.result import Failed, Skipped
 from shardtune.verify.structure import check_buffer_forms

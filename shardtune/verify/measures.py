@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from shardtune.batch import Metric
-from shardtune.evaluate import as_metrics
+from shardtune.evaluate.loss import as_metrics
 from shardtune.models.adapter import Adapter, LanguageModel, WholeStepAdapter
-from shardtune.models.predictions import Prediction
+from shardtune.models.user_metrics import Prediction
 from shardtune.verify.kit import Kit
 from shardtune.verify.result import Failed, Skipped
 from shardtune.verify.trial import CLOSE, Trial, apart

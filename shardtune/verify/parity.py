@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shardtune.errors import ShardtuneError
 from shardtune.models.adapter import LanguageModel
-from shardtune.parallel.materialise import named_tensors
-from shardtune.sft_worker import SFTWorker
+from shardtune.parallel.meta_init import named_tensors
+from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.verify.case import STEPS
 from shardtune.verify.kit import NO_PROCESSES, ONE_ROW, PARITY, TRAINING, CannotStart, Kit
 from shardtune.verify.reference import train_plainly

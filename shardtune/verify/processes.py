@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtune.config import Recipe
-from shardtune.launch import free_port
+from shardtune.launch.local import free_port
 from shardtune.verify.result import Failed
 
 RANKS = 2

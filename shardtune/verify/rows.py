@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 
 from shardtune.config import Recipe
 from shardtune.data.encoder import Encoder, FrameOptions, Row, RowDropped, RowError, frames_of
-from shardtune.data.formats import in_format
-from shardtune.data.image_chat import with_absolute_paths
-from shardtune.data.readers import kind_of, read_rows
-from shardtune.data.sources import Source, prepare_row, resolve_sources
+from shardtune.data.images.chat_encoder import with_absolute_paths
+from shardtune.data.row_files import kind_of, read_rows
+from shardtune.data.row_formats import in_format
+from shardtune.data.sources.resolve import Source, prepare_row, resolve_sources
 from shardtune.errors import ConfigError, DataError
 from shardtune.models.adapter import Adapter
 

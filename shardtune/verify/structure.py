@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from shardtune.batch import Batch
-from shardtune.construction import build_empty, seeded
 from shardtune.models.adapter import Adapter
-from shardtune.parallel.materialise import named_tensors, persistent_buffers
+from shardtune.parallel.meta_init import named_tensors, persistent_buffers
+from shardtune.training.build.model import build_empty, seeded
 from shardtune.verify.case import STEPS
 from shardtune.verify.kit import PARITY, Kit
 from shardtune.verify.result import Failed

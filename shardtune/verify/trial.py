@@ -13,15 +13,15 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from shardtune.batch import Batch, LossSum, Sample
 from shardtune.config import Recipe
-from shardtune.data.loader import DataState, StepLoader
+from shardtune.data.loader.step_loader import DataState, StepLoader
 from shardtune.data.prepare import WeighedRows
 from shardtune.models.adapter import Adapter, AdapterRoot, WholeStepAdapter, named
 from shardtune.parallel.buffers import statistical_norms
-from shardtune.parallel.shard import local
-from shardtune.sft_worker import SFTWorker
-from shardtune.step import Accumulate, accumulate, objective, set_draws
+from shardtune.parallel.fsdp2 import local
+from shardtune.training.step import Accumulate, accumulate, objective, set_draws
+from shardtune.training.whole_step_loss import WholeStep
+from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.verify.result import Failed
-from shardtune.whole_step import WholeStep
 
 Tensors = Mapping[str, torch.Tensor]
 CLOSE = 1e-6

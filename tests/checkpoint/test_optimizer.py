@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from shardtune.checkpoint.dcp import save_tensors
 from shardtune.checkpoint.optimizer import load_optimizer_tensors, optimizer_tensors
-from shardtune.checkpoint.sharded import save_tensors
 from shardtune.errors import CheckpointError
-from tests.dist.ranks import run_ranks
+from tests.support.dist.ranks import run_ranks
 
 KINDS: dict[str, dict[str, Any]] = {
     "AdamW": {"betas": (0.8, 0.9), "amsgrad": True},

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from shardtune.checkpoint.huggingface import save_pretrained
+from shardtune.checkpoint.hf_load import save_pretrained
 from shardtune.checkpoint.peft_directory import merging, save_adapter
 from shardtune.config import LoraConfig
-from tests.checkpoint.tiny import logits, saved
-from tests.dist.ranks import run_ranks
-from tests.models.adapted import adapted, train
+from tests.support.adapted import adapted, train
+from tests.support.dist.ranks import run_ranks
+from tests.support.tiny_checkpoint import logits, saved
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("llama", {"dropout": 0.2}),

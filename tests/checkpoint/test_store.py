@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardtune.checkpoint import durable
+from shardtune.checkpoint import atomic
 from shardtune.checkpoint.store import CheckpointStore, open_checkpoint, read_state
 from shardtune.errors import CheckpointError
 
@@ -39,8 +39,8 @@ def test_a_committed_checkpoint_is_found_with_its_state(tmp_path: Path) -> None:
 
 def test_state_floats_come_back_bitwise(tmp_path: Path) -> None:
     value = 0.1 + 0.2
-    durable.write_json(tmp_path / "x.json", {"a": [value, 1e-310, float("inf")]})
-    assert durable.read_json(tmp_path / "x.json") == {"a": [value, 1e-310, float("inf")]}
+    atomic.write_json(tmp_path / "x.json", {"a": [value, 1e-310, float("inf")]})
+    assert atomic.read_json(tmp_path / "x.json") == {"a": [value, 1e-310, float("inf")]}
 
 
 def test_retention_keeps_the_last_the_multiples_the_latest_and_the_best(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_defaults_are_valid_values():
 
 
 def test_the_row_formats_of_an_entry_are_those_that_the_data_part_knows():
-    from shardtune.data.formats import FORMATS_BY_NAME
+    from shardtune.data.row_formats import FORMATS_BY_NAME
 
     words = allowed(DataEntry.model_fields["format"])
     assert words == f"{', '.join(FORMATS_BY_NAME)}, or null"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 
-from tests.docs.blocks import ROOT
+from tests.support.doc_blocks import ROOT
 
 TEXT = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 HEADING = re.compile(r"^## (\d+)\.(\d+)\.(\d+), (unreleased|\d{4}-\d{2}-\d{2})$")

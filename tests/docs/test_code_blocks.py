@@ -18,12 +18,12 @@ import yaml
 from transformers import AutoTokenizer
 from typer.core import TyperGroup
 
-from shardtune.cli import app
+from shardtune.cli.commands import app
 from shardtune.config import load_recipe
 from shardtune.verify.adapter import verify_adapter
-from tests.docs.blocks import PAGES, ROOT, Block, blocks
-from tests.models.vision import save_image_rows, save_vision_model
-from tests.workspace import make_workspace, run_cli
+from tests.support.doc_blocks import PAGES, ROOT, Block, blocks
+from tests.support.vision import save_image_rows, save_vision_model
+from tests.support.workspace import make_workspace, run_cli
 
 KNOWN = {"python", "yaml", "json", "toml", "console", ""}
 REQUIRED = {"actor.model.model_path": "model", "data.train_data_paths": "train.jsonl"}
@@ -59,7 +59,7 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # Each of many exports would start a process to load itself again, the kit three; these have tests of their own.
     monkeypatch.setattr("shardtune.verify.adapter.verify_adapter", partial(verify_adapter, processes=False))
-    monkeypatch.setattr("shardtune.run.check_reload", lambda *_: "loaded afresh, gives the same logits")
+    monkeypatch.setattr("shardtune.run.api.check_reload", lambda *_: "loaded afresh, gives the same logits")
     return folder
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from shardtune.config.keys import ALIASES, OTHER_NAMES
 from shardtune.config.schema import Recipe
-from tests.docs.blocks import ROOT
+from tests.support.doc_blocks import ROOT
 
 PAGES = ("docs/coming-from.md", "docs/add-a-model.md")
 _KEY = re.compile(r"`((?:runner|actor|data|eval)\.[\w.]+)(?:[=:][^`]*)?`")

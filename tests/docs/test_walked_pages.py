@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from shardtune.verify.adapter import verify_adapter
-from tests.docs.blocks import ROOT, Block, blocks
 from tests.docs.test_code_blocks import KNOWN, WALKED
-from tests.workspace import run_cli
+from tests.support.doc_blocks import ROOT, Block, blocks
+from tests.support.workspace import run_cli
 
 QUOTED = [pytest.param(block, id=str(block)) for block in blocks(*KNOWN) if block.source]
 
@@ -22,7 +22,7 @@ QUOTED = [pytest.param(block, id=str(block)) for block in blocks(*KNOWN) if bloc
 def test_a_reader_can_follow(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    # Two ranks and a fresh process for each of the kit's runs would take minutes; tests/test_starter.py has them once.
+    # Two ranks and a fresh process for each of the kit's runs would take minutes; tests/cli/test_init.py has them once.
     monkeypatch.setattr("shardtune.verify.adapter.verify_adapter", partial(verify_adapter, processes=False))
     ran = []
     for block in (block for block in blocks(*KNOWN) if block.page == page and not (block.excuse or block.source)):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.blocks import ROOT
+from tests.support.doc_blocks import ROOT
 
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK|NotImplementedError|lorem ipsum|coming soon|placeholder)\b")
 PRAISE = re.compile(

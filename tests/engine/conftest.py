@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import shardtune
-from tests.engine.modules import save_model
+from tests.support.engine_modules import save_model
 
 
 @pytest.fixture(scope="session")

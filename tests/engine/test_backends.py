@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardtune.engine.host import Request
-from shardtune.engine.ray import LARGE_BYTES, _warn_if_large
-from tests.docs.blocks import ROOT
+from shardtune.engine.rank_process import Request
+from shardtune.engine.ranks_ray import LARGE_BYTES, _warn_if_large
+from tests.support.doc_blocks import ROOT
 
-SCRIPT = Path(__file__).with_name("script.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "engine_script.py"
 LAUNCHES = {
     "in process": ("auto", 1),
     "ranks of this machine": ("local", 2),

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 import shardtune
 from shardtune import NeedParallel, TrainEngine, nn
 from shardtune.errors import CheckpointError, ModelError, ParallelError
-from tests.engine.modules import SAMPLES, Trained, apart, make, plain, steps
+from tests.support.engine_modules import SAMPLES, Trained, apart, make, plain, steps
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from shardtune import NeedParallel, TrainEngine
-from shardtune.engine import local
+from shardtune.engine import ranks_local
+from shardtune.engine.nn import IGNORED
 from shardtune.errors import DataError, ParallelError
-from shardtune.nn import IGNORED
-from tests.engine.modules import SAMPLES, Trained, apart, make, plain, steps
+from tests.support.engine_modules import SAMPLES, Trained, apart, make, plain, steps
 
 
 class Failing(Trained):
@@ -182,7 +182,7 @@ def test_an_exception_on_all_ranks_leaves_the_engine_usable(model: Path, two: Tr
 
 @pytest.mark.parametrize("how", ["kill", "raise"])
 def test_a_rank_that_fails_alone_ends_the_engine(model: Path, how: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(local, "GRACE_SECONDS", 2.0)
+    monkeypatch.setattr(ranks_local, "GRACE_SECONDS", 2.0)
     engine = TrainEngine(make(model, Failing)).build(data_parallel_size=2)
     began = time.monotonic()
     told = "SIGKILL" if how == "kill" else "rank 1 alone"
@@ -192,6 +192,6 @@ def test_a_rank_that_fails_alone_ends_the_engine(model: Path, how: str, monkeypa
     with pytest.raises(ParallelError, match="the ranks of this engine are gone"):
         engine.where()
     team = engine._team
-    assert isinstance(team, local.LocalRanks)
+    assert isinstance(team, ranks_local.LocalRanks)
     assert all(process.poll() is not None for process in team._ranks)
     engine.close()

@@ -16,12 +16,12 @@ from transformers import AutoModel, AutoModelForSeq2SeqLM, AutoModelForSequenceC
 
 import shardtune
 from shardtune.config import load_recipe
-from shardtune.models.registry import find_adapter
+from shardtune.models.find_adapter import find_adapter
 from shardtune.verify.adapter import verify_adapter
-from tests.dist.ranks import run_ranks
-from tests.dist.training import Trace, quiet, run_recipe, run_recipes
-from tests.tiny_run import assert_same_tensors
-from tests.workspace import quietly
+from tests.support.dist.ranks import run_ranks
+from tests.support.dist.training import Trace, quiet, run_recipe, run_recipes
+from tests.support.tiny_run import assert_same_tensors
+from tests.support.workspace import quietly
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "adapters"
 EXAMPLES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.docs.blocks import ROOT
+from tests.support.doc_blocks import ROOT
 
 FOLDER = ROOT / "examples" / "engine"
 

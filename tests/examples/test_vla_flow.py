@@ -15,7 +15,7 @@ from PIL import Image
 
 import shardtune
 from shardtune.config import load_recipe
-from shardtune.models.registry import find_adapter
+from shardtune.models.find_adapter import find_adapter
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "vla_flow"
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import shardtune
-from shardtune.environments.named import EnvironmentSource
 from shardtune.errors import ConfigError
-from shardtune.run import evaluate
-from tests.workspace import quietly
+from shardtune.evaluate.environments.find import EnvironmentSource
+from shardtune.run.api import evaluate
+from tests.support.workspace import quietly
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "vla_reach"
 

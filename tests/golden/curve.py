@@ -18,7 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardtune
-from tests.workspace import make_tokenizer, write_rows
+from tests.support.workspace import make_tokenizer, write_rows
 
 RECORD = Path(__file__).with_name("losses.json")
 KEYS = ("train/loss", "train/grad_norm", "train/learning_rate", "train/tokens", "train/supervised_tokens")

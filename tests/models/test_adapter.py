@@ -19,8 +19,8 @@ from shardtune.batch import Metric
 from shardtune.config import Recipe, load_recipe
 from shardtune.data.encoder import RowDropped, RowError
 from shardtune.errors import ConfigError, DataError, ModelError
-from shardtune.models.fields import FieldEncoder
-from shardtune.models.registry import find_adapter
+from shardtune.models.adapter_encoder import FieldEncoder
+from shardtune.models.find_adapter import find_adapter
 
 LABELLED = {"pixels": [1.0, 2.0], "label": 1, "notes": [5]}
 

@@ -13,9 +13,9 @@ from torch._dynamo.utils import counters
 
 from shardtune.config import load_recipe
 from shardtune.errors import ConfigError, ModelError
-from shardtune.sft_worker import SFTWorker
-from tests.dist.ranks import run_ranks
-from tests.dist.training import Trace, quiet, recipe, run_recipe, run_recipes, save_model, save_rows
+from shardtune.training.worker.adapter_worker import SFTWorker
+from tests.support.dist.ranks import run_ranks
+from tests.support.dist.training import Trace, quiet, recipe, run_recipe, run_recipes, save_model, save_rows
 
 STEPS = 5
 GRAPHS = {"dense": 8, "mixtral": 20}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.models.memorised import memorise
+from tests.support.memorised import memorise
 
 
 def test_it_learns_pictures_by_heart_and_looks_at_them(tmp_path: Path) -> None:

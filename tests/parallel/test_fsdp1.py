@@ -20,24 +20,24 @@ from torch.utils.checkpoint import checkpoint
 
 from shardtune.batch import LossSum, Prompt
 from shardtune.config import load_recipe
-from shardtune.config.layout import Layout
-from shardtune.data.loader import BatchMaker, Limits
+from shardtune.config.rank_layout import Layout
+from shardtune.data.loader.step_loader import BatchMaker, Limits
 from shardtune.errors import ModelError, ShardtuneError
-from shardtune.generate import Sampling
-from shardtune.optim import build_optimizer
+from shardtune.evaluate.generate import Sampling
+from shardtune.optim.build import build_optimizer
 from shardtune.parallel import fsdp1
-from shardtune.parallel.backend import shard_model
-from shardtune.parallel.flat import FlatWeights
-from shardtune.parallel.materialise import materialise
-from shardtune.parallel.mesh import Ranks, lay_out
-from shardtune.sft_worker import SFTWorker
-from shardtune.step import optimizer_step
-from shardtune.whole_step import WholeStep
-from tests.dist.ranks import run_ranks
-from tests.dist.training import quiet, recipe, save_model, save_rows, whole
-from tests.test_whole_step import ROWS as VIEWS
-from tests.test_whole_step import Rows as Views
-from tests.test_whole_step import compare, make_adapter, plain
+from shardtune.parallel.fsdp1_weights import FlatWeights
+from shardtune.parallel.meta_init import materialise
+from shardtune.parallel.ranks import Ranks, lay_out
+from shardtune.parallel.shard import shard_model
+from shardtune.training.step import optimizer_step
+from shardtune.training.whole_step_loss import WholeStep
+from shardtune.training.worker.adapter_worker import SFTWorker
+from tests.support.dist.ranks import run_ranks
+from tests.support.dist.training import quiet, recipe, save_model, save_rows, whole
+from tests.training.test_whole_step_loss import ROWS as VIEWS
+from tests.training.test_whole_step_loss import Rows as Views
+from tests.training.test_whole_step_loss import compare, make_adapter, plain
 
 FSDP1 = {"actor__training_backend": "fsdp1"}
 EXACT = 1e-10

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardtune.parallel.shard import shard
-from tests.dist.ranks import run_ranks
-from tests.dist.training import Trace, recipe, run_recipes, save_model, save_rows
-from tests.models.adapted import group
+from shardtune.parallel.fsdp2 import shard
+from tests.support.adapted import group
+from tests.support.dist.ranks import run_ranks
+from tests.support.dist.training import Trace, recipe, run_recipes, save_model, save_rows
 
 
 class Stack(nn.Module):

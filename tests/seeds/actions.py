@@ -136,9 +136,9 @@ from omegaconf import DictConfig
 from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer, LogitsProcessorList
 
 from shardtune import register_model
-from shardtune.models.action_policy import ActionLogits
-from shardtune.models.actions import ActionTokens, Bins
-from shardtune.parallel.shard import COMPUTE_DTYPE
+from shardtune.models.action.policy import ActionLogits
+from shardtune.models.action.tokens import ActionTokens, Bins
+from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
 
 torch_dtype_from_precision = COMPUTE_DTYPE.__getitem__
 
@@ -153,13 +153,13 @@ class YourLogitsProcessor(ActionLogits):
 CONFIG_CHANGES = (
     Change(
         "        from your_package.configuration import YourModelConfig\n",
-        "        from shardtune.models.openvla import OpenVLAConfig as YourModelConfig\n",
+        "        from shardtune.models.action.openvla import OpenVLAConfig as YourModelConfig\n",
         "names of imports",
     ),
     Change(
         "        from your_package.processing import YourImageProcessor, YourProcessor\n",
-        "        from shardtune.models.openvla_processor import PrismaticImageProcessor as YourImageProcessor\n"
-        "        from shardtune.models.openvla_processor import PrismaticProcessor as YourProcessor\n",
+        "        from shardtune.models.action.openvla_processor import PrismaticImageProcessor as YourImageProcessor\n"
+        "        from shardtune.models.action.openvla_processor import PrismaticProcessor as YourProcessor\n",
         "names of imports",
     ),
     Change(
@@ -176,7 +176,7 @@ CONFIG_CHANGES = (
 MODEL_CHANGES = (
     Change(
         "from transformers import YourBaseModel\n",
-        "from shardtune.models.openvla import OpenVLAForActionPrediction as YourBaseModel\n",
+        "from shardtune.models.action.openvla import OpenVLAForActionPrediction as YourBaseModel\n",
         "names of imports",
     ),
     Change(

@@ -18,12 +18,10 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 import shardtune
 from shardtune.config import Recipe, load_recipe
+from shardtune.config.user_code import import_plugins
 from shardtune.errors import ConfigError
-from shardtune.functions import import_plugins
-from shardtune.models.openvla import OpenVLAConfig
-from shardtune.models.openvla_processor import PrismaticProcessor
-from tests.models.tiny_openvla import STATISTICS, save_openvla
-from tests.registry import nothing_registered
+from shardtune.models.action.openvla import OpenVLAConfig
+from shardtune.models.action.openvla_processor import PrismaticProcessor
 from tests.seeds.actions import (
     CONFIG,
     CONFIG_CHANGES,
@@ -36,6 +34,8 @@ from tests.seeds.actions import (
     RECIPE_CHANGES,
 )
 from tests.seeds.guide import changed
+from tests.support.registry import nothing_registered
+from tests.support.tiny_openvla import STATISTICS, save_openvla
 
 KEY = "your_action_key"
 

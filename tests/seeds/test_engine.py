@@ -20,7 +20,6 @@ from transformers import (
 
 import shardtune
 from shardtune import NeedParallel, TrainEngine
-from tests.models.vision import save_vision_model
 from tests.seeds.engine import (
     CUSTOM,
     CUSTOM_CHANGES,
@@ -35,6 +34,7 @@ from tests.seeds.engine import (
     VISION_CHANGES,
 )
 from tests.seeds.guide import changed
+from tests.support.vision import save_vision_model
 
 ROW = [1, 2, 3, 4] * 8
 

@@ -13,9 +13,8 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shardtune
-from shardtune.checkpoint.durable import read_json
+from shardtune.checkpoint.atomic import read_json
 from shardtune.config import load_recipe
-from tests.registry import nothing_registered
 from tests.seeds.guide import (
     ABSTRACT,
     FILE,
@@ -28,7 +27,8 @@ from tests.seeds.guide import (
     Change,
     changed,
 )
-from tests.tiny_run import assert_same_tensors, lines, make_tiny, rows, train_on_ranks, write_rows
+from tests.support.registry import nothing_registered
+from tests.support.tiny_run import assert_same_tensors, lines, make_tiny, rows, train_on_ranks, write_rows
 
 ROWS, HELD_OUT = 72, 7
 CONSTANT = "actor.optim.lr_scheduler=constant"
@@ -138,8 +138,8 @@ def test_ranks_are_started_for_it(reader: Path) -> None:
 def test_the_loop_is_as_the_guide_describes_it(reader: Path) -> None:
     """What it says of `self.data_iter`, `self.get_train_model_output` and `get_model(self.cfg.actor.model)`."""
     recipe = load_recipe(reader / "decorator.yaml", keys(reader, "loop"))
-    shardtune.functions.import_plugins(recipe.plugins)
-    (kind,) = shardtune.registration.registered("my_new_model")
+    shardtune.config.user_code.import_plugins(recipe.plugins)
+    (kind,) = shardtune.config.model_names.registered("my_new_model")
     worker = kind(recipe.as_dict_config())
     made: dict[str, Any] = {"self": worker, "get_model": shardtune.get_model}
     exec(PROVIDER, made)

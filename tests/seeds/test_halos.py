@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shardtune
 from shardtune.config import load_recipe
-from tests.tiny_run import free_ports
-from tests.workspace import make_model, make_tokenizer, quietly, rows
+from tests.support.tiny_run import free_ports
+from tests.support.workspace import make_model, make_tokenizer, quietly, rows
 
 BASIC = r"""
 accelerate launch \

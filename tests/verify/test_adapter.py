@@ -12,17 +12,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shardtune.conformance import check_adapter
 from shardtune.errors import ConfigError, DataError
 from shardtune.verify.adapter import CHECKS, verify_adapter
+from shardtune.verify.pytest import check_adapter
 from shardtune.verify.result import Report
-from tests.workspace import make_workspace, run_cli
+from tests.support.workspace import make_workspace, run_cli
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 HERE = Path(__file__).parent
 PROCESSES = {"reload", "shards"}
 """Checks that take processes of their own, and so longer."""
-HEALTHY, BROKEN = HERE / "healthy.py", HERE / "broken.py"
+HEALTHY, BROKEN = HERE.parent / "support" / "healthy_adapters.py", HERE.parent / "support" / "broken_adapters.py"
 
 
 def verify(file: Path, name: str, *only: str, processes: bool = False) -> Report:
@@ -238,7 +238,7 @@ def test_an_assertion_for_tests_of_ones_own() -> None:
 
 
 def test_the_checks_are_tests_for_pytest(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "--pyargs", "shardtune.conformance", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "--pyargs", "shardtune.verify.pytest", "-p", "no:cacheprovider"]
     arguments = ["--adapter", f"{BROKEN}:SumsMean", "-k", "encode or sums or padding"]
     done = subprocess.run(
         [*command, *arguments], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(HERE.parents[1])},

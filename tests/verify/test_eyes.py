@@ -8,11 +8,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from shardtune.data.robot.lerobot_writer import write_lerobot
-from shardtune.environments.point2d import Point2d
-from shardtune.environments.scripted import demonstrations
+from shardtune.evaluate.environments.point2d import Point2d
+from shardtune.evaluate.environments.scripted import demonstrations
 from shardtune.verify.adapter import verify_adapter
-from tests.dist.training import quiet
-from tests.models.vision import save_image_rows, save_vision_model
+from tests.support.dist.training import quiet
+from tests.support.vision import save_image_rows, save_vision_model
 
 
 def rows_that(does: str, folder: Path) -> Path:

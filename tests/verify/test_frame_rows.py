@@ -8,7 +8,7 @@ import numpy as np
 
 from shardtune.config import load_recipe
 from shardtune.data.robot.lerobot_writer import write_lerobot
-from shardtune.data.sources import resolve_sources
+from shardtune.data.sources.resolve import resolve_sources
 from shardtune.verify.rows import WANTED, keep_rows, kept_rows, rows_for
 from tests.data.robot.conftest import FramesEncoder, episode
 

@@ -6,8 +6,8 @@ import hashlib
 import json
 from pathlib import Path
 
+from shardtune.data.cache_directory import file_digest
 from shardtune.data.robot.lerobot import is_lerobot, open_lerobot
-from shardtune.data.storage import file_digest
 
 
 def content_digest(path: Path, root: Path) -> str:

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from shardtune.data.encoder import RowError
-from shardtune.data.readers import NumberedRow
 from shardtune.data.robot.images import ImageRecord, image_record
+from shardtune.data.row_files import NumberedRow
 
 
 class FrameRow(dict[str, Any]):

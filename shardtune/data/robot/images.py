@@ -12,7 +12,7 @@ from shardtune.data.encoder import RowError
 
 ImageRecord = Mapping[str, Any]
 """`{"bytes": …}` (an encoded image), `{"path": …}` or `{"video": …, "seconds": …}`; paths are absolute.
-`shardtune.data.images.read_image` takes it, and finds what cannot be decoded."""
+`shardtune.data.images.images.read_image` takes it, and finds what cannot be decoded."""
 
 
 def image_record(value: Any, folder: Path) -> ImageRecord:

@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shardtune.data.encoder import FrameOptions, RowError
-from shardtune.data.readers import Chunk, RowChunk
+from shardtune.data.images.video_frame import require_av
 from shardtune.data.robot.columns import Columns
 from shardtune.data.robot.frames import FrameChunk, Origin, episode_digest
 from shardtune.data.robot.lerobot import COPY, EpisodeRecord, LeRobotSet, open_lerobot
-from shardtune.data.robot.video import require_av
+from shardtune.data.row_files import Chunk, RowChunk
 from shardtune.errors import DataError
 
 _CHUNK_FRAMES = 64

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from shardtune.data.robot.episode import Episode
-from shardtune.data.robot.moments import Moments
+from shardtune.data.robot.running_stats import Moments
 from shardtune.errors import DataError
 
 Version = Literal["v3.0", "v2.1"]

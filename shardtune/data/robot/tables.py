@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from shardtune.data.encoder import FrameOptions, Row, RowError
-from shardtune.data.readers import Chunk, NumberedRow, RowChunk
 from shardtune.data.robot.columns import Columns, find_columns
 from shardtune.data.robot.frames import FrameRow, Origin, episode_digest
 from shardtune.data.robot.images import ImageRecord, image_record
+from shardtune.data.row_files import Chunk, NumberedRow, RowChunk
 from shardtune.errors import DataError
 
 _CHUNK_FRAMES = 64

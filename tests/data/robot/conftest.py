@@ -14,9 +14,9 @@ from PIL import Image
 
 from shardtune.batch import Sample
 from shardtune.data.encoder import FrameOptions, Row, RowError
-from shardtune.data.images import read_image
+from shardtune.data.images.images import read_image
 from shardtune.data.robot.episode import Episode
-from shardtune.data.sources import resolve_sources
+from shardtune.data.sources.resolve import resolve_sources
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shardtune.data.cache import build_dataset
+from shardtune.data.cache.cache import build_dataset
 from shardtune.data.encoder import FrameOptions, RowError
 from shardtune.data.robot.episode import Episode
 from shardtune.data.robot.lerobot import open_lerobot
 from shardtune.data.robot.lerobot_writer import encode_image, write_lerobot
-from shardtune.data.sources import resolve_sources
+from shardtune.data.sources.resolve import resolve_sources
 from shardtune.errors import DataError
 from tests.data.robot.conftest import FramesEncoder, episode, pixels
 
@@ -551,7 +551,7 @@ class TestCache:
 
     def test_processes_share_the_work(self, written, build, monkeypatch, data, tmp_path):
         alone = build(written[0], chunk=3)
-        monkeypatch.setattr("shardtune.data.builder._SMALL_FILE", 0)
+        monkeypatch.setattr("shardtune.data.cache.build._SMALL_FILE", 0)
         data.cache_dir = str(tmp_path / "other")
         shared = build(written[0], chunk=3, workers=2)
         assert shared.fingerprint == alone.fingerprint

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shardtune.data.cache import build_dataset
+from shardtune.data.cache.cache import build_dataset
 from shardtune.data.encoder import FrameOptions, RowError
 from shardtune.data.robot.lerobot_writer import encode_image
-from shardtune.data.sources import resolve_sources
+from shardtune.data.sources.resolve import resolve_sources
 from shardtune.errors import DataError
 from tests.data.robot.conftest import FramesEncoder, pixels
 
@@ -241,7 +241,7 @@ def test_encoded(tmp_path, data, monkeypatch):
         return build_dataset(sources, encoder, cache_dir=data.cache_dir, num_workers=workers)
 
     alone = build(0)
-    monkeypatch.setattr("shardtune.data.builder._SMALL_FILE", 0)
+    monkeypatch.setattr("shardtune.data.cache.build._SMALL_FILE", 0)
     shared = build(2)
     assert len(alone) == len(shared) == 34 + 17
     assert alone.report.count("filtered") == 150 - 51

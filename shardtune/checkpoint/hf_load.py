@@ -1,0 +1,270 @@
+"""Weights of a Hugging Face directory into a model that has only its shards: each rank reads its own rows."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from shardtune.checkpoint.hf_conversion import Assignment, assign, write_converted
+from shardtune.checkpoint.hf_save import save_pretrained
+from shardtune.checkpoint.random_init import initialise_weights
+from shardtune.checkpoint.weight_files import WeightTensor, find_weights
+from shardtune.errors import ModelError
+from shardtune.models.lora.attach import BaseTensor, base_tensors
+from shardtune.models.lora.nf4 import encode
+from shardtune.models.new_tokens import growing
+from shardtune.parallel.meta_init import (
+    init_empty_weights,
+    materialise,
+    named_tensors,
+    shard_of,
+)
+
+__all__ = [
+    "LoadReport",
+    "check_weights",
+    "init_empty_weights",
+    "initialise_weights",
+    "load_weights",
+    "named_tensors",
+    "save_pretrained",
+]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a model directory held.
+
+    Attributes:
+        loaded: how many tensors of the model were filled.
+        unexpected: names on disk that the model has no place for (they were not read).
+    """
+
+    loaded: int
+    unexpected: tuple[str, ...]
+
+
+@torch.no_grad()
+def load_weights(
+    model: PreTrainedModel,
+    model_path: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    root: nn.Module | None = None,
+    frozen: torch.dtype | None = None,
+    grow: bool = False,
+) -> LoadReport:
+    """Fills a model made inside `init_empty_weights()` from a directory; sharded before or not at all.
+
+    Memory: a rank's own shards, a read buffer, and for fused experts the part of one fused tensor that it holds.
+
+    Args:
+        model: parameters on meta (plain, or DTensors after `fully_shard`) or real (overwritten), buffers real.
+        model_path: a directory with safetensors (one file, or several with their index), or `.bin` files.
+        dtype: of the floating parameters in memory, whatever is on disk.
+        root: the outermost sharded module, where that is not `model` itself.
+        frozen: the dtype of parameters that are not trained, if it is another.
+        grow: whether embeddings and head may have more rows than on disk; these become the mean of the others.
+
+    Raises:
+        ModelError: weights missing, torn, of another shape, or quantised; tied weights that differ.
+    """
+    assignments, unexpected = check_weights(model, model_path, grow=grow)
+    materialise(root if root is not None else model, dtype=dtype, device=torch.device(device), frozen=frozen)
+    targets = _targets(model)
+    loaded = _fill_all(model, assignments, targets)
+    _check_tied(model, targets)
+    _load_generation_config(model, Path(model_path))
+    if unexpected:
+        logger.warning(
+            "%s holds %d tensors that %s has no place for, left out: %s",
+            model_path,
+            len(unexpected),
+            type(model).__name__.removeprefix("FSDP"),
+            _few(unexpected),
+        )
+    return LoadReport(loaded, tuple(unexpected))
+
+
+def check_weights(
+    model: PreTrainedModel, model_path: str | Path, *, grow: bool = False
+) -> tuple[list[Assignment], list[str]]:
+    """What of a directory goes where in the model, and the names it has no place for; reads headers, takes no memory.
+
+    Raises:
+        ModelError: weights missing, torn, of another shape, or quantised.
+    """
+    if model.config.to_dict().get("quantization_config"):
+        raise ModelError(
+            f"the weights at '{model_path}' are quantised",
+            where=f"{Path(model_path) / 'config.json'}: quantization_config",
+            remedy="fine-tune the unquantised model",
+        )
+    stored = find_weights(model_path)
+    targets = _targets(model)
+    assignments, unexpected = assign(model, stored, targets)
+    unexpected = _worth_saying(model, unexpected)
+    _check_complete(model, targets, assignments, Path(model_path))
+    growable = {id(parameter) for parameter in growing(model)} if grow else set()
+    _check_shapes(assignments, targets, growable)
+    return assignments, unexpected
+
+
+def _targets(model: PreTrainedModel) -> dict[str, BaseTensor]:
+    """Everything that has a place on disk, shared parameters under each of their names; of an adapter nothing."""
+    return {target.name: target for target in base_tensors(model)}
+
+
+def _few(names: Sequence[str], count: int = 5) -> str:
+    shown = ", ".join(names[:count])
+    return shown if len(names) <= count else f"{shown} and {len(names) - count} more"
+
+
+def _matches(patterns: Sequence[str] | set[str] | None, name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns or ())
+
+
+def _worth_saying(model: PreTrainedModel, unexpected: Sequence[str]) -> list[str]:
+    """Without what the model itself, or every older checkpoint with stored rotary frequencies, declares harmless."""
+    harmless = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
+    return [name for name in unexpected if not _matches(harmless, name)]
+
+
+def _check_complete(
+    model: PreTrainedModel, targets: Mapping[str, BaseTensor], assignments: Sequence[Assignment], path: Path
+) -> None:
+    """Every parameter has a source, under one of its names at least."""
+    filled = {name for assignment in assignments for name in _names_made(assignment, targets)}
+    by_identity = {id(targets[name].tensor) for name in filled}
+    optional = model._keys_to_ignore_on_load_missing
+    missing = [
+        name
+        for name, target in targets.items()
+        if id(target.tensor) not in by_identity
+        and (isinstance(target.tensor, nn.Parameter) or not _matches(optional, name))
+    ]
+    if missing:
+        raise ModelError(
+            f"{len(missing)} of {len(targets)} tensors of {type(model).__name__.removeprefix('FSDP')} "
+            f"are not among the weights: {_few(missing)}",
+            where=str(path),
+            remedy="the weights belong to another model than config.json, or are incomplete",
+        )
+
+
+def _names_made(assignment: Assignment, targets: Mapping[str, BaseTensor]) -> list[str]:
+    """The model's names that an assignment fills; a splitting rule fills one for each of its target patterns."""
+    converter = assignment.converter
+    if converter is None or len(converter.target_patterns) == 1:
+        return [assignment.target]
+    first = converter.target_patterns[0]
+    names = [assignment.target.replace(first, pattern, 1) for pattern in converter.target_patterns]
+    return [name for name in names if name in targets]
+
+
+def _check_shapes(
+    assignments: Sequence[Assignment], targets: Mapping[str, BaseTensor], growable: Collection[int]
+) -> None:
+    """Before any memory is taken: plain tensors have the shape of their target."""
+    for assignment in assignments:
+        if assignment.converter is not None:
+            continue
+        source, target = assignment.single, targets[assignment.target]
+        grows = id(target.tensor) in growable and source.shape[0] < target.shape[0]
+        if tuple(source.shape)[grows:] != tuple(target.shape)[grows:]:
+            raise ModelError(
+                f"'{source.name}' has shape {list(source.shape)}, the model expects {list(target.shape)}",
+                where=str(source.file),
+                remedy="the weights belong to another model than config.json; check actor.model.config_overrides",
+            )
+
+
+def _fill_all(model: PreTrainedModel, assignments: Sequence[Assignment], targets: Mapping[str, BaseTensor]) -> int:
+    filled: dict[int, WeightTensor | None] = {}
+    for assignment in assignments:
+        if assignment.converter is not None:
+            for name in write_converted(assignment, model, targets):
+                if name in targets:
+                    filled[id(targets[name].tensor)] = None
+            continue
+        source, target = assignment.single, targets[assignment.target]
+        twin = filled.get(id(target.tensor))
+        if twin is not None:
+            _check_equal(twin, source, target)
+            continue
+        _read(source, target, shard_of(target.tensor).local)
+        filled[id(target.tensor)] = source
+    return len(filled)
+
+
+def _read(source: WeightTensor, target: BaseTensor, into: torch.Tensor) -> None:
+    """Fills `into`, of the form of this rank's part of the target, from the disk."""
+    offsets = shard_of(target.tensor).offsets
+    if target.layer is None and target.shape and source.shape[0] < target.shape[0]:
+        there = max(0, min(source.shape[0] - offsets[0], into.shape[0]))
+        source.read_into(into[:there], offsets)
+        if there < into.shape[0]:
+            into[there:] = _mean_row(source).to(into)
+    elif target.layer is None:
+        source.read_into(into, offsets)
+    elif into.numel():
+        rows = torch.empty(into.shape[0], target.shape[1], device=into.device)
+        source.read_into(rows, (offsets[0], 0))
+        into.copy_(encode(rows))
+
+
+def _mean_row(source: WeightTensor, rows: int = 4096) -> torch.Tensor:
+    """The mean of a tensor's rows, in fp64."""
+    count, *inner = source.shape
+    total = torch.zeros(inner, dtype=torch.float64)
+    for start in range(0, count, rows):
+        size = min(rows, count - start)
+        total += source.read_slice((start, *(0 for _ in inner)), (size, *inner)).double().sum(0)
+    return total / count
+
+
+def _check_equal(first: WeightTensor, second: WeightTensor, target: BaseTensor) -> None:
+    """Two names on disk for one tied parameter hold the same values."""
+    shard = shard_of(target.tensor)
+    again = torch.empty_like(shard.local)
+    _read(second, target, again)
+    if not torch.equal(again, shard.local):
+        raise ModelError(
+            f"the configuration ties '{first.name}' and '{second.name}', but their weights differ",
+            where=f"{first.file}, {second.file}",
+            remedy="set actor.model.config_overrides={tie_word_embeddings: false}",
+        )
+
+
+def _check_tied(model: PreTrainedModel, targets: Mapping[str, BaseTensor]) -> None:
+    """Tied weights are one object still: training must move both."""
+    for target, source in model.all_tied_weights_keys.items():
+        if targets[target].tensor is not targets[source].tensor:
+            raise ModelError(
+                f"'{target}' is declared to share its weights with '{source}', but does not",
+                where=type(model).__name__,
+                remedy="shard both in the same group, after the model is built",
+            )
+
+
+def _load_generation_config(model: PreTrainedModel, path: Path) -> None:
+    """Takes over the directory's generation settings, as `from_pretrained` does."""
+    file = path / "generation_config.json"
+    if not file.is_file():
+        return
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(str(path))
+    except (OSError, ValueError, TypeError) as problem:
+        raise ModelError(
+            f"{file.name} cannot be used: {str(problem).splitlines()[0]}", where=str(file), remedy="mend or remove it"
+        ) from problem

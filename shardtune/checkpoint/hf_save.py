@@ -1,0 +1,251 @@
+"""A trained model as a Hugging Face directory: one tensor at a time, in the names and layout its kind has on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+from shardtune.checkpoint.hf_conversion import disk_groups, to_disk
+from shardtune.checkpoint.safetensors_file import SafetensorsWriter, TensorPlan
+from shardtune.errors import CheckpointError
+from shardtune.models.action.policy import SETTINGS, ActionSettings
+from shardtune.parallel.meta_init import named_tensors
+
+_FILE = "model.safetensors"
+
+
+def gather_full(_name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor; all ranks of its mesh call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def save_pretrained(
+    model: PreTrainedModel,
+    directory: str | Path,
+    *,
+    dtype: torch.dtype,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    chat_template: str | None = None,
+    end_of_turn_ids: Sequence[int] = (),
+    processor: ProcessorMixin | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    gather: Callable[[str, torch.Tensor], torch.Tensor] = gather_full,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    max_shard_bytes: int = 5 << 30,
+) -> None:
+    """Writes weights, configuration, tokenizer and generation settings that `from_pretrained` loads as they are.
+
+    Every rank calls it; rank 0 writes. Each tensor is gathered on its own, so no rank ever holds more than one whole
+    tensor (fused experts: one layer's, and its parts while they are written) beside its shards.
+
+    Args:
+        dtype: of the floating parameters on disk. Buffers keep theirs.
+        tokenizer: saved beside the weights, with `chat_template` where that is given.
+        end_of_turn_ids: token ids the model was trained to end its turn with; generation stops at each of them.
+        processor: of images and text, saved in place of its tokenizer.
+        tensors: what to save, by its names in `model`, in the same order on all ranks; None: `named_tensors(model)`.
+        gather: makes one of `tensors` whole. All ranks call it in the same order.
+        settings: of config.json that differ from those in memory.
+        max_shard_bytes: a weight file is not made larger, unless one tensor is.
+
+    Raises:
+        CheckpointError: the directory cannot be written.
+    """
+    path = Path(directory)
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    if tensors is None:
+        tensors = named_tensors(model)
+    skipped = model._keys_to_ignore_on_save or ()
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in skipped}
+    try:
+        if writes:
+            path.mkdir(parents=True, exist_ok=True)
+            _save_config(model, path, dtype, settings)
+            save_text_settings(model, path, tokenizer, chat_template, end_of_turn_ids, processor)
+        _save_weights(model, path, tensors, dtype, gather, max_shard_bytes if writes else None)
+    except OSError as problem:
+        raise save_error(path, problem) from problem
+
+
+def save_error(path: Path, problem: OSError) -> CheckpointError:
+    """What the disk refused, for the user."""
+    return CheckpointError(
+        f"the model cannot be saved: {problem.strerror or problem}",
+        where=str(problem.filename or path),
+        remedy="make room on the disk, or set runner.logger.log_path to a directory that can be written",
+    )
+
+
+def _disk_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is None or not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
+        return tensor.dtype
+    return dtype
+
+
+def _save_weights(
+    model: PreTrainedModel,
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    gather: Callable[[str, torch.Tensor], torch.Tensor],
+    max_shard_bytes: int | None,
+) -> None:
+    """Writes the weights in the names and layout that transformers has for this model."""
+
+    def convert(cast: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return to_disk(model, cast)
+
+    groups = disk_groups(model, list(tensors))
+    write_weights(path, tensors, groups, convert, dtype=dtype, gather=gather, max_shard_bytes=max_shard_bytes)
+
+
+def write_weights(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    groups: Sequence[Sequence[str]],
+    convert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+    *,
+    dtype: torch.dtype | None,
+    gather: Callable[[str, torch.Tensor], torch.Tensor],
+    max_shard_bytes: int | None,
+) -> None:
+    """Gathers group after group; every rank calls it, and the one with `max_shard_bytes` writes the files.
+
+    Args:
+        path: a directory; weights in it are replaced.
+        tensors: by name.
+        groups: the names, in groups that are converted together.
+        convert: one group to the names and layout on disk; called with tensors on the meta device as well.
+        dtype: of floating parameters on disk; None: their own.
+        gather: makes a tensor whole.
+        max_shard_bytes: of one file; None: another rank writes.
+    """
+    writers: list[SafetensorsWriter] = []
+    place: dict[str, SafetensorsWriter] = {}
+    if max_shard_bytes is not None:
+        _remove_weights(path)
+        writers, place = _open_files(path, _plan(tensors, groups, convert, dtype), max_shard_bytes)
+    for names in groups:
+        whole = {name: gather(name, tensors[name]).detach() for name in names}
+        if max_shard_bytes is None:
+            continue
+        cast = {name: tensor.to(_disk_dtype(tensors[name], dtype)) for name, tensor in whole.items()}
+        for name, tensor in convert(cast).items():
+            place[name].write(name, tensor)
+    for writer in writers:
+        writer.close()
+
+
+def _plan(
+    tensors: Mapping[str, torch.Tensor],
+    groups: Sequence[Sequence[str]],
+    convert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+    dtype: torch.dtype | None,
+) -> list[TensorPlan]:
+    """Names, shapes and dtypes on disk, found by converting tensors without memory."""
+    plan: list[TensorPlan] = []
+    for names in groups:
+        empty = {n: torch.empty(tensors[n].shape, dtype=_disk_dtype(tensors[n], dtype), device="meta") for n in names}
+        plan += [TensorPlan(n, tuple(t.shape), t.dtype) for n, t in convert(empty).items()]
+    return plan
+
+
+def _open_files(
+    path: Path, plan: Sequence[TensorPlan], max_shard_bytes: int
+) -> tuple[list[SafetensorsWriter], dict[str, SafetensorsWriter]]:
+    """Deals the tensors to files in their order; several files get an index."""
+    shards: list[list[TensorPlan]] = [[]]
+    size = 0
+    for tensor in plan:
+        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    names = [_FILE]
+    if len(shards) > 1:
+        names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+        weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        index = {"metadata": {"total_size": sum(t.nbytes for t in plan)}, "weight_map": weight_map}
+        (path / f"{_FILE}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    writers = [SafetensorsWriter(path / name, shard) for name, shard in zip(names, shards, strict=True)]
+    place = {tensor.name: writer for writer, shard in zip(writers, shards, strict=True) for tensor in shard}
+    return writers, place
+
+
+def _remove_weights(path: Path) -> None:
+    """Weights of an earlier save would be loaded beside, or instead of, the new ones."""
+    for file in [*path.glob("model*.safetensors"), path / f"{_FILE}.index.json"]:
+        file.unlink(missing_ok=True)
+
+
+def _save_config(model: PreTrainedModel, path: Path, dtype: torch.dtype, settings: Mapping[str, Any]) -> None:
+    config = deepcopy(model.config)
+    config.dtype = dtype
+    for key, value in settings.items():
+        setattr(config, key, value)
+    # fully_shard gives the object a class of its own.
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    for key in config._get_generation_parameters():
+        # Old configurations mix these in; transformers refuses to write them there.
+        delattr(config, key)
+    config.save_pretrained(path)
+
+
+def save_text_settings(
+    model: nn.Module,
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    chat_template: str | None,
+    end_of_turn_ids: Sequence[int],
+    processor: ProcessorMixin | None = None,
+) -> None:
+    """Writes what belongs to a model that reads and writes text beside its weights: tokenizer or processor, generation
+    settings, and of one that acts the statistics of actions."""
+    if isinstance(model, PreTrainedModel) and model.config.to_dict().get(SETTINGS) is not None:
+        ActionSettings.of(model.config).save_statistics(path)
+    if isinstance(model, PreTrainedModel) and model.can_generate():
+        generation = deepcopy(model.generation_config)
+        for key, value in model.config._get_generation_parameters().items():
+            setattr(generation, key, value)
+        _set_stop_tokens(generation, tokenizer, end_of_turn_ids)
+        # Without transformers' strict validation: published settings that it calls inconsistent stay as they are.
+        generation.to_json_file(path / "generation_config.json", keys_to_pop=["compile_config", "_from_model_config"])
+    if processor is not None:
+        _save_reader(processor, path, chat_template)
+    elif tokenizer is not None:
+        _save_reader(tokenizer, path, chat_template)
+
+
+def _set_stop_tokens(
+    generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase | None, end_of_turn_ids: Sequence[int]
+) -> None:
+    before = generation.eos_token_id
+    known: list[Any] = [] if before is None else [before] if isinstance(before, int) else list(before)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        known.append(tokenizer.eos_token_id)
+    stops = list(dict.fromkeys([*end_of_turn_ids, *known]))
+    if stops:
+        generation.eos_token_id = stops
+    if tokenizer is not None and tokenizer.pad_token_id is not None:
+        generation.pad_token_id = tokenizer.pad_token_id
+    elif generation.pad_token_id is None and stops:
+        generation.pad_token_id = stops[0]
+
+
+def _save_reader(reader: PreTrainedTokenizerBase | ProcessorMixin, path: Path, chat_template: str | None) -> None:
+    copy = deepcopy(reader)
+    if chat_template is not None:
+        copy.chat_template = chat_template
+    copy.save_pretrained(path)

@@ -1,0 +1,110 @@
+"""What training stands on, in a folder: weights, optimizer state, and everything else as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from shardtune.checkpoint.dcp import PendingSave, async_save_tensors, load_tensors, save_tensors
+from shardtune.checkpoint.optimizer import load_optimizer_tensors, optimizer_bytes, optimizer_tensors
+from shardtune.errors import CheckpointError
+from shardtune.parallel.fsdp2 import Weights
+
+MODEL, OPTIMIZER = "model", "optimizer"
+STATE_FILE = "worker.json"
+
+
+def save_training(
+    folder: Path,
+    weights: Weights,
+    optimizer: Optimizer,
+    state: Mapping[str, Any],
+    *,
+    writes_state: bool,
+    background: Sequence[dist.ProcessGroup | None] | None = None,
+) -> list[PendingSave]:
+    """Write weights, optimizer and `state` into a folder; every rank calls it.
+
+    Args:
+        folder: made here.
+        weights: of the model.
+        optimizer: over them.
+        state: what JSON can hold.
+        writes_state: whether this rank writes it.
+        background: two process groups that nothing else uses: return once the tensors are copied; the caller waits for
+            what is returned. None: return when all is on the disk.
+    """
+    tensors = weights.checkpointed()
+    moments, description = optimizer_tensors(optimizer, _names(weights), weights)
+    if writes_state:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / STATE_FILE).write_text(json.dumps({**state, "optimizer": description}))
+    if background is None:
+        save_tensors(folder / MODEL, tensors)
+        save_tensors(folder / OPTIMIZER, moments)
+        return []
+    for_model, for_optimizer = background  # both write at the same time, so neither may use the other's connections
+    return [
+        async_save_tensors(folder / MODEL, tensors, process_group=for_model),
+        async_save_tensors(folder / OPTIMIZER, moments, process_group=for_optimizer),
+    ]
+
+
+def load_training(folder: Path, weights: Weights, optimizer: Optimizer) -> dict[str, Any]:
+    """Take weights and optimizer state from a folder that `save_training` wrote, on any number of ranks.
+
+    Returns:
+        The state that was saved with them.
+    """
+    state = load_weights_only(folder, weights)
+    # The recipe's options hold, not the checkpoint's: they are the same unless the user allowed a change.
+    kept = {key for group in optimizer.param_groups for key in group}
+    load_optimizer_tensors(folder / OPTIMIZER, optimizer, _names(weights), state["optimizer"], weights, keep=kept)
+    return state
+
+
+def load_weights_only(folder: Path, weights: Weights) -> dict[str, Any]:
+    """Take the weights from a checkpoint, and nothing else; returns its state."""
+    state = read_training_state(folder)
+    tensors = weights.checkpointed()
+    load_tensors(folder / MODEL, tensors)
+    weights.take(tensors)
+    return state
+
+
+def read_training_state(folder: Path) -> dict[str, Any]:
+    """The JSON part of a checkpoint.
+
+    Raises:
+        CheckpointError: it is not there or damaged.
+    """
+    try:
+        return json.loads((folder / STATE_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint's state cannot be read: {error}",
+            where=str(folder / STATE_FILE),
+            remedy="continue from another checkpoint",
+        ) from error
+
+
+def model_bytes(weights: Weights) -> int:
+    """The size of the weights on all ranks together."""
+    return weights.checkpointed_bytes()
+
+
+def training_bytes(weights: Weights, optimizer: Optimizer) -> int:
+    """The size of a checkpoint on all ranks together, before it is written."""
+    moments = optimizer_bytes(optimizer, _names(weights), weights.shapes)
+    if not moments:  # before the first step: as the common optimizers will have it
+        moments = 2 * sum(weights.shapes[n].numel() * p.element_size() for n, p in weights.trainable().items())
+    return model_bytes(weights) + moments
+
+
+def _names(weights: Weights) -> dict[Any, str]:
+    return {parameter: name for name, parameter in weights.trainable().items()}

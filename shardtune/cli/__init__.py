@@ -1,0 +1,1 @@
+"""What does a person type, and how does a command end."""

@@ -1,0 +1,124 @@
+"""Talking to a run's model in a terminal, and reading prompts from files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from transformers import TextStreamer
+
+from shardtune.data.chat.encoder import ChatEncoder
+from shardtune.data.encoder import RowError
+from shardtune.data.images.chat_encoder import ImageChatEncoder
+from shardtune.data.images.images import read_image
+from shardtune.data.images.rows import image_parts
+from shardtune.errors import DataError
+from shardtune.evaluate.generate import Sampling
+from shardtune.run.api import Run, answering
+
+PROMPT_KEYS = ("messages", "prompt", "question", "instruction")
+ROWS = f"give JSON lines whose rows have one of {', '.join(PROMPT_KEYS)}: text, or messages with role and content"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A row of a file of prompts.
+
+    Attributes:
+        prompt: a user's turn, or a whole conversation that ends in one.
+        images: what its `images` or `image` names.
+    """
+
+    prompt: str | list[dict[str, Any]]
+    images: list[Any]
+
+
+def read_prompts(file: Path) -> list[Question]:
+    """The prompts of a JSONL file: the first of `messages`, `prompt`, `question`, `instruction` that a row has."""
+    if not file.is_file():
+        raise DataError(f"{file} is not a file", where="--file", remedy=ROWS)
+    questions: list[Question] = []
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                questions.append(_question(line, f"{file}:{number}"))
+    if not questions:
+        raise DataError(f"{file} has no rows", where="--file", remedy=ROWS)
+    return questions
+
+
+def _question(line: str, where: str) -> Question:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"this is not JSON: {error}", where=where, remedy=ROWS) from error
+    key = next((key for key in PROMPT_KEYS if isinstance(row, dict) and key in row), None)
+    if key is None:
+        raise DataError("a row has no prompt", where=where, remedy=ROWS)
+    prompt, images = row[key], row.get("images") or row.get("image") or []
+    images = images if isinstance(images, list) else [images]
+    if isinstance(prompt, str):
+        return Question(prompt, images)
+    turns = prompt if isinstance(prompt, list) else []
+    good = [turn for turn in turns if isinstance(turn, dict) and isinstance(turn.get("role"), str)]
+    if not turns or len(good) < len(turns) or not all(isinstance(turn.get("content"), (str, list)) for turn in good):
+        raise DataError(
+            f"the prompt is {json.dumps(prompt)[:80]}, neither text nor a list of messages", where=where, remedy=ROWS
+        )
+    return Question(turns, images)
+
+
+def chat(run: Run, checkpoint: str, system: str | None, sampling: Sampling) -> None:
+    """Read turns and answer them, word by word, until an empty line or the end of input.
+
+    `/image PATH` shows the model an image with the next turn; `/reset` forgets all.
+    """
+    worker = answering(run, checkpoint)
+    encoder, console = worker.chat_encoder(), Console(highlight=False)
+    assert worker.tokenizer is not None
+    generator = worker.generator()
+    opening: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    messages, images = list(opening), list[str]()
+    while True:
+        try:
+            text = console.input("[bold]you> [/bold]").strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if not text:
+            return
+        if text == "/reset":
+            messages, images = list(opening), []
+            continue
+        if text == "/image" or text.startswith("/image "):
+            images += _shown(text.removeprefix("/image").strip(), encoder, console)
+            continue
+        try:
+            asked = [*messages, {"role": "user", "content": image_parts(text, images) if images else text}]
+            prompt = encoder.prompt(asked)
+        except RowError as error:
+            console.print(error.reason, markup=False)
+            continue
+        streamer = TextStreamer(worker.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        try:
+            answer = generator.answers([prompt], sampling, streamer=streamer)[0]
+        except KeyboardInterrupt:  # this answer is not wanted; the conversation goes on as if it had not been asked
+            console.print()
+            continue
+        messages, images = [*asked, {"role": "assistant", "content": answer}], []
+
+
+def _shown(path: str, encoder: ChatEncoder, console: Console) -> list[str]:
+    """The image, once it is known that the model can see it."""
+    if not isinstance(encoder, ImageChatEncoder):
+        console.print("this model takes text and no images")
+        return []
+    try:
+        width, height = read_image(path, Path.cwd()).size
+    except RowError as error:
+        console.print(error.reason, markup=False)
+        return []
+    console.print(f"an image of {width} x {height}, for your next turn")
+    return [path]

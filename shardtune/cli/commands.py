@@ -1,0 +1,416 @@
+"""The command line: a thin caller of the Python functions. torch is imported by the commands that need it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardtune.cli.exit import UsageError, end, leave, wrong_usage
+from shardtune.errors import ConfigError
+from shardtune.launch.signals import end_with_parent, listening
+from shardtune.verify.commands import verify_app
+
+CTRL_C = 130
+"""What typer makes of a KeyboardInterrupt."""
+
+app = typer.Typer(
+    help=(
+        "Supervised fine-tuning of any Hugging Face model, sharded with FSDP2, with numbers that a command proves.\n\n"
+        "**Start with**\n\n"
+        "    shardtune train recipe.yaml --dry-run\n"
+        "    shardtune train recipe.yaml\n"
+        '    shardtune generate runs/recipe --prompt "What is 2 plus 3?"\n\n'
+        "Any key of a recipe may be overridden on the command line: actor.optim.lr=3e-5.\n\n"
+        "**Exit codes**: 0 done; 2 your input is wrong, the message says where; 75 stopped by a signal after saving, "
+        "run the same command to go on; 1 anything else."
+    ),
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+data_app = typer.Typer(help="Look at the data as the model will see it.")
+app.add_typer(data_app, name="data")
+app.add_typer(verify_app, name="verify")
+
+RecipeArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RECIPE.yaml [key=value …]", help="A recipe, then keys of it to override (Hydra's grammar)."
+    ),
+]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, as shardtune train makes it.")]
+Checkpoint = Annotated[str, typer.Option(help="final | latest | best | a step | a checkpoint's path")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens of one answer at most.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")]
+TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw from the tokens that make up this much.")]
+Seed = Annotated[int, typer.Option(help="Of the draws: the same seed gives the same answers.")]
+
+
+@data_app.callback(invoke_without_command=True)
+@app.callback(invoke_without_command=True)
+def _help(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"shardtune {version('shardtune')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def shardtune(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def _split(arguments: list[str] | None) -> tuple[str | None, list[str]]:
+    """The recipe, if one is named, and the overrides; the recipe is the first word that is no `key=value`."""
+    given = arguments or []
+    recipe = next((word for word in given if "=" not in word or Path(word).is_file()), None)
+    if recipe is None:
+        return None, given
+    place = given.index(recipe)
+    return recipe, [*given[:place], *given[place + 1 :]]
+
+
+@app.command()
+def train(
+    recipe: RecipeArgument = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, show the first rows, do one step, write no run.")
+    ] = False,
+) -> None:
+    """Fine-tune as a recipe says; run it again to continue where it stopped.
+
+    **Examples**
+
+    ```text
+    shardtune train recipe.yaml --dry-run
+    shardtune train recipe.yaml actor.optim.lr=3e-5 runner.max_epochs=3
+    shardtune train recipe.yaml runner.nproc_per_node=2
+    shardtune train loss=sft model=llama datasets=[ultrachat] ++model.name_or_path=path/to/model
+    torchrun --nproc-per-node 2 -m shardtune train recipe.yaml
+    ```
+    """
+    path, overrides = _split(recipe)
+    if dry_run:
+        from shardtune.run.dry_run import dry_run as rehearse
+
+        rehearse(path, *overrides)
+        return
+    with listening():  # from before torch is imported, which takes seconds
+        from shardtune.run.api import train as run_training
+
+        run_training(path, *overrides)
+
+
+@app.command("eval")
+def evaluate(
+    target: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN_OR_RECIPE [key=value …]", help="A run, or a recipe; then keys to override."),
+    ],
+    checkpoint: Checkpoint = "final",
+) -> None:
+    """Evaluate a run, or the model that a recipe names, on the recipe's evaluation sets; prints JSON.
+
+    **Examples**
+
+    ```text
+    shardtune eval runs/recipe
+    shardtune eval runs/recipe --checkpoint best data.eval_data_paths=other.jsonl
+    shardtune eval recipe.yaml eval.generate=true
+    ```
+    """
+    path, overrides = _split(target)
+    if path is None:
+        raise ConfigError(
+            f"there is nothing to evaluate: {' '.join(target)} names neither a run nor a recipe",
+            where="RUN_OR_RECIPE",
+            remedy="shardtune eval runs/recipe, or shardtune eval recipe.yaml",
+        )
+    from shardtune.run.api import evaluate as run_evaluation
+
+    metrics = run_evaluation(path, *overrides, checkpoint=checkpoint)
+    if metrics and os.environ.get("RANK", "0") == "0":
+        typer.echo(json.dumps(metrics, indent=2))
+
+
+@app.command()
+def generate(
+    run: RunArgument,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A user's turn to answer; may be given several times.")
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(help="A JSONL file of rows: {prompt}, {question} or {messages}, with images; answered in order."),
+    ] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(help="An image for each --prompt, where <image> stands in it or before it; a path or a URL."),
+    ] = None,
+    checkpoint: Checkpoint = "final",
+    system: Annotated[str | None, typer.Option(help="A system turn before each prompt.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Go on from the prompt as it stands, without the chat template.")
+    ] = False,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+) -> None:
+    """Answer prompts: one answer per line for --prompt, JSON lines for --file.
+
+    **Examples**
+
+    ```text
+    shardtune generate runs/recipe --prompt "What is 2 plus 3?"
+    shardtune generate runs/recipe --prompt "What is this?" --image photo.jpg
+    shardtune generate runs/recipe --file questions.jsonl > answers.jsonl
+    shardtune generate runs/recipe --prompt "A rhyme, please." --temperature 0.8 --top-p 0.9 --seed 7
+    ```
+    """
+    if (not prompt) == (file is None):
+        raise ConfigError(
+            "give either --prompt or --file" if file is None else "--prompt and --file exclude each other",
+            where="shardtune generate",
+            remedy='shardtune generate RUN --prompt "…", or --file prompts.jsonl',
+        )
+    if file is not None and image:
+        raise ConfigError(
+            "--file and --image exclude each other",
+            where="shardtune generate",
+            remedy="name images in the rows of the file: images: [a.jpg], relative to it",
+        )
+    from shardtune.cli.chat import Question, read_prompts
+    from shardtune.evaluate.generate import Sampling
+    from shardtune.run.api import load_run
+
+    asked = read_prompts(file) if file else [Question(text, image or []) for text in prompt or ()]
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    answers = load_run(run).generate(
+        [question.prompt for question in asked],
+        checkpoint=checkpoint,
+        system=system,
+        sampling=sampling,
+        raw=raw,
+        images=[question.images for question in asked],
+        folder=file.parent if file else None,
+    )
+    for question, answer in zip(asked, answers, strict=True):
+        row = {"prompt": question.prompt, **({"images": question.images} if question.images else {}), "answer": answer}
+        typer.echo(json.dumps(row, ensure_ascii=False) if file else answer)
+
+
+@app.command()
+def chat(
+    run: RunArgument,
+    checkpoint: Checkpoint = "final",
+    system: Annotated[str | None, typer.Option(help="The system turn.")] = None,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+) -> None:
+    """Talk to a run's model; /reset forgets the conversation, an empty line or Ctrl-D ends it.
+
+    **Examples**
+
+    ```text
+    shardtune chat runs/recipe
+    shardtune chat runs/recipe --checkpoint best --system "Be brief." --temperature 0.7
+    ```
+    """
+    from shardtune.cli.chat import chat as talk
+    from shardtune.evaluate.generate import Sampling
+    from shardtune.run.api import load_run
+
+    talk(load_run(run), checkpoint, system, Sampling(max_new_tokens, temperature, top_p, seed))
+
+
+@app.command()
+def export(
+    run: RunArgument,
+    to: Annotated[Path, typer.Option(help="The directory to write; must not be there yet, or be empty.")],
+    checkpoint: Checkpoint = "final",
+    dtype: Annotated[str, typer.Option(help="auto (the base model's) | fp32 | bf16 | fp16")] = "auto",
+    merge: Annotated[bool, typer.Option("--merge", help="Add an adapter to the base model's weights.")] = False,
+) -> None:
+    """Write a directory that others load, then load it in a fresh process and compare its logits (or tensors).
+
+    **Examples**
+
+    ```text
+    shardtune export runs/recipe --to my-model
+    shardtune export runs/recipe --to my-model --checkpoint best --dtype bf16
+    shardtune export runs/lora --to my-model --merge
+    ```
+    """
+    if dtype not in ("auto", "fp32", "bf16", "fp16"):
+        raise ConfigError(f"{dtype} is not a dtype to export in", where="--dtype", remedy="auto, fp32, bf16 or fp16")
+    from shardtune.run.api import load_run
+
+    load_run(run).export(to, checkpoint=checkpoint, dtype=dtype, merge=merge, say=typer.echo)
+
+
+@data_app.command("preview")
+def preview(
+    recipe: RecipeArgument = None,
+    rows: Annotated[int, typer.Option(min=1, help="How many rows to show.")] = 3,
+    start: Annotated[int, typer.Option(min=0, help="The first of them, counted from 0.")] = 0,
+) -> None:
+    """Show rows as the model will see them, the trained tokens marked, and what became of the others.
+
+    **Examples**
+
+    ```text
+    shardtune data preview recipe.yaml
+    shardtune data preview recipe.yaml --rows 10 --start 500 data.max_length=512
+    ```
+    """
+    from shardtune.run.dry_run import preview as show
+
+    path, overrides = _split(recipe)
+    show(path, *overrides, rows=rows, start=start)
+
+
+@app.command()
+def launch(
+    recipe: RecipeArgument = None,
+    show: Annotated[bool, typer.Option("--print", help="Show the commands; nothing is run.")] = False,
+    nodes: Annotated[int, typer.Option(min=1, help="Hosts.")] = 1,
+    nproc_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on each host; by default as the recipe says.")
+    ] = None,
+    min_nodes: Annotated[
+        int | None, typer.Option(min=1, help="Hosts to go on with after one was lost; by default all.")
+    ] = None,
+    max_restarts: Annotated[int, typer.Option(min=0, help="How often to start again after a loss.")] = 0,
+    by: Annotated[str, typer.Option(help="torchrun | slurm | ray | all")] = "all",
+) -> None:
+    """Show what starts a recipe on several hosts: commands and environment for torchrun, Slurm and Ray.
+
+    **Examples**
+
+    ```text
+    shardtune launch recipe.yaml --print --nodes 4 --nproc-per-node 8
+    shardtune launch recipe.yaml --print --nodes 2 --nproc-per-node 8 --by slurm > job.sh
+    ```
+    """
+    from shardtune.launch.cluster_commands import LAUNCHERS, launch_commands
+
+    path, overrides = _split(recipe)
+    if path is None or not show:
+        raise ConfigError(
+            "launch shows commands and runs none" if path else "there is no recipe to launch",
+            where="shardtune launch",
+            remedy=f"shardtune launch {path or 'recipe.yaml'} --print, or shardtune train {path or 'recipe.yaml'}",
+        )
+    if by not in (*LAUNCHERS, "all"):
+        raise ConfigError(f"{by} is no launcher that is known here", where="--by", remedy="torchrun, slurm, ray or all")
+    launchers = LAUNCHERS if by == "all" else (by,)
+    again = {"fewest": min_nodes, "restarts": max_restarts}
+    typer.echo(launch_commands(path, overrides, nodes, nproc_per_node, launchers, **again))
+
+
+@app.command()
+def models(recipe: RecipeArgument = None) -> None:
+    """List what actor.model.model_type may be: built in, of installed packages, and registered by a recipe's plugins.
+
+    **Examples**
+
+    ```text
+    shardtune models
+    shardtune models recipe.yaml
+    shardtune models | grep -o "qwen[^,]*"
+    ```
+    """
+    from shardtune.config import load_recipe
+    from shardtune.config.model_names import describe, known_names
+    from shardtune.config.user_code import import_plugins
+    from shardtune.models.find_adapter import MODEL_TYPES, known_architectures
+
+    if recipe:
+        path, overrides = _split(recipe)
+        import_plugins(load_recipe(path, overrides, files_must_exist=False).plugins)
+    known = known_architectures()
+    for name, meaning in MODEL_TYPES.items():
+        typer.echo(f"{name}: {meaning}")
+        if name in known:
+            typer.echo(f"  {len(known[name])} architectures: {', '.join(known[name])}")
+    for name in known_names():
+        typer.echo(f"{name}: {describe(name)}")
+
+
+@app.command()
+def init(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the model and its file: my_model.")],
+    to: Annotated[
+        Path | None, typer.Option("--dir", help="The directory to write into; by default one of that name.")
+    ] = None,
+) -> None:
+    """Write a model to begin with: an adapter, its recipe, some rows, and a test that passes.
+
+    **Examples**
+
+    ```text
+    shardtune init my_model
+    shardtune init my_model --dir .
+    ```
+    """
+    from shardtune.cli.init import next_steps, write_starter
+
+    typer.echo(next_steps(write_starter(name, to)))
+
+
+@app.command()
+def env() -> None:
+    """Print versions and devices, for a bug report.
+
+    **Examples**
+
+    ```text
+    shardtune env
+    ```
+    """
+    import torch
+
+    from shardtune.run.directory import environment
+
+    for name, value in environment().items():
+        typer.echo(f"{name}: {value}")
+    typer.echo(f"cpu threads: {torch.get_num_threads()}")
+    typer.echo(f"cuda devices: {torch.cuda.device_count()}")
+    for number in range(torch.cuda.device_count()):
+        typer.echo(f"cuda:{number}: {torch.cuda.get_device_name(number)}")
+
+
+def main() -> None:
+    """Run the command line; exit with 0, 1, 2 (the user's to mend) or 75 (stopped after saving)."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "SHARDTUNE_REPORT_DIR" in os.environ:
+        end_with_parent()
+    try:
+        code = app(standalone_mode=False, prog_name="shardtune")
+        if code == CTRL_C:
+            end(KeyboardInterrupt())
+    except UsageError as error:
+        end(wrong_usage(error))
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            raise
+        end(error)
+    leave(code if isinstance(code, int) else 0)

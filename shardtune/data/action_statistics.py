@@ -1,0 +1,394 @@
+"""Statistics of actions and states over all frames of a data set, by which they are normalised.
+
+Quantiles are those of all frames together, as `np.quantile` gives them. LeRobot's own meta/stats.json holds averages
+over episodes, which are something else, and is not read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardtune.data.cache_directory import cache_error, cache_root, writable, write_atomically
+from shardtune.data.encoder import FrameOptions, Row, RowError, bad_row
+from shardtune.data.robot.content import content_digest
+from shardtune.data.robot.frames import describe_frame
+from shardtune.data.robot.lerobot import open_lerobot
+from shardtune.data.robot.lerobot_frames import FileVectors, read_vectors
+from shardtune.data.robot.quantiles import Quantiles
+from shardtune.data.robot.running_stats import Moments
+from shardtune.data.sources.resolve import LEROBOT, DataOptions, Source, SourceFile, prepare_row, resolve_sources
+from shardtune.errors import DataError
+
+# Part of every key: raise it when the same data give other numbers than before.
+STATISTICS_VERSION = 1
+_GRIPPER = "gripper"
+_LOW, _HIGH = 0.01, 0.99
+_BLOCK_ROWS = 1 << 15
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """Some frames of a data set.
+
+    Attributes:
+        key: its name.
+        episodes: those that they belong to.
+        actions: float32 [n, A]. state: float32 [n, S], or None.
+    """
+
+    key: str
+    episodes: Sequence[Any]
+    actions: np.ndarray
+    state: np.ndarray | None
+
+
+@dataclass(frozen=True, slots=True)
+class FieldStatistics:
+    """Of one kind of vectors over all frames; tuples of one number per dimension.
+
+    Attributes:
+        q01, q99: the quantiles 0.01 and 0.99 of all frames, interpolated linearly.
+        mask: whether a dimension is normalised; grippers are left as they are.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    min: tuple[float, ...]
+    max: tuple[float, ...]
+    q01: tuple[float, ...]
+    q99: tuple[float, ...]
+    mask: tuple[bool, ...]
+
+    def to_json(self) -> dict[str, list[Any]]:
+        return {name: list(values) for name, values in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> FieldStatistics:
+        """Raises `DataError` for a field that is missing, or has another number of dimensions than the others."""
+        mean = content.get("mean")
+        size = len(mean) if isinstance(mean, Sequence) else 0
+        told = {"mask": [True] * size, **content}
+        values: dict[str, tuple[Any, ...]] = {}
+        for name in (one.name for one in fields(cls)):
+            given = told.get(name)
+            if not isinstance(given, Sequence) or len(given) != size or not size:
+                raise DataError(
+                    f"{name!r} is {given!r}, not {size or 'some'} numbers",
+                    where="statistics",
+                    remedy="the file must be as OpenVLA's dataset_statistics.json",
+                )
+            values[name] = tuple(bool(item) if name == "mask" else float(item) for item in given)
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Of one data set.
+
+    Attributes:
+        action: of its actions.
+        state: of its states; None where it has none.
+        frames, episodes: how many there are.
+    """
+
+    action: FieldStatistics
+    state: FieldStatistics | None
+    frames: int
+    episodes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As one entry of OpenVLA's `dataset_statistics.json`."""
+        proprio = {} if self.state is None else {"proprio": self.state.to_json()}
+        counts = {"num_transitions": self.frames, "num_trajectories": self.episodes}
+        return {"action": self.action.to_json(), **proprio, **counts}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Statistics:
+        """Raises `DataError` for anything that `to_json` does not give."""
+        if not isinstance(content.get("action"), Mapping):
+            raise DataError(
+                "there are no statistics of actions", where="statistics", remedy="write {key: {action: {…}}}"
+            )
+        state = content.get("proprio")
+        return cls(
+            FieldStatistics.from_json(content["action"]),
+            None if state is None else FieldStatistics.from_json(state),
+            int(content.get("num_transitions", 0)),
+            int(content.get("num_trajectories", 0)),
+        )
+
+    def with_mask(self, mask: Sequence[bool]) -> Statistics:
+        """The same with other dimensions of the action left as they are. Raises `DataError` for another length."""
+        if len(mask) != len(self.action.mask):
+            raise DataError(
+                f"the mask has {len(mask)} values, an action {len(self.action.mask)} dimensions",
+                where="statistics",
+                remedy="give one truth value per dimension",
+            )
+        return replace(self, action=replace(self.action, mask=tuple(bool(value) for value in mask)))
+
+
+def to_json(statistics: Mapping[str, Statistics]) -> dict[str, Any]:
+    """The content of `dataset_statistics.json`."""
+    return {key: one.to_json() for key, one in statistics.items()}
+
+
+def from_json(content: Mapping[str, Any]) -> dict[str, Statistics]:
+    """The reverse of `to_json`."""
+    return {key: Statistics.from_json(one) for key, one in content.items()}
+
+
+def compute(read: Callable[[], Iterable[Vectors]]) -> dict[str, Statistics]:
+    """The statistics of each key, every dimension of which is normalised.
+
+    Args:
+        read: gives all frames; called twice.
+    """
+    sums: dict[str, _Sums] = {}
+    for vectors in read():
+        if vectors.key not in sums:
+            sums[vectors.key] = _Sums.of(vectors)
+        sums[vectors.key].add(vectors)
+    for one in sums.values():
+        one.narrow()
+    for vectors in read():
+        sums[vectors.key].add_again(vectors)
+    return {key: one.statistics() for key, one in sums.items()}
+
+
+def _blocks(values: np.ndarray) -> Iterator[np.ndarray]:
+    for start in range(0, len(values), _BLOCK_ROWS):
+        yield values[start : start + _BLOCK_ROWS]
+
+
+class _FieldSums:
+    """What is counted of one kind of vectors."""
+
+    def __init__(self, dimensions: int) -> None:
+        self.dimensions = dimensions
+        self.quantiles = Quantiles(dimensions, (_LOW, _HIGH))
+        self.moments: Moments | None = None
+
+    def add(self, values: np.ndarray) -> None:
+        for block in _blocks(values):
+            moments = Moments.of(block)
+            self.moments = moments if self.moments is None else self.moments.joined(moments)
+            self.quantiles.count(block)
+
+    def add_again(self, values: np.ndarray) -> None:
+        for block in _blocks(values):
+            self.quantiles.count_again(block)
+
+    def statistics(self) -> FieldStatistics:
+        assert self.moments is not None
+        low, high = self.quantiles.values()
+        found = (self.moments.mean, self.moments.std, self.moments.least, self.moments.greatest, low, high)
+        return FieldStatistics(*(tuple(one.tolist()) for one in found), mask=(True,) * self.dimensions)
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What is counted of one data set."""
+
+    action: _FieldSums
+    state: _FieldSums | None
+    episodes: set[Any] = field(default_factory=set)
+    frames: int = 0
+
+    @classmethod
+    def of(cls, first: Vectors) -> _Sums:
+        state = None if first.state is None else _FieldSums(first.state.shape[1])
+        return cls(_FieldSums(first.actions.shape[1]), state)
+
+    def add(self, vectors: Vectors) -> None:
+        self.frames += len(vectors.actions)
+        self.episodes.update(vectors.episodes)
+        for sums, values in self._fields(vectors):
+            sums.add(values)
+
+    def narrow(self) -> None:
+        for sums in (self.action, self.state):
+            if sums is not None:
+                sums.quantiles.narrow()
+
+    def add_again(self, vectors: Vectors) -> None:
+        for sums, values in self._fields(vectors):
+            sums.add_again(values)
+
+    def statistics(self) -> Statistics:
+        state = None if self.state is None else self.state.statistics()
+        return Statistics(self.action.statistics(), state, self.frames, len(self.episodes))
+
+    def _fields(self, vectors: Vectors) -> list[tuple[_FieldSums, np.ndarray]]:
+        """Raises `DataError` for frames with other dimensions than those before."""
+        found = [(self.action, vectors.actions)]
+        if (self.state is None) != (vectors.state is None):
+            raise DataError(
+                "some frames have a state and others have none",
+                where=f"data: {vectors.key}",
+                remedy="give every frame one, or name the data sets apart",
+            )
+        if self.state is not None and vectors.state is not None:
+            found.append((self.state, vectors.state))
+        for sums, values in found:
+            if values.shape[1] != sums.dimensions:
+                raise DataError(
+                    f"some frames have {values.shape[1]} dimensions and others {sums.dimensions}",
+                    where=f"data: {vectors.key}",
+                    remedy="name data sets of different robots apart",
+                )
+        return found
+
+
+def data_statistics(spec: Any, data: DataOptions, frames: FrameOptions) -> dict[str, Statistics]:
+    """The statistics of what `data.train_data_paths` names, as `source_statistics` gives them.
+
+    Args:
+        spec: as `resolve_sources` takes it.
+        data: the recipe's `data` section.
+        frames: how the rows are read.
+    """
+    sources = resolve_sources(spec, data, frames=frames, say=lambda text: None)
+    return source_statistics(sources, cache_dir=data.cache_dir, on_bad_row=data.on_bad_row)
+
+
+def source_statistics(
+    sources: Sequence[Source], *, cache_dir: str | Path | None = None, on_bad_row: str = "fail"
+) -> dict[str, Statistics]:
+    """The statistics of each source under its name, of all its frames, whatever its `weight` and `max_samples`.
+
+    Found in the cache, or computed and kept there. What it costs: two passes over the columns of actions and states,
+    which for LeRobot data sets are all that is read; memory for the numbers of one data file (0.6 GB for one of 100 MB
+    that holds nothing else), and 0.5 MB per dimension in the first pass, 2.5 MB in the second, however many frames
+    there are.
+
+    Args:
+        sources: with `frames`.
+        cache_dir: `data.cache_dir`.
+        on_bad_row: `skip` leaves frames out that cannot be used, `fail` raises `DataError` at the first.
+    """
+    root = cache_root(cache_dir)
+    found: dict[str, Statistics] = {}
+    for source in sources:
+        for key, one in _of_source(source, root, on_bad_row == "skip").items():
+            if key in found:
+                raise DataError(
+                    f"two data sets have the name {key!r}", where="data", remedy="give them names of their own"
+                )
+            found[key] = one
+    return found
+
+
+def _of_source(source: Source, root: Path, skip_bad: bool) -> dict[str, Statistics]:
+    path = root / "statistics" / f"{_key(source, root, skip_bad)}.json"
+    try:
+        return from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, DataError):
+        pass
+    masks = _masks(source)
+    computed = {
+        key: one.with_mask(masks[key]) if key in masks else one
+        for key, one in compute(lambda: _vectors(source, skip_bad)).items()
+    }
+    if not computed:
+        raise DataError("no frame can be used", where=source.files[0].label, remedy="see what data preview says of it")
+    try:
+        writable(path.parent)
+        write_atomically(path, json.dumps(to_json(computed)).encode())
+    except OSError as error:
+        raise cache_error(error, root) from error
+    return computed
+
+
+def _key(source: Source, root: Path, skip_bad: bool) -> str:
+    depends = {
+        "version": STATISTICS_VERSION,
+        "name": source.name,
+        "files": [[content_digest(file.path, root), file.kind, file.part] for file in source.files],
+        "columns": dict(source.columns),
+        "transform": None if source.transform is None else [source.transform.digest, source.transform.spec],
+        "skip_bad": skip_bad,
+    }
+    return hashlib.blake2b(json.dumps(depends, sort_keys=True).encode(), digest_size=20).hexdigest()
+
+
+def _masks(source: Source) -> dict[str, list[bool]]:
+    """Which dimensions are normalised, where a data set names them: all but grippers."""
+    for file in source.files:
+        if file.kind == LEROBOT and source.transform is None:
+            described = open_lerobot(file.path)
+            names = described.names(described.columns(source.columns).require("action"))
+            if names is not None:
+                return {source.name: [_GRIPPER not in name.lower() for name in names]}
+    return {}
+
+
+def _vectors(source: Source, skip_bad: bool) -> Iterator[Vectors]:
+    for file in source.files:
+        if file.kind == LEROBOT and source.transform is None:
+            for whole in read_vectors(file.path, file.part, source.columns):
+                fine = np.asarray(np.isfinite(whole.actions).all(axis=1))
+                if whole.state is not None:
+                    fine = fine & np.isfinite(whole.state).all(axis=1)
+                if not fine.all() and not skip_bad:
+                    raise _not_finite(file, whole, int(np.flatnonzero(~fine)[0]))
+                kept = whole.of(fine)
+                if len(kept.actions):
+                    yield Vectors(source.name, np.unique(kept.episodes).tolist(), kept.actions, kept.state)
+        else:
+            yield from _row_vectors(source, file, skip_bad)
+
+
+def _not_finite(file: SourceFile, vectors: FileVectors, at: int) -> DataError:
+    return DataError(
+        f"the action {vectors.actions[at].tolist()} or the state is not finite",
+        where=f"{file.label}: episode {vectors.episodes[at]}, frame {vectors.frames[at]}",
+        remedy="mend the frame, or set data.on_bad_row=skip to leave such frames out",
+    )
+
+
+def _row_vectors(source: Source, file: SourceFile, skip_bad: bool) -> Iterator[Vectors]:
+    """The same of rows as encoders take them: the first action of each, and its state."""
+    waiting: dict[tuple[str, int, int], list[Row]] = {}
+    for number, row in source.rows(file):
+        try:
+            if isinstance(row, RowError):
+                raise row
+            prepared = _with_arrays(prepare_row(row, source))
+        except RowError as error:
+            if not skip_bad:
+                raise bad_row(file.label, number, error.reason) from error
+            continue
+        if prepared is None:
+            continue
+        state = prepared["state"]
+        kind = (prepared["dataset"], prepared["actions"].shape[1], 0 if state is None else len(state))
+        rows = waiting.setdefault(kind, [])
+        rows.append(prepared)
+        if len(rows) == _BLOCK_ROWS:
+            yield _stacked(waiting.pop(kind), file)
+    for rows in waiting.values():
+        yield _stacked(rows, file)
+
+
+def _with_arrays(row: Row | None) -> Row | None:
+    """A row as `data.transform` may have changed it."""
+    if row is None:
+        return None
+    describe_frame(row)
+    state = None if row["state"] is None else np.asarray(row["state"], np.float32)
+    return {**row, "actions": np.asarray(row["actions"], np.float32), "state": state}
+
+
+def _stacked(rows: Sequence[Row], file: SourceFile) -> Vectors:
+    states = [row["state"] for row in rows if row["state"] is not None]
+    actions = np.stack([row["actions"][0] for row in rows])
+    episodes = [(file.label, row.get("episode")) for row in rows]
+    return Vectors(rows[0]["dataset"], episodes, actions, np.stack(states) if states else None)

@@ -1,0 +1,1 @@
+"""Encoded rows on disk."""

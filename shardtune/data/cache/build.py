@@ -1,0 +1,248 @@
+"""Encoding one file into a cache entry, in several processes, with the same result whatever their number."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+
+from shardtune.data.cache.entry import EncodedRow, EncodedRows, EntryWriter, Tally
+from shardtune.data.cache.fields import Kinds, kinds_of, require_same_kinds
+from shardtune.data.cache_directory import content_size
+from shardtune.data.encoder import Encoder, Row, RowDropped, RowError, bad_row
+from shardtune.data.loader.prefetch import kill_started, quiet_tokenizers
+from shardtune.data.progress import BuildProgress
+from shardtune.data.robot.frames import FrameRow
+from shardtune.data.row_files import Chunk
+from shardtune.data.row_formats import in_format
+from shardtune.data.sources.resolve import Source, SourceFile, prepare_row
+from shardtune.errors import DataError
+
+# Below this many bytes starting processes costs more than it saves.
+_SMALL_FILE = 1 << 20
+_AHEAD = 3  # chunks in flight per process
+
+
+@dataclass(frozen=True, slots=True)
+class BuildTask:
+    """What encoding a file takes.
+
+    Attributes:
+        skip_bad: bad rows are noted; otherwise the first is an error.
+        max_bad: how many may be noted before that is an error, too.
+        limit: stop behind so many kept rows.
+    """
+
+    source: Source
+    file: SourceFile
+    encoder: Encoder
+    skip_bad: bool
+    max_bad: int
+    limit: int | None
+
+
+def build_entry(task: BuildTask, folder: Path, num_workers: int, progress: BuildProgress) -> None:
+    """Encodes the file into `folder`. Raises `DataError` at the first fault that the task does not allow."""
+    writer, first = EntryWriter(folder), None
+    try:
+        with _encoded_chunks(task, num_workers) as results:
+            for chunk, result in results:
+                rows = _within_limit(task, chunk, result, writer.tally.kept)
+                first = _check_fields(task, rows, first)
+                writer.add(rows)
+                _check_bad(task, writer.tally)
+                progress.update(writer.tally.rows, chunk.progress)
+                if writer.tally.kept == task.limit:
+                    break
+        _check_bad(task, writer.tally)
+        if not writer.tally.rows:
+            raise DataError("the data file holds no rows", where=task.file.label, remedy="write rows into it")
+        writer.finish({"made_from": task.file.label})
+    finally:
+        writer.close()
+    progress.finish(writer.tally.rows)
+
+
+def _check_fields(task: BuildTask, rows: EncodedRows, first: tuple[int, Kinds] | None) -> tuple[int, Kinds] | None:
+    """Row number and kinds of the file's first row, of which the fields of all others must be."""
+    if not rows.tally.kept:
+        return first
+    number = int(rows.arrays["numbers"][0])
+    if first is None:
+        return number, rows.kinds
+    require_same_kinds(rows.kinds, first[1], f"row {first[0]:,}", f"{task.file.label}: row {number:,}")
+    return first
+
+
+def _check_bad(task: BuildTask, tally: Tally) -> None:
+    if tally.bad.count > task.max_bad:
+        raise too_many_bad(task.file.label, tally, task.max_bad)
+
+
+def too_many_bad(label: str, tally: Tally, most: int) -> DataError:
+    """The error for more bad rows than the recipe allows."""
+    rows = "; ".join(f"row {number:,}: {reason}" for number, reason in tally.bad.first[:5])
+    return DataError(
+        f"{tally.bad.count:,} rows cannot be used, data.max_bad_rows is {most:,}. The first: {rows}",
+        where=label,
+        remedy="mend the rows, name their format or columns, or raise data.max_bad_rows",
+    )
+
+
+def encode_chunk(task: BuildTask, chunk: Chunk, most: int | None = None) -> EncodedRows:
+    """The usable rows of a chunk, and what became of the others; at most the first `most` usable ones."""
+    tally, kept = Tally(), []
+    for number, row in chunk.rows():
+        tally.rows += 1
+        try:
+            encoded = _encode_row(task, number, row, tally)
+            if encoded is not None:
+                _require_fields_of(kept[0] if kept else encoded, encoded)
+        except RowError as error:
+            if not task.skip_bad:
+                raise bad_row(task.file.label, number, _reason(row, error)) from error
+            tally.bad.add(number, _reason(row, error))
+            continue
+        except DataError as error:
+            where = f"{task.file.label}: row {number:,}" + (f" ({error.where})" if error.where else "")
+            raise DataError(error.what, where=where, remedy=error.remedy) from error
+        if encoded is not None:
+            kept.append(encoded)
+            if len(kept) == most:
+                break
+    tally.kept = len(kept)
+    return EncodedRows.pack(kept, tally)
+
+
+def _require_fields_of(first: EncodedRow, row: EncodedRow) -> None:
+    if row.sample.fields or first.sample.fields:
+        require_same_kinds(kinds_of(row.sample.fields), kinds_of(first.sample.fields), f"row {first.number:,}")
+
+
+def _within_limit(task: BuildTask, chunk: Chunk, result: Callable[[], EncodedRows], kept: int) -> EncodedRows:
+    """The chunk's rows up to the task's limit, beyond which not even a bad row matters."""
+    if task.limit is None:
+        return result()
+    room = task.limit - kept
+    try:
+        rows = result()
+    except DataError:
+        return encode_chunk(task, chunk, room)
+    return rows if rows.tally.kept < room else encode_chunk(task, chunk, room)
+
+
+def _encode_row(task: BuildTask, number: int, row: Row | RowError, tally: Tally) -> EncodedRow | None:
+    if isinstance(row, RowError):
+        raise row
+    prepared = prepare_row(row, task.source)
+    if prepared is None:
+        tally.filtered.add(number, "")
+        return None
+    if task.source.format is not None:
+        prepared = in_format(prepared, task.source.format)
+    whole = task.encoder.encode(prepared)
+    try:
+        sample = task.encoder.fit(whole)
+    except RowDropped as dropped:
+        tally.too_long.add(number, dropped.reason)
+        return None
+    weights = task.encoder.weights(sample)
+    if not any(weights.values()):
+        tally.no_target.add(number, "cut before the answer" if sample.length < whole.length else "")
+        return None
+    if sample.length < whole.length:
+        tally.truncated.add(number, f"{whole.length:,} tokens" if len(whole.input_ids) else f"size {whole.length:,}")
+    return EncodedRow(number, _row_digest(row), sample, weights)
+
+
+def _reason(row: Row | RowError, error: RowError) -> str:
+    return f"{row.place}: {error.reason}" if isinstance(row, FrameRow) and row.place else error.reason
+
+
+def _row_digest(row: Row) -> int:
+    """A hash of the row as it stands in the file, so that the same row has it under every tokenizer and template.
+
+    All frames of an episode have one: `data.eval_split` goes by it, and neighbouring frames are nearly the same.
+    """
+    if isinstance(row, FrameRow):
+        return row.digest
+    text = json.dumps(row, sort_keys=True, default=str)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+# -- processes -----------------------------------------------------------------------------------------------------
+
+_task: BuildTask | None = None
+
+
+@contextmanager
+def _encoded_chunks(task: BuildTask, num_workers: int) -> Iterator[Iterator[tuple[Chunk, Callable[[], EncodedRows]]]]:
+    """The chunks of the file in order, each with what waits for its encoded rows or raises what encoding raised."""
+    chunks = task.source.chunks(task.file)
+    if num_workers < 2 or content_size(task.file.path) < _SMALL_FILE:
+        yield ((chunk, partial(encode_chunk, task, chunk)) for chunk in chunks)
+        return
+    # Forked, so that a large tokenizer is shared instead of sent, and functions from the user's files need no import.
+    context = multiprocessing.get_context("fork")
+    started = context.SimpleQueue()
+    pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(task, os.getpid(), started))
+    with quiet_tokenizers():
+        try:
+            yield _in_order(pool, chunks, num_workers * _AHEAD)
+        except BrokenProcessPool as error:
+            kill_started(started)
+            raise DataError(
+                "a process that tokenises the data died; the machine may be out of memory",
+                where=task.file.label,
+                remedy="lower data.num_workers",
+            ) from error
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _in_order(
+    pool: ProcessPoolExecutor, chunks: Iterator[Chunk], ahead: int
+) -> Iterator[tuple[Chunk, Callable[[], EncodedRows]]]:
+    waiting: deque[tuple[Chunk, Future[EncodedRows]]] = deque()
+    for chunk in islice(chunks, ahead):
+        waiting.append((chunk, pool.submit(_work, chunk)))
+    while waiting:
+        chunk, future = waiting.popleft()
+        yield chunk, future.result
+        for following in islice(chunks, 1):
+            waiting.append((following, pool.submit(_work, following)))
+
+
+def _start_worker(task: BuildTask, parent: int, started: SimpleQueue[int]) -> None:
+    global _task
+    _task = task
+    started.put(os.getpid())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the parent decides, and ends the pool
+    threading.Thread(target=_follow, args=(parent,), daemon=True, name="cache-worker-watch").start()
+
+
+def _follow(parent: int) -> None:
+    """Ends this process when its parent is gone: a killed parent cannot end it."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def _work(chunk: Chunk) -> EncodedRows:
+    assert _task is not None
+    return encode_chunk(_task, chunk)

@@ -1,0 +1,187 @@
+"""The cache of tokenised rows: content-addressed, one entry per file, built by one process, shared by all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from shardtune.data.cache.build import BuildTask, build_entry, too_many_bad
+from shardtune.data.cache.dataset import Part, TokenDataset
+from shardtune.data.cache.entry import LAYOUT_VERSION, Entry, sync_folder
+from shardtune.data.cache.lock import HeartbeatLock
+from shardtune.data.cache_directory import cache_error, cache_root, print_line, writable
+from shardtune.data.encoder import Encoder, bad_row
+from shardtune.data.progress import show_progress
+from shardtune.data.robot.content import content_digest
+from shardtune.data.sources.resolve import LEROBOT, Source, SourceFile
+from shardtune.errors import DataError
+
+# Part of every key: raise it when reading or recognising rows gives something else than before.
+READING_VERSION = 1
+_WAIT_LINE_SECONDS = 10.0
+
+
+def build_dataset(
+    sources: Sequence[Source],
+    encoder: Encoder,
+    *,
+    cache_dir: str | Path | None = None,
+    num_workers: int = 0,
+    on_bad_row: Literal["fail", "skip"] = "fail",
+    max_bad_rows: int = 100,
+    say: Callable[[str], None] = print_line,
+) -> TokenDataset:
+    """The rows of all sources, tokenised; what the cache already holds is only opened.
+
+    Safe to call in every rank at once: one builds a missing entry, the others wait for it and say so.
+
+    Args:
+        cache_dir: `data.cache_dir`; None: the user's cache directory.
+        num_workers: processes that encode; below 2 and for small files this one does.
+        on_bad_row: `fail` raises `DataError` at the first bad row, `skip` notes up to `max_bad_rows` over all files.
+    """
+    cache = EntryCache(cache_root(cache_dir), num_workers, max_bad_rows if on_bad_row == "skip" else None, say)
+    parts: list[Part] = []
+    for source in sources:
+        room = source.max_samples
+        for file in source.files:
+            entry = cache.open(source, file, encoder, room)
+            parts.append(Part(entry, source.name, file.label))
+            room = None if room is None else room - len(entry)
+            if room == 0:
+                break
+    dataset = TokenDataset(parts, {source.name: source.weight for source in sources})
+    if not len(dataset):
+        raise DataError(
+            "no row is left to train or evaluate on:\n    " + "\n    ".join(dataset.report.lines()),
+            where=", ".join(part.label for part in parts),
+            remedy="data preview shows what is trained; data.max_length, data.train_on or an adapter's weights decide",
+        )
+    return dataset
+
+
+class EntryCache:
+    """Finds or builds the entries of one data set.
+
+    Args:
+        root: the cache directory.
+        num_workers: processes per build.
+        max_bad_rows: how many bad rows over all files are skipped; None: the first is an error.
+        say: told what is built and what is waited for.
+    """
+
+    def __init__(self, root: Path, num_workers: int, max_bad_rows: int | None, say: Callable[[str], None]) -> None:
+        self._root = root
+        self._num_workers = num_workers
+        self._bad_left = max_bad_rows
+        self._say = say
+
+    def open(self, source: Source, file: SourceFile, encoder: Encoder, limit: int | None) -> Entry:
+        """The entry of `file`, built if it is not there; at most `limit` rows of it."""
+        # Frames name files by whole paths, so what is inside a moved data set stays what it was.
+        encoder = encoder.at(file.folder if source.frames is None else Path(file.folder.anchor))
+        try:
+            key = entry_key(source, file, encoder, limit, self._root)
+        except OSError as error:
+            raise DataError(
+                f"the data file cannot be read: {error.strerror}", where=file.label, remedy="check its permissions"
+            ) from error
+        folder = self._root / "entries" / key[:2] / key
+        entry = _open_entry(folder)
+        if entry is None:
+            task = BuildTask(source, file, encoder, self._bad_left is not None, self._bad_left or 0, limit)
+            try:
+                entry = self._build(task, folder)
+            except OSError as error:
+                raise cache_error(error, self._root) from error
+        self._check_bad(entry, file)
+        return entry
+
+    def _check_bad(self, entry: Entry, file: SourceFile) -> None:
+        """An entry that was built where bad rows may be skipped, opened where they may not be, or not so many."""
+        bad = entry.tally.bad
+        if bad.count and self._bad_left is None:
+            raise bad_row(file.label, *bad.first[0])
+        if self._bad_left is not None:
+            if bad.count > self._bad_left:
+                raise too_many_bad(file.label, entry.tally, self._bad_left)
+            self._bad_left -= bad.count
+
+    def _build(self, task: BuildTask, folder: Path) -> Entry:
+        locks = writable(self._root / "locks")
+        writable(folder.parent)
+        lock = HeartbeatLock(locks / folder.name)
+        waiting = _Waiting(task.file.label, self._say)
+        with lock.hold(lambda: _open_entry(folder) is not None, waiting) as held:
+            if held and _open_entry(folder) is None:
+                self._build_locked(task, folder)
+        entry = _open_entry(folder)
+        if entry is None:
+            raise DataError(
+                "the cache entry vanished as soon as it was built", where=str(folder), remedy="set data.cache_dir"
+            )
+        return entry
+
+    def _build_locked(self, task: BuildTask, folder: Path) -> None:
+        for torn in (folder, *folder.parent.glob(f".{folder.name}.*")):
+            shutil.rmtree(torn, ignore_errors=True)
+        partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+        partial.mkdir()
+        try:
+            with show_progress(Path(task.file.label).name, self._say) as progress:
+                build_entry(task, partial, self._num_workers, progress)
+            with suppress(FileExistsError):
+                partial.rename(folder)
+            sync_folder(folder.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+class _Waiting:
+    """Says that another process builds, first at once and then now and then."""
+
+    def __init__(self, label: str, say: Callable[[str], None]) -> None:
+        self._label = label
+        self._say = say
+        self._next = 0.0
+
+    def __call__(self, holder: str, seconds: float) -> None:
+        if seconds >= self._next:
+            self._next = seconds + _WAIT_LINE_SECONDS
+            self._say(f"data: waiting for {holder} to tokenise {self._label} ({seconds:.0f} s)")
+
+
+def entry_key(source: Source, file: SourceFile, encoder: Encoder, limit: int | None, root: Path) -> str:
+    """The name of a file's entry: the hash of everything that its rows depend on."""
+    depends = {
+        "versions": [READING_VERSION, LAYOUT_VERSION],
+        "content": content_digest(file.path, root),
+        "kind": file.kind,
+        "suffix": file.path.suffix,
+        "columns": dict(source.columns),
+        "format": source.format,
+        "transform": None
+        if source.transform is None
+        else [source.transform.digest, source.transform.spec.rpartition(":")[2]],
+        "limit": limit,
+        "encoder": encoder.cache_key(),
+    }
+    if source.frames is not None:
+        # Rows of plain files may name images by paths beside the file; a data set of LeRobot's is asked for them.
+        folder = None if file.kind == LEROBOT else str(file.folder)
+        depends["frames"] = [source.frames.chunk, source.name, file.part, folder]
+    return hashlib.blake2b(json.dumps(depends, sort_keys=True).encode(), digest_size=20).hexdigest()
+
+
+def _open_entry(folder: Path) -> Entry | None:
+    """The entry, or None where there is none that is whole."""
+    try:
+        return Entry(folder)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

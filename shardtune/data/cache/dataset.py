@@ -1,0 +1,235 @@
+"""The encoded rows of all sources as one sequence, read straight from the cache's files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from shardtune.batch import Sample
+from shardtune.data.cache.entry import Entry, Notes, Tally
+from shardtune.data.cache.fields import Kinds, require_same_kinds
+from shardtune.errors import DataError
+
+_OUTCOMES = {
+    "truncated": "cut at data.max_length",
+    "too_long": "dropped, longer than data.max_length",
+    "no_target": "dropped, without a target",
+    "filtered": "dropped by data.transform",
+    "bad": "skipped, not usable",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSpan:
+    """The rows `[start, stop)` come from the source `name`, of which an epoch holds `weight` times as many."""
+
+    name: str
+    start: int
+    stop: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class FileReport:
+    """What became of the rows of one file. The fields of `tally` count rows and name the first of them."""
+
+    source: str
+    label: str
+    tally: Tally
+
+
+@dataclass(frozen=True, slots=True)
+class DataReport:
+    """What became of every row that was read, file by file."""
+
+    files: tuple[FileReport, ...]
+
+    def count(self, outcome: str) -> int:
+        """Rows over all files: `rows`, `kept`, `truncated`, `too_long`, `no_target`, `filtered` or `bad`."""
+        values = [getattr(file.tally, outcome) for file in self.files]
+        return sum(value.count if isinstance(value, Notes) else value for value in values)
+
+    def lines(self, examples: int = 3) -> Iterator[str]:
+        """One line per file and outcome, with the first rows it befell; none where all is well."""
+        for file in self.files:
+            for outcome, text in _OUTCOMES.items():
+                notes: Notes = getattr(file.tally, outcome)
+                if notes.count:
+                    yield f"{file.label}: {notes.count:,} of {file.tally.rows:,} rows {text}: {_first(notes, examples)}"
+
+
+def _first(notes: Notes, examples: int) -> str:
+    named = notes.first[:examples]
+    reasons = {reason for _, reason in named}
+    more = ", …" if notes.count > len(named) else ""
+    if len(reasons) == 1 and next(iter(reasons)):
+        rows = ", ".join(f"{number:,}" for number, _ in named)
+        return f"row {rows}{more} ({named[0][1]})"
+    return "; ".join(f"row {number:,}" + (f": {reason}" if reason else "") for number, reason in named) + more
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One cache entry and the file it was made from."""
+
+    entry: Entry
+    source: str
+    label: str
+
+
+def _shared_kinds(parts: Sequence[Part]) -> Kinds:
+    """The kinds of the fields of all rows; those of an entry without rows are unknown."""
+    filled = [part for part in parts if len(part.entry)]
+    firsts = [f"{part.label}: row {part.entry.numbers[0]:,}" for part in filled]
+    for part, where in zip(filled, firsts, strict=True):
+        require_same_kinds(part.entry.kinds, filled[0].entry.kinds, firsts[0], where)
+    return filled[0].entry.kinds if filled else {}
+
+
+class TokenDataset:
+    """Rows by index; nothing is kept in memory per row that a mapped file does not hold.
+
+    Args:
+        parts: the entries, in the order of their sources.
+        sources: name and weight of each source.
+        index: int64 [rows], ascending; which rows of the parts these are. None: all.
+
+    Attributes:
+        fields: type and number of dimensions of each field, the same in all rows.
+
+    Raises `DataError` where the rows of one file have other fields than those of another.
+    """
+
+    def __init__(self, parts: Sequence[Part], sources: Mapping[str, float], index: np.ndarray | None = None) -> None:
+        self._parts = tuple(parts)
+        self._weights = dict(sources)
+        self._index = index
+        self._entries = [part.entry for part in parts]
+        self._starts = [0, *np.cumsum([len(part.entry) for part in parts]).tolist()]
+        self._length = self._starts[-1] if index is None else len(index)
+        self.fields = _shared_kinds(parts)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def row(self, index: int) -> Sample:
+        """The sample `index`; its tokens and fields are read-only views of the cache."""
+        place, inner = self._place(index)
+        return self._entries[place].row(inner)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.row(index)
+
+    def locate(self, index: int) -> str:
+        """Where row `index` comes from: `file:row`."""
+        place, inner = self._place(index)
+        return f"{self._parts[place].label}:{self._entries[place].numbers[inner]}"
+
+    def _place(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < self._length:
+            raise IndexError(f"row {index} of {self._length}")
+        if self._index is not None:
+            index = int(self._index[index])
+        place = bisect_right(self._starts, index) - 1 if len(self._entries) > 1 else 0
+        # Empty entries share their start with the next one; bisect_right lands on the last, which holds the row.
+        return place, index - self._starts[place]
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """int32 [rows]: tokens of each row, or the size of a row without tokens."""
+        return self._gather([entry.lengths for entry in self._entries])
+
+    @cached_property
+    def hashes(self) -> np.ndarray:
+        """uint64 [rows]: the hash of each row as it stands in its file."""
+        return self._gather([entry.hashes for entry in self._entries])
+
+    @cached_property
+    def term_weights(self) -> Mapping[str, np.ndarray]:
+        """float64 [rows] per loss term; 0 where a row has no such term."""
+        names = sorted({name for entry in self._entries for name in entry.terms})
+        return {
+            name: self._gather([entry.terms.get(name, np.zeros(len(entry))) for entry in self._entries])
+            for name in names
+        }
+
+    def field_counts(self, name: str) -> np.ndarray:
+        """int64 [rows]: how many elements along its first dimension a field has in each row."""
+        return self._gather([entry.field_counts(name) for entry in self._entries if len(entry)])
+
+    def _gather(self, pieces: list[np.ndarray]) -> np.ndarray:
+        whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return whole if self._index is None else whole[self._index]
+
+    @cached_property
+    def sources(self) -> tuple[SourceSpan, ...]:
+        """The sources in order; together they cover all rows. One without rows (in a view) is empty."""
+        spans, start = [], 0
+        for name, weight in self._weights.items():
+            stop = start + sum(len(part.entry) for part in self._parts if part.source == name)
+            spans.append((name, start, stop, weight))
+            start = stop
+        if self._index is None:
+            return tuple(SourceSpan(*span) for span in spans)
+        cuts = np.searchsorted(self._index, [0, *(stop for _, _, stop, _ in spans)]).tolist()
+        return tuple(
+            SourceSpan(name, first, last, weight)
+            for (name, _, _, weight), first, last in zip(spans, cuts[:-1], cuts[1:], strict=True)
+        )
+
+    @cached_property
+    def report(self) -> DataReport:
+        """What became of the rows of each file; the same for every view of the data set."""
+        return DataReport(tuple(FileReport(part.source, part.label, part.entry.tally) for part in self._parts))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal rows in equal order with equal source weights, wherever the files lie."""
+        order = list(self._weights)
+        content = [[order.index(part.source), self._weights[part.source], part.entry.key] for part in self._parts]
+        digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=16)
+        if self._index is not None:
+            digest.update(np.ascontiguousarray(self._index, np.int64).data)
+        return digest.hexdigest()
+
+    @property
+    def files(self) -> list[dict[str, Any]]:
+        """Each file with its rows and the hash of their content and encoding, for comparing two states of the data."""
+        return [
+            {"source": part.source, "file": part.label, "rows": len(part.entry), "key": part.entry.key}
+            for part in self._parts
+        ]
+
+    def select(self, index: np.ndarray) -> TokenDataset:
+        """A view of the rows `index` (ascending), sharing the files."""
+        chosen = np.asarray(index, np.int64)
+        if self._index is not None:
+            chosen = self._index[chosen]
+        return TokenDataset(self._parts, self._weights, chosen)
+
+    def split_by_hash(self, fraction: float) -> tuple[TokenDataset, TokenDataset]:
+        """(the rest, about `fraction` of the rows), each row's side decided by its own content.
+
+        So rows added later move no other row across, and equal rows are never on both sides.
+        """
+        if not 0 < fraction < 1:
+            raise DataError(
+                f"data.eval_split is {fraction:g}", where="data.eval_split", remedy="a share above 0, below 1"
+            )
+        held_out = self.hashes < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
+        train, evaluation = self.select(np.flatnonzero(~held_out)), self.select(np.flatnonzero(held_out))
+        if not len(train) or not len(evaluation):
+            raise DataError(
+                f"data.eval_split {fraction:g} of {len(self):,} rows leaves {len(train):,} for training and "
+                f"{len(evaluation):,} for evaluation",
+                where="data.eval_split",
+                remedy="choose another share, or name data.eval_data_paths",
+            )
+        return train, evaluation

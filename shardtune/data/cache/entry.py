@@ -1,0 +1,319 @@
+"""One file's encoded rows on disk: flat arrays that are memory-mapped, so opening costs nothing per row."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from shardtune.batch import Sample
+from shardtune.data.cache.fields import FieldColumn, FieldsReader, FieldsWriter, Kinds, pack_fields
+
+LAYOUT_VERSION = 2
+_KEPT_NOTES = 100
+_ALIGNMENT = 64
+# Array -> element type. The loss weights of a row are runs of equal values: most rows have two or three.
+_ARRAYS = {
+    "tokens": np.dtype("<i4"),
+    "lengths": np.dtype("<i4"),
+    "offsets": np.dtype("<i8"),
+    "run_values": np.dtype("<f4"),
+    "run_lengths": np.dtype("<i4"),
+    "run_offsets": np.dtype("<i8"),
+    "numbers": np.dtype("<i8"),
+    "hashes": np.dtype("<u8"),
+    "prompts": np.dtype("<i4"),
+    "prompt_offsets": np.dtype("<i8"),
+    "references": np.dtype("<u1"),
+    "reference_offsets": np.dtype("<i8"),
+}
+_WEIGHT = np.dtype("<f8")
+
+
+@dataclass(slots=True)
+class Notes:
+    """Rows that something happened to: how many, and row number and reason of the first hundred."""
+
+    count: int = 0
+    first: list[tuple[int, str]] = field(default_factory=list)
+
+    def add(self, number: int, reason: str) -> None:
+        self.count += 1
+        if len(self.first) < _KEPT_NOTES:
+            self.first.append((number, reason))
+
+    def extend(self, other: Notes) -> None:
+        self.count += other.count
+        self.first.extend(other.first[: _KEPT_NOTES - len(self.first)])
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of the rows of a file.
+
+    Attributes:
+        rows: rows read, usable or not.
+        kept: rows in the data set.
+        truncated: kept, but cut at `data.max_length`.
+        too_long: dropped as `data.on_too_long: drop` asks.
+        no_target: dropped because nothing of them is trained: no token, or no weight in any loss term.
+        filtered: dropped by `data.transform`.
+        bad: not usable.
+    """
+
+    rows: int = 0
+    kept: int = 0
+    truncated: Notes = field(default_factory=Notes)
+    too_long: Notes = field(default_factory=Notes)
+    no_target: Notes = field(default_factory=Notes)
+    filtered: Notes = field(default_factory=Notes)
+    bad: Notes = field(default_factory=Notes)
+
+    def extend(self, other: Tally) -> None:
+        self.rows += other.rows
+        self.kept += other.kept
+        for name in ("truncated", "too_long", "no_target", "filtered", "bad"):
+            getattr(self, name).extend(getattr(other, name))
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Tally:
+        def read(value: Any) -> Any:
+            if not isinstance(value, Mapping):
+                return value
+            return Notes(value["count"], [(number, reason) for number, reason in value["first"]])
+
+        return cls(**{key: read(value) for key, value in content.items()})
+
+
+@dataclass(slots=True)
+class EncodedRows:
+    """Consecutive encoded rows as flat arrays: what a worker process hands back. The keys are those of `_ARRAYS`,
+    with counts per row (`token_counts`, `run_counts`, `prompt_counts`, `reference_counts`) in place of offsets."""
+
+    arrays: dict[str, np.ndarray]
+    terms: dict[str, np.ndarray]
+    fields: dict[str, FieldColumn]
+    tally: Tally
+
+    @property
+    def kinds(self) -> Kinds:
+        """What the fields of all these rows are."""
+        return {name: column.kind for name, column in self.fields.items()}
+
+    @classmethod
+    def pack(cls, rows: Sequence[EncodedRow], tally: Tally) -> EncodedRows:
+        """Rows whose fields have the same kinds."""
+        token_counts = [len(row.sample.input_ids) for row in rows]
+        lengths = [count or row.sample.length for count, row in zip(token_counts, rows, strict=True)]
+        runs = [_runs(row.sample.loss_weights) for row in rows]
+        prompts = [_prompt(row.sample) for row in rows]
+        references = [np.frombuffer((row.sample.reference or "").encode(), np.uint8) for row in rows]
+        names = sorted({name for row in rows for name in row.weights})
+        arrays = {
+            "tokens": _joined([row.sample.input_ids for row in rows], "tokens"),
+            "token_counts": np.array(token_counts, np.int64),
+            "lengths": np.array(lengths, _ARRAYS["lengths"]),
+            "run_values": _joined([values for values, _ in runs], "run_values"),
+            "run_lengths": _joined([lengths for _, lengths in runs], "run_lengths"),
+            "run_counts": np.array([len(values) for values, _ in runs], np.int64),
+            "numbers": np.array([row.number for row in rows], _ARRAYS["numbers"]),
+            "hashes": np.array([row.digest for row in rows], _ARRAYS["hashes"]),
+            "prompts": _joined(prompts, "prompts"),
+            "prompt_counts": np.array([len(prompt) for prompt in prompts], np.int64),
+            "references": _joined(references, "references"),
+            "reference_counts": np.array([len(reference) for reference in references], np.int64),
+        }
+        terms = {name: np.array([row.weights.get(name, 0.0) for row in rows], _WEIGHT) for name in names}
+        return cls(arrays, terms, pack_fields([row.sample.fields for row in rows if row.sample.fields]), tally)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRow:
+    """One encoded row with its number in the file, the hash of its content, and its weight in each loss term."""
+
+    number: int
+    digest: int
+    sample: Sample
+    weights: Mapping[str, float]
+
+
+def _joined(pieces: Sequence[np.ndarray], name: str) -> np.ndarray:
+    return np.concatenate([*pieces, np.empty(0, _ARRAYS[name])]).astype(_ARRAYS[name], copy=False)
+
+
+def _prompt(sample: Sample) -> np.ndarray:
+    return np.empty(0, np.int32) if sample.prompt_ids is None else sample.prompt_ids
+
+
+def _runs(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The values of the runs of equal weights, and how long each is."""
+    if not len(weights):
+        return weights, np.empty(0, np.int32)
+    starts = np.concatenate([[0], np.flatnonzero(weights[1:] != weights[:-1]) + 1])
+    return weights[starts], np.diff(starts, append=len(weights)).astype(np.int32)
+
+
+class EntryWriter:
+    """Writes an entry into a directory of its own, piece by piece, in bounded memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, IO[bytes]] = {}
+        self._ends = {"offsets": 0, "run_offsets": 0, "prompt_offsets": 0, "reference_offsets": 0}
+        self._terms: dict[str, list[np.ndarray]] = {}
+        self._fields = FieldsWriter(self._append)
+        self.tally = Tally()
+        for name in self._ends:
+            self._append(name, np.zeros(1, np.int64))
+
+    def add(self, rows: EncodedRows) -> None:
+        counts = {
+            "offsets": rows.arrays["token_counts"],
+            "run_offsets": rows.arrays["run_counts"],
+            "prompt_offsets": rows.arrays["prompt_counts"],
+            "reference_offsets": rows.arrays["reference_counts"],
+        }
+        for name in _ARRAYS:
+            if name in counts:
+                ends = self._ends[name] + np.cumsum(counts[name], dtype=np.int64)
+                self._ends[name] = int(ends[-1]) if len(ends) else self._ends[name]
+                self._append(name, ends)
+            else:
+                self._append(name, rows.arrays[name])
+        self._fields.add(rows.fields)
+        kept = len(rows.arrays["lengths"])
+        for name in self._terms.keys() | rows.terms.keys():
+            earlier = self._terms.setdefault(name, [np.zeros(self.tally.kept)])
+            earlier.append(rows.terms.get(name, np.zeros(kept)))
+        self.tally.extend(rows.tally)
+
+    def finish(self, about: Mapping[str, Any]) -> None:
+        """Joins the arrays into one file, so that opening takes one mapping, and makes it durable.
+
+        The description comes last: an entry without one is torn.
+        """
+        terms = sorted(self._terms)
+        for place, name in enumerate(terms):
+            self._append(f"term{place}", np.concatenate(self._terms[name]).astype(_WEIGHT))
+        self.close()
+        places: dict[str, tuple[int, int]] = {}
+        with (self._folder / "rows.bin").open("wb") as rows:
+            for name in self._files:
+                rows.write(bytes(-rows.tell() % _ALIGNMENT))
+                start, piece = rows.tell(), self._folder / f"{name}.part"
+                with piece.open("rb") as file:
+                    shutil.copyfileobj(file, rows, 1 << 20)
+                piece.unlink()
+                places[name] = (start, rows.tell() - start)
+            size = rows.tell()
+            rows.flush()
+            os.fsync(rows.fileno())
+        content = {"layout": LAYOUT_VERSION, "size": size, "arrays": places, "terms": terms}
+        content |= {"fields": self._fields.about(), "tally": asdict(self.tally), **about}
+        with (self._folder / "entry.json").open("w", encoding="utf-8") as file:
+            json.dump(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(self._folder)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def _append(self, name: str, values: np.ndarray) -> None:
+        if name not in self._files:
+            self._files[name] = (self._folder / f"{name}.part").open("wb")
+        self._files[name].write(np.ascontiguousarray(values).data)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a directory durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Entry:
+    """An entry on disk, opened by mapping its files; cheap to open in every process.
+
+    Attributes:
+        key: what names it.
+        lengths: int32 [rows], tokens, or the size of a row without tokens.
+        numbers: int64 [rows], the row's number in its file. hashes: uint64 [rows].
+        terms: float64 [rows] per loss term.
+        kinds: what each field's arrays are; the same in all rows.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises `ValueError` or `OSError` for an entry that is torn or of another layout."""
+        content = json.loads((folder / "entry.json").read_text(encoding="utf-8"))
+        if content["layout"] != LAYOUT_VERSION:
+            raise ValueError(f"layout {content['layout']}")
+        whole = _map(folder / "rows.bin", content["size"])
+        places: dict[str, tuple[int, int]] = content["arrays"]
+
+        def array(name: str, dtype: np.dtype) -> np.ndarray:
+            start, size = places[name]
+            return whole[start : start + size].view(dtype)
+
+        arrays = {name: array(name, dtype) for name, dtype in _ARRAYS.items()}
+        self.folder = folder
+        self.key = folder.name
+        self.tally = Tally.from_json(content["tally"])
+        self.lengths = arrays["lengths"]
+        self.numbers = arrays["numbers"]
+        self.hashes = arrays["hashes"]
+        self.terms = {name: array(f"term{place}", _WEIGHT) for place, name in enumerate(content["terms"])}
+        self._fields = FieldsReader(content["fields"], array, len(self.lengths))
+        self.kinds = self._fields.kinds
+        self._arrays = arrays
+        self._tokens, self._offsets = arrays["tokens"], arrays["offsets"]
+        self._values, self._runs, self._run_offsets = (
+            arrays[name] for name in ("run_values", "run_lengths", "run_offsets")
+        )
+        self._is_plain = not self.kinds and not len(arrays["prompts"])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __reduce__(self) -> tuple[type[Entry], tuple[Path]]:
+        return Entry, (self.folder,)
+
+    def row(self, index: int) -> Sample:
+        """Row `index`; its tokens and fields are read-only views of the file."""
+        tokens = self._tokens[self._offsets[index] : self._offsets[index + 1]]
+        first, last = self._run_offsets[index], self._run_offsets[index + 1]
+        weights = np.repeat(self._values[first:last], self._runs[first:last])
+        if self._is_plain and len(tokens):
+            return Sample(tokens, weights)
+        size = 0 if len(tokens) else int(self.lengths[index])
+        return Sample(tokens, weights, *self._prompt(index), self._fields.row(index), size)
+
+    def field_counts(self, name: str) -> np.ndarray:
+        """int64 [rows]: how many elements along its first dimension a field has in each row."""
+        return self._fields.counts(name)
+
+    def _prompt(self, index: int) -> tuple[np.ndarray | None, str | None]:
+        arrays = self._arrays
+        start, stop = arrays["prompt_offsets"][index : index + 2]
+        if start == stop:
+            return None, None
+        begin, end = arrays["reference_offsets"][index : index + 2]
+        return arrays["prompts"][start:stop], arrays["references"][begin:end].tobytes().decode()
+
+
+def _map(path: Path, size: int) -> np.ndarray:
+    """The bytes of a file that must have `size` of them."""
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size != size:
+            raise ValueError("the file is torn")
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)

@@ -1,0 +1,145 @@
+"""The cache directory: where it is, that it can be written, and what the files it was made from hold."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL.Image import Image
+
+from shardtune.data.encoder import RowError
+from shardtune.data.images.images import encode_picture
+from shardtune.errors import DataError
+
+# A file changed this recently may change again without its time stamp moving, so its hash is not remembered.
+_SETTLED_SECONDS = 2.0
+
+
+def print_line(text: str) -> None:
+    """The default way to tell the user something: one line on the error stream."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def cache_root(cache_dir: str | Path | None) -> Path:
+    """`data.cache_dir`, or the user's cache directory: `$XDG_CACHE_HOME/shardtune` or `~/.cache/shardtune`."""
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "shardtune"
+
+
+def writable(folder: Path) -> Path:
+    """The folder, made if need be. Raises `DataError` where nothing can be written into it."""
+    probe = folder / f".probe-{uuid.uuid4().hex}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise cache_error(error, folder) from error
+    return folder
+
+
+def cache_error(error: OSError, folder: Path) -> DataError:
+    """What a failed write into the cache means to the user."""
+    return DataError(
+        f"the data cache cannot be written: {error.strerror or error}",
+        where=str(folder),
+        remedy="set data.cache_dir to a directory that is writable and has room",
+    )
+
+
+def file_digest(path: Path, root: Path) -> str:
+    """The hash of a file's bytes; remembered in the cache, so that an unchanged file is read once."""
+    status = path.stat()
+    seen = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+    memo = root / "hashes" / (hashlib.blake2b(str(path.absolute()).encode(), digest_size=20).hexdigest() + ".json")
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        remembered = json.loads(memo.read_text())
+        if remembered["seen"] == seen:
+            return remembered["digest"]
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
+    if time.time() - max(status.st_mtime, status.st_ctime) > _SETTLED_SECONDS:
+        with suppress(OSError):
+            memo.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(memo, json.dumps({"seen": seen, "digest": digest}).encode())
+    return digest
+
+
+def content_size(path: Path) -> int:
+    """The bytes of a file, or of all files below a directory."""
+    if not path.is_dir():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes a small file so that readers see the old or the new one, never a part."""
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def spool_rows(rows: Iterable[Mapping[str, Any]], root: Path) -> Path:
+    """Rows from memory as a JSON-lines file in the cache, named by its content; pixels in them become PNG."""
+
+    def write(path: Path) -> None:
+        with path.open("w", encoding="utf-8") as file:
+            for number, row in enumerate(rows, 1):
+                try:
+                    file.write(json.dumps(row, ensure_ascii=False, default=_as_json) + "\n")
+                except (TypeError, ValueError, RowError) as error:
+                    raise DataError(
+                        f"the row cannot be kept as JSON: {error}",
+                        where=f"the rows in memory: row {number:,}",
+                        remedy="give text, numbers, lists, dictionaries and images only",
+                    ) from error
+
+    return spool(write, ".jsonl", root)
+
+
+def _as_json(value: object) -> object:
+    """Bytes, paths, images of Pillow's and arrays of pixels, in a form that `shardtune.data.images.images` reads again.
+
+    Other arrays of one or two dimensions (a robot's state and actions) become lists.
+    """
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.dtype != np.uint8 and value.ndim < 3):
+        return value.tolist()
+    if isinstance(value, (np.ndarray, Image)):
+        return {"bytes": base64.b64encode(encode_picture(value)).decode()}
+    raise TypeError(f"{type(value).__name__} is none of its types")
+
+
+def spool(write: Callable[[Path], Any], suffix: str, root: Path) -> Path:
+    """The file that `write` makes, kept in the cache under the hash of its content."""
+    folder = writable(root / "spool")
+    partial = folder / f".{uuid.uuid4().hex}.tmp"
+    try:
+        write(partial)
+        with partial.open("rb") as file:
+            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
+        target = folder / f"{digest}{suffix}"
+        partial.replace(target)
+    except OSError as error:
+        raise cache_error(error, folder) from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return target

@@ -1,0 +1,242 @@
+"""The encoder of causal language models: rows of any known format to tokens with their targets marked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from shardtune.batch import Prompt, Sample
+from shardtune.data.chat.template import ChatTemplate, Rendering, Span, missing_template
+from shardtune.data.encoder import LengthLimit, Row, RowError, TooLong
+from shardtune.data.row_formats import Chat, Completion, Text, read_example
+from shardtune.errors import DataError
+
+TrainOn = Literal["assistant", "last_assistant", "all"]
+# Part of every cache key: raise it when the same row would come out differently.
+ENCODING_VERSION = 1
+
+
+class ChatEncoder:
+    """Renders a row, tokenises the text once, and marks the tokens that are targets.
+
+    A token is a target when at least one of its characters belongs to the text that is trained; so no character of an
+    answer is lost at a border that a token straddles, and no token that lies in the prompt is ever trained.
+
+    Args:
+        tokenizer: a tokenizer, or the directory or name to load it from. It must know character offsets ("fast").
+        template: the Jinja text of the chat template; None is an error as soon as a conversation comes.
+        train_on: `assistant`, `last_assistant`, or `all` (every token but the first).
+        system_prompt: put before conversations without a system turn.
+        max_length: the most tokens of a row, for `fit`.
+        on_too_long: what `fit` does with a longer row.
+        with_prompts: also give `prompt_ids` and `reference`, for generative evaluation.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | str | Path,
+        template: str | None,
+        *,
+        train_on: TrainOn = "assistant",
+        system_prompt: str | None = None,
+        max_length: int = 2048,
+        on_too_long: TooLong = "truncate",
+        with_prompts: bool = False,
+    ) -> None:
+        self.tokenizer = with_offsets(tokenizer)
+        self.template = None if template is None else ChatTemplate(template, self.tokenizer)
+        self.train_on: TrainOn = train_on
+        self.system_prompt = system_prompt
+        self.limit = LengthLimit(max_length, on_too_long)
+        self.with_prompts = with_prompts
+
+    def encode(self, row: Row) -> Sample:
+        """The whole row. Raises `RowError` with the reason, and `DataError` for what is wrong with every row alike."""
+        example = read_example(row)
+        if isinstance(example, Chat):
+            return self._encode_chat(self._with_system(example))
+        if self.system_prompt is not None:
+            raise RowError("data.system_prompt is set, but a row of plain text has no turns to put it before")
+        return self._encode_text(example)
+
+    def fit(self, sample: Sample) -> Sample:
+        return self.limit.apply(sample)
+
+    def weights(self, sample: Sample) -> Mapping[str, float]:
+        return {"ce": sample.target_weight}
+
+    def at(self, folder: Path) -> ChatEncoder:
+        return self
+
+    def cache_key(self) -> str:
+        options = {
+            "version": ENCODING_VERSION,
+            "tokenizer": self._tokenizer_hash,
+            "template": None if self.template is None else self.template.text,
+            "train_on": self.train_on,
+            "system_prompt": self.system_prompt,
+            "max_length": self.limit.max_length,
+            "on_too_long": self.limit.on_too_long,
+            "with_prompts": self.with_prompts,
+        }
+        return hashlib.blake2b(json.dumps(options).encode(), digest_size=20).hexdigest()
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]] | None = None) -> Prompt:
+        """A conversation that the assistant is to go on, up to where its turn begins."""
+        if self.template is None:
+            raise missing_template("data.chat_template")
+        turns = self._with_system(Chat(tuple(dict(turn) for turn in messages), (None,) * len(messages)))
+        return Prompt(self._tokens(self.template.render(turns.messages, tools, prompt=True))[0])
+
+    def text_prompt(self, text: str) -> Prompt:
+        """A text to go on from, as rows of plain text begin."""
+        return Prompt(self._opened(self._tokens(text)[0]))
+
+    @property
+    def title(self) -> Callable[[Row], str] | None:
+        """Rows are named by their format."""
+        return None
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The tokens at which a trained answer ends: the template's end-of-turn first, then the end of sequence."""
+        ids: list[int] = []
+        if self.template is not None:
+            ids += self._tokens(self.template.end_of_turn)[0].tolist()
+        eos = self.tokenizer.eos_token_id
+        if isinstance(eos, int) and eos not in ids:
+            ids.append(eos)
+        return tuple(ids)
+
+    @cached_property
+    def _tokenizer_hash(self) -> str:
+        serialised = self.tokenizer.backend_tokenizer.to_str()
+        # Padding and truncation come first; they are call-time state and do not reach these rows.
+        serialised = serialised[serialised.index('"added_tokens"') :]
+        settings = json.dumps([self.tokenizer.special_tokens_map, self._bos is not None], sort_keys=True, default=str)
+        return hashlib.blake2b((serialised + settings).encode(), digest_size=20).hexdigest()
+
+    # -- conversations ---------------------------------------------------------------------------------------------
+
+    def _with_system(self, chat: Chat) -> Chat:
+        if self.system_prompt is None or any(message["role"] == "system" for message in chat.messages):
+            return chat
+        system = {"role": "system", "content": self.system_prompt}
+        return Chat((system, *chat.messages), (None, *chat.weights), chat.tools)
+
+    def _encode_chat(self, chat: Chat) -> Sample:
+        if self.template is None:
+            raise missing_template("data.chat_template")
+        self._check_weights(chat)
+        rendering = self.template.render_turns(chat)
+        ids, weights = self._weigh(chat, rendering)
+        prompt, reference = self._question(chat, rendering) if self.with_prompts else (None, None)
+        return Sample(ids, weights, None if prompt is None else self._tokens(prompt)[0], reference)
+
+    def _weigh(self, chat: Chat, rendering: Rendering) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of a rendering, int32 [tokens], and how much each counts as a target, float32 [tokens]."""
+        ids, starts, stops = self._tokens(rendering.text)
+        weights = np.full(len(ids), 1.0 if self.train_on == "all" else 0.0, np.float32)
+        for span in rendering.spans:
+            weights[(starts < span.stop) & (stops > span.start)] = self._span_weight(chat, span, rendering.spans[-1])
+        weights[:1] = 0.0
+        return ids, weights
+
+    def _check_weights(self, chat: Chat) -> None:
+        neutral = 1.0 if self.train_on == "all" else 0.0
+        for number, (message, weight) in enumerate(zip(chat.messages, chat.weights, strict=True), 1):
+            if message["role"] != "assistant" and weight not in (None, neutral):
+                raise RowError(
+                    f"message {number}: loss_weight {weight:g} on a {message['role']} turn; only assistant turns are "
+                    f"weighted (data.train_on is {self.train_on})"
+                )
+
+    def _span_weight(self, chat: Chat, span: Span, last: Span) -> float:
+        if self.train_on == "last_assistant" and span != last:
+            return 0.0
+        weight = chat.weights[span.message]
+        return 1.0 if weight is None else weight
+
+    def _question(self, chat: Chat, rendering: Rendering) -> tuple[str | None, str | None]:
+        """The conversation up to the last answer, and that answer. None for a row that only the assistant speaks in."""
+        text, last = rendering.text, rendering.spans[-1]
+        if last.message == 0 or self.template is None:
+            return None, None
+        prompt = self.template.render(chat.messages[: last.message], chat.tools, prompt=True)
+        content = chat.messages[last.message]["content"]
+        answer = content if content.strip() else text[last.start : last.stop].removesuffix(self.template.end_of_turn)
+        return prompt, answer
+
+    # -- text ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _bos(self) -> int | None:
+        """The token that this tokenizer puts before a text by itself, None where it puts none."""
+        bos = self.tokenizer.bos_token_id
+        first = self.tokenizer("a")["input_ids"][0]
+        return bos if isinstance(bos, int) and first == bos else None
+
+    def _encode_text(self, example: Completion | Text) -> Sample:
+        prompt, text = ("", example.text) if isinstance(example, Text) else (example.prompt, example.completion)
+        ids, _, stops = self._tokens(prompt + text)
+        trained = stops > (0 if self.train_on == "all" else len(prompt))
+        ids, trained = self._closed(ids, trained)
+        weights = trained.astype(np.float32)
+        weights[:1] = 0.0
+        if not self.with_prompts or isinstance(example, Text):
+            return Sample(ids, weights)
+        before = self._tokens(prompt)[0]
+        return Sample(ids, weights, self._opened(before), text)
+
+    def _closed(self, ids: np.ndarray, trained: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens between the begin token, where the tokenizer has one, and the end token, which is a target."""
+        eos = self.tokenizer.eos_token_id
+        if not isinstance(eos, int):
+            raise DataError(
+                "the tokenizer has no end-of-sequence token, so the model could never learn to stop",
+                where="actor.tokenizer.tokenizer_model",
+                remedy="give the tokenizer an eos_token (tokenizer_config.json)",
+            )
+        opened = self._opened(ids)
+        trained = np.concatenate([np.zeros(len(opened) - len(ids), bool), trained])
+        if len(opened) and opened[-1] == eos:
+            return opened, trained
+        return np.append(opened, np.int32(eos)), np.append(trained, True)
+
+    def _opened(self, ids: np.ndarray) -> np.ndarray:
+        if self._bos is None or (len(ids) and ids[0] == self._bos):
+            return ids
+        return np.insert(ids, 0, np.int32(self._bos))
+
+    def _tokens(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """int32 [tokens] each: ids, first character, character behind the last. No special token is added."""
+        encoded: Mapping[str, Sequence[Any]] = self.tokenizer(
+            text,
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        offsets = np.array(encoded["offset_mapping"], np.int32).reshape(-1, 2)
+        return np.array(encoded["input_ids"], np.int32), offsets[:, 0], offsets[:, 1]
+
+
+def with_offsets(tokenizer: PreTrainedTokenizerBase | str | Path) -> PreTrainedTokenizerFast:
+    """The tokenizer, loaded where only its place is given. Raises `DataError` for one that knows no offsets."""
+    loaded = AutoTokenizer.from_pretrained(str(tokenizer)) if isinstance(tokenizer, (str, Path)) else tokenizer
+    if not isinstance(loaded, PreTrainedTokenizerFast):
+        raise DataError(
+            f"the tokenizer {loaded.name_or_path or type(loaded).__name__!r} does not tell which characters a token "
+            "covers, so the trained tokens cannot be found",
+            where="actor.tokenizer.tokenizer_model",
+            remedy="use a tokenizer with a tokenizer.json",
+        )
+    return loaded

@@ -1,0 +1,391 @@
+"""Chat templates: rendering a conversation, and finding the assistant's turns in the text that comes out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateSyntaxError
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
+
+from shardtune.data.encoder import RowError
+from shardtune.data.row_formats import Chat
+from shardtune.errors import DataError
+
+# Two private-use characters: no text has them and no template strips, escapes or translates them.
+_MARK = "\ue0f5\ue0f6"
+# A template that prints today's date would render the same row differently tomorrow.
+_FROZEN_DATE = datetime(2025, 1, 1)
+_SHORT = 24  # content shorter than this may stand in the rendering by chance
+_OPENING = 5  # that many characters of a turn's opening are enough to know it again
+_REASONING = re.compile(r"</?think>")
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_DATE_CALL = re.compile(r"strftime_now\(\s*(\"[^\"]*\"|'[^']*')\s*\)")
+_ADVICE = "put {% generation %} and {% endgeneration %} around the assistant's text in the chat template"
+
+_CHATML = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n\\n' }}
+    {%- endif %}
+    {{- '# Tools\\n\\nCall a function by writing a JSON object with its name and arguments between <tool_call> and ' }}
+    {{- '</tool_call>.\\n\\n<tools>' }}
+    {%- for tool in tools %}
+        {{- '\\n' + tool | tojson }}
+    {%- endfor %}
+    {{- '\\n</tools>' + END + '\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if not (tools and loop.first and message.role == 'system') %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n' if message.content or not loop.first }}
+            {{- '<tool_call>\\n{"name": ' + call.function.name | tojson + ', "arguments": ' }}
+            {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- END + '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The assistant's turn `message` (its index): characters `[start, stop)` of the rendering, end-of-turn included."""
+
+    message: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """A conversation as text, with one span per assistant turn, in order."""
+
+    text: str
+    spans: tuple[Span, ...]
+
+
+def load_template(choice: str | None, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The Jinja text that `data.chat_template` names: null the tokenizer's own, `chatml`, or a file.
+
+    Returns None where the recipe names none and the tokenizer has none.
+    """
+    if choice is None:
+        own = tokenizer.chat_template
+        return _valid(own.get("default") if isinstance(own, dict) else own, f"the tokenizer {tokenizer.name_or_path}")
+    if choice == "chatml":
+        return _chatml(tokenizer)
+    try:
+        return _valid(Path(choice).read_text(encoding="utf-8"), choice)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"the chat template {choice!r} cannot be read: {error}",
+            where="data.chat_template",
+            remedy="null (the tokenizer's own), chatml, or the path of a Jinja file",
+        ) from error
+
+
+def _valid(template: str | None, where: str) -> str | None:
+    """The template, once it is known to be Jinja."""
+    if template is not None:
+        try:
+            _compile_jinja_template(template)
+        except TemplateSyntaxError as error:
+            raise DataError(
+                f"the chat template is not valid Jinja: {error.message}",
+                where=f"data.chat_template: {where}, line {error.lineno}",
+                remedy="mend that line, or choose another with data.chat_template",
+            ) from error
+    return template
+
+
+def _chatml(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The builtin template; its turns end in `<|im_end|>` where that is one token, otherwise in the end token."""
+    if "<|im_end|>" in tokenizer.get_vocab():
+        return _CHATML.replace("END", "'<|im_end|>'")
+    if tokenizer.eos_token is None:
+        raise DataError(
+            "the tokenizer has neither <|im_end|> nor an end-of-sequence token, so no turn could ever end",
+            where="data.chat_template: chatml",
+            remedy="give the tokenizer an eos_token (tokenizer_config.json)",
+        )
+    return _CHATML.replace("END", "eos_token")
+
+
+def missing_template(where: str) -> DataError:
+    """The error for chats without a template; also what the command line prints before it starts anything."""
+    return DataError(
+        "the tokenizer has no chat template, so conversations cannot be rendered",
+        where=where,
+        remedy="set data.chat_template to chatml or to a Jinja file, or use the instruction-tuned model's tokenizer",
+    )
+
+
+class ChatTemplate:
+    """A chat template with its tokenizer's special tokens.
+
+    Args:
+        text: the Jinja source.
+        tokenizer: gives the special tokens that the template may print, and tells which texts are single tokens.
+    """
+
+    def __init__(self, text: str, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.text = text
+        self._frozen = _freeze_dates(text)
+        self._tokenizer = tokenizer
+        self._special = dict(tokenizer.special_tokens_map)
+        self._added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+        self.marks_generation = _GENERATION.search(text) is not None
+
+    def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict] | None, prompt: bool = False) -> str:
+        """The conversation as text; with `prompt`, followed by what opens the assistant's next turn."""
+        return self._render(messages, tools, prompt, marked=False)[0]
+
+    def _render(
+        self, messages: Sequence[dict], tools: Sequence[dict] | None, prompt: bool, marked: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        try:
+            rendered: Any = render_jinja_template(
+                conversations=[list(messages)],
+                tools=list(tools) if tools else None,
+                chat_template=self._frozen,
+                return_assistant_tokens_mask=marked,
+                add_generation_prompt=prompt,
+                **self._special,  # pyright: ignore[reportArgumentType]
+            )
+        except Exception as error:  # a template is a program of its own and may raise anything
+            raise RowError(f"the chat template refuses the conversation: {error}") from error
+        texts, marks = rendered
+        return texts[0], marks[0] if marked else []
+
+    @cached_property
+    def end_of_turn(self) -> str:
+        """The text of the token that ends an assistant turn. Raises `DataError` for a template without one."""
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
+        try:
+            _, mark, tail = self.render(messages, None).partition(_MARK)
+        except RowError as error:
+            raise DataError(
+                f"{error.reason} (a user turn and an answer)",
+                where="the chat template",
+                remedy="mend it, or choose another with data.chat_template",
+            ) from error
+        if not mark:
+            raise DataError(
+                "the chat template leaves out the assistant's answer",
+                where="the chat template",
+                remedy="choose another with data.chat_template",
+            )
+        found = self._first_added(tail)
+        if found is not None:
+            return found
+        if len(self._tokenizer(tail.strip(), add_special_tokens=False)["input_ids"]) == 1:
+            return tail.strip()
+        raise DataError(
+            f"the chat template ends the assistant's turn with {tail!r}, which holds no token that ends a turn, "
+            "so the model could never learn to stop",
+            where="the chat template",
+            remedy="end the turn with {{ eos_token }}, or with a token that the tokenizer has",
+        )
+
+    def _first_added(self, text: str) -> str | None:
+        places = [(text.find(token), token) for token in self._added if token in text]
+        return min(places, key=lambda place: place[0])[1] if places else None
+
+    def render_turns(self, chat: Chat) -> Rendering:
+        """The conversation with its assistant turns found. Raises `RowError` where the template does not allow it."""
+        try:
+            text, marks = self._render(chat.messages, chat.tools, False, self.marks_generation)
+        except RowError as error:
+            raise self._refused(chat, error) from error
+        self._check_nothing_left_out(chat, text)
+        turns = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        if self.marks_generation:
+            spans = self._marked_spans(text, marks, turns)
+        else:
+            spans = [self._find_span(chat, index, text) for index in turns]
+        for span in spans:
+            self._check_answer(chat, span, text)
+        return Rendering(text, tuple(spans))
+
+    def _refused(self, chat: Chat, error: RowError) -> RowError:
+        """The template's refusal, with the role it stumbles over where leaving that role out helps."""
+        for role in ("system", "tool"):
+            others = [message for message in chat.messages if message["role"] != role]
+            if len(others) == len(chat.messages):
+                continue
+            try:
+                self.render(others, chat.tools)
+            except RowError:
+                continue
+            return RowError(f"the chat template does not take {role} turns: {error.reason}")
+        return error
+
+    # -- spans by {% generation %} ---------------------------------------------------------------------------------
+
+    def _marked_spans(self, text: str, marks: list[tuple[int, int]], turns: list[int]) -> list[Span]:
+        """One span per turn from the template's own marks; a turn may be marked in several pieces."""
+        groups: list[list[tuple[int, int]]] = []
+        for mark in sorted(marks):
+            same_turn = groups and len(marks) != len(turns) and self.end_of_turn not in text[groups[-1][0][0] : mark[0]]
+            if same_turn:
+                groups[-1].append(mark)
+            else:
+                groups.append([mark])
+        if len(groups) != len(turns):
+            raise RowError(
+                f"the chat template marks {len(groups)} turns with {{% generation %}}, but the row has {len(turns)} "
+                "assistant turns"
+            )
+        return [
+            Span(turn, group[0][0], self._end_of_marked(text, group[0][0], group[-1][1], turn))
+            for turn, group in zip(turns, groups, strict=True)
+        ]
+
+    def _end_of_marked(self, text: str, start: int, stop: int, turn: int) -> int:
+        """Where the marked turn ends: at its end-of-turn token, also when that stands just behind the block."""
+        inside = self._cut(text[start:stop])
+        if inside is not None:
+            return start + inside
+        ends = [self.end_of_turn, self._special.get("eos_token") or self.end_of_turn]
+        for end in ends:
+            if text.startswith(end, stop):
+                return stop + len(end)
+        raise RowError(
+            f"message {turn + 1}: neither the {{% generation %}} block of the chat template nor the text behind it "
+            f"({text[stop : stop + 20]!r}) ends the turn with {self.end_of_turn!r}; put it inside the block"
+        )
+
+    # -- spans by the prefix rule ----------------------------------------------------------------------------------
+
+    def _find_span(self, chat: Chat, index: int, text: str) -> Span:
+        """Turn `index` lies between what is rendered before it and with it, where both begin the whole text."""
+        before = self._try(chat, index, prompt=True) if index else ""
+        if index == 0:
+            before = self._opening(chat)
+        after = text if index == len(chat.messages) - 1 else self._try(chat, index + 1, prompt=False)
+        if before is not None and after is not None and after.startswith(before):
+            cut = self._cut(after[len(before) :])
+            # What differs behind the end of the turn (a closing token at the very end, say) does not matter.
+            if cut is not None and text.startswith(after[: len(before) + cut]):
+                return Span(index, len(before), len(before) + cut)
+        return self._find_by_replacing(chat, index, text, before)
+
+    def _try(self, chat: Chat, count: int, prompt: bool) -> str | None:
+        try:
+            return self.render(chat.messages[:count], chat.tools, prompt)
+        except RowError:
+            return None
+
+    def _opening(self, chat: Chat) -> str | None:
+        """What stands before a conversation that begins with the assistant: all up to its own text."""
+        replaced = self._replaced(chat, 0)
+        return None if replaced is None else replaced.partition(_MARK)[0]
+
+    def _find_by_replacing(self, chat: Chat, index: int, text: str, before: str | None) -> Span:
+        """Turn `index` is what changes in the whole text when the turn says something else.
+
+        For templates that render a turn differently once others follow: those that drop old reasoning, or write the
+        system prompt or the tools into the last question.
+        """
+        head, mark, rest = (self._replaced(chat, index) or "").partition(_MARK)
+        if mark and not text.startswith(head):
+            head = head.rstrip()
+        stop = len(text) - len(rest)
+        if not mark or not text.startswith(head) or not text.endswith(rest) or stop < len(head):
+            raise self._unstable(index)
+        start = _start_of_turn(head, before) if before is not None else len(head)
+        if not rest.lstrip().startswith(self.end_of_turn):
+            raise self._unstable(index)
+        return Span(index, start, text.index(self.end_of_turn, stop) + len(self.end_of_turn))
+
+    def _unstable(self, index: int) -> RowError:
+        return RowError(
+            f"message {index + 1}: the chat template renders this turn differently once others follow, so its text "
+            f"cannot be told from the rest; {_ADVICE}"
+        )
+
+    def _replaced(self, chat: Chat, index: int) -> str | None:
+        """The whole rendering with message `index` saying only the mark; None where that cannot be rendered."""
+        messages = list(chat.messages)
+        kept = {key: messages[index][key] for key in ("role", "name", "tool_call_id") if key in messages[index]}
+        messages[index] = {**kept, "content": _MARK}
+        try:
+            text = self.render(messages, chat.tools)
+        except RowError:
+            return None
+        return text if text.count(_MARK) == 1 else None
+
+    def _cut(self, turn: str) -> int | None:
+        """The length of the turn up to and including its end-of-turn token; None where it has none."""
+        place = turn.rfind(self.end_of_turn)
+        if place >= 0:
+            return place + len(self.end_of_turn)
+        # Some templates end a tool call with a token of its own.
+        stripped = turn.rstrip()
+        return len(stripped) if any(stripped.endswith(token) for token in self._added) else None
+
+    # -- nothing may be lost ---------------------------------------------------------------------------------------
+
+    def _check_nothing_left_out(self, chat: Chat, text: str) -> None:
+        for index, message in enumerate(chat.messages):
+            content = message["content"].strip()
+            if message["role"] == "assistant" or not content or (len(content) >= _SHORT and content in text):
+                continue
+            if not self._is_rendered(chat, index, content, text):
+                raise RowError(f"message {index + 1}: the chat template leaves out {message['role']} turns")
+        if chat.tools and self.render(chat.messages, None) == text:
+            raise RowError("the row defines tools, but the chat template does not render tool definitions")
+
+    def _is_rendered(self, chat: Chat, index: int, content: str, text: str) -> bool:
+        messages = list(chat.messages)
+        messages[index] = {**messages[index], "content": _MARK}
+        try:
+            return _MARK in self.render(messages, chat.tools)
+        except RowError:
+            return content in text
+
+    def _check_answer(self, chat: Chat, span: Span, text: str) -> None:
+        message, turn = chat.messages[span.message], text[span.start : span.stop]
+        pieces = [piece.strip() for piece in _REASONING.split(message["content"])]
+        # Templates may drop the reasoning of earlier turns; never an answer, nor anything of the last turn.
+        needed = pieces if span.message == len(chat.messages) - 1 else pieces[-1:]
+        if not all(piece in turn for piece in needed) and not (
+            len(pieces) == 1 and self._is_rendered(chat, span.message, pieces[0], turn)
+        ):
+            raise RowError(f"message {span.message + 1}: the chat template leaves out part of the assistant's turn")
+        for call in message.get("tool_calls") or ():
+            if call["function"]["name"] not in turn:
+                raise RowError(f"message {span.message + 1}: the chat template does not render tool calls")
+
+
+def _start_of_turn(head: str, before: str) -> int:
+    """Where the turn begins in `head`, which goes up to its own words; `before` is how such a turn is opened."""
+    if head.startswith(before):
+        return len(before)
+    # Blanks that the opening does not end in belong to the turn, as in Mistral's "[/INST] answer".
+    bare, opening = head.rstrip(), before.rstrip()
+    if bare.endswith(opening[-_OPENING:]) and head[len(bare) :].startswith(before[len(opening) :]):
+        return len(bare) + len(before) - len(opening)
+    return len(head)
+
+
+def _freeze_dates(text: str) -> str:
+    """The template with `strftime_now` giving a fixed date: rows are rendered once and must not depend on the day."""
+    if "strftime_now" not in text:
+        return text
+    formats = sorted({call[1:-1] for call in _DATE_CALL.findall(text)})
+    cases = "".join(f"{{%- if format == {known!r} %}}{_FROZEN_DATE.strftime(known)}{{% else %}}" for known in formats)
+    body = cases + _FROZEN_DATE.date().isoformat() + "{% endif %}" * len(formats)
+    return f"{{% macro strftime_now(format) %}}{body}{{% endmacro +%}}{text}"

@@ -1,0 +1,1 @@
+"""Rows with images, from a file to pixels."""

@@ -1,0 +1,261 @@
+"""The encoder of vision-language models: chats and texts with images to tokens with their targets marked."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardtune.batch import Prompt, Sample
+from shardtune.data.chat.encoder import ChatEncoder, TrainOn
+from shardtune.data.chat.template import ChatTemplate, Rendering, Span, missing_template
+from shardtune.data.encoder import Row, RowDropped, RowError, TooLong
+from shardtune.data.images.images import IMAGE_STOP, SPANS, StoredImage, read_image, to_fields
+from shardtune.data.images.placeholders import Expanded, ImageText
+from shardtune.data.images.rows import IMAGE_MARK, mark_images, read_image_row
+from shardtune.data.row_formats import MEDIA_KEYS, Chat, Completion, Text, recognise
+from shardtune.errors import DataError
+
+ENCODING_VERSION = 2
+_PATH_KEYS = ("image", "images", "path", "video")
+_LONGEST_PATH = 512
+_PROBE = "\ue0f5\ue0f6"
+
+
+class ImageTemplate(ChatTemplate):
+    """A chat template that is given turns as parts of text and image, or as text where it takes no parts.
+
+    Args:
+        text: the Jinja source.
+        images: the model's processor.
+    """
+
+    def __init__(self, text: str, images: ImageText) -> None:
+        super().__init__(text, images.tokenizer)
+        self._image_token = self._in_text = images.image_token
+        self._takes_parts = self._shows("", takes_parts=True)
+        if not self._takes_parts:
+            self._in_text = _in_own_template(images, text)
+        if not self._shows(IMAGE_MARK, takes_parts=self._takes_parts):
+            raise DataError(
+                f"the chat template leaves out images: it writes no {images.image_token!r} for one",
+                where="the chat template",
+                remedy="use the template of the model's own processor (data.chat_template: null)",
+            )
+
+    def _shows(self, mark: str, *, takes_parts: bool) -> bool:
+        """Whether a turn comes out with its text, and with an image token where there is a mark."""
+        self._takes_parts = takes_parts
+        turns = [{"role": "user", "content": f"{mark}{_PROBE}"}, {"role": "assistant", "content": _PROBE}]
+        try:
+            shown = self.render(turns, None)
+        except RowError:
+            return False
+        as_parts = takes_parts and "'type'" in shown  # the list itself was printed
+        return shown.count(_PROBE) == 2 and shown.count(self._image_token) == len(mark) and not as_parts
+
+    def _render(
+        self, messages: Sequence[dict], tools: Sequence[dict] | None, prompt: bool, marked: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        shown = [{**message, "content": self._content(message["content"])} for message in messages]
+        return super()._render(shown, tools, prompt, marked)
+
+    def _content(self, content: str) -> Any:
+        if not self._takes_parts:
+            return content.replace(IMAGE_MARK, self._in_text)
+        parts: list[dict[str, str]] = []
+        for number, text in enumerate(content.split(IMAGE_MARK)):
+            parts += [{"type": "image"}] * bool(number) + [{"type": "text", "text": text}] * bool(text)
+        return parts or [{"type": "text", "text": ""}]  # some templates look at the first part of each turn
+
+
+def _in_own_template(images: ImageText, other: str) -> str:
+    """What stands in a turn for an image, with what the processor's own template writes around it."""
+    own = images.processor.chat_template
+    if not isinstance(own, str) or own == other:
+        return images.image_token
+    turns = [{"role": "user", "content": f"{_PROBE}{IMAGE_MARK}{_PROBE}"}, {"role": "assistant", "content": "?"}]
+    try:
+        found = ImageTemplate(own, images).render(turns, None).split(_PROBE)
+    except (DataError, RowError):
+        return images.image_token
+    return found[1] if len(found) == 3 and found[1].count(images.image_token) == 1 else images.image_token
+
+
+class ImageChatEncoder(ChatEncoder):
+    """Renders a row with its images, tokenises the text once, and marks the tokens that are targets.
+
+    Images stand in `images` (or `image`) with `<image>` where they belong, or as parts of a turn's content. Their
+    tokens are counted by their sizes; pixels are read when a micro-batch is made.
+
+    Args:
+        images: the model's processor at work.
+        template: the Jinja text of the chat template; None is an error as soon as a conversation comes.
+        train_on, system_prompt, max_length, on_too_long, with_prompts: as for `ChatEncoder`. A row that would be cut
+            before the end of its last image is left out instead.
+        folder: from where the paths in rows begin.
+    """
+
+    def __init__(
+        self,
+        images: ImageText,
+        template: str | None,
+        *,
+        train_on: TrainOn = "assistant",
+        system_prompt: str | None = None,
+        max_length: int = 2048,
+        on_too_long: TooLong = "truncate",
+        with_prompts: bool = False,
+        folder: Path | None = None,
+    ) -> None:
+        super().__init__(
+            images.tokenizer, None, train_on=train_on, system_prompt=system_prompt, max_length=max_length,
+            on_too_long=on_too_long, with_prompts=with_prompts,
+        )  # fmt: skip
+        self.images = images
+        self.template = None if template is None else ImageTemplate(template, images)
+        self._folder = Path.cwd() if folder is None else folder
+
+    def at(self, folder: Path) -> ImageChatEncoder:
+        placed = copy.copy(self)
+        placed._folder = folder
+        return placed
+
+    def cache_key(self) -> str:
+        parts = [super().cache_key(), self.images.cache_key(), str(self._folder), str(ENCODING_VERSION)]
+        return hashlib.blake2b("\0".join(parts).encode(), digest_size=20).hexdigest()
+
+    @property
+    def title(self) -> Callable[[Row], str]:
+        """The format of a row, and whether it has images."""
+        return _title
+
+    def encode(self, row: Row) -> Sample:
+        example, named = read_image_row(row)
+        images = [read_image(value, self._folder) for value in named]
+        if isinstance(example, Chat):
+            sample, in_prompt, spans = self._encode_images_chat(self._with_system(example), images)
+        elif self.system_prompt is not None:
+            raise RowError("data.system_prompt is set, but a row of plain text has no turns to put it before")
+        else:
+            sample, in_prompt, spans = self._encode_images_text(example, images)
+        places = {SPANS: spans, IMAGE_STOP: spans.max(initial=0)}
+        return replace(sample, fields={**to_fields(images, in_prompt), **places})
+
+    def fit(self, sample: Sample) -> Sample:
+        stop = int(sample.fields[IMAGE_STOP])
+        if self.limit.on_too_long == "truncate" and sample.length > self.limit.max_length < stop:
+            raise RowDropped(f"{sample.length:,} tokens, its last image ends at {stop:,}: no image is cut")
+        return super().fit(sample)
+
+    def prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        images: Sequence[Any] = (),
+    ) -> Prompt:
+        """A conversation with images that the assistant is to go on.
+
+        Args:
+            images: for the places that `<image>` marks; without any they go before the words of the last user turn.
+        """
+        if self.template is None:
+            raise missing_template("data.chat_template")
+        turns, named = mark_images(messages, images)
+        stored = [read_image(value, self._folder) for value in named]
+        chat = self._with_system(turns)
+        text = self._expand(self.template.render(chat.messages, tools, prompt=True), stored).text
+        return Prompt(self._tokens(text)[0], to_fields(stored, len(stored)))
+
+    def text_prompt(self, text: str, images: Sequence[Any] = ()) -> Prompt:
+        """A text with images to go on from, its images as for `prompt`."""
+        chat, named = mark_images([{"role": "user", "content": text}], images)
+        stored = [read_image(value, self._folder) for value in named]
+        whole = chat.messages[0]["content"].replace(IMAGE_MARK, self.images.image_token)
+        return Prompt(super().text_prompt(self._expand(whole, stored).text).tokens, to_fields(stored, len(stored)))
+
+    # -- rows ------------------------------------------------------------------------------------------------------
+
+    def _expand(self, text: str, images: Sequence[StoredImage]) -> Expanded:
+        return self.images.expand(text, [image.size for image in images])
+
+    def _encode_images_chat(self, chat: Chat, images: Sequence[StoredImage]) -> tuple[Sample, int, np.ndarray]:
+        """The sample, how many images its prompt has, and where each image begins and ends, in tokens."""
+        if self.template is None:
+            raise missing_template("data.chat_template")
+        self._check_weights(chat)
+        rendering = self.template.render_turns(chat)
+        expanded = self._expand(rendering.text, images)
+        shown = Rendering(expanded.text, tuple(self._moved(rendering.text, expanded, rendering.spans)))
+        ids, weights = self._weigh(chat, shown)
+        spans = self._leave_out_images(expanded, weights)
+        if not self.with_prompts:
+            return Sample(ids, weights), 0, spans
+        prompt, reference = self._question(chat, rendering)
+        if prompt is None:
+            return Sample(ids, weights), 0, spans
+        count = prompt.count(self.images.image_token)
+        tokens = self._tokens(self._expand(prompt, images[:count]).text)[0]
+        return Sample(ids, weights, tokens, (reference or "").replace(IMAGE_MARK, "")), count, spans
+
+    def _encode_images_text(
+        self, example: Completion | Text, images: Sequence[StoredImage]
+    ) -> tuple[Sample, int, np.ndarray]:
+        prompt, text = ("", example.text) if isinstance(example, Text) else (example.prompt, example.completion)
+        shown = [part.replace(IMAGE_MARK, self.images.image_token) for part in (prompt, text)]
+        count = shown[0].count(self.images.image_token)
+        before, after = self._expand(shown[0], images[:count]), self._expand(shown[1], images[count:])
+        told = Text(after.text) if isinstance(example, Text) else Completion(before.text, after.text)
+        sample = self._encode_text(told)
+        moved = [(start + len(before.text), end + len(before.text)) for start, end in after.images]
+        whole = Expanded(before.text + after.text, (*before.images, *moved))
+        ids = self._tokens(whole.text)[0]
+        opened = len(self._opened(ids)) > len(ids)  # a begin token stands before the text
+        weights = sample.loss_weights.copy()
+        spans = self._leave_out_images(whole, weights[1:] if opened else weights)
+        return replace(sample, loss_weights=weights), count, spans + opened
+
+    def _leave_out_images(self, expanded: Expanded, weights: np.ndarray) -> np.ndarray:
+        """Nothing is to be predicted in an image; returns where each begins and ends, in tokens, int32 [images, 2]."""
+        if not expanded.images:
+            return np.empty((0, 2), np.int32)
+        _, starts, stops = self._tokens(expanded.text)
+        spans = []
+        for start, stop in expanded.images:
+            inside = np.flatnonzero((starts < stop) & (stops > start))
+            weights[inside] = 0.0
+            spans.append((inside[0], inside[-1] + 1))
+        return np.array(spans, np.int32)
+
+    def _moved(self, text: str, expanded: Expanded, spans: Sequence[Span]) -> Iterator[Span]:
+        """Spans of a rendering, in the text with its images expanded."""
+        places, at = [], -1
+        for start, stop in expanded.images:
+            at = text.index(self.images.image_token, at + 1)
+            places.append((at, stop - start - len(self.images.image_token)))
+
+        def move(place: int) -> int:
+            return place + sum(gain for start, gain in places if start < place)
+
+        return (Span(span.message, move(span.start), move(span.stop)) for span in spans)
+
+
+def with_absolute_paths(value: Any, folder: Path, key: str = "") -> Any:
+    """A row whose images are named from wherever it stands: paths of files that are there, made absolute."""
+    if isinstance(value, Mapping):
+        return {name: with_absolute_paths(item, folder, name) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_absolute_paths(item, folder, key) for item in value]
+    is_path = isinstance(value, str) and key in _PATH_KEYS and len(value) <= _LONGEST_PATH
+    return str(folder / value) if is_path and (folder / value).is_file() else value
+
+
+def _title(row: Row) -> str:
+    _, images = read_image_row(row)
+    known = recognise({key: value for key, value in row.items() if key not in MEDIA_KEYS})
+    return known.title + (" with images" if images else "")

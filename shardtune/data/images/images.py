@@ -1,0 +1,375 @@
+"""Images of rows: where each one is, how large it is, and its pixels; bad ones are found before training."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import http.client
+import io
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from shardtune.data.encoder import RowError
+from shardtune.errors import DataError
+
+DATA, ENDS, KINDS = "image_data", "image_ends", "image_kinds"
+"""The fields of a sample that hold its images: bytes end to end, where each ends, what they are."""
+SIZES, DIGESTS = "image_sizes", "image_digests"
+"""The fields of a sample that tell what its images were when it was read: width and height, hashes of files."""
+PROMPT_IMAGES = "prompt_images"
+"""The field of a sample that says how many of its images belong to its prompt."""
+SPANS = "image_spans"
+"""The field of a sample that says where each image begins and ends in its tokens: int32 [images, 2]."""
+IMAGE_STOP = "image_stop"
+"""The field of a sample that says where its last image ends, in tokens; no row is cut before that."""
+IMAGE_FIELDS = frozenset((DATA, ENDS, KINDS, SIZES, DIGESTS, PROMPT_IMAGES, SPANS, IMAGE_STOP))
+MOST_PIXELS = 64_000_000
+"""Of an image; decoded, that many take 192 MB."""
+_TIMEOUT = 30.0
+_ATTEMPTS = 3
+_MOST_BYTES = 1 << 28
+_PLAIN_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
+_DRAFT = (64, 64)
+_ORIENTATION = 0x0112
+_TURNED = (5, 6, 7, 8)
+# What base64 text of an image begins with: BMP, GIF, JPEG, PNG, RIFF (WebP), TIFF of both byte orders.
+_BASE64_STARTS = ("Qk", "R0lGOD", "/9j/", "iVBORw0KGgo", "UklGR", "SUkq", "TU0A")
+
+
+class ImageKind(IntEnum):
+    """What the bytes of an image in the cache are."""
+
+    FILE = 0
+    ENCODED = 1
+    FRAME = 2
+
+
+FrameReader = Callable[[str, float], Image.Image]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredImage:
+    """One image of a row.
+
+    Attributes:
+        kind: what `content` is.
+        content: the path of a file; an encoded image (PNG, JPEG, …); or the file and the second of a video's frame.
+        size: (width, height) as it is shown, after the rotation that its EXIF data asks for.
+        digest: of the bytes of a file; 0: not compared.
+    """
+
+    kind: ImageKind
+    content: bytes
+    size: tuple[int, int]
+    digest: int = 0
+
+    def read(self) -> Image.Image:
+        """Its pixels, RGB.
+
+        Raises:
+            DataError: it is no longer what it was when the rows were read.
+        """
+        try:
+            encoded = _bytes(self.kind, self.content)
+            if self.digest and _digest(encoded) != self.digest:
+                raise RowError("its file has changed")
+            image = _frame(self.content) if self.kind == ImageKind.FRAME else _pixels(encoded)
+        except RowError as error:
+            raise self._changed(error.reason) from error
+        if image.size != self.size:
+            raise self._changed(f"it is {_size(image.size)} now")
+        return image
+
+    def key(self) -> str:
+        """A hash of what it shows: of a file's bytes when its row was read, which is not read for it.
+
+        Of a video's frame: of the file's name, size and time of change.
+        """
+        seen: list[object] = [*self.size, self.digest]
+        if self.kind == ImageKind.FRAME:
+            try:
+                status = Path(json.loads(self.content)[0]).stat()
+            except OSError as error:
+                raise self._changed(f"it cannot be read: {error.strerror}") from error
+            seen += [status.st_size, status.st_mtime_ns]
+        shown = hashlib.blake2b(json.dumps([int(self.kind), *seen]).encode(), digest_size=16)
+        if self.kind != ImageKind.FILE or not self.digest:
+            shown.update(self.content)
+        return shown.hexdigest()
+
+    def _changed(self, reason: str) -> DataError:
+        return DataError(
+            f"an image of {_size(self.size)} cannot be read as it was when its row was: {reason}",
+            where=_named(self.kind, self.content),
+            remedy="put the file back, or let all rows be read again: name another data.cache_dir, or empty this one",
+        )
+
+
+def read_image(value: Any, folder: Path) -> StoredImage:
+    """An image as rows name it, looked at once: it is decoded as far as it takes to know that it is whole.
+
+    Args:
+        value: a path (relative to `folder`), a URL, a data URL, the encoded bytes, base64 text, {"bytes": …},
+            {"path": …}, {"url": …}, {"base64": …}, a video's frame {"video": path, "seconds": s}, an image of Pillow's
+            or uint8 [height, width, 3].
+        folder: of the file that the row stands in.
+
+    Raises:
+        RowError: it is missing, torn, empty, too large, animated, or of a kind whose colours would change silently.
+    """
+    kind, content = _stored(value, folder)
+    try:
+        if kind == ImageKind.FRAME:
+            return StoredImage(kind, content, _frame(content).size)
+        encoded = _bytes(kind, content)
+        return StoredImage(kind, content, _checked_size(encoded), _digest(encoded) if kind == ImageKind.FILE else 0)
+    except RowError as error:
+        raise RowError(f"image {_named(kind, content)}: {error.reason}") from error
+
+
+def encode_picture(picture: Image.Image | np.ndarray) -> bytes:
+    """Pixels in memory as PNG, which keeps every bit of them; an array is uint8 [height, width, 3] or [height, width].
+
+    Raises:
+        RowError: it is no such array, or of a kind that `read_image` refuses.
+    """
+    if isinstance(picture, np.ndarray):
+        if picture.dtype != np.uint8 or not (picture.ndim == 2 or (picture.ndim == 3 and picture.shape[2] in (3, 4))):
+            raise RowError(
+                f"an image is an array of {picture.dtype} {list(picture.shape)}, not uint8 [height, width, 3]"
+            )
+        if not picture.size:
+            raise RowError(f"an image is {_size((picture.shape[1], picture.shape[0]))}")
+        picture = Image.fromarray(np.ascontiguousarray(picture))
+    _check_kind(picture)
+    sink = io.BytesIO()
+    try:
+        shown = ImageOps.exif_transpose(picture)
+        (shown.convert("RGBA") if shown.mode == "PA" else shown).save(sink, "PNG", compress_level=1)
+    except Exception as error:  # Pillow reads a file's pixels when they are first asked for
+        raise RowError(f"an image in memory cannot be read: {error}") from error
+    return sink.getvalue()
+
+
+def to_fields(images: Sequence[StoredImage], in_prompt: int) -> dict[str, np.ndarray]:
+    """The images of a row as fields of its sample; the first `in_prompt` of them belong to its prompt."""
+    contents = [np.frombuffer(image.content, np.uint8) for image in images]
+    return {
+        DATA: np.concatenate([*contents, np.empty(0, np.uint8)]),
+        ENDS: np.cumsum([len(content) for content in contents], dtype=np.int64),
+        KINDS: np.array([image.kind for image in images], np.uint8),
+        SIZES: np.array([image.size for image in images], np.int32).reshape(-1, 2),
+        DIGESTS: np.array([image.digest for image in images], np.int64),
+        PROMPT_IMAGES: np.array(in_prompt, np.int32),
+    }
+
+
+def from_fields(fields: Mapping[str, np.ndarray]) -> list[StoredImage]:
+    """The images of a row, of the fields of its sample."""
+    ends = fields[ENDS].tolist()
+    columns = (fields[KINDS], [0, *ends][:-1], ends, fields[SIZES], fields[DIGESTS])
+    return [
+        StoredImage(ImageKind(kind), fields[DATA][start:end].tobytes(), (int(size[0]), int(size[1])), int(digest))
+        for kind, start, end, size, digest in zip(*columns, strict=True)
+    ]
+
+
+# -- what rows say -------------------------------------------------------------------------------------------------
+
+
+def _stored(value: Any, folder: Path) -> tuple[ImageKind, bytes]:
+    if isinstance(value, Mapping):
+        return _of_mapping(value, folder)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return ImageKind.ENCODED, bytes(value)
+    if isinstance(value, np.ndarray | Image.Image):
+        flat = isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 1
+        return ImageKind.ENCODED, value.tobytes() if flat else encode_picture(value)
+    if isinstance(value, Path):
+        return _file(value, folder)
+    if not isinstance(value, str):
+        raise RowError(f"an image is {type(value).__name__}, not a path, URL, bytes or base64 text")
+    if value.startswith("data:"):
+        return ImageKind.ENCODED, _of_data_url(value)
+    if value.startswith(("http://", "https://")):
+        return ImageKind.ENCODED, _fetched(value)
+    if value.startswith("file:"):
+        return _file(Path(urllib.request.url2pathname(urllib.parse.urlsplit(value).path)), folder)
+    if value.startswith(_BASE64_STARTS) and not _is_file(folder / value):
+        return ImageKind.ENCODED, _base64(value)
+    return _file(Path(value), folder)
+
+
+def _of_mapping(value: Mapping[str, Any], folder: Path) -> tuple[ImageKind, bytes]:
+    if value.get("video") is not None:
+        file = str((folder / str(value["video"])).absolute())
+        return ImageKind.FRAME, json.dumps([file, float(value.get("seconds", 0.0))]).encode()
+    if isinstance(value.get("base64"), str):
+        return ImageKind.ENCODED, _base64(value["base64"])
+    for key in ("bytes", "path", "url", "image"):
+        if value.get(key) is not None:
+            inner = value[key]
+            if key == "bytes" and isinstance(inner, str):
+                return ImageKind.ENCODED, _base64(inner)
+            return _stored(inner, folder)
+    raise RowError(
+        f"an image names none of bytes, path, url, base64 and video (its keys: {', '.join(map(str, value))})"
+    )
+
+
+def _file(path: Path, folder: Path) -> tuple[ImageKind, bytes]:
+    place = (folder / path.expanduser()).absolute()
+    if not _is_file(place):
+        raise RowError(f"the image {str(path)!r} does not exist (looked for {place})")
+    return ImageKind.FILE, str(place).encode()
+
+
+def _is_file(place: Path) -> bool:
+    try:
+        return place.is_file()
+    except OSError:  # of a name that is too long
+        return False
+
+
+def _of_data_url(url: str) -> bytes:
+    head, _, body = url.partition(",")
+    return _base64(body) if head.endswith(";base64") else urllib.parse.unquote_to_bytes(body)
+
+
+def _base64(text: str) -> bytes:
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RowError(f"an image is no valid base64 text ({error}): {text[:40]!r}…") from error
+
+
+def _fetched(url: str) -> bytes:
+    """What a URL gives; a server that is out of order is asked again."""
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            with urllib.request.urlopen(url, timeout=_TIMEOUT) as answer:
+                content = answer.read(_MOST_BYTES + 1)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            for_good = isinstance(error, urllib.error.HTTPError) and error.code < 500
+            if for_good or isinstance(error, ValueError) or attempt == _ATTEMPTS:
+                raise RowError(f"the image {url} cannot be fetched: {error}") from error
+            continue
+        if len(content) > _MOST_BYTES:
+            raise RowError(f"the image {url} is larger than {_MOST_BYTES >> 20} MB")
+        return content
+    raise AssertionError
+
+
+# -- pixels --------------------------------------------------------------------------------------------------------
+
+
+def _bytes(kind: ImageKind, content: bytes) -> bytes:
+    """The encoded image; of a video's frame nothing."""
+    if kind != ImageKind.FILE:
+        return content if kind == ImageKind.ENCODED else b""
+    try:
+        return Path(content.decode()).read_bytes()
+    except OSError as error:
+        raise RowError(f"it cannot be read: {error.strerror}") from error
+
+
+def _digest(encoded: bytes) -> int:
+    """A hash that is never 0."""
+    found = hashlib.blake2b(encoded, digest_size=8).digest()
+    return int.from_bytes(found, "little", signed=True) or 1
+
+
+def _opened(encoded: bytes) -> Image.Image:
+    if not encoded:
+        raise RowError("it is empty")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # `MOST_PIXELS` is the lower bound
+            return Image.open(io.BytesIO(encoded))
+    except Image.DecompressionBombError as error:
+        raise RowError(f"it is too large: {error}") from error
+    except UnidentifiedImageError as error:
+        raise RowError("it is no image that Pillow knows") from error
+    except Exception as error:
+        raise _torn(error) from error
+
+
+def _torn(error: Exception) -> RowError:
+    """Pillow's decoders may raise anything at bytes that are not what they expect."""
+    return RowError(f"it is torn: {error or type(error).__name__}")
+
+
+def _checked_size(encoded: bytes) -> tuple[int, int]:
+    """(width, height) of an image that can be decoded to its end."""
+    with _opened(encoded) as image:
+        _check_kind(image)
+        whole = image.size
+        try:
+            if image.format != "JPEG":
+                return _as_shown(image).size
+            image.draft("RGB", _DRAFT)  # at an eighth of the size, but to its end
+            _as_shown(image)
+            return (whole[1], whole[0]) if image.getexif().get(_ORIENTATION, 1) in _TURNED else whole
+        except Exception as error:
+            raise _torn(error) from error
+
+
+def _check_kind(image: Image.Image) -> None:
+    if 0 in image.size:
+        raise RowError(f"it is {_size(image.size)}")
+    if image.width * image.height > MOST_PIXELS:
+        raise RowError(
+            f"it has {image.width * image.height / 1e6:,.0f} million pixels, more than {MOST_PIXELS / 1e6:g}"
+        )
+    frames = getattr(image, "n_frames", 1)  # only formats that may have several know of it
+    if frames > 1 and image.format != "MPO":  # phones add a smaller picture to a JPEG
+        raise RowError(f"it is animated ({frames} frames); choose one")
+    if image.mode not in _PLAIN_MODES:
+        kinds = {"CMYK": "in CMYK", "F": "of floating numbers", "LAB": "in Lab"}
+        what = kinds.get(image.mode, f"16-bit ({image.mode})" if image.mode.startswith("I") else f"in {image.mode}")
+        raise RowError(f"it is {what}, which has no exact RGB form of 8 bits; convert it")
+
+
+def _pixels(encoded: bytes) -> Image.Image:
+    with _opened(encoded) as image:
+        try:
+            return _as_shown(image)
+        except Exception as error:
+            raise _torn(error) from error
+
+
+def _as_shown(image: Image.Image) -> Image.Image:
+    """RGB, turned as its EXIF data asks; what is transparent keeps the colour that lies below."""
+    image.load()
+    turned = ImageOps.exif_transpose(image)
+    return (turned.convert("RGBA") if "transparency" in turned.info else turned).convert("RGB")
+
+
+def _frame(content: bytes) -> Image.Image:
+    """The frame of a video at a time."""
+    from shardtune.data.images.video_frame import read_frame  # PyAV, which is an extra
+
+    path, seconds = json.loads(content)
+    return read_frame(path, seconds).convert("RGB")
+
+
+def _named(kind: ImageKind, content: bytes) -> str:
+    if kind == ImageKind.ENCODED:
+        return f"of {len(content):,} bytes"
+    return content.decode()
+
+
+def _size(size: tuple[int, int]) -> str:
+    return f"{size[0]} x {size[1]}"

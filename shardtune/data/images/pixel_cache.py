@@ -1,0 +1,147 @@
+"""Pixels of images kept on disk, as bytes, one file for each image, so that none is decoded twice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardtune.data.cache_directory import cache_error
+from shardtune.data.images.images import StoredImage
+from shardtune.data.images.pixel_bytes import ImageBytes
+from shardtune.data.images.placeholders import ImageText
+
+_MAGIC = b"pixels1\n"
+
+
+class PixelCache:
+    """Files `<root>/pixels/<processor>/<2 digits>/<2 digits>/<image>`: 65,536 folders, and no index of them.
+
+    Any number of processes may read and write at once: who computes first writes, under another name until it is whole.
+
+    Args:
+        root: the cache directory.
+        key: of what makes pixels of images.
+    """
+
+    def __init__(self, root: Path, key: str) -> None:
+        self._root = root
+        self._folder = root / "pixels" / key
+
+    def get(self, name: str) -> ImageBytes | None:
+        """What is kept under a name; None without it, and where the file is torn or another's."""
+        try:
+            content = self._path(name).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise cache_error(error, self._root) from error
+        try:
+            return _read(content)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    def put(self, name: str, made: ImageBytes) -> None:
+        """Keep it.
+
+        Raises:
+            DataError: the cache cannot be written.
+        """
+        path = self._path(name)
+        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                partial.write_bytes(_written(made))
+                partial.replace(path)
+            finally:
+                partial.unlink(missing_ok=True)
+        except OSError as error:
+            raise cache_error(error, self._root) from error
+
+    def _path(self, name: str) -> Path:
+        return self._folder / name[:2] / name[2:4] / name
+
+
+class PixelReader:
+    """From a row's images to what a model takes for them, in bytes where that says the same.
+
+    Args:
+        images: the processor at work.
+        cache: where pixels are kept; None: each image is decoded whenever it is read.
+    """
+
+    def __init__(self, images: ImageText, cache: PixelCache | None) -> None:
+        self._images = images
+        self._cache = cache
+
+    def inputs(self, stored: Sequence[StoredImage]) -> dict[str, torch.Tensor]:
+        """The tensors of images, in their order: bytes and their table (`PixelBytes.joined`), or else numbers."""
+        if self._images.pixel_bytes is not None:
+            parts = [part for part in map(self._part, stored) if part is not None]
+            joined = self._images.pixel_bytes.joined(parts) if len(parts) == len(stored) else None
+            if joined is not None:
+                return joined
+        return self._images.pixels([image.read() for image in stored])
+
+    def _part(self, image: StoredImage) -> ImageBytes | None:
+        if self._cache is None:
+            return self._images.bytes_of(image.read())
+        name = image.key()
+        kept = self._cache.get(name)
+        if kept is not None:
+            return kept
+        made = self._images.bytes_of(image.read())
+        if made is not None:
+            self._cache.put(name, made)
+        return made
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+# What it is, a checksum of the rest, the header's length, the header (JSON), the arrays end to end.
+
+
+def _written(made: ImageBytes) -> bytes:
+    arrays, header = [made.pixels], {"pixels": list(made.pixels.shape), "further": {}}
+    for key, array in made.further.items():
+        is_one = not any(array.strides)
+        header["further"][key] = [array.dtype.str, list(array.shape), is_one]
+        arrays.append(array.reshape(-1)[:1] if is_one else array)
+    text = json.dumps(header).encode()
+    body = b"".join([len(text).to_bytes(4, "little"), text, *(array.tobytes() for array in arrays)])
+    return b"".join([_MAGIC, zlib.crc32(body).to_bytes(4, "little"), body])
+
+
+def _read(content: bytes) -> ImageBytes | None:
+    start = len(_MAGIC) + 4
+    if not content.startswith(_MAGIC) or zlib.crc32(memoryview(content)[start:]) != _number(content, len(_MAGIC)):
+        return None
+    text_end = start + 4 + _number(content, start)
+    header = json.loads(content[start + 4 : text_end])
+    place = text_end
+
+    def array(dtype: str, shape: list[int], is_one: bool) -> np.ndarray:
+        nonlocal place
+        count = 1 if is_one else int(np.prod(shape))
+        values = np.frombuffer(content, dtype, count, place)
+        place += values.nbytes
+        return np.broadcast_to(values[0], shape) if is_one else values.reshape(shape)
+
+    pixels = array("|u1", header["pixels"], False)
+    return ImageBytes(pixels, {key: array(*form) for key, form in header["further"].items()})
+
+
+def _number(content: bytes, place: int) -> int:
+    return int.from_bytes(content[place : place + 4], "little")
+
+
+def pixel_key(settings: dict[str, Any]) -> str:
+    """The name of a folder, from all that decides what pixels are made of an image."""
+    return hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,182 @@
+"""A processor at work: how an image stands in a text, and the tensors that a model takes for images."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import PIL
+import torch
+import transformers
+from PIL import Image, features
+from transformers import PreTrainedTokenizerFast, ProcessorMixin
+
+from shardtune.data.chat.encoder import with_offsets
+from shardtune.data.encoder import RowError
+from shardtune.data.images.pixel_bytes import ImageBytes, PixelBytes
+from shardtune.data.images.pixel_table import by_table
+from shardtune.errors import ModelError
+
+_OF_TEXT = ("input_ids", "attention_mask")
+_KEPT_SIZES = 65_536
+_TRIED_SIZES = ((48, 64), (80, 32), (33, 33))
+_KEY_SIZES = ((32, 32), (640, 480), (301, 1000))
+BLANK = (32, 32)
+"""Width and height of the image that stands in for one where a micro-batch has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expanded:
+    """A text with the tokens of its images.
+
+    Attributes:
+        text: in which each image token has become what stands for the image.
+        images: characters `[start, stop)` of each image.
+    """
+
+    text: str
+    images: tuple[tuple[int, int], ...]
+
+
+class ImageText:
+    """What a processor makes of images and texts.
+
+    Args:
+        processor: of a vision-language model.
+
+    Attributes:
+        processor: the same.
+        tokenizer: its tokenizer.
+        image_token: what stands for an image in a text.
+        token_types: the name of a model input that tells the tokens of images from others; None without one.
+        pixel_bytes: makes bytes of images one by one; None where that is not known to be the same.
+    """
+
+    def __init__(self, processor: ProcessorMixin) -> None:
+        self.processor: Any = processor
+        self.tokenizer: PreTrainedTokenizerFast = with_offsets(self.processor.tokenizer)
+        self.image_token: str = self.processor.image_token
+        self._stands_for: dict[tuple[int, int], str] = {}
+        keys = set(self._process([Image.new("RGB", BLANK)]))
+        self.token_types = next((key for key in ("mm_token_type_ids", "token_type_ids") if key in keys), None)
+        self._pixel_keys = sorted(keys - {*_OF_TEXT, "text_replacement_offsets", self.token_types})
+        ids = self.processor.image_token_ids
+        self._image_ids = [number for number in (ids if isinstance(ids, list) else [ids]) if number is not None]
+        self._pixel_token = self._token_of_pixels()
+        self._quick = by_table(self.processor.image_processor)
+        tried = [*(Image.effect_noise(size, 90.0).convert("RGB") for size in _TRIED_SIZES), Image.new("RGB", BLANK)]
+        whole = self._process(tried)
+        self._needs_no_text = self._agrees_without_text(tried, whole)
+        pixels = {key: whole[key] for key in self._pixel_keys}
+        self.pixel_bytes = PixelBytes.proved(self.processor.image_processor, tried, pixels)
+
+    def _agrees_without_text(self, tried: Sequence[Image.Image], whole: Any) -> bool:
+        """Whether the image processor by itself gives the same bits; a processor's work on a text takes time."""
+        try:
+            alone = self._process_alone(tried)
+        except ModelError:
+            return False
+        return all(key in alone and torch.equal(alone[key], whole[key]) for key in self._pixel_keys)
+
+    def _token_of_pixels(self) -> str:
+        """The token that the model puts an image's features in the place of: the most frequent one of an image."""
+        ids = self.tokenizer(self.stands_for(BLANK), add_special_tokens=False)["input_ids"]
+        return str(self.tokenizer.convert_ids_to_tokens(max(self._image_ids, key=ids.count)))
+
+    def stands_for(self, size: tuple[int, int]) -> str:
+        """The text that takes the image token's place for an image of a size.
+
+        It depends on the size alone, so a blank image is processed for it, once for each size.
+        """
+        if size not in self._stands_for:
+            if len(self._stands_for) >= _KEPT_SIZES:
+                self._stands_for.clear()
+            made = self._process([Image.new("RGB", size)])
+            self._stands_for[size] = made["text_replacement_offsets"][0][0]["replacement"]
+        return self._stands_for[size]
+
+    def expand(self, text: str, sizes: Sequence[tuple[int, int]]) -> Expanded:
+        """The text with each image token replaced, in order.
+
+        Raises:
+            RowError: there are more or fewer placeholders than images, or the text spells a token of images.
+        """
+        if self._pixel_token != self.image_token and self._pixel_token in text:
+            raise RowError(f"the text spells {self._pixel_token!r}, which the model reads as part of an image")
+        pieces = text.split(self.image_token)
+        if len(pieces) - 1 != len(sizes):
+            raise RowError(
+                f"the text holds {len(pieces) - 1} times {self.image_token!r} for {len(sizes)} images: the chat "
+                "template leaves some out, or a turn spells it itself"
+            )
+        parts, spans, length = [pieces[0]], [], len(pieces[0])
+        for size, piece in zip(sizes, pieces[1:], strict=True):
+            image = self.stands_for(size)
+            spans.append((length, length + len(image)))
+            parts += [image, piece]
+            length += len(image) + len(piece)
+        return Expanded("".join(parts), tuple(spans))
+
+    def pixels(self, images: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
+        """The model's inputs for images, in their order; [..] as the model family has them.
+
+        LLaVA, Gemma 3, InternVL: pixel_values [images or tiles, 3, height, width]. Idefics3, SmolVLM: [1, tiles, 3,
+        height, width] with pixel_attention_mask [1, tiles, height, width]. Qwen-VL: [patches of all images, values of a
+        patch] with image_grid_thw [images, 3].
+        """
+        made = self._process_alone(images) if self._needs_no_text else self._process(images)
+        return {key: made[key] for key in self._pixel_keys}
+
+    def bytes_of(self, image: Image.Image) -> ImageBytes | None:
+        """One image before it is rescaled and normalised; None where bytes do not say all of it."""
+        with self._at_work([image]):
+            return None if self.pixel_bytes is None else self.pixel_bytes.of(image)
+
+    def numbers(self, fields: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the model takes for the fields of a micro-batch, in which pixels may be bytes."""
+        return dict(fields) if self.pixel_bytes is None else self.pixel_bytes.numbers(fields)
+
+    def pixel_settings(self) -> dict[str, Any]:
+        """What decides which bytes are made of an image: settings, and the versions of who decodes and resizes."""
+        processor = self.processor.image_processor
+        kind = f"{type(processor).__module__}.{type(processor).__qualname__}"
+        versions = [transformers.__version__, PIL.__version__, features.version("jpg")]
+        return {"settings": processor.to_dict(), "kind": kind, "versions": versions}
+
+    def token_type_ids(self, input_ids: np.ndarray) -> np.ndarray:
+        """int64 [tokens]: 1 for the tokens of images, 0 for others."""
+        return np.isin(input_ids, self._image_ids).astype(np.int64)
+
+    def cache_key(self) -> str:
+        """A hash of what decides how an image stands in a text."""
+        settings = {**self.processor.to_dict(), "tokenizer": None, "chat_template": None}
+        settings["stands_for"] = [self.stands_for(size) for size in _KEY_SIZES]  # by this version of transformers
+        return hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=20).hexdigest()
+
+    def _process(self, images: Sequence[Image.Image]) -> Any:
+        text = [self.image_token * len(images)]
+        with self._at_work(images):
+            return self.processor(
+                images=[list(images)], text=text, return_tensors="pt", return_text_replacement_offsets=True
+            )
+
+    def _process_alone(self, images: Sequence[Image.Image]) -> Any:
+        with self._at_work(images):
+            return self._quick(images=[list(images)], return_tensors="pt")
+
+    @contextmanager
+    def _at_work(self, images: Sequence[Image.Image]) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a processor is a program of its own and may raise anything
+            sizes = ", ".join(f"{image.width} x {image.height}" for image in images[:4])
+            raise ModelError(
+                f"{type(self.processor).__name__} refuses images of {sizes}: {error}",
+                where="actor.model.model_path: processor_config.json",
+                remedy="leave such images out, or mend the processor's settings",
+            ) from error

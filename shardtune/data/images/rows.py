@@ -1,0 +1,209 @@
+"""Rows with images: what a row says, with a mark for each image, and what names its images."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from shardtune.data.encoder import Row, RowError
+from shardtune.data.row_formats import MEDIA_KEYS, Chat, Completion, Example, Text, read_example, recognise
+
+IMAGE_MARK = "\ue0f7"
+"""Stands for an image in a turn until the chat template is rendered."""
+IMAGE_TAG = "<image>"
+_KEYS = ("images", "image")
+_PARTS = ("image", "image_url", "input_image")
+_SOURCES = ("image", "image_url", "url", "path", "base64", "bytes", "video")
+# What of each format is shown, in the order in which it is.
+_SHOWN = {
+    "messages": ("system", "messages"),
+    "sharegpt": ("system", "conversations"),
+    "instruction": ("system", "history", "instruction", "input", "output"),
+    "prompt_completion": ("system", "prompt", "completion"),
+    "question_answer": ("system", "question", "answer"),
+    "text": ("text",),
+}
+_TURNS = ("messages", "conversations", "prompt", "completion")
+
+
+def read_image_row(row: Row) -> tuple[Example, list[Any]]:
+    """What a row says, an `IMAGE_MARK` where each image stands, and what names the images, in that order.
+
+    Where the row says nothing of their place, they go before the first words of the user.
+
+    Raises:
+        RowError: images and the places for them do not match, or the row holds another medium.
+    """
+    other = [key for key in MEDIA_KEYS if key not in _KEYS and _is_given(row.get(key))]
+    if other:
+        raise RowError(f"the row has {other[0]}; of media this model takes images only")
+    plain = {key: value for key, value in row.items() if key not in MEDIA_KEYS}
+    listed = _listed(row)
+    taken = _Taken(listed)
+    for key in _SHOWN[recognise(plain).name]:
+        if plain.get(key) is not None:
+            plain[key] = taken.value(key, plain[key])
+    in_front = bool(listed) and taken.has_none
+    if not in_front:
+        taken.check()
+    example = read_example(plain)
+    return (_in_front(example, len(listed)), listed) if in_front else (example, taken.images)
+
+
+def mark_images(messages: Sequence[Mapping[str, Any]], images: Sequence[Any] = ()) -> tuple[Chat, list[Any]]:
+    """The turns of a conversation that is to be gone on, read as a row's are.
+
+    Args:
+        messages: with `<image>` or parts where images stand.
+        images: what takes these places; without any they go before the last turn of the user.
+    """
+    taken = _Taken(images)
+    turns = [dict(taken.turn(turn)) for turn in messages]
+    chat = Chat(tuple(turns), (None,) * len(turns))
+    if images and taken.has_none:
+        asked = [number for number, turn in enumerate(turns) if turn["role"] == "user"][-1:]
+        return _before_turn(chat, asked, len(images)), list(images)
+    taken.check()
+    return chat, taken.images
+
+
+def image_parts(text: str, images: Sequence[Any]) -> list[dict[str, Any]]:
+    """The parts of a turn: images where `<image>` stands, or before the words where it stands nowhere."""
+    pieces = text.split(IMAGE_TAG) if images else [text]
+    if len(pieces) == 1:
+        pieces = [""] * len(images) + [text]
+    if len(pieces) - 1 != len(images):
+        raise RowError(f"{len(images)} images for {len(pieces) - 1} places ({IMAGE_TAG})")
+    parts: list[dict[str, Any]] = []
+    for piece, image in zip(pieces, [*images, None], strict=True):
+        parts += [{"type": "text", "text": piece}] if piece else []
+        parts += [] if image is None else [{"type": "image", "image": image}]
+    return parts
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and not (isinstance(value, Sized) and len(value) == 0)
+
+
+def _listed(row: Row) -> list[Any]:
+    given = [key for key in _KEYS if _is_given(row.get(key))]
+    if not given:
+        return []
+    if len(given) == 2:
+        raise RowError("the row has both image and images")
+    value = row[given[0]]
+    if isinstance(value, str) and value.lstrip().startswith("["):  # as CSV files have lists
+        value = _parsed(value)
+    if isinstance(value, np.ndarray):
+        return list(value) if value.ndim == 4 else [value]
+    is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))
+    return list(value) if is_list else [value]
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+class _Taken:
+    """Collects images in the order in which a row shows them; `<image>` and parts without a source take listed ones."""
+
+    def __init__(self, listed: Sequence[Any]) -> None:
+        self._listed = listed
+        self.images: list[Any] = []
+        self._places: list[int] = []
+
+    def value(self, key: str, value: Any) -> Any:
+        """What stands under a key of the row."""
+        if isinstance(value, str) and key in _TURNS[:2]:
+            value = _parsed(value)
+        if isinstance(value, str):
+            return self._text(value)
+        if isinstance(value, Sequence) and key in _TURNS:
+            return [self.turn(turn) for turn in value]
+        if isinstance(value, Sequence) and key == "history":
+            return [[self._text(str(said)) for said in pair] if _is_pair(pair) else pair for pair in value]
+        return value
+
+    def turn(self, turn: Any) -> Any:
+        """A turn whose content is text."""
+        if not isinstance(turn, Mapping):
+            return turn
+        key = "content" if turn.get("content") is not None else "value"
+        content = turn.get(key)
+        if isinstance(content, str):
+            return {**turn, key: self._text(content)}
+        if isinstance(content, Sequence):
+            return {**turn, key: "".join(self._part(part) for part in content)}
+        return turn
+
+    @property
+    def has_none(self) -> bool:
+        """Whether there was no place for an image."""
+        return not self.images and not self._places
+
+    def check(self) -> None:
+        """Raises `RowError` unless each image has its place and each place its image."""
+        places, listed = len(self._places), len(self._listed)
+        if sorted(self._places) == list(range(listed)):
+            return
+        if not places:
+            raise RowError(f"{listed} images are listed, and parts name others")
+        raise RowError(f"there are {listed} images and {places} places for them ({IMAGE_TAG}, parts of type image)")
+
+    def _text(self, text: str) -> str:
+        if IMAGE_MARK in text:
+            raise RowError(f"the text holds the character U+{ord(IMAGE_MARK):04X}, which stands for images here")
+        pieces = text.split(IMAGE_TAG)
+        for _ in pieces[1:]:
+            self._take(len(self._places))
+        return IMAGE_MARK.join(pieces)
+
+    def _part(self, part: Any) -> str:
+        if isinstance(part, str):
+            return self._text(part)
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind in ("text", "input_text") and isinstance(part.get("text"), str):
+            return self._text(part["text"])
+        if kind not in _PARTS:
+            raise RowError(f"a content part of type {kind!r}; this model takes text and images")
+        source = next((part[key] for key in _SOURCES if part.get(key) is not None), None)
+        if source is None:
+            index = part.get("index")
+            self._take(index if isinstance(index, int) else len(self._places))
+        else:
+            self.images.append(part if isinstance(part.get("video"), str) else source)
+        return IMAGE_MARK
+
+    def _take(self, number: int) -> None:
+        self._places.append(number)
+        self.images += self._listed[number : number + 1]
+
+
+def _is_pair(pair: Any) -> bool:
+    return isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
+
+
+def _in_front(example: Example, count: int) -> Example:
+    marks = IMAGE_MARK * count
+    if isinstance(example, Text):
+        return Text(marks + example.text)
+    if isinstance(example, Completion):
+        return Completion(marks + example.prompt, example.completion)
+    return _before_turn(example, [n for n, turn in enumerate(example.messages) if turn["role"] == "user"][:1], count)
+
+
+def _before_turn(chat: Chat, numbers: Sequence[int], count: int) -> Chat:
+    """The conversation with images before the words of a turn."""
+    if not numbers:
+        raise RowError("the row has images, but no user turn to put them into")
+    messages = list(chat.messages)
+    turn = messages[numbers[0]]
+    messages[numbers[0]] = {**turn, "content": IMAGE_MARK * count + str(turn["content"])}
+    return replace(chat, messages=tuple(messages))

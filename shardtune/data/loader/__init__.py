@@ -1,0 +1,1 @@
+"""From encoded rows to the micro-batches of a step."""

@@ -1,0 +1,243 @@
+"""From the data order to micro-batches: one object that any rank may enter at any step, in O(1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from shardtune.batch import Batch, Sample
+from shardtune.data.loader.order import DataOrder
+from shardtune.data.loader.packing import NO_ROW, deal, deal_by_length, pack
+from shardtune.data.loader.prefetch import computed_ahead
+
+
+class Rows(Protocol):
+    """What the loader asks of a data set."""
+
+    @property
+    def lengths(self) -> np.ndarray: ...
+    @property
+    def term_weights(self) -> Mapping[str, np.ndarray]: ...
+    def row(self, index: int) -> Sample: ...
+    def field_counts(self, name: str) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DataState:
+    """Where the data stands: everything a resumed run needs, on any number of ranks."""
+
+    epoch: int = 0
+    rows_consumed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One optimizer step as one rank sees it.
+
+    Attributes:
+        state: where the data stands before it.
+        after: where the data stands after it.
+        rows: int64 [rows], the data set's rows of the whole step on all ranks, in order.
+        micro_batches: this rank's share, `Batch`es or what else the worker takes; as many on every rank.
+        denominators: per loss term, the weight of all rows of the step.
+        num_tokens: input tokens of the step on all ranks.
+        num_targets: the supervised weight of the step on all ranks, or 0 where no term counts tokens.
+    """
+
+    state: DataState
+    after: DataState
+    rows: np.ndarray
+    micro_batches: tuple[Any, ...]
+    denominators: Mapping[str, float]
+    num_tokens: int
+    num_targets: float
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one forward may hold."""
+
+    max_rows: int | None
+    max_tokens: int | None = None
+    of_one_length: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """What joins a micro-batch whose rows call fewer parts of the model than others of the same step.
+
+    All ranks have to call the same parts of a sharded model, and whether a parameter has a gradient must not depend on
+    how rows are dealt.
+
+    Attributes:
+        sample: one without a target, that calls all parts.
+        field: of rows that call all parts this field is not empty.
+    """
+
+    sample: Sample
+    field: str
+
+    def joins(self, samples: Sequence[Sample]) -> bool:
+        """Whether none of the samples of a micro-batch calls all parts."""
+        return not any(len(sample.fields.get(self.field, ())) for sample in samples)
+
+
+class Collator(Protocol):
+    """What makes one micro-batch of samples."""
+
+    def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> Batch: ...
+    def filler(self, sample: Sample) -> Sample: ...
+    def companion(self) -> Companion | None: ...
+
+
+class Packing:
+    """Lays rows of tokens end to end."""
+
+    def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> Batch:
+        return pack(samples, rows, weights)
+
+    def filler(self, sample: Sample) -> Sample:
+        return NO_ROW
+
+    def companion(self) -> Companion | None:
+        return None
+
+
+PACKING = Packing()
+
+
+class BatchMaker:
+    """Cuts a list of rows into one rank's micro-batches.
+
+    Args:
+        data: the encoded rows.
+        limits: of one forward.
+        collator: makes a micro-batch of rows; by default they are laid end to end.
+        rank: this data-parallel rank.
+        num_ranks: data-parallel ranks.
+    """
+
+    def __init__(
+        self, data: Rows, limits: Limits, collator: Collator = PACKING, *, rank: int = 0, num_ranks: int = 1
+    ) -> None:
+        self._data = data
+        self._limits = limits
+        self._collator = collator
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._field_counts: np.ndarray | None = None
+
+    def micro_batches(self, rows: np.ndarray) -> tuple[Batch, ...]:
+        """This rank's micro-batches of a step of `rows`, fillers included."""
+        lengths = np.asarray(self._data.lengths[rows])
+        companion = self._collator.companion()
+        if companion is not None and not self._counts(companion.field)[rows].any():
+            companion = None
+        hands = self._deal(lengths, rows, companion)[self._rank]
+        return tuple(self._collate(rows[hand], rows[0], companion) for hand in hands)
+
+    def _deal(self, lengths: np.ndarray, rows: np.ndarray, companion: Companion | None) -> list[list[list[int]]]:
+        limits = self._limits
+        if not limits.of_one_length:
+            return deal(lengths, self._num_ranks, max_rows=limits.max_rows, max_tokens=limits.max_tokens)
+        # What a companion joins becomes one sequence with it.
+        alone = np.zeros(len(rows), bool) if companion is None else self._counts(companion.field)[rows] == 0
+        return deal_by_length(
+            lengths, self._num_ranks, max_rows=limits.max_rows, max_tokens=limits.max_tokens, alone=alone
+        )
+
+    def _counts(self, field: str) -> np.ndarray:
+        if self._field_counts is None:
+            self._field_counts = self._data.field_counts(field)
+        return self._field_counts
+
+    def _collate(self, rows: np.ndarray, any_row: np.int64, companion: Companion | None) -> Batch:
+        """The micro-batch of these rows; of none, one that weighs nothing."""
+        terms = self._data.term_weights
+        if len(rows):
+            samples, numbers = [self._data.row(int(row)) for row in rows], rows.tolist()
+        else:
+            samples, numbers = [self._collator.filler(self._data.row(int(any_row)))], [-1]
+        if companion is not None and companion.joins(samples):
+            samples, numbers = [*samples, companion.sample], [*numbers, -1]
+        weights = {term: float(values[rows].sum()) for term, values in terms.items()}
+        return self._collator.collate(samples, numbers, weights)
+
+    def denominators(self, rows: np.ndarray) -> dict[str, float]:
+        """The weight of each loss term over `rows`."""
+        return {term: float(values[rows].sum()) for term, values in self._data.term_weights.items()}
+
+
+class StepLoader:
+    """Yields this rank's steps of training from any `DataState`, the next one made ready in the background.
+
+    Args:
+        data: the encoded rows.
+        order: cuts epochs into steps.
+        maker: cuts steps into micro-batches.
+        token_term: the loss term whose weight counts supervised tokens.
+        num_processes: that make steps ready; 0: a thread of this one does.
+    """
+
+    def __init__(
+        self, data: Rows, order: DataOrder, maker: BatchMaker, *, token_term: str | None = None, num_processes: int = 0
+    ) -> None:
+        self._num_processes = num_processes
+        self._data = data
+        self._order = order
+        self._maker = maker
+        self._token_term = token_term
+
+    def num_steps(self, epoch: int) -> int:
+        return self._order.num_steps(epoch)
+
+    @property
+    def rows_per_epoch(self) -> int:
+        return self._order.rows_per_epoch
+
+    def _rows(self, state: DataState) -> tuple[DataState, DataState, np.ndarray]:
+        """Where the step that begins at `state` begins and ends, and its rows."""
+        rows = self._order.step(state.epoch, state.rows_consumed)
+        if not len(rows):
+            state = DataState(state.epoch + 1, 0)
+            rows = self._order.step(state.epoch, 0)
+        consumed = state.rows_consumed + len(rows)
+        done = consumed >= self._order.rows_per_epoch
+        return state, DataState(state.epoch + 1, 0) if done else DataState(state.epoch, consumed), rows
+
+    def step(self, state: DataState) -> Step:
+        """The step that begins at `state`; at an epoch's end, the next epoch's first."""
+        state, after, rows = self._rows(state)
+        denominators = self._maker.denominators(rows)
+        return Step(
+            state=state,
+            after=after,
+            rows=rows,
+            micro_batches=self._maker.micro_batches(rows),
+            denominators=denominators,
+            num_tokens=int(np.asarray(self._data.lengths[rows]).sum()),
+            num_targets=denominators.get(self._token_term, 0.0) if self._token_term else 0.0,
+        )
+
+    def steps(self, state: DataState) -> Iterator[Step]:
+        """Steps without end from `state` on."""
+        if self._num_processes:
+            yield from computed_ahead(self.step, self._states(state), self._num_processes)
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="shardtune-loader") as pool:
+            upcoming = pool.submit(self.step, state)
+            while True:
+                step = upcoming.result()
+                upcoming = pool.submit(self.step, step.after)
+                yield step
+
+    def _states(self, state: DataState) -> Iterator[DataState]:
+        """Where each step begins, from `state` on."""
+        while True:
+            state, after, _ = self._rows(state)
+            yield state
+            state = after

@@ -1,0 +1,1 @@
+"""What the paths of a recipe mean."""

@@ -1,0 +1,167 @@
+"""Data sets as the `datasets` library keeps them: on the Hub, laid out like it, saved to disk, or in memory."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from shardtune.data.cache_directory import spool, writable
+from shardtune.errors import DataError
+
+Purpose = Literal["train", "eval"]
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?")
+# Which split is meant when several exist and none is named, in order of preference.
+_PREFERRED = {"train": ("train",), "eval": ("validation", "valid", "val", "dev", "eval", "test")}
+_SPLIT = re.compile(r"(?:^|[._-])(train|validation|valid|val|dev|eval|test)(?=[._-]|$)", re.IGNORECASE)
+
+
+_SAVE_AGAIN = "copy it completely, or save it again with save_to_disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which part of a data set is meant: its `name` is that of a configuration where the data set has such a one."""
+
+    name: str | None
+    split: str | None
+    purpose: Purpose
+
+
+def is_name(spec: str) -> bool:
+    """Whether a text has the form of a Hub name, `owner/name` or `owner/name:configuration`."""
+    return _NAME.fullmatch(spec) is not None
+
+
+def parse_name(spec: str) -> tuple[str, str | None]:
+    """`name:configuration` as its two parts."""
+    name, colon, config = spec.rpartition(":")
+    return (name, config) if colon and name else (spec, None)
+
+
+def is_dataset(value: Any) -> bool:
+    """Whether a value is a `datasets.Dataset`; without importing that library for those who do not use it."""
+    library = sys.modules.get("datasets")
+    return library is not None and isinstance(value, library.Dataset)
+
+
+def spool_dataset(dataset: Any, root: Path) -> Path:
+    """A `datasets.Dataset` as a Parquet file in the cache."""
+    return spool(lambda path: dataset.to_parquet(str(path)), ".parquet", root)
+
+
+def has_card(folder: Path) -> bool:
+    """Whether a directory is laid out as on the Hub: a README.md whose header names configurations."""
+    try:
+        text = (folder / "README.md").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    header = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
+    return header is not None and re.search(r"^(configs|dataset_info):", header[1], re.MULTILINE) is not None
+
+
+def load_files(name: str, config: str | None, wanted: Wanted, root: Path) -> tuple[str, list[Path]]:
+    """What is loaded of a data set, in words, and its Arrow files; downloaded or converted where needed."""
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    where = f"data: {name}" + (f":{config}" if config else "")
+    try:
+        if config is None and wanted.name in datasets.get_dataset_config_names(name):
+            config = wanted.name
+        loaded = datasets.load_dataset(name, config, cache_dir=str(writable(root / "hub")))
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        raise DataError(
+            f"the data set cannot be loaded: {error}",
+            where=where,
+            remedy="check the name (owner/name or owner/name:configuration), the configuration and the network",
+        ) from error
+    splits = {str(key): dataset for key, dataset in loaded.items()}
+    chosen = choose_split(list(splits), wanted, where)
+    label = (f"{name}:{config}" if config else name) + f" ({chosen})"
+    return label, [Path(file["filename"]) for file in splits[chosen].cache_files]
+
+
+def robot_data(name: str, root: Path) -> Path | None:
+    """The directory of a LeRobot data set of the Hub, downloaded where needed; None for anything that is none."""
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+
+    folder = str(writable(root / "hub"))
+    try:
+        hf_hub_download(name, "meta/info.json", repo_type="dataset", cache_dir=folder)
+    except (EntryNotFoundError, HfHubHTTPError, OSError, ValueError):
+        return None  # `load_files` says what is wrong with a name that is wrong
+    try:
+        return Path(snapshot_download(name, repo_type="dataset", cache_dir=folder))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise DataError(
+            f"the data set cannot be loaded: {error}",
+            where=f"data: {name}",
+            remedy="check the name (owner/name) and the network, or download it and name its directory",
+        ) from error
+
+
+def saved_files(folder: Path, wanted: Wanted) -> list[Path] | None:
+    """The Arrow files of a directory that `save_to_disk` wrote; None for any other directory."""
+    splits, state = folder / "dataset_dict.json", folder / "state.json"
+    try:
+        if splits.is_file():
+            names = json.loads(splits.read_text())["splits"]
+            chosen = choose_split(names, wanted, str(folder))
+            folder = folder / chosen
+            state = folder / "state.json"
+        elif not state.is_file():
+            return None
+        files = [folder / file["filename"] for file in json.loads(state.read_text())["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"the saved data set is torn: {error}", where=str(state), remedy=_SAVE_AGAIN) from error
+    missing = [file for file in files if not file.is_file()]
+    if missing or not files:
+        lacking = missing[0].name if missing else "its files"
+        raise DataError(f"the saved data set lacks {lacking}", where=str(folder), remedy=_SAVE_AGAIN)
+    return files
+
+
+def choose_split(names: list[str], wanted: Wanted, where: str) -> str:
+    """The split that the recipe names; otherwise the only one, or the one usual for training or for evaluation."""
+    if wanted.split is not None:
+        if wanted.split in names:
+            return wanted.split
+        raise DataError(
+            f"there is no split {wanted.split!r}",
+            where=where,
+            remedy=f"its splits are {', '.join(names)}; for a part of one use max_samples",
+        )
+    if len(names) == 1:
+        return names[0]
+    for preferred in _PREFERRED[wanted.purpose]:
+        if preferred in names:
+            return preferred
+    raise DataError(
+        "it has several splits and none is named", where=where, remedy=f"set split to one of {', '.join(names)}"
+    )
+
+
+def choose_files(files: list[Path], folder: Path, wanted: Wanted) -> list[Path]:
+    """Of a directory's files those of one split, where their names or folders tell splits apart."""
+    splits: dict[str, list[Path]] = {}
+    for file in files:
+        parts = file.relative_to(folder).parts
+        found = [match[1].lower() for part in parts for match in [_SPLIT.search(part)] if match]
+        splits.setdefault(found[-1] if found else "", []).append(file)
+    named = [name for name in splits if name]
+    if wanted.split is None and len(named) < 2:
+        return files
+    if wanted.split is not None and not named:
+        raise DataError(
+            f"the file names tell no splits apart, so there is no {wanted.split!r}",
+            where=str(folder),
+            remedy="leave split out, or name the file itself",
+        )
+    return splits[choose_split(named, wanted, str(folder))]

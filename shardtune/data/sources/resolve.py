@@ -1,0 +1,442 @@
+"""From what the recipe names to the files there are: files, lists, globs, directories, data sets of the Hub."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, cast
+
+from pydantic import BaseModel
+
+from shardtune.data.cache_directory import cache_root, print_line, spool_rows
+from shardtune.data.encoder import FrameOptions, Row, RowError, bad_row
+from shardtune.data.robot.frames import Origin, describe_frame
+from shardtune.data.robot.lerobot import is_lerobot, open_lerobot
+from shardtune.data.robot.lerobot_frames import read_lerobot
+from shardtune.data.robot.tables import read_frames
+from shardtune.data.row_files import SUPPORTED, Chunk, NumberedRow, kind_of, read_chunks
+from shardtune.data.row_formats import FORMATS_BY_NAME, in_format, read_example, recognise, rename_columns
+from shardtune.data.sources import hub
+from shardtune.data.sources.hub import Purpose, Wanted
+from shardtune.errors import DataError
+
+LEROBOT = "lerobot"
+"""The kind of a directory of robot data, which is one file to the rest."""
+ENTRY_KEYS = ("path", "name", "weight", "max_samples", "columns", "format", "split")
+_SNIFFED_ROWS = 20
+_FILL = "write rows into it, or take it out of data.train_data_paths and data.eval_data_paths"
+_GLOB = re.compile(r"[*?\[]")
+
+
+class DataOptions(Protocol):
+    """What of the recipe's `data` section finding the sources needs."""
+
+    @property
+    def columns(self) -> Mapping[str, str]: ...
+    @property
+    def transform(self) -> str | None: ...
+    @property
+    def cache_dir(self) -> Any: ...
+    @property
+    def on_bad_row(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file of rows; `label` is its name in messages, `kind` how it is read.
+
+    Attributes:
+        root: from where the paths in its rows begin; None: its own folder.
+        part: of a LeRobot data set only these episodes, `first:behind`; "": all.
+    """
+
+    path: Path
+    kind: str
+    label: str
+    root: Path | None = None
+    part: str = ""
+
+    @property
+    def folder(self) -> Path:
+        return (self.path.parent if self.root is None else self.root).absolute()
+
+
+RowFunction = Callable[[dict[str, Any]], Mapping[str, Any] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """The user's function of `data.transform`; `digest` is the hash of the file it stands in."""
+
+    spec: str
+    function: RowFunction
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One entry of the recipe's data paths.
+
+    Attributes:
+        name: unique among the sources; in logs and in `TokenDataset.sources`.
+        files: the files it stands for, in the order in which their rows count.
+        weight: how often an epoch holds its rows.
+        max_samples: only the first so many usable rows, in file order.
+        columns: names known here -> the file's own names.
+        format: the row format the recipe names, None to recognise each row.
+        title: the format of the first rows, for the log.
+        transform: applied to each row before `columns`.
+        frames: how robot data become rows; None: rows are read as they stand in the files.
+    """
+
+    name: str
+    files: tuple[SourceFile, ...]
+    weight: float = 1.0
+    max_samples: int | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    format: str | None = None
+    title: str = ""
+    transform: Transform | None = None
+    frames: FrameOptions | None = None
+
+    def chunks(self, file: SourceFile) -> Iterator[Chunk]:
+        """The rows of one of its files, before `transform`."""
+        if self.frames is None:
+            return read_chunks(file.path, file.kind)
+        if file.kind == LEROBOT:
+            return read_lerobot(file.path, file.part, self.columns, self.frames, self.name)
+        origin = Origin(self.name, file.label, file.folder)
+        return read_frames(read_chunks(file.path, file.kind), self.columns, self.frames, origin)
+
+    def rows(self, file: SourceFile) -> Iterator[NumberedRow]:
+        """Each row of one of its files with its number, before `transform`."""
+        for chunk in self.chunks(file):
+            yield from chunk.rows()
+
+
+def resolve_sources(
+    spec: Any,
+    data: DataOptions,
+    *,
+    purpose: Purpose = "train",
+    name_format: Callable[[Row], str] | None = None,
+    frames: FrameOptions | None = None,
+    say: Callable[[str], None] = print_line,
+) -> list[Source]:
+    """The sources that `data.train_data_paths` or `data.eval_data_paths` names, each checked by its first rows.
+
+    Args:
+        spec: a file, directory, glob or Hub name; an entry `{path, name, weight, …}`; rows in memory (a list of
+            dictionaries or a `datasets.Dataset`); or a list of these.
+        purpose: which split is taken where several exist and none is named.
+        name_format: names a row's format for the log, raising `RowError`; by default the formats of `formats`.
+        frames: how robot data become rows; None: what is named are no robot data.
+        say: told one line per source.
+    """
+    transform = load_transform(data.transform) if data.transform else None
+    entries = [_entry(item) for item in _items(spec)]
+    if not entries:
+        raise DataError("no data is named", where="data", remedy="set data.train_data_paths to a file or directory")
+    sources: list[Source] = []
+    for entry in entries:
+        wanted = Wanted(entry.get("name"), entry.get("split"), purpose)
+        files, name = _find(entry["path"], wanted, data, robot=frames is not None)
+        name = _unique(entry.get("name") or name, [source.name for source in sources])
+        source = Source(
+            name=name,
+            files=tuple(files),
+            weight=1.0 if entry.get("weight") is None else float(entry["weight"]),
+            max_samples=entry.get("max_samples"),
+            columns={**data.columns, **(entry.get("columns") or {})},
+            format=entry.get("format"),
+            transform=transform,
+            frames=frames,
+        )
+        _check_kind(source)
+        title = _check_first_rows(source, name_format or _title(source), data.on_bad_row)
+        sources.append(replace(source, title=title))
+        say(f"data: {name}: {title}, {len(files)} file{'s' if len(files) > 1 else ''} ({files[0].label})")
+    return sources
+
+
+def _check_kind(source: Source) -> None:
+    label = source.files[0].label
+    if source.frames is None and source.files[0].kind == LEROBOT:
+        raise DataError(
+            "this is a robot data set (LeRobot), and the model takes no such rows",
+            where=label,
+            remedy="set actor.model.model_type to vision_language_action, or name other data",
+        )
+    if source.frames is not None and source.format is not None:
+        raise DataError(
+            f"the format {source.format!r} is one of texts, and the model takes robot data",
+            where=label,
+            remedy="leave format out; columns says which column is what",
+        )
+
+
+def named_sets(spec: Any) -> dict[str, Any]:
+    """`data.eval_data_paths` by name: what the recipe names, or everything under the name ""; nothing for null."""
+    if isinstance(spec, Mapping) and "path" not in spec:
+        return dict(spec)
+    return {} if spec is None else {"": spec}
+
+
+def load_transform(spec: str) -> Transform:
+    """The function that `data.transform` names as `file.py:function`, from the very bytes whose hash is the key.
+
+    Imported anew whenever the file has changed, so that a notebook never mixes an old function with a new key.
+    """
+    path, _, name = spec.rpartition(":")
+    where = f"data.transform: {spec}"
+    try:
+        code = Path(path).read_bytes()
+    except OSError as error:
+        remedy = "write file.py:function; relative paths are relative to the recipe's directory"
+        raise DataError(f"{path or spec!r} cannot be read: {error.strerror}", where=where, remedy=remedy) from error
+    digest = blake2b(code, digest_size=20).hexdigest()
+    function: Any = vars(_import_code(code, path, f"shardtune_transform_{digest}", where)).get(name)
+    if not callable(function):
+        raise DataError(
+            f"{path} has no function {name!r}",
+            where=where,
+            remedy="write `def name(row)` into it, returning a row or None",
+        )
+    return Transform(spec, cast(RowFunction, function), digest)
+
+
+def _import_code(code: bytes, path: str, name: str, where: str) -> ModuleType:
+    if name in sys.modules:
+        return sys.modules[name]
+    module = ModuleType(name)
+    module.__file__ = path
+    sys.modules[name] = module  # so that what is defined in it can be found by name
+    try:
+        exec(compile(code, path, "exec"), vars(module))
+    except Exception as error:
+        del sys.modules[name]
+        raise DataError(
+            f"importing {path} raised {type(error).__name__}: {error}",
+            where=where,
+            remedy=f"python {path} shows the whole error",
+        ) from error
+    return module
+
+
+# -- what the recipe may name --------------------------------------------------------------------------------------
+
+
+def _items(spec: Any) -> list[Any]:
+    if isinstance(spec, (str, Path, Mapping, BaseModel)) or hub.is_dataset(spec):
+        return [spec]
+    if not isinstance(spec, Sequence):
+        raise DataError(
+            f"data cannot be read from {type(spec).__name__}",
+            where="data",
+            remedy="name a file, directory, glob or Hub name, or give a list of dictionaries or a datasets.Dataset",
+        )
+    rows = [item for item in spec if isinstance(item, Mapping) and not _is_entry(item)]
+    if rows and len(rows) < len(spec):
+        raise DataError("the list mixes rows and paths", where="data", remedy="give either rows or paths")
+    return [spec] if rows else list(spec)
+
+
+def _is_entry(item: Mapping[str, Any]) -> bool:
+    return "path" in item and set(item) <= set(ENTRY_KEYS)
+
+
+def _entry(item: Any) -> dict[str, Any]:
+    if isinstance(item, BaseModel):
+        item = item.model_dump()
+    if not isinstance(item, Mapping):
+        return {"path": item}
+    unknown = [key for key in item if key not in ENTRY_KEYS]
+    if unknown or item.get("path") is None:
+        what = f"a data entry has the unknown key {unknown[0]!r}" if unknown else "a data entry names no path"
+        raise DataError(what, where=f"data: {dict(item)}", remedy=f"its keys are {', '.join(ENTRY_KEYS)}")
+    entry = dict(item)
+    where = f"data: {entry['path']}"
+    form, most = entry.get("format"), entry.get("max_samples")
+    if form is not None and form not in FORMATS_BY_NAME:
+        raise DataError(f"the format {form!r} is not known", where=where, remedy=f"one of {', '.join(FORMATS_BY_NAME)}")
+    if most is not None and (not isinstance(most, int) or most < 1):
+        raise DataError(f"max_samples is {most!r}", where=where, remedy="a whole number of at least 1, or null")
+    weight = entry.get("weight")
+    if weight is not None and (not isinstance(weight, (int, float)) or not 0 < weight < float("inf")):
+        raise DataError(f"weight is {weight!r}", where=where, remedy="a number above 0")
+    return entry
+
+
+def _unique(name: str, taken: list[str]) -> str:
+    candidate, count = name, 1
+    while candidate in taken:
+        count += 1
+        candidate = f"{name}-{count}"
+    return candidate
+
+
+def _find(spec: Any, wanted: Wanted, data: DataOptions, *, robot: bool) -> tuple[list[SourceFile], str]:
+    """The files behind one path, and a name for them."""
+    root = cache_root(data.cache_dir)
+    if hub.is_dataset(spec):
+        return [SourceFile(hub.spool_dataset(spec, root), "parquet", "rows in memory", Path.cwd())], "memory"
+    if isinstance(spec, Sequence) and not isinstance(spec, str):
+        return [SourceFile(spool_rows(spec, root), "jsonl", "rows in memory", Path.cwd())], "memory"
+    if not isinstance(spec, (str, Path)):
+        raise DataError(
+            f"a data path is {type(spec).__name__}, not text",
+            where=f"data: {spec!r}",
+            remedy="name a file or directory",
+        )
+    path = Path(spec).expanduser()
+    if path.is_file():
+        return [_file(path)], _stem(path)
+    if path.is_dir():
+        return _directory(path, wanted, root), path.resolve().name
+    if _GLOB.search(str(spec)):
+        return _matches(str(path)), _GLOB.split(path.name)[0].strip("-_.") or path.parent.name
+    name, config = hub.parse_name(str(spec))
+    if config is not None and Path(name).is_dir():
+        return _hub_files(name, config, wanted, root), Path(name).name
+    if hub.is_name(str(spec)):
+        folder = hub.robot_data(name, root) if robot and config is None else None
+        if folder is not None:
+            return _directory(folder, wanted, root), name.rpartition("/")[2]
+        return _hub_files(name, config, wanted, root), name.rpartition("/")[2]
+    raise _missing(path)
+
+
+def _stem(path: Path) -> str:
+    return path.name.partition(".")[0] or path.name
+
+
+def _missing(path: Path) -> DataError:
+    siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, siblings, n=1)
+    if near:
+        remedy = f"did you mean {path.parent / near[0]}?"
+    elif siblings:
+        remedy = "check the name; relative paths are relative to the recipe's directory"
+    else:
+        remedy = f"the directory {path.parent} does not exist or is empty either"
+    return DataError(f"the data file {str(path)!r} does not exist", where="data", remedy=remedy)
+
+
+def _file(path: Path, label: str | None = None) -> SourceFile:
+    kind = kind_of(path)
+    if kind is None:
+        raise DataError(f"the kind of the file {path.name!r} is not known", where=str(path), remedy=f"use {SUPPORTED}")
+    if path.stat().st_size == 0:
+        raise DataError("the data file is empty", where=str(path), remedy=_FILL)
+    return SourceFile(path, kind, label or str(path))
+
+
+def _matches(pattern: str) -> list[SourceFile]:
+    paths = [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
+    files = [path for path in paths if path.is_file() and not path.name.startswith(".")]
+    if not files:
+        raise DataError(
+            f"nothing matches {pattern!r}", where="data", remedy="check the pattern; ** crosses directories"
+        )
+    return [_file(path) for path in files]
+
+
+def _directory(path: Path, wanted: Wanted, root: Path) -> list[SourceFile]:
+    """A directory written by `datasets`, one laid out as on the Hub, or one of data files."""
+    if is_lerobot(path):
+        return [_lerobot(path, wanted)]
+    saved = hub.saved_files(path, wanted)
+    if saved is not None:
+        return [SourceFile(file, "arrow", str(file)) for file in saved]
+    if hub.has_card(path):
+        return _hub_files(str(path), None, wanted, root)
+    found = [file for file in sorted(path.rglob("*")) if file.is_file() and _is_data(file, path)]
+    if not found:
+        raise DataError("the directory holds no data file", where=str(path), remedy=f"files named {SUPPORTED}")
+    return [_file(file) for file in hub.choose_files(found, path, wanted)]
+
+
+def _lerobot(path: Path, wanted: Wanted) -> SourceFile:
+    described = open_lerobot(path)
+    splits = described.splits
+    part = ""
+    if wanted.split is not None or len(splits) > 1:
+        part = splits[hub.choose_split(list(splits), wanted, str(path))]
+    whole = f"0:{len(described.episodes)}"
+    return SourceFile(path, LEROBOT, str(path), path, "" if part == whole else part)
+
+
+def _is_data(file: Path, folder: Path) -> bool:
+    hidden = any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
+    return not hidden and kind_of(file) is not None
+
+
+def _hub_files(name: str, config: str | None, wanted: Wanted, root: Path) -> list[SourceFile]:
+    label, files = hub.load_files(name, config, wanted, root)
+    return [SourceFile(file, "arrow", f"{label} {file.name}" if len(files) > 1 else label) for file in files]
+
+
+# -- the first rows ------------------------------------------------------------------------------------------------
+
+
+def _title(source: Source) -> Callable[[Row], str]:
+    def read(row: Row) -> str:
+        if source.frames is not None:
+            return describe_frame(row)
+        read_example(row, source.format)
+        return (recognise(row) if source.format is None else FORMATS_BY_NAME[source.format]).title
+
+    return read
+
+
+def prepare_row(row: Row, source: Source) -> Row | None:
+    """The row as the encoder takes it: transformed, its columns renamed; None where the transform drops it.
+
+    The columns of robot data have their names before that: frames are made of them.
+    """
+    if source.transform is not None:
+        try:
+            changed = source.transform.function(dict(row))
+        except Exception as error:
+            raise RowError(f"data.transform raised {type(error).__name__}: {error}") from error
+        if changed is None:
+            return None
+        if not isinstance(changed, Mapping):
+            raise RowError(f"data.transform gave {type(changed).__name__}, not a row or None")
+        row = changed
+    return row if source.frames is not None else rename_columns(row, source.columns)
+
+
+def _check_first_rows(source: Source, title: Callable[[Row], str], on_bad_row: str) -> str:
+    """The format of the first row, or with `on_bad_row: skip` of the first that can be used."""
+    first: DataError | None = None
+    for file in source.files:
+        seen = 0
+        for number, row in source.rows(file):
+            seen += 1
+            try:
+                if isinstance(row, RowError):
+                    raise row
+                prepared = prepare_row(row, source)
+                if prepared is not None:
+                    return title(prepared if source.format is None else in_format(prepared, source.format))
+            except RowError as error:
+                first = first or bad_row(file.label, number, error.reason)
+                if on_bad_row == "fail":
+                    raise first from error
+            if seen == _SNIFFED_ROWS:
+                break
+        if seen == 0:
+            raise DataError("the data file holds no rows", where=file.label, remedy=_FILL)
+    raise first or DataError(
+        f"data.transform drops each of the first {_SNIFFED_ROWS} rows",
+        where=source.files[0].label,
+        remedy="let it return the rows that are to be kept, None only for the others",
+    )

@@ -1,0 +1,1 @@
+"""A worker's own loader, driven exactly and resumed."""

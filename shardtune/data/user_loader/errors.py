@@ -1,0 +1,112 @@
+"""What can be wrong with a user's own loader, each with the way to mend it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardtune.data.user_loader.batch import COLLATE
+from shardtune.errors import CheckpointError, ConfigError, DataError
+
+BUILD = "build_dataloader"
+ALL_THE_SAME = "runner.allow_changes=[data.train_data_paths]"
+
+
+def indivisible(global_batch_size: int, micro_batch_size: int, num_ranks: int) -> ConfigError:
+    """Sizes that do not divide, with the nearest values of each that do."""
+    unit = micro_batch_size * num_ranks
+    below, above = global_batch_size // unit * unit, -(-global_batch_size // unit) * unit
+    near = f"{below} or {above}" if below else f"{above}"
+    per_rank, rest = divmod(global_batch_size, num_ranks)
+    smaller = [size for size in range(1, per_rank + 1) if per_rank % size == 0] if not rest else []
+    nearest = min(smaller, key=lambda size: abs(size - micro_batch_size), default=None)
+    other = f", or actor.micro_batch_size to {nearest}" if nearest is not None else ""
+    fitting = [n for n in range(1, num_ranks) if global_batch_size % (n * micro_batch_size) == 0]
+    other += f", or start {fitting[-1]} rank{'s' if fitting[-1] > 1 else ''}" if fitting else ""
+    return ConfigError(
+        f"actor.global_batch_size = {global_batch_size} is not divisible by actor.micro_batch_size = "
+        f"{micro_batch_size} times {num_ranks} rank{'s' if num_ranks > 1 else ''}",
+        where="actor.global_batch_size",
+        remedy=f"set actor.global_batch_size to {near}{other}",
+    )
+
+
+def unmade(error: KeyError, number: int) -> DataError:
+    """A batch that could not be made for want of a field."""
+    text = str(error.args[0]) if error.args else ""
+    inner = re.search(r"KeyError: '([^']+)'\s*$", text)  # of a loader's process only the text comes through
+    return DataError(
+        f"batch {number} cannot be made: a sample has no {inner[1] if inner else text!r}".replace('"', ""),
+        where=COLLATE,
+        remedy="give every sample the same fields: where one has none (an image, say), put in an empty or blank one",
+    )
+
+
+def built(returned: Any) -> tuple[Any, dict[str, Any]]:
+    """What `build_dataloader` returned, if it is what it should be."""
+    pair = isinstance(returned, (tuple, list)) and len(returned) == 2
+    if not pair or not isinstance(returned[1], Mapping):
+        what = f"{len(returned)} things" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+        raise DataError(
+            f"{BUILD} returned {what}, not a loader and a dict",
+            where=BUILD,
+            remedy='return data_loader, {"num_samples": len(dataset)}',
+        )
+    return returned[0], dict(returned[1])
+
+
+def no_length(loader: object) -> DataError:
+    """A loader that cannot say how many batches it yields."""
+    return DataError(
+        f"build_dataloader returned a {type(loader).__name__} without a length",
+        where=BUILD,
+        remedy="return a DataLoader over a map-style data set",
+    )
+
+
+def wrong_length(what: str, length: int) -> DataError:
+    """A loader that yields more or fewer batches than it says."""
+    return DataError(
+        f"the loader {what}, its length is {length}",
+        where=BUILD,
+        remedy="let __len__ say how many batches the loader yields",
+    )
+
+
+def too_large(rows: int, micro_batch_size: int) -> ConfigError:
+    """Batches of more rows than a forward is to have."""
+    return ConfigError(
+        f"the loader yields batches of {rows} rows, actor.micro_batch_size is {micro_batch_size}",
+        where=BUILD,
+        remedy="build the loader with batch_size=self.cfg.actor.micro_batch_size",
+    )
+
+
+def ranks_differ() -> DataError:
+    """A loader that is said to be the same on every rank and is not."""
+    return DataError(
+        "the loader yields other batches on each rank, so rows would be left out",
+        where=BUILD,
+        remedy='return {"sharded": True} beside it, or let it yield the same batches on every rank',
+    )
+
+
+def data_changed(changes: Sequence[str]) -> CheckpointError:
+    """Other data than a checkpoint was trained on."""
+    return CheckpointError(
+        "the training data is not what this run was trained on so far:\n    " + "\n    ".join(changes),
+        where=BUILD,
+        remedy=f"put the data back, choose another runner.logger.experiment_name, or go on all the same with "
+        f"{ALL_THE_SAME}",
+    )
+
+
+def other_batches(epoch: int, done: int) -> CheckpointError:
+    """A loader that, gone through again, does not yield what it yielded."""
+    return CheckpointError(
+        f"the first {done} batches of epoch {epoch} are not those that were trained on",
+        where=BUILD,
+        remedy="let the loader draw from torch's, numpy's or Python's generators (which are seeded for every epoch and "
+        f"batch), or give it state_dict and load_state_dict; to go on all the same: {ALL_THE_SAME}",
+    )

@@ -1,0 +1,356 @@
+"""Steps of training from a user's own iterable of batches: which batch is whose, and how its place is found again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import count, islice
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from torch.utils.data import DataLoader
+
+from shardtune.data.loader.step_loader import DataState, Step
+from shardtune.data.user_loader.batch import SameFields, UserBatch, fingerprint, rows_agreed, tokens_of
+from shardtune.data.user_loader.errors import (
+    data_changed,
+    indivisible,
+    no_length,
+    other_batches,
+    ranks_differ,
+    too_large,
+    unmade,
+    wrong_length,
+)
+from shardtune.data.user_loader.position import LoaderRecord, merged, of_rank
+from shardtune.data.user_loader.rng import LoaderDraws
+from shardtune.data.user_loader.state_json import NotPlain, StatefulLoader, decode, encode
+from shardtune.errors import ConfigError, DataError
+from shardtune.parallel.ranks import Ranks
+
+Weigh = Callable[[Sequence[Any]], list[Mapping[str, float]]]
+"""What batches, at least one, weigh in each term of the loss. All ranks call it together."""
+
+
+@runtime_checkable
+class SizedLoader(Protocol):
+    """A loader that can be gone through once per epoch and knows its number of batches."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class BatchLoader:
+    """Cuts a user's loader into optimizer steps.
+
+    Every rank goes through the same batches, and batch i of a step belongs to rank i mod ranks; a loader that is
+    already sharded yields this rank's batches alone, on some ranks perhaps fewer. A resumed run puts a loader that has
+    a state back where it was, and goes through the epoch's first batches of any other again.
+
+    Args:
+        loader: yields batches, anew at each `iter`.
+        ranks: over which a step's batches are spread; every rank makes its loader and goes through it alike.
+        batches_per_rank: of one step, on each rank.
+        rows_per_batch: rows of a full batch.
+        weigh: what batches weigh.
+        sharded: whether the loader yields this rank's batches alone.
+        num_samples: of the data, where that is known.
+        seed: of the run; what a loader draws is a function of it, the epoch and the batch's number.
+        say: told what is worth knowing.
+    """
+
+    def __init__(
+        self,
+        loader: SizedLoader,
+        ranks: Ranks,
+        *,
+        batches_per_rank: int,
+        rows_per_batch: int,
+        weigh: Weigh,
+        sharded: bool = False,
+        num_samples: int | None = None,
+        seed: int = 0,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self._loader = loader
+        self._ranks = ranks
+        self._rows = rows_per_batch
+        self._weigh = weigh
+        self._sharded = sharded
+        self._num_samples = num_samples
+        self._draws = LoaderDraws(loader, seed)
+        self._say = say
+        # In turns: a batch of the loader each, on all ranks at once where it is sharded.
+        self._turns_per_step = batches_per_rank if sharded else batches_per_rank * ranks.num_data_ranks
+        self._rows_per_turn = rows_per_batch * ranks.num_data_ranks if sharded else rows_per_batch
+        self._turns = int(ranks.largest(len(loader))) if sharded else len(loader)
+        self._fields = SameFields()
+        self._first = ""
+        self._seen = ""
+        self._last: Any = None
+        self._compared = False
+        self._ready: tuple[int, int, Iterator[Any]] | None = None
+        self._resumed: LoaderRecord | None = None  # until a step is taken
+
+    @classmethod
+    def of(
+        cls,
+        loader: Any,
+        info: Mapping[str, Any],
+        *,
+        ranks: Ranks,
+        global_batch_size: int | None,
+        micro_batch_size: int | None,
+        weigh: Weigh,
+        seed: int,
+        say: Callable[[str], None] = print,
+    ) -> BatchLoader:
+        """A user's loader under a recipe; sizes that do not divide are refused with the nearest that do."""
+        if not isinstance(loader, SizedLoader):
+            raise no_length(loader)
+        try:
+            batches = len(loader)
+        except TypeError as error:  # as of a DataLoader over a stream
+            raise no_length(loader) from error
+        if not batches:
+            raise DataError("the loader has no batch", where="build_dataloader", remedy="give it rows to yield")
+        if global_batch_size is None or micro_batch_size is None:
+            raise ConfigError(
+                "a worker with a loader of its own needs actor.global_batch_size and actor.micro_batch_size in rows",
+                where="actor.global_batch_size",
+                remedy="set both, and build the loader with batch_size=self.cfg.actor.micro_batch_size",
+            )
+        sharded, unit = bool(info.get("sharded")), micro_batch_size * ranks.num_data_ranks
+        if global_batch_size % unit and not sharded:
+            raise indivisible(global_batch_size, micro_batch_size, ranks.num_data_ranks)
+        batches_per_rank = max(1, round(global_batch_size / unit))
+        if batches_per_rank * unit != global_batch_size:
+            say(f"a step holds {batches_per_rank * unit} rows, the nearest to {global_batch_size} that divides")
+        return cls(
+            loader,
+            ranks,
+            batches_per_rank=batches_per_rank,
+            rows_per_batch=micro_batch_size,
+            weigh=weigh,
+            sharded=sharded,
+            num_samples=info.get("num_samples"),
+            seed=seed,
+            say=say,
+        )
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Refuse, on one rank, a step that could not be spread over so many."""
+        step = self._turns_per_step * self._rows_per_turn
+        if step % (self._rows * num_ranks) and not self._sharded:
+            raise indivisible(step, self._rows, num_ranks)
+
+    @property
+    def num_samples(self) -> int:
+        """Rows of an epoch: as announced, or else as many as full batches hold."""
+        announced = None if self._sharded else self._num_samples
+        return self.rows_per_epoch if announced is None else announced
+
+    @property
+    def last_batch(self) -> Any:
+        """The last batch that was taken; None before the first."""
+        return self._last
+
+    @property
+    def rows_per_epoch(self) -> int:
+        return self._turns * self._rows_per_turn
+
+    def num_steps(self, epoch: int) -> int:
+        return -(-self._turns // self._turns_per_step)
+
+    def steps(self, state: DataState) -> Iterator[Step]:
+        """Steps without end from `state` on."""
+        epoch, done = state.epoch, state.rows_consumed // self._rows_per_turn
+        while True:
+            batches = self._enter(epoch, done)
+            while done < self._turns:
+                turns = min(self._turns_per_step, self._turns - done)
+                taken = list(islice(batches, turns))
+                before, done = done, done + turns
+                if not self._sharded and len(taken) < turns:
+                    raise wrong_length(f"ended after {before + len(taken)} batches", self._turns)
+                if done == self._turns and next(batches, None) is not None:
+                    raise wrong_length("yields more batches", self._turns)
+                after = DataState(epoch + 1, 0) if done == self._turns else self._state(epoch, done)
+                yield self._step(taken, turns, self._state(epoch, before), after)
+            epoch, done = epoch + 1, 0
+
+    def _state(self, epoch: int, done: int) -> DataState:
+        return DataState(epoch, done * self._rows_per_turn)
+
+    # Going through the loader.
+
+    def _enter(self, epoch: int, done: int) -> Iterator[Any]:
+        """An epoch's batches from number `done` on."""
+        ready, self._ready = self._ready, None
+        if ready is not None and ready[:2] == (epoch, done):
+            return ready[2]
+        batches = self._pass(epoch)
+        for _ in islice(batches, done):
+            pass
+        return batches
+
+    def _pass(self, epoch: int, first: int = 0) -> Iterator[Any]:
+        """The batches that the loader yields from where it stands, which is before number `first` of an epoch.
+
+        What they draw depends on their number, not on where the pass begins.
+        """
+        batches = self._draws.begin(epoch)
+        self._seen = self._seen if first else ""
+        for number in count(first):
+            self._draws.before(epoch, number)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except KeyError as error:
+                raise unmade(error, number) from error
+            self._fields.check(batch, number)
+            digest = fingerprint(batch)
+            if (epoch, number) == (0, 0) and not self._first:
+                self._first = digest
+            self._seen = fingerprint([self._seen, digest])
+            self._last = batch
+            yield batch
+
+    def _step(self, batches: list[Any], turns: int, state: DataState, after: DataState) -> Step:
+        """A step of the batches taken in so many turns, of which a sharded loader may have fewer."""
+        if self._last is None:
+            raise DataError("the loader yields no batch", where="build_dataloader", remedy="give every rank rows")
+        self._compare_ranks(batches)
+        self._resumed = None
+        *weights, of_last = self._weigh([*batches, self._last])
+        terms = list(of_last)
+        pairs = list(zip(batches, weights, strict=True))
+        # A mean over no targets is 0 / 0: a batch without any repeats another with weight 0, as does a missing batch.
+        spare = next((batch for batch, weight in pairs if any(weight.values())), self._last)
+        filler = UserBatch(spare, dict.fromkeys(terms, 0.0), counts=False)
+        if not self._sharded:
+            pairs = pairs[self._ranks.data_rank :: self._ranks.num_data_ranks]
+            turns = -(-turns // self._ranks.num_data_ranks)
+        made = [UserBatch(batch, weight) if any(weight.values()) else filler for batch, weight in pairs]
+        made += [filler] * (turns - len(made))
+        sums = [sum(weight[term] for weight in weights) for term in terms]
+        tokens = float(sum(tokens_of(batch) for batch in batches))
+        if self._sharded:
+            *sums, tokens = self._ranks.sum([*sums, tokens])
+        return Step(
+            state=state,
+            after=after,
+            rows=np.empty(0, dtype=np.int64),
+            micro_batches=tuple(replace(batch, metrics={}) for batch in made),
+            denominators=dict(zip(terms, sums, strict=True)),
+            num_tokens=int(tokens),
+            num_targets=sums[0] if len(terms) == 1 else 0.0,
+        )
+
+    def _compare_ranks(self, batches: Sequence[Any]) -> None:
+        """At the first step, see that batches are as large as the recipe says and on the right ranks."""
+        if self._compared:
+            return
+        self._compared = True
+        size = rows_agreed(batches[0]) if batches else None
+        if size is not None and size > self._rows:
+            raise too_large(size, self._rows)
+        if size is not None and size < self._rows and self._turns > 1:
+            self._say(f"the loader yields batches of {size} rows, actor.micro_batch_size is {self._rows}")
+        hashes = self._ranks.gather(fingerprint(batches[0]) if batches else "")
+        alike = len(set(hashes)) == 1
+        if not self._sharded and not alike:
+            raise ranks_differ()
+        if self._sharded and alike and len(hashes) > 1:
+            self._say("the loader is said to be sharded, and begins with the same batch on every rank: rows come twice")
+
+    # Resuming.
+
+    def record(self) -> LoaderRecord:
+        """What a checkpoint is to know of the loader as it stands; all ranks call it."""
+        if self._resumed is not None:
+            return self._resumed
+        told = self._ranks.gather((self._first, self._seen, self._draws.own_seeds, self._own_state()))
+        firsts, seen, seeds, states = ([entry[part] for entry in told] for part in range(4))
+        return replace(
+            self._identity(),
+            first_batch=merged(firsts) if any(firsts) else (),
+            seen=merged(seen) if any(seen) else (),
+            own_seeds=merged(seeds) if any(seeds) else (),
+            states=None if any(state is None for state in states) else merged(states),
+        )
+
+    def _identity(self) -> LoaderRecord:
+        return LoaderRecord(self._turns, self._num_samples, self._rows, self._ranks.num_data_ranks, self._sharded)
+
+    def _own_state(self) -> Any:
+        """The loader's own state, encoded; None where it has none that can be kept."""
+        if not isinstance(self._loader, StatefulLoader) or self._last is None:
+            return None
+        try:
+            return encode(self._loader.state_dict())
+        except NotPlain as problem:
+            self._say(f"the loader's own state is not kept ({problem}): a resumed run goes through its batches again")
+            return None
+
+    def resume(self, state: DataState, saved: LoaderRecord, *, allow_changed: bool) -> None:
+        """Find the place of a checkpoint; all ranks call it.
+
+        Args:
+            state: where the data stood.
+            saved: the loader as it was.
+            allow_changed: go on even if the data is another one.
+
+        Raises:
+            CheckpointError: the data is not that of the checkpoint.
+        """
+        now, rank = self._identity(), self._ranks.rank
+        alike = saved.cut_alike(now)
+        firsts, seen, states = (saved.first_batch, saved.seen, saved.states) if alike else ((), (), None)
+        if states is not None and len(states) not in (1, now.ranks):
+            states = None
+        changes = saved.changes(now)
+        if firsts and not changes and self._first_now() != of_rank(firsts, rank):
+            changes.append("the first batch: other content")
+        changes = list(dict.fromkeys(change for told in self._ranks.gather(changes) for change in told))
+        if changes and not allow_changed:
+            raise data_changed(changes)
+        self._first = of_rank(firsts, rank) if firsts else ""
+        done, left_over = divmod(state.rows_consumed, self._rows_per_turn)
+        if left_over or (saved.sharded and not alike):
+            self._say("batches or ranks are cut otherwise now: some rows of this epoch may come twice or not at all")
+        if alike and len(saved.own_seeds) in (1, now.ranks) and of_rank(saved.own_seeds, rank) != self._draws.own_seeds:
+            self._say("a generator that the loader holds was seeded otherwise: what it draws from here on is new")
+        if states is not None and not changes and isinstance(self._loader, StatefulLoader):
+            self._restore(decode(of_rank(states, rank)), done)
+            self._seen = of_rank(seen, rank) if seen else ""
+            self._ready = state.epoch, done, self._pass(state.epoch, done)
+        elif done:
+            self._say(f"the loader keeps no state: going through the first {done} batches of epoch {state.epoch} again")
+            self._replay(state.epoch, done, of_rank(seen, rank) if seen and not changes else "")
+        self._resumed = replace(now, first_batch=firsts, seen=seen, own_seeds=saved.own_seeds, states=states)
+
+    def _restore(self, state: Any, done: int) -> None:
+        """Give the loader its own state."""
+        assert isinstance(self._loader, StatefulLoader)
+        self._loader.load_state_dict(state)
+        if not isinstance(self._loader, DataLoader):
+            return
+        if not done:  # the pass that the state ended; the next one's order comes from the epoch, not from the state
+            iter(self._loader)
+        if self._loader.num_workers and (done or self._loader.persistent_workers):
+            self._say("the loader's state does not hold what its processes draw: a random transform goes on otherwise")
+
+    def _first_now(self) -> str:
+        """A hash of what is now the first batch of the first epoch."""
+        batch = next(iter(self._pass(0)), None)
+        return "" if batch is None else fingerprint(batch)
+
+    def _replay(self, epoch: int, done: int, wanted: str) -> None:
+        """Go through an epoch's first batches again; they have to be those that they were."""
+        batches = self._enter(epoch, done)
+        differs = bool(wanted) and self._seen != wanted
+        if self._ranks.largest(float(differs)):
+            raise other_batches(epoch, done)
+        self._ready = epoch, done, batches

@@ -1,0 +1,100 @@
+"""What a module has learned, its optimizers and schedules, in a folder that any layout of an engine continues from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardtune.checkpoint.dcp import load_tensors, save_tensors
+from shardtune.checkpoint.optimizer import load_optimizer_tensors, optimizer_tensors
+from shardtune.engine.offload import optimizers_of
+from shardtune.errors import CheckpointError
+from shardtune.parallel.fsdp2 import Weights
+
+MODEL, OPTIMIZERS, STATE = "model", "optimizers", "engine.json"
+
+
+def save_state(folder: Path, module: nn.Module, weights: Weights) -> None:
+    """Write the trained weights, buffers, optimizers and schedules; every rank calls it.
+
+    Frozen weights beside trained ones are left out: they come from where the module's weights come from.
+    """
+    save_tensors(folder / MODEL, _kept(weights))
+    described: dict[str, Any] = {"optimizers": {}, "schedules": {}}
+    for name, optimizer in optimizers_of(module).items():
+        moments, described["optimizers"][name] = optimizer_tensors(optimizer, _names(weights), weights)
+        save_tensors(folder / OPTIMIZERS / name, moments)
+    for name, schedule in _schedules(module).items():
+        described["schedules"][name] = schedule.state_dict()
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f"{STATE}.partial"
+        partial.write_text(json.dumps(described, default=_number))
+        partial.replace(folder / STATE)  # last: without it the folder is no state
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def load_state(folder: Path, module: nn.Module, weights: Weights) -> None:
+    """Take all that from a folder, on any number of ranks; every rank calls it.
+
+    Raises:
+        CheckpointError: it is not there, or of another module or other optimizers.
+    """
+    try:
+        described = json.loads((folder / STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"there is no saved state: {error}", where=str(folder), remedy="give a folder that engine.save() wrote"
+        ) from error
+    optimizers = optimizers_of(module)
+    if described["optimizers"].keys() != optimizers.keys():
+        raise CheckpointError(
+            f"it has the optimizers {sorted(described['optimizers'])}, the module {sorted(optimizers)}",
+            where=str(folder),
+            remedy="make the same optimizers, under the same names, in on_weights_materialized",
+        )
+    tensors = _kept(weights)
+    load_tensors(folder / MODEL, tensors)
+    weights.take({**weights.tensors(), **tensors} if len(tensors) < len(weights.tensors()) else tensors)
+    for name, optimizer in optimizers.items():
+        load_optimizer_tensors(
+            folder / OPTIMIZERS / name, optimizer, _names(weights), described["optimizers"][name], weights
+        )
+    for name, schedule in _schedules(module).items():
+        if name in described["schedules"]:
+            schedule.load_state_dict(described["schedules"][name])
+
+
+def _kept(weights: Weights) -> dict[str, torch.Tensor]:
+    trained = weights.trainable()
+    return {
+        name: tensor
+        for name, tensor in weights.tensors().items()
+        if not trained or name in trained or name not in weights.parameters
+    }
+
+
+def _names(weights: Weights) -> dict[nn.Parameter, str]:
+    return {parameter: name for name, parameter in weights.parameters.items()}
+
+
+def _schedules(module: nn.Module) -> dict[str, torch.optim.lr_scheduler.LRScheduler]:
+    return {
+        name: value for name, value in vars(module).items() if isinstance(value, torch.optim.lr_scheduler.LRScheduler)
+    }
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    raise CheckpointError(
+        f"the state of a schedule holds a {type(value).__name__}, which cannot be saved",
+        where="engine.save()",
+        remedy="keep it out of the module's attributes, or use a schedule of numbers",
+    )

@@ -1,0 +1,122 @@
+"""The first weights of a module on its ranks, from where its class says they come."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardtune.checkpoint.module_weights import Supply, in_files, load_plain
+from shardtune.engine.nn import BaseHuggingFaceTrainModule, BaseTrainModule
+from shardtune.errors import ModelError
+from shardtune.models.adapter import WeightSource
+from shardtune.models.lora.attach import base_tensors, is_adapted
+from shardtune.models.lora.init import initialise_adapter
+from shardtune.parallel.meta_init import materialise
+from shardtune.parallel.ranks import Ranks
+from shardtune.training.build.initial_weights import directory_of, split_source
+from shardtune.training.build.model import load_initial_weights
+
+PREPROCESS, SOURCE = "preprocess_input_named_parameters", "materialization_source"
+logger = logging.getLogger(__name__)
+
+
+def load_first_weights(module: BaseTrainModule, prefix: str, ranks: Ranks, dtype: torch.dtype, seed: int) -> list[str]:
+    """Give a sharded module its weights; every rank calls it.
+
+    Args:
+        prefix: of the names that the class sees.
+        dtype: of floating parameters in memory.
+        seed: of what is drawn.
+
+    Returns:
+        What a user should know of them, a sentence each.
+
+    Raises:
+        ModelError: there are none, or they do not fit.
+    """
+    empty_base = any(base.tensor.is_meta for base in base_tensors(module))
+    empty_adapter = is_adapted(module) and any(parameter.is_meta for parameter in module.parameters())
+    source = module.materialization_source() if empty_base or _says_source(module) else None
+    notes: list[str] = []
+    if source is None and empty_base and not isinstance(module, PreTrainedModel):
+        raise ModelError(
+            f"{type(module).__name__.removeprefix('FSDP')} was made without weights, and says of none where they come "
+            "from",
+            where="materialization_source()",
+            remedy="return a state dict, functions that make its tensors, or a path; or make the module outside of "
+            "init_empty_weights()",
+        )
+    if source is not None and _renames(module):
+        materialise(module, dtype=dtype, device=ranks.device)
+        supplies = _renamed(module, prefix, _supplies(source, ranks, seed))
+        load_plain(module, supplies, where=f"{SOURCE}()", remedy=f"let {PREPROCESS} give the module's own names")
+    else:
+        notes = load_initial_weights(
+            source, module, module, build=_again(module), seed=seed, dtype=dtype, ranks=ranks, device=ranks.device
+        )
+    if empty_adapter:
+        initialise_adapter(module, seed)
+    return notes
+
+
+def _again(module: BaseTrainModule) -> Callable[[], nn.Module]:
+    """The same model without memory, as far as transformers can make it; asked for where an adapter is in the way."""
+
+    def build() -> nn.Module:
+        kind: type = next(base for base in type(module).__mro__ if base.__module__.startswith("transformers."))
+        return kind(copy.deepcopy(module.config))
+
+    return build
+
+
+def _says_source(module: BaseTrainModule) -> bool:
+    """Whether the user's class itself says where weights come from."""
+    theirs = getattr(type(module), SOURCE)
+    return theirs not in (getattr(BaseTrainModule, SOURCE), getattr(BaseHuggingFaceTrainModule, SOURCE))
+
+
+def _renames(module: BaseTrainModule) -> bool:
+    theirs = getattr(type(module), PREPROCESS)
+    if theirs.__module__ == BaseTrainModule.__module__:  # LoraTrainModule's does nothing without a mapping
+        return "weight_mapping" in vars(module)
+    return theirs is not getattr(BaseTrainModule, PREPROCESS)
+
+
+def _supplies(source: WeightSource, ranks: Ranks, seed: int) -> dict[str, Supply]:
+    if isinstance(source, str | Path):
+        return in_files(directory_of(source))
+    _, supplies = split_source(source, ranks, seed)
+    return supplies
+
+
+def _renamed(module: BaseTrainModule, prefix: str, supplies: dict[str, Supply]) -> dict[str, Supply]:
+    """Supplies by the module's names, as its class renames and changes them."""
+    places = {base.own_name: base.name for base in base_tensors(module)}
+    names = set(places.values())
+    found: dict[str, Supply] = {}
+    unknown: list[str] = []
+    for name, supply in supplies.items():
+        form = supply.form or ((0,), torch.float32)
+        empty = torch.empty(form[0], dtype=form[1], device="meta")
+        given, changed = module.preprocess_input_named_parameters(name, empty)
+        own = given.removeprefix(prefix)
+        place = places.get(own, own if own in names else None)
+        if place is None:
+            unknown.append(given)
+        elif changed is empty:
+            found[place] = supply
+        else:
+            found[place] = Supply(_changing(module, name, supply), (tuple(changed.shape), changed.dtype))
+    if unknown:
+        logger.warning("%d tensors have no place in the module, left out: %s", len(unknown), ", ".join(unknown[:5]))
+    return found
+
+
+def _changing(module: BaseTrainModule, name: str, supply: Supply) -> Callable[[], torch.Tensor]:
+    return lambda: module.preprocess_input_named_parameters(name, supply.full())[1]

@@ -1,0 +1,254 @@
+"""A module that lives on one rank: built, called, moved, saved and exported there."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from shardtune.config.rank_layout import Layout
+from shardtune.engine.checkpoint import load_state, save_state
+from shardtune.engine.cuda_alias import PrintedDevice
+from shardtune.engine.full_state import full_state, save_directory
+from shardtune.engine.gradients import Gradients
+from shardtune.engine.initial_weights import load_first_weights
+from shardtune.engine.nn import BaseTrainModule, Standing, stand, standing, unwrapped
+from shardtune.engine.offload import Memory
+from shardtune.engine.pickling import detached
+from shardtune.engine.sequence_parallel import SequenceForward
+from shardtune.engine.split_arguments import Part
+from shardtune.errors import ModelError
+from shardtune.parallel.fsdp2 import MASTER_DTYPE, Weights
+from shardtune.parallel.model_parallel import Spread, spread
+from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.shard import shard_model
+from shardtune.parallel.shard_units import choose_units
+from shardtune.parallel.tensor_parallel import Heads, check_heads
+from shardtune.training.build.model import share_values
+
+PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+EXPORT_BYTES = 32 << 20
+"""Tensors of an export that are handed over together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is to be built.
+
+    Attributes:
+        module: on the meta device or real; a train module, or one inside a model of PEFT.
+        layout: of the engine.
+        precision: of the computation: bf16 | fp16 | fp32 | fp64.
+        seed: of weights that are drawn.
+    """
+
+    module: nn.Module
+    layout: Layout
+    precision: str
+    seed: int
+
+
+def precision_of(module: nn.Module) -> str:
+    """The precision that most of a module was made in."""
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in module.parameters():
+        counts[parameter.dtype] += parameter.numel()
+    return next((PRECISIONS[dtype] for dtype, _ in counts.most_common() if dtype in PRECISIONS), "fp32")
+
+
+def trains(kind: type[BaseTrainModule]) -> bool:
+    """Whether a class binds anything to its weights; otherwise it is frozen."""
+    return kind.on_weights_materialized is not BaseTrainModule.on_weights_materialized
+
+
+class Resident:
+    """A module on one rank; every method is called on all ranks alike.
+
+    Args:
+        order: what to build.
+        ranks: of the engine.
+    """
+
+    def __init__(self, order: Order, ranks: Ranks) -> None:
+        self._module, self._prefix = unwrapped(order.module)
+        self._ranks = ranks
+        self._memory = Memory(self._module, ranks.device)
+        self._export: Iterator[tuple[str, torch.Tensor]] | None = None
+        kind = type(self._module)
+        trained = trains(kind)
+        if not trained:
+            self._module.requires_grad_(False)
+        share_values(self._module, ranks)
+        sequence = self._sequence_forward()
+        spread_ = self._spread()
+        units = self._units()
+        precision, layout = order.precision, order.layout
+        master = MASTER_DTYPE[precision]
+        hold = shard_model(self._module, units, ranks, precision)
+        vars(self._module)["_is_fsdp_managed_module"] = ranks.world_size > 1  # transformers' generate keeps step
+        self.notes = load_first_weights(self._module, self._prefix, ranks, master, order.seed)
+        # An optimizer of the user's has the module's own parameters: none of them has a master beside it.
+        in_full = "fp64" if master == torch.float64 else "fp32"
+        self._weights = (
+            hold(self._module, partial=spread_.partial)
+            if layout.flat and ranks.mesh is not None
+            else Weights(self._module, self._module, in_full, ranks, partial=spread_.partial)
+        )
+        if layout.tensor > 1:
+            _quieten()
+        self._gradients = Gradients(self._weights, ranks, spread_.partial)
+        self._sequence = sequence
+        stand(self._module, Standing(ranks, self._weights, 1.0 / (layout.num_data_ranks * layout.sequence)))
+        if sequence is not None:
+            sequence.prove(ranks.device, next(d for d, name in PRECISIONS.items() if name == precision))
+            self._weights.publish()
+        self._module.train(trained)
+        with self._as_printed():
+            self._module.on_weights_materialized()
+        self._weights.publish()
+
+    def _sequence_forward(self) -> SequenceForward | None:
+        if self._ranks.layout.sequence == 1:
+            return None
+        assert self._ranks.sequence_mesh is not None
+        return SequenceForward(self._module, self._ranks.sequence_mesh)
+
+    def _spread(self) -> Spread:
+        layout = self._ranks.layout
+        heads = _heads(self._module) if layout.tensor > 1 or layout.sequence > 1 else None
+        if heads is not None:
+            check_heads(heads, layout.tensor, layout.sequence)
+        return spread(self._module, self._module.tensor_plan, {}, self._ranks, heads if layout.tensor > 1 else None)
+
+    def _units(self) -> list[nn.Module]:
+        """The modules that are gathered as one: what the class says, or what is found."""
+        named = tuple(self._module.non_split_modules)
+        chosen = [module for module in self._module.modules() if named and isinstance(module, named)]
+        if named and not chosen:
+            raise ModelError(
+                f"no module of {type(self._module).__name__} is a {' or a '.join(kind.__name__ for kind in named)}",
+                where="non_split_modules",
+                remedy=f"it has {', '.join(sorted({type(module).__name__ for module in self._module.modules()}))}",
+            )
+        return choose_units(self._module, sorted({type(module).__name__ for module in chosen}))[0]
+
+    @contextmanager
+    def _as_printed(self) -> Iterator[None]:
+        """Inside, "cuda" is the engine's device."""
+        if self._ranks.device.type == "cuda":
+            with torch.cuda.device(self._ranks.device):
+                yield
+        else:
+            with PrintedDevice(self._ranks.device):
+                yield
+
+    def call(self, name: str, part: Part, copy: bool) -> Any:
+        """Run a method on this rank's part of a call; a rank without samples has no result."""
+        self.wake()
+        share = None if part.num_tokens is None or self._sequence is None else self._sequence.share(part.num_tokens)
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(self._as_printed())
+                stack.enter_context(self._gradients.counted(part.share))
+                stack.enter_context(self._gradients.stepping())
+                stack.enter_context(standing(self._module, share=part.share, idle=part.idle, tokens=share))
+                if share is not None and self._sequence is not None:
+                    stack.enter_context(self._sequence.sharing(share))
+                if self._module.training:
+                    self._weights.begin_micro_batch(last=True)
+                kwargs = dict(part.kwargs)
+                if isinstance(kwargs.get("weights"), torch.Tensor):
+                    kwargs["weights"] = kwargs["weights"].to(self._ranks.device)
+                method = self._module if name == "forward" else getattr(self._module, name)
+                value = detached(method(*part.args, **kwargs), copy=copy)
+        finally:
+            self._weights.publish()  # what the method did to weights reaches the next forward
+        return None if part.idle else value
+
+    def recover(self) -> None:
+        """After an exception: begin afresh where it cut a forward or backward short; its gradients are lost."""
+        if isinstance(self._module, FSDPModule):
+            with suppress(AttributeError):  # before a first forward there is nothing to reset, which torch trips over
+                self._module.reset_iter_state()
+        self._weights.publish()
+
+    def train(self, mode: bool) -> None:
+        self._module.train(mode)
+
+    def sleep(self) -> None:
+        self._weights.publish()
+        self._memory.leave()
+
+    def to_host(self) -> None:
+        """Leave a GPU."""
+        if self._ranks.device.type == "cuda":
+            self.sleep()
+
+    def wake(self) -> None:
+        self._memory.come_back()
+
+    def memory(self) -> int:
+        return self._memory.held()
+
+    def save(self, folder: str) -> None:
+        self.wake()
+        save_state(Path(folder), self._module, self._weights)
+
+    def load(self, folder: str) -> None:
+        self.wake()
+        load_state(Path(folder), self._module, self._weights)
+
+    def save_pretrained(self, folder: str, dtype: torch.dtype | None) -> None:
+        self.wake()
+        save_directory(self._module, self._weights, Path(folder), dtype)
+
+    def export(self, dtype: torch.dtype | None) -> None:
+        """Begin to hand out all weights."""
+        self.wake()
+        self._export = full_state(self._module, self._weights, self._prefix, dtype)
+
+    def export_next(self) -> list[tuple[str, torch.Tensor]]:
+        """Some of them; none when all are handed out."""
+        assert self._export is not None
+        found: list[tuple[str, torch.Tensor]] = []
+        size = 0
+        with torch.no_grad():
+            for name, tensor in self._export:
+                found.append((name, tensor.detach().to("cpu", copy=True)))
+                size += tensor.nbytes
+                if size >= EXPORT_BYTES:
+                    break
+        return found
+
+    def stop_export(self) -> None:
+        self._export = None
+
+    def end(self) -> None:
+        self._memory.forget()
+
+
+def _quieten() -> None:
+    """Outputs are parts of gathered tensors, and weights are gathered twice over: both are meant."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+def _heads(module: nn.Module) -> Heads | None:
+    if not isinstance(module, PreTrainedModel):
+        return None
+    values = module.config.get_text_config().to_dict()
+    if "num_attention_heads" not in values:
+        return None
+    query = int(values["num_attention_heads"])
+    size = int(values.get("head_dim") or values["hidden_size"] // query)
+    return Heads(query, int(values.get("num_key_value_heads") or query), size)

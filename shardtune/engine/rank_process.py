@@ -1,0 +1,211 @@
+"""One process that is a rank: the modules that live on it, and what they are asked to do."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardtune.config.rank_layout import Layout
+from shardtune.data.loader.order import derive_seed
+from shardtune.engine.pickling import pack, unpack
+from shardtune.engine.rank_module import Order, Resident
+from shardtune.errors import ParallelError
+from shardtune.launch.local import lost_a_peer
+from shardtune.parallel.ranks import COLLECTIVE_TIMEOUT, Ranks, choose_device, lay_out
+from shardtune.parallel.shutdown import leave_at_exit
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What one rank is asked to do.
+
+    Attributes:
+        engine: whose module is meant.
+        action: "build", "end", or a method of `Resident`.
+        arguments: of it.
+        of_first: only rank 0's answer is wanted.
+    """
+
+    engine: str
+    action: str
+    arguments: tuple[Any, ...] = ()
+    of_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception on a rank.
+
+    Attributes:
+        rank: which one.
+        error: the exception, where it can travel.
+        text: its traceback.
+        consequence: whether it only says that another rank is gone.
+    """
+
+    rank: int
+    error: BaseException | None
+    text: str
+    consequence: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a request: a value, or a failure."""
+
+    value: Any = None
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where ranks of a team meet.
+
+    Attributes:
+        rank: of the process that is told.
+        world_size: of the team.
+        address: of rank 0's host.
+        port: there.
+        device: auto | cpu | cuda.
+        local_rank: which GPU of its host.
+        threads: of the process's own computations; 0: as they are.
+    """
+
+    rank: int
+    world_size: int
+    address: str = "127.0.0.1"
+    port: int = 0
+    device: str = "auto"
+    local_rank: int = 0
+    threads: int = 0
+
+
+class Host:
+    """A rank.
+
+    Args:
+        rank: of this process among those of its team.
+        world_size: of the team.
+        device: where it computes.
+        copies: whether values have to be copied, because the caller is in the same process.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, *, copies: bool = False) -> None:
+        self._rank, self._world_size, self._device, self._copies = rank, world_size, device, copies
+        self._residents: dict[str, Resident] = {}
+        self._in_own_group: set[str] = set()
+
+    @classmethod
+    def join(cls, meeting: Meeting) -> Host:
+        """Meet the other ranks of a team, which has this process for itself."""
+        if meeting.threads:
+            torch.set_num_threads(meeting.threads)
+        names = {"RANK": meeting.rank, "WORLD_SIZE": meeting.world_size, "LOCAL_RANK": meeting.local_rank}
+        os.environ.update({name: str(value) for name, value in names.items()})
+        device = device_for(meeting.device, meeting.local_rank)
+        if meeting.world_size > 1:
+            dist.init_process_group(
+                backend_for(device),
+                init_method=f"tcp://{meeting.address}:{meeting.port}",
+                rank=meeting.rank,
+                world_size=meeting.world_size,
+                timeout=COLLECTIVE_TIMEOUT,
+            )
+        return cls(meeting.rank, meeting.world_size, device)
+
+    def do(self, request: Request) -> Any:
+        """Do what is asked; the exceptions of a user's method come out as they are."""
+        if request.action == "build":
+            (order,) = request.arguments
+            self._residents[request.engine] = self._build(request.engine, order)
+            return self._residents[request.engine].notes
+        if request.action == "end":
+            return self._end(request.engine)
+        resident = self._residents[request.engine]
+        if request.action == "call":
+            try:
+                return resident.call(*request.arguments, copy=self._copies)
+            except Exception:
+                resident.recover()
+                raise
+        value = getattr(resident, request.action)(*request.arguments)
+        return None if request.of_first and self._rank and not self._copies else value
+
+    def answer(self, packed: bytes) -> bytes:
+        """The packed outcome of a packed request."""
+        try:
+            return pack(Outcome(self.do(unpack(packed))))
+        except Exception as error:
+            return pack(Outcome(failure=failure_of(self._rank, error)))
+
+    def _end(self, engine: str) -> Any:
+        """Let go of an engine, and with the last one that uses it of the group that was opened for them."""
+        resident = self._residents.pop(engine, None)
+        ended = resident.end() if resident is not None else None
+        if self._in_own_group == {engine}:
+            dist.destroy_process_group()
+        self._in_own_group.discard(engine)
+        return ended
+
+    def _build(self, engine: str, order: Order) -> Resident:
+        ranks = self._ranks(engine, order)
+        if self._world_size > 1:
+            torch.manual_seed(derive_seed(order.seed, ranks.draws_rank, "engine"))
+        return Resident(order, ranks)
+
+    def _ranks(self, engine: str, order: Order) -> Ranks:
+        if self._world_size > 1:
+            return lay_out(order.layout, self._rank, self._device)
+        if order.precision in ("fp32", "fp64"):
+            return Ranks(0, 1, self._device)
+        # Half precision is FSDP2's at one rank too: full-precision weights, of which it computes on casts.
+        if self._in_own_group or _open_group_of_one(self._device):
+            self._in_own_group.add(engine)
+        return lay_out(Layout(), 0, self._device)
+
+
+def device_for(device: str, local_rank: int) -> torch.device:
+    """The device of a rank.
+
+    Raises:
+        ParallelError: there is none for it.
+    """
+    try:
+        chosen = choose_device(device, local_rank)
+    except ParallelError as error:
+        raise ParallelError(
+            error.what, where="shardtune.init(device=…)", remedy='use fewer ranks, colocate_with, or device="cpu"'
+        ) from error
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    return chosen
+
+
+def backend_for(device: torch.device) -> str:
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def _open_group_of_one(device: torch.device) -> bool:
+    """Let this process have a group of its own, unless it has one; returns whether that was needed."""
+    if dist.is_initialized():
+        return False
+    store, limit = dist.HashStore(), timedelta(minutes=1)
+    dist.init_process_group(backend_for(device), store=store, rank=0, world_size=1, timeout=limit)
+    leave_at_exit()
+    return True
+
+
+def failure_of(rank: int, error: BaseException) -> Failure:
+    """What travels of an exception: itself where it can, its traceback in any case."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        travels = unpack(pack(error)) is not None
+    except Exception:
+        travels = False
+    return Failure(rank, error if travels else None, text, lost_a_peer(error))

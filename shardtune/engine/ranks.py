@@ -1,0 +1,98 @@
+"""The ranks of one or several engines, and how they are asked."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from shardtune.engine.rank_process import Failure, Host, Outcome, Request
+from shardtune.errors import ParallelError, ShardtuneError
+
+GRACE_SECONDS = 20.0
+"""How long the other ranks may take after one has failed, before they count as stuck and are ended."""
+
+
+class RemoteTraceback(Exception):
+    """Where on a rank an exception came from."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"\n{self.text}"
+
+
+class RankError(RuntimeError):
+    """An exception on a rank that cannot be made again here; the message has its traceback."""
+
+
+class Team(ABC):
+    """Ranks that work together.
+
+    Attributes:
+        num_ranks: how many.
+        awake: engines whose modules are in memory, and whether they take turns with others.
+        dead: why the ranks cannot be asked any more; empty while they can.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.engines: dict[str, bool] = {}
+        self.awake: set[str] = set()
+        self.dead = ""
+
+    def ask(self, requests: Sequence[Request]) -> list[Any]:
+        """Each rank's answer to its request, in rank order.
+
+        Raises:
+            ParallelError: the ranks are gone.
+            Exception: the first failure of a rank, with its traceback as the cause.
+        """
+        if self.dead:
+            raise ParallelError(
+                f"the ranks of this engine are gone: {self.dead}",
+                where=requests[0].action,
+                remedy="make the engine anew; engine.save() and load() keep what was trained",
+            )
+        outcomes = self._ask(requests)
+        failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+        if failures:
+            raise_failure(failures)
+        return [outcome.value for outcome in outcomes]
+
+    def ask_all(self, request: Request) -> list[Any]:
+        """As `ask`, the same of every rank."""
+        return self.ask([request] * self.num_ranks)
+
+    @abstractmethod
+    def _ask(self, requests: Sequence[Request]) -> list[Outcome]: ...
+
+    def close(self) -> None:
+        """End the ranks."""
+        self.dead = self.dead or "it was closed"
+
+
+class InProcess(Team):
+    """One rank, which is this process."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(1)
+        self._host = host
+
+    def _ask(self, requests: Sequence[Request]) -> list[Outcome]:
+        return [Outcome(self._host.do(requests[0]))]
+
+    def close(self) -> None:
+        """The process is the caller's; only the engines in it end."""
+
+
+def raise_failure(failures: Sequence[Failure]) -> None:
+    """Raise what failed first and not what followed from it."""
+    first = next((failure for failure in failures if not failure.consequence), failures[0])
+    if first.error is None:
+        raise RankError(f"rank {first.rank} failed:\n{first.text}")
+    if not isinstance(first.error, ShardtuneError):
+        first.error.add_note(f"(on rank {first.rank})")
+    raise first.error from RemoteTraceback(f"on rank {first.rank}:\n{first.text}")

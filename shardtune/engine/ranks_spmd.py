@@ -1,0 +1,84 @@
+"""Ranks that torchrun (or another launcher) has started: each runs the caller's script, and calls are collective."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from shardtune.engine.pickling import pack_for_twin, unpack
+from shardtune.engine.rank_process import Failure, Host, Outcome, Request, device_for, failure_of
+from shardtune.engine.ranks import GRACE_SECONDS, Team
+from shardtune.parallel.ranks import COLLECTIVE_TIMEOUT, open_group
+
+
+class SpmdRanks(Team):
+    """This process and its like. Every rank makes the same calls; each gets the values of all.
+
+    Args:
+        device: auto | cpu | cuda.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        super().__init__(num_ranks)
+        chosen = device_for(device, int(os.environ.get("LOCAL_RANK", "0")))
+        if os.environ.get("OMP_NUM_THREADS") is None:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        open_group(chosen)
+        self._host = Host(self.rank, num_ranks, chosen, copies=True)
+        self._store = dist.PrefixStore("shardtune/engine", _get_default_store())
+        self._number = 0
+
+    def _ask(self, requests: Sequence[Request]) -> list[Outcome]:
+        request = requests[self.rank]
+        own: Any = None
+        failure: Failure | None = None
+        problem: BaseException | None = None
+        try:
+            own = self._host.do(request)
+        except Exception as error:
+            problem, failure = error, failure_of(self.rank, error)
+        failures = self._agree(failure, problem)
+        if failures:
+            return [Outcome(failure=each) for each in failures]
+        if request.of_first:
+            return [Outcome(own)] * self.num_ranks
+        values: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(values, pack_for_twin(own))
+        return [Outcome(unpack(value)) for value in values]
+
+    def _agree(self, failure: Failure | None, problem: BaseException | None) -> list[Failure]:
+        """The failures of all ranks; one that fails alone ends here, as the others may be waiting for it elsewhere."""
+        self._number += 1
+        keys = [f"{self._number}/{rank}" for rank in range(self.num_ranks)]
+        self._store.set(keys[self.rank], pack_for_twin(failure))  # pyright: ignore[reportArgumentType] (bytes are taken)
+        limit = COLLECTIVE_TIMEOUT if failure is None else timedelta(seconds=GRACE_SECONDS)
+        try:
+            self._store.wait(keys, limit)
+        except RuntimeError as late:
+            if problem is None:
+                raise
+            self.dead = f"rank {self.rank} failed, and the others did not come to the end of the call"
+            _end_if_nobody_does()
+            raise problem from late
+        found = [unpack(self._store.get(key)) for key in keys]
+        if self._number > 2:
+            self._store.delete_key(f"{self._number - 2}/{self.rank}")
+        return [each for each in found if each is not None]
+
+    def close(self) -> None:
+        """The processes are the caller's; only the engines on them end."""
+
+
+def _end_if_nobody_does() -> None:
+    """The others wait in a collective until this process is gone; a script that goes on would keep them there."""
+    timer = threading.Timer(GRACE_SECONDS, os._exit, args=(1,))
+    timer.daemon = True
+    timer.start()

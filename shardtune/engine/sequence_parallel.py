@@ -1,0 +1,161 @@
+"""Forwards of a model of transformers on this rank's tokens, with attention over those of all ranks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
+
+from shardtune.errors import DataError, ParallelError
+from shardtune.models.packed_attention import DOCUMENTS
+from shardtune.models.packing_probe import AGREEMENT
+from shardtune.parallel.sequence_parallel import TokenShare
+
+WHERE = "build(sequence_parallel_size=…)"
+REFUSED = ("attention_mask", "labels", "past_key_values")
+
+
+class SequenceForward:
+    """Lets ranks share the sequences of a model.
+
+    Args:
+        model: of transformers, sharded or not.
+        ranks: those that share sequences.
+
+    Raises:
+        ParallelError: the model's attention cannot be ours.
+    """
+
+    def __init__(self, model: nn.Module, ranks: DeviceMesh) -> None:
+        self._model, self._ranks = check_shareable(model), ranks
+        self._own = self._model.config._attn_implementation or "eager"
+
+    def share(self, num_tokens: int) -> TokenShare:
+        """Which of so many tokens are this rank's."""
+        return TokenShare.of(num_tokens, self._ranks)
+
+    @contextmanager
+    def sharing(self, share: TokenShare) -> Iterator[None]:
+        """Inside, the model is called with this rank's tokens and gives their logits."""
+        model = self._model
+        mine = min(share.length, share.num_tokens - share.start)
+        called = inspect.signature(type(model).forward)
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+            bound = called.bind_partial(module, *args, **kwargs).arguments
+            given = {**{k: v for k, v in bound.items() if k not in ("self", "kwargs")}, **bound.get("kwargs", {})}
+            return (), _arguments(given, share, mine)
+
+        def leave(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> Any:
+            return tree_map(lambda leaf: _trimmed(leaf, share.length, mine), output)
+
+        model.set_attn_implementation(DOCUMENTS)
+        # Before FSDP's own hook: what it casts are the arguments as they are then.
+        handles = [
+            model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+            model.register_forward_hook(leave, with_kwargs=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            model.set_attn_implementation(self._own)
+
+    @torch.no_grad()
+    def prove(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Compare the logits of some tokens with the model's own forward on all of them; every rank calls it.
+
+        Raises:
+            ParallelError: they differ: the model has layers that look at other tokens than by attention.
+        """
+        model, was_training = self._model, self._model.training
+        tokens = 4 * self._ranks.size() + 1
+        rows = int(model.config.get_text_config().vocab_size)
+        input_ids = (torch.arange(2 * tokens, device=device) * 7919 % rows).view(2, tokens)
+        model.eval()
+        whole = model(input_ids=input_ids, use_cache=False)[0]
+        share = self.share(tokens)
+        part = slice(share.start, share.start + share.length)
+        with self.sharing(share):
+            mine = model(input_ids=input_ids[:, part])[0]
+        model.train(was_training)
+        apart = float(
+            (mine.double() - whole[:, part].double()).abs().max() / whole.double().abs().max().clamp(min=1e-9)
+        )
+        if not apart < AGREEMENT[dtype]:
+            raise ParallelError(
+                f"{_kind(model)} gives other logits when ranks share its sequences (by {apart:.1e}): it has layers "
+                "that look at other tokens than by attention",
+                where=WHERE,
+                remedy="leave sequence_parallel_size out",
+            )
+
+
+def check_shareable(model: nn.Module) -> PreTrainedModel:
+    """The model, if ranks can share its sequences."""
+    if isinstance(model, PreTrainedModel):
+        takes = inspect.signature(model.base_model.forward).parameters
+        hands_down = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+        if "position_ids" in takes and hands_down and model._can_set_attn_implementation():
+            return model
+    raise ParallelError(
+        f"ranks cannot share the sequences of {_kind(model)}: its attention cannot be replaced",
+        where=WHERE,
+        remedy="leave it out, or use a causal language model of transformers",
+    )
+
+
+def _arguments(given: Mapping[str, Any], share: TokenShare, mine: int) -> dict[str, Any]:
+    """What the model is called with, for what the user calls it with."""
+    refused = [name for name in REFUSED if given.get(name) is not None]
+    if refused:
+        raise DataError(
+            f"{refused[0]} cannot be given where ranks share sequences",
+            where='a method called with NeedParallel(…, type="seq")',
+            remedy="take targets = self.next_tokens(input_ids) and the loss from the logits"
+            if refused[0] == "labels"
+            else "leave it out; pad on the right, and ignore the padding's targets",
+        )
+    name = "inputs_embeds" if given.get("inputs_embeds") is not None else "input_ids"
+    tokens: torch.Tensor = given[name]
+    if tokens.shape[1] != mine:
+        raise DataError(
+            f"the model is called with {tokens.shape[1]} tokens, this rank has {mine} of {share.num_tokens}",
+            where='a method called with NeedParallel(…, type="seq")',
+            remedy="call it with the tokens that the method got",
+        )
+    rows, missing = tokens.shape[0], share.length - mine
+    padded = F.pad(tokens, (0, missing) if tokens.ndim == 2 else (0, 0, 0, missing))
+    device = tokens.device
+    positions = torch.arange(share.start, share.start + share.length, device=device).clamp(max=share.num_tokens - 1)
+    ends = torch.arange(rows + 1, device=device, dtype=torch.int32) * share.num_tokens
+    return {
+        **given,
+        name: padded,
+        "position_ids": positions.expand(rows, -1),
+        "use_cache": False,
+        "token_share": share,
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": share.num_tokens,
+        "max_length_k": share.num_tokens,
+    }
+
+
+def _trimmed(leaf: Any, length: int, mine: int) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and leaf.shape[1] == length:
+        return leaf[:, :mine]
+    return leaf
+
+
+def _kind(model: nn.Module) -> str:
+    return type(model).__name__.removeprefix("FSDP")

@@ -1,0 +1,250 @@
+"""How the arguments of a call are divided among ranks: samples over those that have data of their own, tokens over
+those that share a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+import numpy as np
+import torch
+
+from shardtune.config.rank_layout import Layout
+from shardtune.errors import DataError
+
+T = TypeVar("T")
+WHERE = "NeedParallel"
+
+
+class NeedParallel(Generic[T]):
+    """Marks an argument of a call whose samples are divided among ranks; it does nothing by itself.
+
+    Args:
+        data: a list, tuple, tensor or array of samples along its first dimension, or a dict of such. Numbers of samples
+            need not divide by the ranks; a rank that gets none computes on a sample of another, for nothing.
+        type: "data" divides samples; "seq" also divides the tokens of each sample (its second dimension) among the
+            ranks that share sequences.
+        weights: how much each sample counts in the mean over all; by default all alike. Where a method averages over
+            tokens, the numbers of tokens make it the mean over all tokens.
+    """
+
+    def __init__(
+        self, data: T, type: Literal["data", "seq"] = "data", weights: Sequence[float] | torch.Tensor | None = None
+    ) -> None:
+        if type not in ("data", "seq"):
+            raise DataError(f"type is {type!r}", where=WHERE, remedy='use "data" or "seq"')
+        self.data = data
+        self.type = type
+        self.weights = None if weights is None else [float(weight) for weight in weights]
+        self.size = _size(data)
+        if self.size == 0:
+            raise DataError("there are no samples", where=WHERE, remedy="do not call the method")
+        if self.weights is not None and (len(self.weights) != self.size or min(self.weights) < 0):
+            raise DataError(
+                f"{len(self.weights)} weights for {self.size} samples",
+                where=WHERE,
+                remedy="give one for each sample, none below 0",
+            )
+
+    def __repr__(self) -> str:
+        return f"NeedParallel({self.size} samples, type={self.type!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What of a call is one rank's.
+
+    Attributes:
+        args: of the method.
+        kwargs: of the method.
+        share: by how much the rank's loss counts.
+        idle: whether the rank has no samples, and computes on another's.
+        num_tokens: of a whole sequence, in a call that divides tokens.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    share: float
+    idle: bool = False
+    num_tokens: int | None = None
+
+
+def divide(args: Sequence[Any], kwargs: Mapping[str, Any], layout: Layout, *, weighed: bool) -> list[Part]:
+    """Each rank's part of a call, in rank order.
+
+    Worked example: 3 samples on 2 ranks give samples 0 on rank 0 and 1, 2 on rank 1, with shares 1/3 and 2/3. So the
+    means over each rank's samples, times its share, add up to the mean over all three.
+
+    Args:
+        args: of the method, some of them marked.
+        kwargs: of the method, some of them marked.
+        layout: of the engine.
+        weighed: the method takes `weights` and weighs its samples itself; then every loss counts whole.
+    """
+    marked = [value for value in (*args, *kwargs.values()) if isinstance(value, NeedParallel)]
+    if not marked:
+        share = 1.0 / (layout.num_data_ranks * layout.sequence)
+        return [Part(tuple(args), dict(kwargs), share)] * layout.num_ranks
+    size, weights = _agreed(marked)
+    num_tokens = _tokens(marked, layout)
+    return [
+        _part(args, kwargs, _Place.of(rank, size, num_tokens, layout), weights, weighed)
+        for rank in range(layout.num_ranks)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What a rank gets: samples start to stop; tokens first to last, of num_tokens."""
+
+    layout: Layout
+    start: int
+    stop: int
+    num_tokens: int | None
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, rank: int, size: int, num_tokens: int | None, layout: Layout) -> _Place:
+        data, ranks = rank // layout.model_ranks, layout.num_data_ranks
+        sequence = rank // layout.tensor % layout.sequence
+        start, stop = size * data // ranks, size * (data + 1) // ranks
+        length = 0 if num_tokens is None else -(-num_tokens // layout.sequence)
+        return cls(layout, start, stop, num_tokens, sequence * length, min((sequence + 1) * length, num_tokens or 0))
+
+    @property
+    def idle(self) -> bool:
+        return self.start == self.stop
+
+    @property
+    def targets(self) -> int:
+        """Tokens of this rank that another follows."""
+        assert self.num_tokens is not None
+        return self.last - self.first - (self.last == self.num_tokens)
+
+
+def _part(
+    args: Sequence[Any], kwargs: Mapping[str, Any], place: _Place, weights: Sequence[float], weighed: bool
+) -> Part:
+    def mine(value: Any) -> Any:
+        if not isinstance(value, NeedParallel):
+            return value
+        rows = slice(0, 1) if place.idle else slice(place.start, place.stop)
+        part = _map(value.data, lambda data: _take(data, rows))
+        if value.type == "seq" and place.num_tokens is not None:
+            part = _map(part, lambda data: _take_tokens(data, slice(place.first, place.last)))
+        return part
+
+    own, total = weights[place.start : place.stop], sum(weights)
+    given = dict(kwargs)
+    share = (
+        sum(own) / total * (place.targets / (place.num_tokens - 1) if place.num_tokens else 1 / place.layout.sequence)
+    )
+    if weighed:
+        share = 1.0 if place.num_tokens else 1.0 / place.layout.sequence
+        each = torch.tensor(own if own else [0.0], dtype=torch.float64) / total
+        if place.num_tokens:
+            followed = torch.zeros(place.last - place.first, dtype=torch.float64)
+            followed[: place.targets] = 1.0 / (place.num_tokens - 1)
+            each = each[:, None] * followed
+        given["weights"] = each
+    return Part(
+        tuple(mine(value) for value in args),
+        {key: mine(value) for key, value in given.items()},
+        0.0 if place.idle else share,
+        place.idle,
+        place.num_tokens,
+    )
+
+
+def _agreed(marked: Sequence[NeedParallel[Any]]) -> tuple[int, list[float]]:
+    """The number of samples, and their weights."""
+    sizes = {value.size for value in marked}
+    if len(sizes) > 1:
+        raise DataError(
+            f"the arguments have {' and '.join(str(size) for size in sorted(sizes))} samples",
+            where=WHERE,
+            remedy="mark arguments with one value per sample only",
+        )
+    given = [value.weights for value in marked if value.weights is not None]
+    if any(weights != given[0] for weights in given):
+        raise DataError("two arguments give different weights", where=WHERE, remedy="give them once")
+    weights = given[0] if given else [1.0] * marked[0].size
+    if not sum(weights):
+        raise DataError("all weights are 0", where=WHERE, remedy="do not call the method")
+    return marked[0].size, weights
+
+
+def _tokens(marked: Sequence[NeedParallel[Any]], layout: Layout) -> int | None:
+    """Tokens of each sequence, where the call divides them among ranks."""
+    divided = [value for value in marked if value.type == "seq"]
+    if not divided or layout.sequence == 1:
+        return None
+    lengths = {length for value in divided for leaf in _leaves(value.data) for length in _lengths(leaf)}
+    if len(lengths) > 1:
+        raise DataError(
+            f"sequences of {min(lengths)} to {max(lengths)} tokens",
+            where=f'{WHERE}(…, type="seq")',
+            remedy="pad them on the right to one length; give the numbers of real tokens as weights",
+        )
+    tokens = lengths.pop()
+    length = -(-tokens // layout.sequence)
+    if (layout.sequence - 1) * length >= tokens or tokens < 2:
+        raise DataError(
+            f"{tokens} tokens cannot be divided among {layout.sequence} ranks, so that each gets some",
+            where=f'{WHERE}(…, type="seq")',
+            remedy=f"give sequences of a multiple of {layout.sequence} tokens",
+        )
+    return tokens
+
+
+def _size(data: Any) -> int:
+    sizes = {len(leaf) for leaf in _leaves(data)}
+    if len(sizes) > 1:
+        raise DataError(
+            f"the values of the dict have {' and '.join(str(size) for size in sorted(sizes))} samples",
+            where=WHERE,
+            remedy="give as many of each",
+        )
+    return sizes.pop() if sizes else 0
+
+
+def _leaves(data: Any) -> list[Any]:
+    if isinstance(data, Mapping):
+        return [leaf for value in data.values() for leaf in _leaves(value)]
+    if isinstance(data, list | tuple) or (isinstance(data, np.ndarray | torch.Tensor) and data.ndim):
+        return [data]
+    raise DataError(
+        f"a {type(data).__name__} has no samples to divide",
+        where=WHERE,
+        remedy="give a list, a tuple, a tensor or an array with samples along its first dimension, or a dict of such",
+    )
+
+
+def _map(data: Any, take: Callable[[Any], Any]) -> Any:
+    return {key: _map(value, take) for key, value in data.items()} if isinstance(data, Mapping) else take(data)
+
+
+def _take(data: Any, part: slice) -> Any:
+    # A copy: a part of a tensor would be sent with the memory of the whole.
+    return data[part].clone() if isinstance(data, torch.Tensor) else data[part]
+
+
+def _take_tokens(data: Any, part: slice) -> Any:
+    if isinstance(data, torch.Tensor):
+        return data[:, part].clone()
+    return data[:, part] if isinstance(data, np.ndarray) else type(data)(sample[part] for sample in data)
+
+
+def _lengths(leaf: Any) -> set[int]:
+    if isinstance(leaf, torch.Tensor | np.ndarray):
+        if leaf.ndim >= 2:
+            return {leaf.shape[1]}
+    elif all(isinstance(sample, Sequence) and not isinstance(sample, str) for sample in leaf):
+        return {len(sample) for sample in leaf}
+    raise DataError(
+        "a sample is no sequence of tokens",
+        where=f'{WHERE}(…, type="seq")',
+        remedy='mark arguments with one value per sample with NeedParallel(…, type="data")',
+    )

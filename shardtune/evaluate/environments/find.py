@@ -1,0 +1,156 @@
+"""The environment that a recipe names: made, begun and acted in with every fault said as the user's."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardtune.config.user_code import load_function, named_errors
+from shardtune.errors import ConfigError
+from shardtune.models.action.environment import Environment, Observation, Outcome
+
+KEY = "eval.environment"
+OPTIONS = "eval.environment_options"
+BUILT_IN = {"reach": "reach:Reach", "point2d": "point2d:Point2d"}
+"""Name in a recipe -> module and class of this package."""
+PAGE = "docs/closed-loop.md shows one"
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentSource:
+    """Where environments come from.
+
+    Attributes:
+        spec: a built-in name, or file.py:Class.
+        options: the arguments of the class.
+    """
+
+    spec: str
+    options: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.spec.rpartition(":")[2]
+
+    def kind(self) -> type[Environment]:
+        """The class.
+
+        Raises:
+            ConfigError: the file has no such class, or it is no environment.
+        """
+        if self.spec in BUILT_IN:
+            module, _, name = BUILT_IN[self.spec].partition(":")
+            return vars(importlib.import_module(f"{__package__}.{module}"))[name]
+        found = load_function(self.spec, KEY)
+        if not (inspect.isclass(found) and issubclass(found, Environment)):
+            raise ConfigError(
+                f"{self.name} is no environment",
+                where=f"{KEY}: {self.spec}",
+                remedy="derive it from shardtune.models.action.environment.Environment; " + PAGE,
+            )
+        lacking = sorted(found.__abstractmethods__)
+        if lacking:
+            raise ConfigError(
+                f"the environment {self.name} lacks {', '.join(lacking)}",
+                where=f"{KEY}: {self.spec}",
+                remedy="write it; " + PAGE,
+            )
+        return found
+
+    def make(self) -> Environment:
+        """A new environment.
+
+        Raises:
+            ConfigError: the class takes other options, or fails.
+        """
+        kind = self.kind()
+        try:
+            inspect.signature(kind).bind(**self.options)
+        except TypeError as error:
+            known = ", ".join(inspect.signature(kind).parameters) or "none"
+            raise ConfigError(
+                f"{self.name} takes other options: {error}", where=OPTIONS, remedy=f"it has {known}"
+            ) from None
+        with named_errors(self.spec, KEY, "__init__"):
+            made = kind(**self.options)
+        for name, value in (("max_steps", made.max_steps), ("frames_per_second", made.frames_per_second)):
+            if type(value) is not int or value < 1:
+                raise _fault(f"{self.name}.{name} is {value!r}", "give a whole number, 1 or more")
+        return made
+
+
+def begun(environment: Environment, source: EnvironmentSource, episode: int, seed: int) -> Observation:
+    """The first observation of an episode.
+
+    Raises:
+        ConfigError: `reset` failed, or returned what is no observation.
+    """
+    place = f"episode {episode}, seed {seed}"
+    with named_errors(source.spec, KEY, f"reset ({place})"):
+        observation = environment.reset(seed)
+    _check_observation(observation, f"{source.name}.reset ({place})")
+    return observation
+
+
+def acted(environment: Environment, source: EnvironmentSource, action: np.ndarray, place: str) -> Outcome:
+    """What comes of an action, float32 [A].
+
+    Args:
+        environment: in the middle of an episode.
+        source: where it comes from.
+        action: what is done.
+        place: the episode, its seed and the action's number, for messages.
+
+    Raises:
+        ConfigError: `step` failed, or returned what is no outcome.
+    """
+    with named_errors(source.spec, KEY, f"step ({place})"):
+        outcome = environment.step(action)
+    where = f"{source.name}.step ({place})"
+    if not isinstance(outcome, Outcome):
+        what = f"{where} returned a {type(outcome).__name__}, not an Outcome"
+        raise _fault(what, "return Outcome(observation, success, done)")
+    for name, value in (("success", outcome.success), ("done", outcome.done)):
+        if not isinstance(value, bool | np.bool_):
+            raise _fault(f"{where} returned {name} = {value!r}, not True or False", "make it a bool")
+    _check_observation(outcome.observation, where)
+    return Outcome(outcome.observation, bool(outcome.success), bool(outcome.done))
+
+
+def _check_observation(observation: Any, where: str) -> None:
+    """Refuse what is no `Observation`."""
+    wanted = set(Observation.__required_keys__)
+    if not isinstance(observation, Mapping) or set(observation) != wanted:
+        what = (
+            f"a dict of {', '.join(map(str, observation))}" if isinstance(observation, Mapping) else repr(observation)
+        )
+        raise _fault(f"{where} returned {what} as its observation", "return a dict of images, instruction and state")
+    images, state, instruction = observation["images"], observation["state"], observation["instruction"]
+    if not isinstance(images, Mapping) or not images:
+        raise _fault(f"{where} returned no images", "images is a dict, camera to uint8 [H, W, 3]")
+    for camera, image in images.items():
+        fine = isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3
+        if not fine:
+            what = f"{where} returned {_kind(image)} as the image of {camera!r}"
+            raise _fault(what, "give uint8 [H, W, 3] with values from 0 to 255")
+    if not isinstance(instruction, str) or not instruction.strip():
+        raise _fault(f"{where} returned {instruction!r} as the instruction", "say in words what is to be done")
+    if state is None:
+        return
+    if not isinstance(state, np.ndarray) or state.dtype != np.float32 or state.ndim != 1:
+        raise _fault(f"{where} returned {_kind(state)} as the state", "give float32 [S], or None")
+    if not np.isfinite(state).all():
+        raise _fault(f"{where} returned the state {state.tolist()}", "give finite numbers")
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
+
+
+def _fault(what: str, remedy: str) -> ConfigError:
+    return ConfigError(what, where=KEY, remedy=f"{remedy}; {PAGE}")

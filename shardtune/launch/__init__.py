@@ -1,0 +1,1 @@
+"""How ranks start, stop and restart."""

@@ -1,0 +1,177 @@
+"""The commands that start a recipe on several hosts, by torchrun, Slurm or Ray, as text to read and to copy."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardtune.config import Recipe, load_recipe
+from shardtune.config.rank_layout import Layout
+from shardtune.errors import ConfigError
+
+PORT = 29400
+"""Where the hosts meet, unless runner.master_port says otherwise: torchrun's own default."""
+LAUNCHERS = ("torchrun", "slurm", "ray")
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """How ranks are spread.
+
+    Attributes:
+        nodes: hosts.
+        per_node: ranks on each.
+        fewest: hosts to go on with.
+        restarts: how often, after one was lost.
+    """
+
+    nodes: int
+    per_node: int
+    fewest: int
+    restarts: int
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.per_node
+
+
+def launch_commands(
+    recipe: str,
+    overrides: Sequence[str],
+    nodes: int,
+    per_node: int | None,
+    launchers: Sequence[str] = LAUNCHERS,
+    *,
+    fewest: int | None = None,
+    restarts: int = 0,
+) -> str:
+    """What to type where; nothing is run.
+
+    Args:
+        recipe: the file.
+        overrides: `key=value` over it.
+        nodes: hosts.
+        per_node: ranks on each; None: as the recipe says.
+        launchers: of torchrun, slurm and ray, those to show.
+        fewest: hosts to go on with after one was lost; None: all of them.
+        restarts: how often the ranks are started again then.
+
+    Raises:
+        ConfigError: the recipe cannot be used, or cannot be laid out on so many ranks.
+    """
+    loaded = load_recipe(recipe, overrides, files_must_exist=False)
+    hosts = Hosts(nodes, per_node or _per_node(loaded, nodes), fewest or nodes, restarts)
+    _check_fewest(hosts)
+    layout = Layout.of(loaded.actor, hosts.ranks)
+    command = ["train", recipe, *overrides]
+    shown = {"torchrun": _torchrun, "slurm": _slurm, "ray": _ray}
+    parts = [shown[name](loaded, hosts, command) for name in launchers]
+    several = hosts.nodes > 1
+    head = [
+        f"# {hosts.ranks} ranks: {hosts.nodes} host{'s' if several else ''} x {hosts.per_node}; layout: {layout}",
+        *(["# every host needs the same environment, recipe and data, and the run directory on a disk they share"]
+          if several else []),
+    ]  # fmt: skip
+    if tuple(launchers) == ("slurm",):  # to be redirected into a file, whose first line has to be the script's
+        return "\n".join([*parts, *head])
+    return "\n\n".join(["\n".join(head), *parts])
+
+
+def _per_node(recipe: Recipe, nodes: int) -> int:
+    workers = recipe.runner.workers
+    if recipe.runner.launcher == "ray" and workers % nodes:
+        raise ConfigError(
+            f"runner.num_workers ({workers}) cannot be divided among {nodes} hosts",
+            where="--nodes",
+            remedy="give --nproc-per-node",
+        )
+    return workers // nodes if recipe.runner.launcher == "ray" else workers
+
+
+def _check_fewest(hosts: Hosts) -> None:
+    if hosts.fewest > hosts.nodes or (hosts.fewest < hosts.nodes and not hosts.restarts):
+        raise ConfigError(
+            f"--min-nodes {hosts.fewest} of --nodes {hosts.nodes}, with --max-restarts {hosts.restarts}",
+            where="shardtune launch",
+            remedy="give fewer hosts to go on with than to begin with, and --max-restarts of 1 or more",
+        )
+
+
+def _torchrun(recipe: Recipe, hosts: Hosts, command: list[str]) -> str:
+    if hosts.nodes == 1:
+        words = ["torchrun", "--standalone", *_shape(hosts)[1:]]
+        return f"# torchrun\n{_environment(hosts)}{shlex.join(words)} \\\n  -m shardtune {shlex.join(command)}"
+    return (
+        "# torchrun: the same on every host, HEAD being the first one's name or address\n"
+        f"HEAD=first-host\n{_environment(hosts)}{shlex.join(['torchrun', *_shape(hosts)])} \\\n"
+        f'  {_meeting(recipe)} \\\n  -m shardtune {shlex.join(command)}'
+    )  # fmt: skip
+
+
+def _shape(hosts: Hosts) -> list[str]:
+    """The options that say how many ranks, and how often they are started again."""
+    nodes = str(hosts.nodes) if hosts.fewest == hosts.nodes else f"{hosts.fewest}:{hosts.nodes}"
+    again = [f"--max-restarts={hosts.restarts}"] if hosts.restarts else []
+    return [f"--nnodes={nodes}", f"--nproc-per-node={hosts.per_node}", *again]
+
+
+def _meeting(recipe: Recipe) -> str:
+    name = shlex.quote(str(recipe.runner.logger.experiment_name))
+    port = recipe.runner.master_port or PORT
+    return f'--rdzv-backend=c10d --rdzv-endpoint="$HEAD:{port}" --rdzv-id={name}'
+
+
+def _environment(hosts: Hosts) -> str:
+    """What has to be set before the command, ready to be copied."""
+    lines = ["export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600   # seconds to save in after SIGTERM; 30 otherwise"]
+    lines += [f"export OMP_NUM_THREADS=$(( $(nproc) / {hosts.per_node} ))"]
+    if hosts.nodes > 1 and hosts.restarts:
+        lines.append("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # ranks that start again meet anew")
+    if hosts.nodes > 1:
+        lines.append("# export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0   # if hosts have several networks")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _slurm(recipe: Recipe, hosts: Hosts, command: list[str]) -> str:
+    name = shlex.quote(str(recipe.runner.logger.experiment_name))
+    gpus = [] if recipe.runner.device == "cpu" else [f"#SBATCH --gpus-per-node={hosts.per_node}"]
+    lines = [
+        "#!/bin/bash",
+        "# Slurm: save as job.sh (the line above is its first), then: sbatch job.sh",
+        "# TERM comes two minutes before the time is up: the run saves, and the same job goes on from there.",
+        f"#SBATCH --job-name={name}",
+        f"#SBATCH --nodes={hosts.nodes}",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --exclusive",
+        *gpus,
+        "#SBATCH --signal=TERM@120",
+        'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        _environment(hosts).rstrip(),
+        f"srun {shlex.join(['torchrun', *_shape(hosts)])} \\",
+        f"  {_meeting(recipe)} \\",
+        f"  -m shardtune {shlex.join(command)}",
+    ]
+    return "\n".join(lines)
+
+
+def _ray(recipe: Recipe, hosts: Hosts, command: list[str]) -> str:
+    keys = [
+        "runner.launcher=ray",
+        f"runner.num_workers={hosts.ranks}",
+        *(["runner.nproc_per_node=1"] if recipe.runner.nproc_per_node != 1 else []),
+        *([f"runner.max_restarts={hosts.restarts}"] if hosts.restarts else []),
+        *([f"runner.min_workers={hosts.fewest * hosts.per_node}"] if hosts.fewest < hosts.nodes else []),
+    ]
+    if hosts.nodes == 1:
+        words = shlex.join([*command, *keys])
+        return f"# Ray: a cluster of this machine alone, started and ended with the run\nshardtune {words}"
+    keys.append("runner.ray.address=auto")
+    return "\n".join([
+        "# Ray, on the first host:",
+        "ray start --head --port=6379   # where Ray asks for a token, give every host the same RAY_AUTH_TOKEN_PATH",
+        "# on every other host:",
+        "ray start --address=first-host:6379",
+        "# then on the first host; ray stop on each host ends the cluster",
+        f"shardtune {shlex.join([*command, *keys])}",
+    ])  # fmt: skip

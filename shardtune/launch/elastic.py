@@ -1,0 +1,77 @@
+"""A launch whose ranks are started again when one of them is lost, with as many as are left."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from shardtune.launch.local import LAUNCH_ID, RESTARTS, RankLost
+from shardtune.launch.signals import StopSignal
+
+Start = Callable[[int, Mapping[str, str]], None]
+"""Starts so many ranks, with this in their environment besides, and waits for them; raises what they ended with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restarts:
+    """What may be done about lost ranks.
+
+    Attributes:
+        most: how often ranks may be started again.
+        workers: ranks of the first start.
+        fewest: to go on with.
+    """
+
+    most: int
+    workers: int
+    fewest: int
+
+
+def run_elastic(
+    start: Start,
+    restarts: Restarts,
+    *,
+    left: Callable[[list[int], int], int],
+    fits: Callable[[int], bool],
+    stop: StopSignal,
+    say: Callable[[str], None],
+) -> None:
+    """Start ranks; after a loss start those that are left, from the last checkpoint, as often as may be.
+
+    Args:
+        start: starts ranks and waits for them.
+        restarts: how often, and how many.
+        left: which of these numbers of ranks can be started (the largest first) where so many were not lost; 0: none.
+        fits: whether a number of ranks can have the layout that is asked for.
+        stop: asked between two starts.
+        say: tells the user.
+
+    Raises:
+        RankLost: once too often, or too few are left.
+    """
+    workers, launch = restarts.workers, uuid.uuid4().hex
+    for again in range(restarts.most + 1):
+        stop.check()
+        try:
+            start(workers, {LAUNCH_ID: launch, RESTARTS: str(again)})
+            return
+        except RankLost as lost:
+            if again == restarts.most:
+                raise _exhausted(lost, restarts) from None
+            stop.check()
+            numbers = [number for number in range(restarts.workers, restarts.fewest - 1, -1) if fits(number)]
+            before, workers = workers, left(numbers, workers - len(lost.ranks))
+            if not workers:
+                few = f"of {before} workers fewer than runner.min_workers ({restarts.fewest}) are left"
+                raise RankLost(
+                    f"{lost}\n{few}; the same command goes on from the last checkpoint", lost.ranks
+                ) from None
+            noun = "worker" if workers == 1 else "workers"
+            say(f"{lost}; restart {again + 1} of {restarts.most}, from the last checkpoint, on {workers} {noun}")
+
+
+def _exhausted(lost: RankLost, restarts: Restarts) -> RankLost:
+    if not restarts.most:
+        return lost
+    return RankLost(f"{lost}\nrunner.max_restarts ({restarts.most}) is used up", lost.ranks)

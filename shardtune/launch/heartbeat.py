@@ -1,0 +1,110 @@
+"""The watch over other hosts: when nothing is heard of one, its ranks are not coming back, and nobody waits for them.
+
+A process that ends closes its connections, and the others notice. A host that is cut off or loses power closes nothing:
+a collective would wait for it until its own limit, which is long since a save may be. So one rank of each host leaves a
+sign of life in the store at which the ranks met, and rank 0 looks whether they go on.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from shardtune.launch.local import is_launched
+
+BEATS_PER_LIMIT = 6
+
+
+class PeerWatch:
+    """Ends this process with code 1 once a host is lost.
+
+    Args:
+        nodes: the hosts, each with its ranks.
+        rank: of this process.
+        limit: seconds without a sign of life.
+    """
+
+    def __init__(self, nodes: Mapping[str, Sequence[int]], rank: int, limit: float) -> None:
+        self._nodes = [(node.partition("/")[0], list(ranks)) for node, ranks in nodes.items()]
+        self._rank = rank
+        self._limit = limit
+        self._done = threading.Event()
+        self._heard = time.monotonic()  # of the store
+        for work in (self._beat, self._judge):
+            threading.Thread(target=work, name="shardtune-peer-watch", daemon=True).start()
+
+    @classmethod
+    def over(cls, nodes: Mapping[str, Sequence[int]], rank: int, limit: float) -> PeerWatch | None:
+        """A watch, where there are several hosts and no launcher of ours that watches them."""
+        return cls(nodes, rank, limit) if len(nodes) > 1 and not is_launched() else None
+
+    def end(self) -> None:
+        """All ranks have come to their end together."""
+        self._done.set()
+
+    def _beat(self) -> None:
+        """Leave signs of life, and look for those of the others; may hang where the network does."""
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=self._limit),
+        )
+        mine = next((number for number, (_, ranks) in enumerate(self._nodes) if ranks[0] == self._rank), None)
+        seen: dict[int, tuple[int, float]] = {}
+        beat, prefix = 0, "shardtune/peers"  # agents may count restarts differently
+        while not self._done.is_set():
+            try:
+                beat += 1
+                if mine is not None:
+                    store.add(f"{prefix}/{mine}", 1)
+                if self._rank == 0:
+                    self._look(store, prefix, seen)
+                elif store.check([f"{prefix}/lost"]):
+                    self._leave(store.get(f"{prefix}/lost").decode())
+                self._heard = time.monotonic()
+            except RuntimeError:  # the other side has closed it; `_judge` gives it its time, as ranks may be ending
+                self._done.wait(self._limit / BEATS_PER_LIMIT)
+                continue
+            self._done.wait(self._limit / BEATS_PER_LIMIT)
+
+    def _look(self, store: dist.Store, prefix: str, seen: dict[int, tuple[int, float]]) -> None:
+        now = time.monotonic()
+        for number, (host, ranks) in enumerate(self._nodes):
+            count = store.add(f"{prefix}/{number}", 0)
+            if number not in seen or seen[number][0] != count:
+                seen[number] = count, now
+            elif now - seen[number][1] > self._limit:
+                lost = f"{host} ({_ranks(ranks)}) is lost: nothing was heard of it for {self._limit:g} s"
+                store.set(f"{prefix}/lost", lost)
+                self._done.wait(2 * self._limit / BEATS_PER_LIMIT)  # for the others to read it
+                self._leave(lost)
+
+    def _judge(self) -> None:
+        while not self._done.wait(self._limit / BEATS_PER_LIMIT):
+            if time.monotonic() - self._heard > self._limit:
+                first = self._nodes[0][0]
+                self._leave(f"{first} (rank 0), where the ranks meet, is lost: no answer for {self._limit:g} s")
+
+    def _leave(self, lost: str) -> None:
+        if self._done.is_set():
+            return
+        print(
+            f"rank {self._rank}: error: {lost}; {socket.gethostname()} ends its ranks, the same command goes on from "
+            "the last checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"

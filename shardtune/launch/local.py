@@ -1,0 +1,262 @@
+"""Several ranks on this machine: started, watched and ended together.
+
+torch's elastic agent gives its processes thirty seconds after SIGTERM and takes any exit code but 0 for a crash. A run
+that is asked to stop saves first, however long that takes, and exits with 75, so the ranks are watched here; inside
+them everything is as under torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from shardtune.errors import Interrupted, ParallelError, ShardtuneError
+from shardtune.launch.signals import LAUNCHER_PID, StopSignal, listening
+
+REPORT_DIR = "SHARDTUNE_REPORT_DIR"
+"""Where a rank leaves the error it ends with, for its launcher to show."""
+LAUNCH_ID = "SHARDTUNE_LAUNCH_ID"
+"""Names one launch, however often its ranks are started again."""
+RESTARTS = "SHARDTUNE_RESTARTS"
+"""How often the ranks of this launch were started again."""
+POLL_SECONDS = 0.1
+GRACE_SECONDS = 5.0
+"""How long ranks may take to notice that another one ended before they are killed."""
+LOST_PEER = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "gloo/transport",
+    "remote process exited",
+    "connection was likely closed",
+    "failed to recv, got 0 bytes",
+)
+"""What torch's backends say when the process at the other end is gone."""
+
+
+class RankFailed(Exception):
+    """A rank ended with an error; the message is the first one's, with its rank."""
+
+    exit_code = 1
+
+
+class RankLost(RankFailed):
+    """A rank ended without saying why, or its host is gone: others could go on from the last checkpoint.
+
+    Attributes:
+        ranks: which ones.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class ReportedError(ShardtuneError):
+    """A mistake in the user's input that a rank found."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """The error a rank ended with.
+
+    Attributes:
+        rank: which one.
+        time: when, in seconds since the epoch.
+        user_error: whether it is the user's to mend.
+        consequence: whether it only says that another rank is gone.
+        message: what is shown.
+    """
+
+    rank: int
+    time: float
+    user_error: bool
+    consequence: bool
+    message: str
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """Whether an error only says that another rank ended before its time."""
+    text = str(error).lower()
+    return not isinstance(error, ShardtuneError) and any(sign in text for sign in LOST_PEER)
+
+
+def is_launched() -> bool:
+    """Whether this process is a rank that `run_ranks` started."""
+    return REPORT_DIR in os.environ
+
+
+def restarted_launch() -> str | None:
+    """The launch that this rank belongs to, if its ranks were started before; None in a first start."""
+    by_us = int(os.environ.get(RESTARTS, "0"))
+    return launch_id() if by_us or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) else None
+
+
+def launch_id() -> str | None:
+    """What all starts of this rank have in common; None for a process that no launcher has started."""
+    return os.environ.get(LAUNCH_ID) or os.environ.get("TORCHELASTIC_RUN_ID")
+
+
+def write_report(rank: int, error: BaseException, message: str) -> None:
+    """Leave an error for the launcher, where there is one."""
+    folder = os.environ.get(REPORT_DIR)
+    if folder is None:
+        return
+    report = RankReport(rank, time.time(), isinstance(error, ShardtuneError), lost_a_peer(error), message)
+    file = Path(folder, f"rank_{rank}.json")
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(asdict(report)))
+    partial.replace(file)
+
+
+def free_port(wanted: int | None) -> int:
+    """A port that is free now, or the wanted one; an error where that is taken."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", wanted or 0))
+        except OSError as error:
+            raise ParallelError(
+                f"port {wanted} cannot be used: {error.strerror}",
+                where=f"runner.master_port = {wanted}",
+                remedy="choose another, or leave runner.master_port out: a free one is found",
+            ) from error
+        return int(probe.getsockname()[1])
+
+
+def run_ranks(
+    arguments: Sequence[str],
+    num_ranks: int,
+    *,
+    master_port: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Run `python -m shardtune <arguments>` once per rank and wait for all of them.
+
+    Args:
+        arguments: of the command.
+        num_ranks: how many.
+        master_port: where they meet; None: at a free one.
+        environment: what their environment holds besides.
+
+    Raises:
+        Interrupted: the ranks were stopped by a signal, after saving.
+        ShardtuneError: a rank found a mistake in the user's input.
+        RankLost: a rank was ended by a signal that nobody here sent; the others have been ended.
+        RankFailed: a rank failed otherwise; the others have been ended.
+    """
+    port = free_port(master_port)
+    with listening() as stop, tempfile.TemporaryDirectory(prefix="shardtune-ranks-") as folder, stop.deferred():
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(num_ranks):
+                ranks.append(_start(arguments, rank, num_ranks, port, folder, environment or {}))
+            codes = _watch(ranks, stop)
+        finally:
+            for rank in ranks:
+                if rank.poll() is None:
+                    rank.kill()
+                rank.wait()
+        raise_outcome(codes, _reports(Path(folder)), told=stop.asked)
+
+
+def _start(
+    arguments: Sequence[str], rank: int, num_ranks: int, port: int, folder: str, further: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    threads = max(1, (os.cpu_count() or 1) // num_ranks)
+    environment = {
+        "OMP_NUM_THREADS": str(threads),  # all cores for each rank would make every rank slower
+        **os.environ,
+        **further,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        REPORT_DIR: folder,
+        LAUNCHER_PID: str(os.getpid()),
+    }
+    # A process group of their own: Ctrl-C reaches this process alone, which passes it on once.
+    return subprocess.Popen([sys.executable, "-m", "shardtune", *arguments], env=environment, start_new_session=True)
+
+
+def _watch(ranks: Sequence[subprocess.Popen[bytes]], stop: StopSignal) -> list[int | None]:
+    """Wait until all have ended, or some moments after the first that did not end well.
+
+    Returns:
+        The exit codes of those that ended by themselves.
+    """
+    until, told = math.inf, False
+    while True:
+        if stop.asked and not told:
+            told = True
+            for rank in ranks:
+                rank.send_signal(signal.SIGTERM)
+        codes = [rank.poll() for rank in ranks]
+        if until == math.inf and any(codes):
+            until = time.monotonic() + GRACE_SECONDS
+        if None not in codes or time.monotonic() > until:
+            return codes
+        time.sleep(POLL_SECONDS)
+
+
+def _reports(folder: Path) -> list[RankReport]:
+    found = [RankReport(**json.loads(file.read_text())) for file in folder.glob("rank_*.json")]
+    return sorted(found, key=lambda report: report.time)
+
+
+def raise_outcome(
+    codes: Sequence[int | None], reports: Sequence[RankReport], *, told: bool, gone: Mapping[int, str] | None = None
+) -> None:
+    """Turn exit codes and reports into the one error that the user sees: the first, not what followed from it.
+
+    Args:
+        codes: of each rank; None for one that had to be killed.
+        reports: in order of time.
+        told: whether the ranks were asked to stop.
+        gone: of each rank of which nothing is heard any more, what is known of that.
+    """
+    causes = [report for report in reports if not report.consequence]
+    mistake = next((report for report in causes if report.user_error), None)
+    if mistake is not None:
+        raise ReportedError(mistake.message, mistake.rank)
+    # An abort may follow from the error of another rank; SIGTERM before a rank could listen is a stop like any other.
+    followed = {-signal.SIGABRT} if causes else set()
+    stopped = {Interrupted.exit_code, -signal.SIGTERM} if told else {Interrupted.exit_code}
+    killed = [
+        rank for rank, code in enumerate(codes) if code is not None and code < 0 and code not in followed | stopped
+    ]
+    if killed or gone:
+        told_of = gone or {killed[0]: f"was ended by {_signal(codes[killed[0]])}"}
+        rank, what = next(iter(told_of.items()))
+        raise RankLost(f"rank {rank} {what}; the other ranks have been ended", sorted({*killed, *(gone or {})}))
+    if causes:
+        raise RankFailed(f"rank {causes[0].rank} failed:\n{causes[0].message}")
+    if stopped & set(codes):
+        raise Interrupted("stopped; all that was trained is saved, the same command continues", together=True)
+    if reports:
+        raise RankFailed(f"rank {reports[0].rank} failed:\n{reports[0].message}")
+    failed = next((rank for rank, code in enumerate(codes) if code), None)
+    if failed is not None:
+        raise RankFailed(f"rank {failed} ended with exit code {codes[failed]}; the other ranks have been ended")
+
+
+def _signal(code: int | None) -> str:
+    """The name of the signal that an exit code tells of."""
+    name = signal.Signals(-(code or 0)).name
+    return f"{name} (out of memory?)" if name == "SIGKILL" else name

@@ -1,0 +1,251 @@
+"""Rows of robot data to tokens: a prompt with images, the tokens of a chunk of actions, and what ends them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from shardtune.batch import Prompt, Sample
+from shardtune.data.encoder import FrameOptions, Row, RowDropped, RowError, TooLong
+from shardtune.data.images.chat_encoder import IMAGE_MARK, IMAGE_STOP, ImageChatEncoder
+from shardtune.data.images.images import ImageKind, StoredImage, read_image, to_fields
+from shardtune.data.images.placeholders import ImageText
+from shardtune.errors import ConfigError, DataError
+from shardtune.models.action.environment import Observation
+from shardtune.models.action.openvla import PROMPT
+from shardtune.models.action.policy import ActionSettings
+from shardtune.models.action.tokens import ActionCodec, Bins, state_statistics
+
+ACTIONS, PADDED, DATASET = "actions", "action_is_pad", "action_dataset"
+"""Fields of a sample: float32 [steps, dimensions] in real units; bool [steps], behind the episode's end; the number of
+the data set among those that there are statistics of."""
+QUESTION = "What action should the robot take to {instruction}?"
+WITH_STATE = " State: {state}."
+PROMPT_KEY = "actor.model.action_prompt"
+ENCODING_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PromptForm:
+    """How a prompt is made.
+
+    Attributes:
+        text: with `{instruction}`, and `{state}` where the state is in it; None: a question in the chat template.
+        ending: tokens behind it.
+        lower: the instruction is in lower case.
+    """
+
+    text: str | None = None
+    ending: tuple[int, ...] = ()
+    lower: bool = False
+
+
+class ActionEncoder(ImageChatEncoder):
+    """Encodes a frame of robot data: prompt, action tokens, end of turn. Targets are the tokens of actions that the
+    episode still has, and the end.
+
+    Args:
+        images: the model's processor at work.
+        template: the Jinja text of the chat template; None: prompts are plain text.
+        settings: of actions.
+        form: of prompts.
+        max_length: tokens of a row at most; a longer one is never cut.
+        on_too_long: drop | fail; truncate counts as drop.
+    """
+
+    def __init__(
+        self,
+        images: ImageText,
+        template: str | None,
+        settings: ActionSettings,
+        form: PromptForm,
+        *,
+        max_length: int = 2048,
+        on_too_long: TooLong = "truncate",
+    ) -> None:
+        super().__init__(
+            images, template if form.text is None else None, max_length=max_length, on_too_long=on_too_long
+        )
+        self.settings = settings
+        self.form = form
+        self._names = list(settings.norm_stats)
+        self._codecs: dict[str, ActionCodec] = {}
+        if form.text is not None:
+            check_prompt(form.text, with_state=settings.state == "text")
+
+    @property
+    def frames(self) -> FrameOptions:
+        """One row per frame, with the actions of a chunk."""
+        return FrameOptions(self.settings.action_chunks_len)
+
+    @property
+    def title(self) -> Callable[[Row], str]:
+        return _title
+
+    def cache_key(self) -> str:
+        settings = {**asdict(self.settings), "value_sizes": None, "cameras": None}
+        told = [super().cache_key(), json.dumps([settings, asdict(self.form)], sort_keys=True), str(ENCODING_VERSION)]
+        return hashlib.blake2b("\0".join(told).encode(), digest_size=20).hexdigest()
+
+    def encode(self, row: Row) -> Sample:
+        key = self._key(str(row["dataset"]))
+        codec = self._codec(key)
+        try:
+            ids = codec.encode(np.asarray(row["actions"])).astype(np.int32)
+        except DataError as error:
+            raise RowError(error.what) from error
+        images = [read_image(row["images"][camera], self._folder) for camera in sorted(row["images"])]
+        prompt, stop = self._prompt(str(row["instruction"]), row["state"], images, key)
+        padded = np.asarray(row["action_is_pad"], dtype=bool)
+        weights = np.concatenate(
+            [np.zeros(len(prompt)), np.repeat(~padded, codec.statistics.dimensions), np.ones(1)], dtype=np.float32
+        )
+        fields = {
+            **to_fields(images, len(images)),
+            IMAGE_STOP: np.array(stop, np.int32),
+            ACTIONS: np.asarray(row["actions"], np.float32),
+            PADDED: padded,
+            DATASET: np.array(self._names.index(key), np.int32),
+        }
+        return Sample(np.concatenate([prompt, ids, [self.end]], dtype=np.int32), weights, fields=fields)
+
+    def fit(self, sample: Sample) -> Sample:
+        if sample.length <= self.limit.max_length or self.limit.on_too_long == "fail":
+            return super().fit(sample)
+        raise RowDropped(f"{sample.length:,} tokens: no action is cut")
+
+    @property
+    def end(self) -> int:
+        """The token behind a chunk's last action.
+
+        Raises:
+            DataError: the tokenizer has none.
+        """
+        stops = self.stop_token_ids
+        if not stops:
+            raise DataError(
+                "the tokenizer has no end-of-sequence token",
+                where="actor.tokenizer.tokenizer_model",
+                remedy="give the tokenizer an eos_token (tokenizer_config.json)",
+            )
+        return stops[0]
+
+    def observed(self, observation: Observation, unnorm_key: str | None = None) -> Prompt:
+        """What a policy is asked about an observation.
+
+        Args:
+            observation: images of the cameras of the training data, instruction, state.
+            unnorm_key: the data set whose statistics hold for the state.
+        """
+        shown, known = tuple(sorted(observation["images"])), self.settings.cameras
+        if known is not None and shown != known:
+            raise _other_cameras(shown, known)
+        images = [as_stored(observation["images"][camera]) for camera in shown]
+        key = self._key(unnorm_key or self.settings.unnorm_key or "")
+        tokens, _ = self._prompt(observation["instruction"], observation["state"], images, key)
+        return Prompt(tokens, to_fields(images, len(images)))
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    def _key(self, dataset: str) -> str:
+        """Whose statistics hold for rows of a data set."""
+        chosen = self.settings.unnorm_key
+        if chosen is not None:
+            return chosen
+        if dataset in self.settings.norm_stats:
+            return dataset
+        if len(self._names) == 1:
+            return self._names[0]
+        raise RowError(
+            f"there are no action statistics of {dataset!r}; there are of {', '.join(self._names)} "
+            "(actor.model.unnorm_key chooses one)"
+        )
+
+    def _codec(self, key: str) -> ActionCodec:
+        if key not in self._codecs:
+            self._codecs[key] = self.settings.codec(key)
+        return self._codecs[key]
+
+    def _prompt(self, instruction: str, state: Any, images: Sequence[StoredImage], key: str) -> tuple[np.ndarray, int]:
+        """Tokens int32 [length] up to the first action, and where the last image ends in them."""
+        named = {"instruction": instruction.lower() if self.form.lower else instruction}
+        if self.settings.state == "text":
+            named["state"] = self._state(state, key)
+        marks = IMAGE_MARK * len(images)
+        if self.template is None:
+            filled = marks + _filled(self.form.text or PROMPT, named)
+            text = filled.replace(IMAGE_MARK, self.images.image_token)
+        else:
+            asked = marks + _filled(QUESTION + (WITH_STATE if "state" in named else ""), named)
+            text = self.template.render([{"role": "user", "content": asked}], None, prompt=True)
+        expanded = self.images.expand(text, [image.size for image in images])
+        ids, starts, _ = self._tokens(expanded.text)
+        stop = int(np.searchsorted(starts, expanded.images[-1][1])) if images else 0
+        if self.template is None:
+            opened = self._opened(ids)
+            stop, ids = stop + len(opened) - len(ids), opened
+        return np.concatenate([ids, np.array(self.form.ending, np.int32)]), stop
+
+    def _state(self, state: Any, key: str) -> str:
+        """The state's values as the numbers of their bins, from 0."""
+        if state is None:
+            raise RowError("the row has no state, and actor.model.action_state is text")
+        statistics = state_statistics(self.settings.norm_stats, key)
+        try:
+            numbers = Bins(self.settings.num_action_bins).encode(statistics.normalise(np.asarray(state))) - 1
+        except DataError as error:
+            raise RowError(error.what) from error
+        return " ".join(map(str, numbers.tolist()))
+
+
+def check_prompt(text: str, *, with_state: bool) -> None:
+    """Refuse a prompt that has no place for the instruction, or for the state where there has to be one.
+
+    Raises:
+        ConfigError: it has none, or one for what is not there.
+    """
+    places = {"{instruction}": True, "{state}": with_state}
+    for place, wanted in places.items():
+        if (place in text) != wanted:
+            raise ConfigError(
+                f"{PROMPT_KEY}: {text!r} has {'no' if wanted else 'a'} place for {place}",
+                where=PROMPT_KEY,
+                remedy="write {instruction}, and {state} with actor.model.action_state: text alone",
+            )
+
+
+def _other_cameras(shown: Sequence[str], known: Sequence[str]) -> ConfigError:
+    shows, had = (", ".join(names) or "no camera" for names in (shown, known))
+    return ConfigError(
+        f"the observation shows {shows}, the model was trained with {had}",
+        where="eval.environment: observation['images']",
+        remedy="name the environment's cameras as the training data do, and show all of them",
+    )
+
+
+def as_stored(pixels: np.ndarray) -> StoredImage:
+    """An image in memory, uint8 [height, width, 3], as one of a row."""
+    sink = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(pixels)).save(sink, "PNG", compress_level=1)
+    height, width = pixels.shape[:2]
+    return StoredImage(ImageKind.ENCODED, sink.getvalue(), (width, height))
+
+
+def _filled(text: str, values: Mapping[str, str]) -> str:
+    """A prompt with its places filled; braces that are none of these stay."""
+    for name, value in values.items():
+        text = text.replace(f"{{{name}}}", value)
+    return text
+
+
+def _title(row: Row) -> str:
+    steps, dimensions = np.asarray(row["actions"]).shape
+    cameras = ", ".join(sorted(row["images"])) or "none"
+    return f"frames with {steps} actions of {dimensions} dimensions, cameras: {cameras}"

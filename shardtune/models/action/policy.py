@@ -1,0 +1,328 @@
+"""Models that answer with actions: any model of transformers that generates, and what its directory says of actions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from transformers import (
+    GenerationMixin,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedConfig,
+    PreTrainedModel,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from shardtune.errors import ConfigError, ModelError
+from shardtune.models.action.tokens import (
+    STATISTICS_FILE,
+    ActionCodec,
+    ActionTokens,
+    Bins,
+    Statistics,
+    action_statistics,
+    choose_key,
+)
+from shardtune.models.value_head import ValueHead
+
+SETTINGS = "action_policy"
+"""The one key of config.json under which all that is about actions stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActionSettings:
+    """What a model's directory says of actions.
+
+    Attributes:
+        action_token_len: dimensions of an action.
+        action_chunks_len: actions that are predicted at once.
+        num_action_bins: tokens that stand for values.
+        token_top: one more than the highest id of an action token.
+        unnorm_key: the dataset whose statistics hold unless another is asked for; None: there is only one.
+        norm_stats: of all datasets, as `dataset_statistics.json` has them.
+        prompt: the text before the action tokens, with `{instruction}` (and `{state}`); None: the processor's chat
+            template, or OpenVLA's prompt where it has none.
+        state: text: the discretised proprioception stands in the prompt; none: it is left out.
+        value_sizes: the widths of the value head's layers; None: the model has no value head.
+        cameras: the names of those it was trained with, in order; None: unknown, or not the same in all data sets.
+    """
+
+    action_token_len: int
+    token_top: int
+    norm_stats: Mapping[str, Any] = field(default_factory=dict)
+    action_chunks_len: int = 1
+    num_action_bins: int = 256
+    unnorm_key: str | None = None
+    prompt: str | None = None
+    state: str = "none"
+    value_sizes: tuple[int, ...] | None = None
+    cameras: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> ActionSettings:
+        """Of a model's config.
+
+        Raises:
+            ModelError: the model knows nothing of actions.
+        """
+        found = config.to_dict().get(SETTINGS)
+        if not isinstance(found, Mapping):
+            raise ModelError(
+                f"the model of type {config.model_type!r} has no settings of actions",
+                where=f"config.json: {SETTINGS}",
+                remedy="train it with actor.model.model_type: vision_language_action, or give the settings",
+            )
+        try:
+            settings = cls(**found)
+        except TypeError as error:
+            raise ModelError(
+                f"the settings of actions cannot be used: {error}", where=f"config.json: {SETTINGS}"
+            ) from error
+        sizes, cameras = settings.value_sizes, settings.cameras
+        return replace(
+            settings,
+            value_sizes=None if sizes is None else tuple(sizes),
+            cameras=None if cameras is None else tuple(cameras),
+        )
+
+    def save_statistics(self, folder: Path) -> None:
+        """Write `dataset_statistics.json`."""
+        (folder / STATISTICS_FILE).write_text(json.dumps(self.norm_stats, indent=2), encoding="utf-8")
+
+    def write_to(self, config: PreTrainedConfig) -> None:
+        """Put them into a model's config, from where `save_pretrained` writes them."""
+        setattr(config, SETTINGS, asdict(self))
+
+    @property
+    def tokens(self) -> ActionTokens:
+        return ActionTokens(self.token_top, Bins(self.num_action_bins))
+
+    @property
+    def length(self) -> int:
+        """Tokens of a chunk."""
+        return self.action_token_len * self.action_chunks_len
+
+    def statistics(self, unnorm_key: str | None = None) -> Statistics:
+        """Of the actions of a dataset; None: of the settings' own."""
+        return action_statistics(self.norm_stats, unnorm_key or self.unnorm_key, self.action_token_len)
+
+    def codec(self, unnorm_key: str | None = None) -> ActionCodec:
+        """Actions of a dataset to tokens and back; None: of the settings' own."""
+        return ActionCodec(self.tokens, self.statistics(unnorm_key), self.action_chunks_len)
+
+
+class ActionBatch(NamedTuple):
+    """What a policy answers; unpacks as (actions, sequences, logits, values).
+
+    Attributes:
+        actions: float32 [rows, steps, dimensions], in the units of the dataset.
+        sequences: int64 [rows, prompt + steps * dimensions]: prompts and action tokens.
+        logits: [rows, steps * dimensions, vocabulary], as the model gave them.
+        values: [rows, steps * dimensions, 1]; zeros where the model has no value head.
+    """
+
+    actions: torch.Tensor
+    sequences: torch.Tensor
+    logits: torch.Tensor
+    values: torch.Tensor
+
+
+class ActionLogits(LogitsProcessor):
+    """Leaves only the tokens of actions to choose from.
+
+    Args:
+        tokens: which they are.
+    """
+
+    def __init__(self, tokens: ActionTokens) -> None:
+        self._ids = slice(tokens.first, tokens.top)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
+        allowed = torch.full_like(scores, -torch.inf)
+        allowed[:, self._ids] = scores[:, self._ids]
+        return allowed
+
+
+class RowDraws(LogitsProcessor):
+    """Makes the likeliest token a draw from the softmax (Gumbel-max), each row with a generator of its own.
+
+    So what is drawn for a row depends on its seed and its logits alone, not on the rows beside it.
+
+    Args:
+        seeds: of the rows.
+        tokens: among which is drawn.
+    """
+
+    def __init__(self, seeds: Sequence[int], tokens: ActionTokens) -> None:
+        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self._ids = slice(tokens.first, tokens.top)
+        self._count = tokens.bins.count
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
+        uniform = torch.stack(
+            [torch.rand(self._count, generator=each, dtype=torch.float64) for each in self._generators]
+        )
+        noise = -torch.log(-torch.log(uniform.clamp_min(1e-300)))
+        drawn = scores.clone()
+        drawn[:, self._ids] = scores[:, self._ids] + noise.to(scores)
+        return drawn
+
+
+if TYPE_CHECKING:
+
+    class _Generates(PreTrainedModel, GenerationMixin):
+        """What the mixin stands before."""
+else:
+    _Generates = object
+
+
+class ActionPolicy(_Generates):
+    """A mixin before any class of transformers that generates: `class A(ActionPolicy, LlavaForConditionalGeneration)`.
+
+    What it knows of actions stands in its config (`ActionSettings.write_to`), and so goes through `save_pretrained`
+    and `from_pretrained`.
+
+    Attributes:
+        value_head: where the settings ask for one, else None.
+    """
+
+    value_head: ValueHead | None
+
+    def __init__(self, config: PreTrainedConfig, *inputs: Any, **kwargs: Any) -> None:
+        super().__init__(config, *inputs, **kwargs)
+        sizes = self.action_settings.value_sizes
+        self.value_head = None if sizes is None else ValueHead(config.get_text_config().hidden_size, sizes)
+
+    @property
+    def action_settings(self) -> ActionSettings:
+        return ActionSettings.of(self.config)
+
+    def settings_for(self, unnorm_key: str | None) -> ActionSettings:
+        """The settings that hold for a data set."""
+        return self.action_settings
+
+    def get_action_stats(self, unnorm_key: str | None = None) -> dict[str, Any]:
+        """The statistics of a dataset's actions, as they stand beside the weights: q01, q99, mask, …
+
+        Args:
+            unnorm_key: the dataset; None: the one of the settings, or the only one.
+
+        Raises:
+            ConfigError: there is no such dataset; lists those there are.
+        """
+        settings = self.settings_for(unnorm_key)
+        return dict(settings.norm_stats[choose_key(settings.norm_stats, unnorm_key or settings.unnorm_key)]["action"])
+
+    def decode_actions(self, ids: torch.Tensor, unnorm_key: str | None = None) -> torch.Tensor:
+        """Token ids [rows, steps * dimensions] to actions float32 [rows, steps, dimensions] in the dataset's units."""
+        return torch.from_numpy(self.settings_for(unnorm_key).codec(unnorm_key).decode(ids.cpu().numpy()))
+
+    @torch.no_grad()
+    def predict_action_batch(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        do_sample: bool = True,
+        *,
+        unnorm_key: str | None = None,
+        seeds: Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> ActionBatch:
+        """Generate exactly one chunk of actions for each row.
+
+        Args:
+            input_ids: int64 [rows, prompt], padded at the left.
+            attention_mask: int64 [rows, prompt], 0 where padded.
+            pixel_values: as the model's processor gives them.
+            do_sample: draw tokens; otherwise the likeliest.
+            unnorm_key: the dataset whose statistics hold; None: the one of the settings.
+            seeds: one for each row: what is drawn for a row then depends on it and not on other rows.
+            **kwargs: further inputs of the model (image_grid_thw, …) and arguments of `generate` (temperature, …).
+
+        Raises:
+            ConfigError: seeds for another number of rows, or without sampling.
+        """
+        settings = self.settings_for(unnorm_key)
+        settings.statistics(unnorm_key)  # known before anything is computed
+        generate: Any = cast(Any, self).generate
+        generated = generate(
+            input_ids=input_ids,
+            attention_mask=torch.ones_like(input_ids) if attention_mask is None else attention_mask,
+            **({} if pixel_values is None else {"pixel_values": pixel_values}),
+            **_drawing(settings, len(input_ids), do_sample, seeds, kwargs),
+            output_logits=True,
+            output_hidden_states=self.value_head is not None,
+            return_dict_in_generate=True,
+            **kwargs,
+        )
+        logits = torch.stack(generated.logits, dim=1)
+        values = torch.zeros_like(logits[..., :1])
+        if self.value_head is not None:
+            values = self.value_head(generated.hidden_states)
+        actions = self.decode_actions(generated.sequences[:, -settings.length :], unnorm_key)
+        return ActionBatch(actions, generated.sequences, logits, values)
+
+
+def _drawing(
+    settings: ActionSettings, rows: int, do_sample: bool, seeds: Sequence[int] | None, given: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of `generate` that say how many tokens are chosen, and how; takes those it uses out of `given`."""
+    processors = LogitsProcessorList([*given.pop("logits_processor", ()), ActionLogits(settings.tokens)])
+    fixed = {"max_new_tokens": settings.length, "min_new_tokens": settings.length}
+    if not do_sample or seeds is not None:
+        form: dict[str, Any] = {"do_sample": False}
+        if seeds is not None:
+            _check_seeds(seeds, rows, do_sample)
+            processors += _warpers(given)
+            processors.append(RowDraws(seeds, settings.tokens))
+        # Settings of draws that a model's generation_config.json may hold, and that do not apply.
+        form |= {"temperature": None, "top_p": None, "top_k": None}
+        for name in form.keys() & given.keys():
+            given.pop(name)
+    else:
+        form = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0}
+        form |= {name: given.pop(name) for name in form.keys() & given.keys()}
+    pad = {"pad_token_id": given.pop("pad_token_id", settings.tokens.first)}  # no row ends before the others
+    return {**fixed, **form, **pad, "logits_processor": processors}
+
+
+def _warpers(given: dict[str, Any]) -> list[LogitsProcessor]:
+    """What transformers does to logits before it draws, as processors."""
+    temperature, top_k, top_p = (given.pop(name, None) for name in ("temperature", "top_k", "top_p"))
+    found: list[LogitsProcessor] = []
+    if temperature is not None and temperature != 1.0:
+        found.append(TemperatureLogitsWarper(temperature))
+    if top_k:
+        found.append(TopKLogitsWarper(top_k))
+    if top_p is not None and top_p < 1.0:
+        found.append(TopPLogitsWarper(top_p))
+    return found
+
+
+def _check_seeds(seeds: Sequence[int], rows: int, do_sample: bool) -> None:
+    if not do_sample or len(seeds) != rows:
+        raise ConfigError(
+            f"{len(seeds)} seeds for {rows} rows" if do_sample else "seeds have no effect with do_sample=False",
+            where="predict_action_batch",
+            remedy="give one seed for each row, with do_sample=True",
+        )
+
+
+@cache
+def action_class(base: type[PreTrainedModel]) -> type[Any]:
+    """A model class with actions: `ActionPolicy` before it, under its own name, which `save_pretrained` writes down.
+
+    So a directory says that it holds the base class, as which plain transformers loads it.
+    """
+    if issubclass(base, ActionPolicy):
+        return base
+    return type(base.__name__, (ActionPolicy, base), {"__module__": base.__module__, "__doc__": base.__doc__})

@@ -1,0 +1,212 @@
+"""From a recipe, a model's config and its data to the settings of actions; what disagrees is an error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from shardtune.config import ModelConfig, Recipe
+from shardtune.config.schema import action_tokens
+from shardtune.data.action_statistics import source_statistics, to_json
+from shardtune.data.encoder import FrameOptions
+from shardtune.data.sources.resolve import Source, resolve_sources
+from shardtune.errors import ConfigError, DataError
+from shardtune.models.action.openvla import OpenVLAConfig, openvla_settings
+from shardtune.models.action.policy import SETTINGS, ActionSettings
+from shardtune.models.action.tokens import action_statistics, choose_key, state_statistics
+
+STATISTICS = "actor.model.action_statistics"
+
+
+def settings_for(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> ActionSettings:
+    """What holds for a run.
+
+    Args:
+        recipe: of the run.
+        config: the model's.
+        tokenizer: with the tokens that the recipe adds.
+
+    Raises:
+        ConfigError: keys that disagree with the model or the statistics.
+        DataError: statistics that are missing or cannot be used.
+    """
+    model = recipe.actor.model
+    stored = stored_settings(config)
+    statistics, unnorm_key = _statistics(recipe, stored)
+    found = action_statistics(statistics, unnorm_key or next(iter(statistics)), model.action_token_len)
+    for key in statistics if unnorm_key is None else ():
+        action_statistics(statistics, key, found.dimensions)
+    state = model.action_state or (stored.state if stored is not None else "none")
+    if state == "text":
+        for key in [unnorm_key] if unnorm_key is not None else statistics:
+            state_statistics(statistics, key)
+    return ActionSettings(
+        action_token_len=found.dimensions,
+        token_top=_top(model, stored, tokenizer),
+        norm_stats=statistics,
+        action_chunks_len=model.action_chunks_len,
+        num_action_bins=model.num_action_bins,
+        unnorm_key=unnorm_key,
+        prompt=model.action_prompt or (stored.prompt if stored is not None else None),
+        state=state,
+        value_sizes=stored.value_sizes if stored is not None else None,
+        cameras=_cameras(recipe, stored),
+    )
+
+
+def stored_settings(config: PreTrainedConfig) -> ActionSettings | None:
+    """What a model's directory says of actions; None for one that says nothing."""
+    if config.to_dict().get(SETTINGS) is not None:
+        return ActionSettings.of(config)
+    return openvla_settings(config) if isinstance(config, OpenVLAConfig) else None
+
+
+def _statistics(recipe: Recipe, stored: ActionSettings | None) -> tuple[dict[str, Any], str | None]:
+    """Of all data sets that are known, and the one that holds for every row; None: each row goes by its own.
+
+    The file of `actor.model.action_statistics` goes before those beside the weights, and those before computed ones.
+    """
+    model = recipe.actor.model
+    known = dict(stored.norm_stats) if stored is not None else {}
+    if model.action_statistics is not None:
+        known |= read_statistics(Path(model.action_statistics))
+    wanted = model.unnorm_key
+    if wanted is not None and wanted in known:
+        return known, wanted
+    if wanted is None and model.action_statistics is not None:
+        own = read_statistics(Path(model.action_statistics))
+        return known, next(iter(own)) if len(own) == 1 else None
+    computed = _computed(recipe, stored)
+    if computed is None:
+        assert stored is not None
+        return known, choose_key(known, wanted) if wanted is not None else stored.unnorm_key
+    together = {**computed, **known}
+    if wanted is not None:
+        return together, choose_key(together, wanted)
+    return together, next(iter(computed)) if len(computed) == 1 else None
+
+
+def _cameras(recipe: Recipe, stored: ActionSettings | None) -> tuple[str, ...] | None:
+    """Those of the training rows, by the first row of each data set; where none can be read, those of the model."""
+    known = stored.cameras if stored is not None else None
+    spec = recipe.data.train_data_paths
+    if spec is None:
+        return known
+    try:
+        found = {_first_cameras(source) for source in _sources(recipe, spec)}
+    except DataError:
+        return known
+    return found.pop() if len(found) == 1 else None
+
+
+def _first_cameras(source: Source) -> tuple[str, ...] | None:
+    rows = (row for file in source.files for _, row in source.rows(file))
+    row = next((row for row in rows if isinstance(row, Mapping)), None)
+    return None if row is None else tuple(sorted(row["images"]))
+
+
+def _sources(recipe: Recipe, spec: Any) -> list[Source]:
+    """The training rows as frames."""
+    frames = FrameOptions(recipe.actor.model.action_chunks_len)
+    return resolve_sources(spec, recipe.data, frames=frames, say=lambda _: None)
+
+
+def _computed(recipe: Recipe, stored: ActionSettings | None) -> dict[str, Any] | None:
+    """Of the training rows; None where there are none to read, and the model has statistics of its own.
+
+    Raises:
+        DataError: there are none to read, and the model has none.
+    """
+    data, spec = recipe.data, recipe.data.train_data_paths
+    has_own = stored is not None and bool(stored.norm_stats)
+    if spec is None:
+        if has_own:
+            return None
+        raise ConfigError(
+            "there are no action statistics: no training rows are named, and the model has none",
+            where=STATISTICS,
+            remedy="name a dataset_statistics.json, or data.train_data_paths",
+        )
+    try:
+        return to_json(source_statistics(_sources(recipe, spec), cache_dir=data.cache_dir, on_bad_row=data.on_bad_row))
+    except DataError:
+        if has_own:  # what is wrong with the rows is said where they are read; evaluation does without them
+            return None
+        raise
+
+
+def read_statistics(path: Path) -> dict[str, Any]:
+    """A `dataset_statistics.json`.
+
+    Raises:
+        DataError: it cannot be read, or is none.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"the statistics cannot be read: {error}", where=f"{STATISTICS}: {path}") from error
+    if not isinstance(content, Mapping) or not all(isinstance(entry, Mapping) for entry in content.values()):
+        raise DataError(
+            "this is no file of statistics",
+            where=f"{STATISTICS}: {path}",
+            remedy='write {"name": {"action": {"q01": […], "q99": […], "mask": […]}}}',
+        )
+    return dict(content)
+
+
+def _top(model: ModelConfig, stored: ActionSettings | None, tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the highest id of an action token."""
+    count, how = model.num_action_bins, model.action_tokens
+    if stored is not None:
+        if count != stored.num_action_bins:
+            raise ConfigError(
+                f"actor.model.num_action_bins is {count}, the model has {stored.num_action_bins} action tokens",
+                where="actor.model.num_action_bins",
+                remedy=f"set it to {stored.num_action_bins}",
+            )
+        if how != "auto" and stored.token_top != (own := _own_top(how, count, tokenizer)):
+            raise ConfigError(
+                f"actor.model.action_tokens: {how} means ids below {own}, the model's end below {stored.token_top}",
+                where="actor.model.action_tokens",
+                remedy="leave it out",
+            )
+        return stored.token_top
+    return _own_top("last" if how == "auto" else how, count, tokenizer)
+
+
+def _own_top(how: str, count: int, tokenizer: PreTrainedTokenizerBase) -> int:
+    if how == "last":
+        return last_ordinary(tokenizer, count)
+    vocabulary = tokenizer.get_vocab()
+    ids = [vocabulary[token] for token in action_tokens(count)]
+    if ids != list(range(ids[0], ids[0] + count)):
+        raise ConfigError(
+            f"the ids of the tokens <act_0> to <act_{count - 1}> are not consecutive",
+            where="actor.tokenizer.tokenizer_model",
+            remedy="use a tokenizer that has none of them yet, or all in order",
+        )
+    return ids[-1] + 1
+
+
+def last_ordinary(tokenizer: PreTrainedTokenizerBase, count: int) -> int:
+    """One more than the highest of the last `count` consecutive ids without an added or special token among them.
+
+    Raises:
+        ConfigError: there are not so many.
+    """
+    taken = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    ordinary = set(tokenizer.get_vocab().values()) - taken
+    length = 0
+    for number in range(max(ordinary, default=-1), -1, -1):
+        length = length + 1 if number in ordinary else 0
+        if length == count:
+            return number + count
+    raise ConfigError(
+        f"the vocabulary has no {count} ordinary tokens in a row for the values of actions",
+        where="actor.model.action_tokens",
+        remedy="set it to appended, or use fewer actor.model.num_action_bins",
+    )

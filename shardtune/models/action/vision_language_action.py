@@ -1,0 +1,226 @@
+"""Vision-language models that answer with actions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig, PreTrainedModel, ProcessorMixin
+
+from shardtune.batch import Batch, Metric, PackedBatch, Prompt, Sample
+from shardtune.data.chat.template import load_template
+from shardtune.data.images.placeholders import ImageText
+from shardtune.errors import ModelError
+from shardtune.models.action.acting import ActingAdapter
+from shardtune.models.action.encoder import ACTIONS, DATASET, PADDED, ActionEncoder, PromptForm
+from shardtune.models.action.environment import Observation, Policy
+from shardtune.models.action.openvla import EMPTY_TOKEN, LLAMA2, OpenVLAConfig, OpenVLAForActionPrediction
+from shardtune.models.action.openvla_processor import openvla_images
+from shardtune.models.action.policy import ActionBatch, ActionPolicy, ActionSettings, action_class
+from shardtune.models.adapter import AdapterRoot, Evaluation, LanguageRoot
+from shardtune.models.causal_lm import under_attention
+from shardtune.models.user_metrics import Measure, Prediction
+from shardtune.models.vision.vision_language import VisionLanguage
+from shardtune.parallel.meta_init import init_empty_weights
+
+ACCURACY, ERROR = "action_accuracy", "action_l1"
+"""What evaluation adds: the share of action tokens that the policy would choose; the mean distance of its actions,
+normalised. `action_l1/2` is that of the third dimension in the units of the data."""
+_OWN_FIELDS = (ACTIONS, PADDED, DATASET)
+
+
+class VisionLanguageAction(VisionLanguage, ActingAdapter):
+    """A vision-language model trained on frames of robot data, each with the chunk of actions that follows.
+
+    Args:
+        config: the model's config, into which the settings are written, so that they are saved with it.
+        processor: the model's.
+        settings: of actions.
+        others: as for `VisionLanguage`.
+    """
+
+    _kind = "vision-language-action model"
+
+    def __init__(
+        self, config: PreTrainedConfig, processor: ProcessorMixin, settings: ActionSettings, **others: Any
+    ) -> None:
+        super().__init__(config, processor, **others)
+        self.settings = settings
+        settings.write_to(config)
+        if isinstance(config, OpenVLAConfig):
+            config.norm_stats = dict(settings.norm_stats)
+            config.auto_map = None  # the code that it names does not stand in directories that are written
+
+    def _image_text(self, processor: ProcessorMixin) -> ImageText:
+        if isinstance(self.config, OpenVLAConfig):
+            return openvla_images(processor, self.config)
+        return super()._image_text(processor)
+
+    def _from_config(self) -> PreTrainedModel:
+        if self._make is not None:
+            return super()._from_config()
+        if isinstance(self.config, OpenVLAConfig):
+            kind: Any = OpenVLAForActionPrediction
+        else:
+            kind = action_class(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(self.config)])
+        implementation = None if self._asked == "auto" else self._asked
+        try:
+            with init_empty_weights():
+                return kind._from_config(self.config, dtype=torch.float32, attn_implementation=implementation)
+        except (ValueError, ImportError, KeyError) as error:
+            raise ModelError(
+                f"transformers cannot build a {self._kind} of type {self.config.model_type!r}: {error}",
+                where=f"actor.model.model_path, actor.model.attn_implementation: {self._asked}",
+                remedy="check the model directory's config.json and actor.model.attn_implementation",
+            ) from error
+
+    def build(self) -> PreTrainedModel:
+        model = super().build()
+        self.settings.write_to(model.config)  # where a user's function made it, that is another config
+        return model
+
+    @functools.cached_property
+    def actions(self) -> ActionEncoder:
+        """What turns frames and observations into prompts."""
+        data, settings = self._data, self.settings
+        template = load_template(data.chat_template, self.tokenizer)
+        return ActionEncoder(
+            self.images,
+            template,
+            settings,
+            self._form(),
+            max_length=data.max_length,
+            on_too_long=data.on_too_long,
+        )
+
+    def _form(self) -> PromptForm:
+        if not isinstance(self.config, OpenVLAConfig):
+            return PromptForm(self.settings.prompt)
+        ending = (EMPTY_TOKEN,) if self.config.text_vocabulary == LLAMA2 else ()
+        return PromptForm(self.settings.prompt, ending, lower=True)
+
+    def encoder(self, *, with_prompts: bool) -> ActionEncoder:
+        return self.actions
+
+    # -- micro-batches ---------------------------------------------------------------------------------------------
+
+    def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> PackedBatch:
+        batch = super().collate(samples, rows, weights)
+        acting = [sample.fields for sample in samples if ACTIONS in sample.fields]
+        if not acting:
+            return batch
+        own = {name: torch.from_numpy(np.stack([fields[name] for fields in acting])) for name in _OWN_FIELDS}
+        return replace(batch, fields={**batch.fields, **own})
+
+    def _further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
+        kept = {name: value for name, value in batch.fields.items() if name not in _OWN_FIELDS}
+        return super()._further_inputs(replace(batch, fields=kept))
+
+    # -- evaluation ------------------------------------------------------------------------------------------------
+
+    @property
+    def metric_names(self) -> Sequence[str]:
+        return [ACCURACY, ERROR, *(f"{ERROR}/{number}" for number in range(self.settings.action_token_len))]
+
+    def evaluate(self, model: nn.Module, batch: Batch, measure: Measure | None = None) -> Evaluation:
+        """The loss and accuracy of all targets, and how far the actions are off that the policy would take.
+
+        Each token is predicted with the true ones before it.
+        """
+
+        def both(predictions: Iterator[Prediction]) -> Mapping[str, Metric]:
+            chosen: list[torch.Tensor] = []
+            watched = self._watched(predictions, chosen)
+            further = {} if measure is None else dict(measure(watched))
+            for _ in watched:
+                pass
+            return {**self._action_metrics(batch, torch.cat(chosen) if chosen else torch.empty(0)), **further}
+
+        return super().evaluate(model, batch, both)
+
+    def _watched(self, predictions: Iterator[Prediction], chosen: list[torch.Tensor]) -> Iterator[Prediction]:
+        """The same predictions; meanwhile the likeliest action token of each is kept."""
+        tokens = self.settings.tokens
+        for piece in predictions:
+            chosen.append(piece.outputs[:, tokens.first : tokens.top].argmax(-1) + tokens.first)
+            yield piece
+
+    def _action_metrics(self, batch: Batch, chosen: torch.Tensor) -> dict[str, Metric]:
+        """Compare what was chosen at each target with the actions; a row has its actions' targets, then its end's."""
+        size = self.settings.action_token_len
+        if ACTIONS not in batch.fields or not len(chosen):
+            return {}
+        real = ~batch[PADDED].cpu().numpy()
+        counts = real.sum(1) * size + 1
+        is_action = np.ones(int(counts.sum()), dtype=bool)
+        is_action[np.cumsum(counts) - 1] = False
+        assert isinstance(batch, PackedBatch)
+        ids, wanted = (values.cpu().numpy()[is_action] for values in (chosen, batch.targets))
+        found = {ACCURACY: Metric(float((ids == wanted).sum()), float(len(ids)))}
+        owner = np.repeat(np.arange(len(real)), real.sum(1))
+        normal = self.settings.tokens.decode(ids).reshape(-1, size)
+        truth = batch[ACTIONS].cpu().numpy()[real]
+        off, off_real = np.empty_like(normal), np.empty_like(normal)
+        datasets = batch[DATASET].cpu().numpy()[owner]
+        for number in np.unique(datasets):
+            rows = datasets == number
+            statistics = self.settings.statistics(list(self.settings.norm_stats)[int(number)])
+            off[rows] = np.abs(normal[rows] - np.clip(statistics.normalise(truth[rows]), -1, 1))
+            off_real[rows] = np.abs(statistics.unnormalise(normal[rows]) - truth[rows])
+        found[ERROR] = Metric(float(off.sum()), float(off.size))
+        for dimension in range(size):
+            found[f"{ERROR}/{dimension}"] = Metric(float(off_real[:, dimension].sum()), float(len(off_real)))
+        return found
+
+    # -- acting ----------------------------------------------------------------------------------------------------
+
+    def root(self, model: nn.Module) -> ActionRoot:
+        return ActionRoot(self, model)
+
+    def policy(self, root: AdapterRoot, device: torch.device) -> Policy:
+        """The likeliest actions for observations, by the statistics of `actor.model.unnorm_key`."""
+        assert isinstance(root, ActionRoot)
+
+        def act(observations: Sequence[Observation]) -> np.ndarray:
+            prompts = [self.actions.observed(observation) for observation in observations]
+            inputs = {name: value.to(device) for name, value in self.policy_inputs(prompts).items()}
+            return root.act(inputs, {"do_sample": False}).actions.numpy()
+
+        return act
+
+    def policy_inputs(self, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
+        """Prompts as the model takes them, padded at the left."""
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        pad: Any = self.tokenizer.pad_token_id
+        ids = torch.full((len(prompts), longest), self.actions.end if pad is None else int(pad), dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt.tokens) :] = torch.from_numpy(prompt.tokens.astype(np.int64))
+            mask[row, longest - len(prompt.tokens) :] = 1
+        return {"input_ids": ids, "attention_mask": mask, **self.prompt_inputs(prompts, longest)}
+
+    def act(self, model: nn.Module, *inputs: Any) -> ActionBatch:
+        """`predict_action_batch` of the model, under its own attention; of tensors, and of arguments, by name."""
+        tensors, arguments = inputs
+        assert isinstance(model, ActionPolicy)
+        with under_attention(model, self._own_attention), torch.compiler.set_stance("force_eager"):
+            predict: Callable[..., ActionBatch] = model.predict_action_batch
+            return predict(**tensors, **arguments)
+
+
+class ActionRoot(LanguageRoot):
+    """A root that also acts."""
+
+    entry_points = (*LanguageRoot.entry_points, "act")
+
+    def __init__(self, adapter: VisionLanguageAction, model: nn.Module) -> None:
+        super().__init__(adapter, model)
+        self._acting = adapter
+
+    def act(self, inputs: Mapping[str, torch.Tensor], arguments: Mapping[str, Any]) -> ActionBatch:
+        return self._acting.act(self.model, inputs, arguments)

@@ -1,0 +1,286 @@
+"""The encoder of an adapter of one's own: its `encode` and `weights`, with what goes wrong in them told by row."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import importlib
+import inspect
+import json
+import math
+import sys
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+
+from shardtune.batch import Sample
+from shardtune.config import Recipe, load_recipe
+from shardtune.config.user_code import USER_MODULE, import_file
+from shardtune.data.encoder import FrameOptions, LengthLimit, Row, RowDropped, RowError
+from shardtune.errors import DataError, ModelError, ShardtuneError
+
+NEVER_A_ROW = (NameError, ImportError, MemoryError)
+"""What is wrong with code, or with the machine, whatever a row holds."""
+ENCODING_VERSION = 1
+"""Part of every cache key: raised when the same row would come out differently."""
+
+
+class RowEncoding(Protocol):
+    """What an adapter says of rows."""
+
+    padding: ClassVar[Mapping[str, float]]
+
+    def encode(self, row: Row) -> Sample: ...
+    def weights(self, sample: Sample) -> Mapping[str, float]: ...
+
+
+class FieldEncoder:
+    """Encodes rows by a user's adapter.
+
+    Args:
+        adapter: whose methods are asked.
+        recipe: by which other processes find the same adapter.
+    """
+
+    def __init__(self, adapter: RowEncoding, recipe: Recipe) -> None:
+        self._adapter = adapter
+        self._recipe = recipe
+        data = recipe.data
+        self._limit = LengthLimit(data.max_length, data.on_too_long)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (Place.of(type(self._adapter)), self._recipe.to_dict())
+
+    def encode(self, row: Row) -> Sample:
+        try:
+            sample = self._adapter.encode(row)
+        except (ShardtuneError, RowError, *NEVER_A_ROW):
+            raise
+        except Exception as error:
+            if isinstance(error, AttributeError) and _is_code(error.obj, self._adapter, row):
+                raise
+            raise RowError(_reason(error, row)) from error
+        self._check_sample(sample)
+        fields = {name: _as_array(name, value) for name, value in sample.fields.items()}
+        self._check_padding(fields)
+        size = sample.size or max(1, sum(len(fields[name]) for name in self._adapter.padding if name in fields))
+        return replace(sample, fields=fields, size=size)
+
+    def _check_sample(self, sample: Any) -> None:
+        """What `encode` returned is a sample that holds something."""
+        if not isinstance(sample, Sample):
+            found = f"a {type(sample).__name__}, not a Sample"
+        elif not isinstance(sample.fields, Mapping) or isinstance(sample.input_ids, Mapping):
+            found = "a Sample whose fields are not given by name"
+        elif not sample.fields and not len(sample.input_ids):
+            found = "a Sample with nothing in it"
+        else:
+            return
+        raise ModelError(
+            f"encode returned {found}",
+            where=f"{type(self._adapter).__name__}.encode",
+            remedy='return Sample(fields={"name": array, …})',
+        )
+
+    def _check_padding(self, fields: Mapping[str, np.ndarray]) -> None:
+        for name in self._adapter.padding:
+            if name in fields and not fields[name].ndim:
+                raise ModelError(
+                    f"padding names {name!r}, which is a single number and has no length",
+                    where=f"{type(self._adapter).__name__}.padding",
+                    remedy="leave it out of padding: it is stacked",
+                )
+            if name not in fields:
+                near = difflib.get_close_matches(name, fields, n=1)
+                raise ModelError(
+                    f"padding names {name!r}, which is no field of a row",
+                    where=f"{type(self._adapter).__name__}.padding",
+                    remedy=f"did you mean {near[0]!r}?" if near else f"encode gives {', '.join(fields) or 'no fields'}",
+                )
+
+    def fit(self, sample: Sample) -> Sample:
+        """The sample with its padded fields cut at `data.max_length`, or as `data.on_too_long` asks."""
+        if len(sample.input_ids):
+            return self._limit.apply(sample)
+        most, padded = self._limit.max_length, self._adapter.padding
+        long = [name for name in padded if name in sample.fields and len(sample.fields[name]) > most]
+        if not long:
+            return sample
+        length = len(sample.fields[long[0]])
+        if self._limit.on_too_long == "drop":
+            raise RowDropped(f"{long[0]} of length {length:,}")
+        if self._limit.on_too_long == "fail":
+            raise DataError(
+                f"the field {long[0]!r} has length {length:,}, data.max_length is {most:,}",
+                remedy="raise data.max_length, or set data.on_too_long to truncate or drop",
+            )
+        fields = {name: array[:most] if name in padded else array for name, array in sample.fields.items()}
+        return replace(sample, fields=fields, size=max(1, sum(len(fields[name]) for name in padded if name in fields)))
+
+    def weights(self, sample: Sample) -> Mapping[str, float]:
+        found: Any = self._adapter.weights(sample)
+        try:
+            weights = {name: float(weight) for name, weight in found.items()}
+        except (AttributeError, TypeError, ValueError):
+            weights = {}
+        if not weights or not all(0 <= weight < math.inf for weight in weights.values()):
+            raise ModelError(
+                f"weights returned {found!r:.80}, not a dict of numbers from 0 on",
+                where=f"{type(self._adapter).__name__}.weights",
+                remedy='return {"loss": how many targets this row has}, with a number for each term of the loss',
+            )
+        return weights
+
+    def title(self, row: Row) -> str:
+        """The fields of a row with their shapes."""
+        sample = self.encode(row)
+        if len(sample.input_ids):
+            return f"rows of {type(self._adapter).__name__}: tokens"
+        shapes = [f"{name} {list(array.shape) or ''}".strip() for name, array in sample.fields.items()]
+        return f"rows of {type(self._adapter).__name__}: {', '.join(shapes)}"
+
+    def at(self, folder: Path) -> FieldEncoder:
+        return self
+
+    def cache_key(self) -> str:
+        kind, recipe = type(self._adapter), self._recipe
+        settings = {
+            "version": ENCODING_VERSION,
+            "adapter": kind.__qualname__,
+            "code": _code(kind),
+            "options": recipe.actor.model.options,
+            "model": [recipe.actor.model.model_path, recipe.actor.model.config_overrides],
+            "tokenizer": recipe.actor.tokenizer.tokenizer_model,
+            "data": [recipe.data.max_length, recipe.data.on_too_long, recipe.data.system_prompt],
+        }
+        return hashlib.blake2b(json.dumps(settings, default=str).encode(), digest_size=20).hexdigest()
+
+
+class FrameFieldEncoder(FieldEncoder):
+    """The same for rows that are frames of robot data.
+
+    Args:
+        adapter, recipe: as for `FieldEncoder`.
+        chunk: actions of a row.
+    """
+
+    def __init__(self, adapter: RowEncoding, recipe: Recipe, chunk: int) -> None:
+        super().__init__(adapter, recipe)
+        self.frames = FrameOptions(chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a class is defined, so that another process finds it.
+
+    Attributes:
+        module: its name.
+        file: of a module that is a user's own file and no importable module; None otherwise.
+        name: of the class.
+    """
+
+    module: str
+    file: str | None
+    name: str
+
+    @classmethod
+    def of(cls, kind: type[Any]) -> Place:
+        own_file = kind.__module__.startswith(USER_MODULE)
+        return cls(kind.__module__, inspect.getfile(kind) if own_file else None, kind.__qualname__)
+
+    def find(self) -> Any:
+        if self.file is None:
+            module = importlib.import_module(self.module)
+        else:
+            module = import_file(Path(self.file), "actor.model.adapter")
+        found: Any = module
+        for part in self.name.split("."):
+            found = vars(found)[part]
+        return found
+
+
+def _again(place: Place, values: dict[str, Any]) -> FieldEncoder:
+    """The encoder of the same recipe in another process."""
+    recipe = load_recipe(values, in_memory=_EVERY_PATH, files_must_exist=False)
+    return place.find().from_recipe(recipe).encoder(with_prompts=False)
+
+
+_EVERY_PATH = ("actor.model.model_path", "data.train_data_paths", "data.eval_data_paths")
+
+
+def _as_array(name: str, value: Any) -> np.ndarray:
+    try:
+        array = _from_torch(value) if isinstance(value, torch.Tensor) else np.asarray(value)
+    except ValueError as error:
+        raise RowError(f"the field {name!r} is no array: {error}") from error
+    if array.dtype.kind not in "biuf":
+        raise RowError(f"the field {name!r} is {array.dtype}, not an array of numbers")
+    return array
+
+
+def _from_torch(tensor: torch.Tensor) -> np.ndarray:
+    """Its values; numpy has no bfloat16, which fp32 holds exactly."""
+    values = tensor.detach().cpu()
+    return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+
+
+def _reason(error: Exception, row: Row) -> str:
+    """What went wrong in a user's `encode`, and where."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    place = f" ({Path(frames[0].filename).name}:{frames[0].lineno})" if frames else ""
+    if isinstance(error, KeyError):
+        return f"the row has no {error.args[0]!r}, it has {', '.join(map(str, row))}{place}"
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def _is_code(thing: object, *own: object) -> bool:
+    """Whether what lacks an attribute is no value of a row: a misspelling, whatever a row holds."""
+    return isinstance(thing, ModuleType | type) or any(thing is other for other in own)
+
+
+def _code(kind: type[Any]) -> str:
+    """The code of a user's class and its bases: that of the files they stand in, of a package all of its files."""
+    digest = hashlib.blake2b(digest_size=20)
+    for base in kind.__mro__:
+        if _is_ours(base):
+            continue
+        for part in _sources(base):
+            digest.update(part + b"\0")
+    return digest.hexdigest()
+
+
+def _sources(kind: type[Any]) -> Iterable[bytes]:
+    """A class's own file without its comments and layout, then the other files of its package."""
+    try:
+        own = Path(inspect.getfile(kind))
+        yield ast.dump(ast.parse(own.read_text(encoding="utf-8"))).encode()
+    except (OSError, TypeError):  # typed into a notebook or a prompt
+        yield from (part for value in vars(kind).values() if inspect.isfunction(value) for part in _compiled(value))
+        return
+    package = sys.modules.get(kind.__module__.partition(".")[0])
+    for folder in [] if package is None else vars(package).get("__path__", []):
+        yield from (file.read_bytes() for file in sorted(Path(folder).rglob("*.py")) if file != own)
+
+
+def _compiled(function: FunctionType) -> Iterable[bytes]:
+    """What a function does, where there is no file to read it in."""
+    waiting = [function.__code__]
+    while waiting:
+        code = waiting.pop()
+        yield code.co_code
+        plain = [item for item in code.co_consts if not isinstance(item, CodeType)]
+        fixed = [sorted(map(repr, item)) if isinstance(item, frozenset) else item for item in plain]
+        yield repr((code.co_names, fixed)).encode()
+        waiting += [item for item in code.co_consts if isinstance(item, CodeType)]
+
+
+def _is_ours(kind: type[Any]) -> bool:
+    """A class of this package, whose versions are in the key by `ENCODING_VERSION`, or of Python."""
+    return kind.__module__.partition(".")[0] in (__name__.partition(".")[0], "builtins", *sys.stdlib_module_names)

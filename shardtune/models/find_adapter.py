@@ -1,0 +1,442 @@
+"""From a recipe's `actor.model` to the adapter that describes the model, and to the model itself."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeGuard
+
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+from shardtune.config import ActorConfig, DataConfig, ModelConfig, Recipe
+from shardtune.config.model_names import known_names, registered, registered_function, registered_processor
+from shardtune.config.user_code import load_function
+from shardtune.data.images.placeholders import ImageText
+from shardtune.errors import ConfigError, ModelError
+from shardtune.models.action.openvla import OpenVLAConfig
+from shardtune.models.action.openvla_processor import load_openvla_processor, openvla_images
+from shardtune.models.action.policy import ActionPolicy
+from shardtune.models.action.settings import settings_for
+from shardtune.models.action.tokens import action_statistics
+from shardtune.models.action.vision_language_action import VisionLanguageAction
+from shardtune.models.activation_checkpointing import set_execution
+from shardtune.models.adapter import Adapter, LanguageModel
+from shardtune.models.adapter_contract import check_adapter_class, check_made
+from shardtune.models.causal_lm import CausalLM
+from shardtune.models.check_sizes import check_sizes
+from shardtune.models.new_tokens import add_new_tokens
+from shardtune.models.pretrained import (
+    MODEL_PATH,
+    check_vocabulary,
+    load_config,
+    load_tokenizer,
+    model_directory,
+    no_model_path,
+    recipe_tokenizer,
+)
+from shardtune.models.vision.processors import load_processor
+from shardtune.models.vision.vision_language import VisionLanguage
+from shardtune.parallel.shard_units import choose_units
+
+GIVE_EYES = "give the directory of a vision-language model (its config.json names such an architecture)"
+
+MODEL_TYPES = {
+    "causal_lm": "any causal language model of transformers, by its config.json",
+    "vision_language": "any model of transformers that takes images and text, by its config.json and processor",
+    "vision_language_action": "any of these with a robot's actions as tokens, and directories in OpenVLA's format",
+}
+
+
+def find_adapter(
+    recipe: Recipe, *, model: PreTrainedModel | None = None, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Adapter:
+    """The adapter of a recipe: the class that `actor.model.adapter` names, or the one of `actor.model.model_type`.
+
+    Args:
+        recipe: of the run.
+        model: a causal language model in memory instead of the recipe's.
+        tokenizer: one in memory instead of the recipe's.
+    """
+    config = recipe.actor.model
+    kind = adapter_class(config)
+    if kind is not None:
+        _check_read(recipe, kind)
+        made = kind.from_recipe(recipe, tokenizer)
+        check_made(made, _named(config))
+        return made
+    _require_known(config.model_type)
+    if config.options and registered_function(config.model_type) is None:
+        raise ConfigError(
+            f"actor.model.options = {config.options}: no part of {config.model_type} reads them",
+            where="actor.model.options",
+            remedy="leave them out; they are for an adapter or a worker of your own",
+        )
+    wrap = recipe.actor.fsdp_config.wrap
+    if config.model_type in ("vision_language", "vision_language_action"):
+        return _with_eyes(recipe, model, tokenizer)
+    _check_read(recipe, CausalLM)
+    adapter = causal_lm(config, wrap=wrap, model=model, data=recipe.data)
+    adapter.take_tokenizer(tokenizer or recipe_tokenizer(recipe))
+    check_vocabulary(adapter.tokenizer, adapter.config, recipe.actor.added_tokens)
+    check_sizes(config, adapter.config, adapter.tokenizer)
+    return adapter
+
+
+def _with_eyes(
+    recipe: Recipe, model: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase | None
+) -> VisionLanguage:
+    """The adapter of a recipe's vision-language model."""
+    if tokenizer is not None:
+        raise ConfigError(
+            "a tokenizer in memory cannot be taken: a vision-language model's comes with its processor",
+            where="tokenizer=",
+            remedy="save the processor beside the model, and give that directory as actor.model.model_path",
+        )
+    config = recipe.actor.model
+    acts = config.model_type == "vision_language_action"
+    make = vision_language if not acts else partial(vision_language_action, recipe)
+    adapter = make(
+        config,
+        wrap=recipe.actor.fsdp_config.wrap,
+        model=model,
+        data=recipe.data,
+        processor_path=recipe.actor.tokenizer.tokenizer_model,
+    )
+    if not acts:
+        add_new_tokens(adapter.tokenizer, recipe.actor.added_tokens)
+    check_vocabulary(adapter.tokenizer, adapter.config, recipe.actor.added_tokens)
+    check_sizes(config, adapter.config, adapter.tokenizer, adapter.images)
+    return adapter
+
+
+def vision_language_action(
+    recipe: Recipe,
+    config: ModelConfig,
+    *,
+    wrap: list[str] | None = None,
+    model: PreTrainedModel | None = None,
+    data: DataConfig | None = None,
+    processor_path: str | None = None,
+) -> VisionLanguageAction:
+    """The adapter of a recipe's action model.
+
+    Args:
+        recipe: of the run, whose data say what actions are like where the model does not.
+        config, wrap, model, data, processor_path: as for `vision_language`.
+    """
+    if model is not None and not isinstance(model, ActionPolicy):
+        raise ModelError(
+            f"the {type(model).__name__} in memory has no actions",
+            where="model=",
+            remedy="save it and give its directory as actor.model.model_path, or make it with "
+            "shardtune.models.action.policy.action_class",
+        )
+    loaded, processor = _config_and_processor(config, None, model, processor_path)
+    tokenizer: Any = vars(processor)["tokenizer"]
+    add_new_tokens(tokenizer, recipe.actor.added_tokens)
+    settings = settings_for(recipe, loaded, tokenizer)
+    return VisionLanguageAction(loaded, processor, settings, **_settings(config, wrap, model, data))
+
+
+def adapter_class(config: ModelConfig) -> type[Adapter] | None:
+    """The user's adapter class that a recipe asks for; None where it asks for none.
+
+    Raises:
+        ConfigError: it is no adapter, or does not keep the contract of one.
+    """
+    if config.adapter is not None:
+        found = load_function(config.adapter, "actor.model.adapter")
+        if not _is_adapter(found):
+            raise ConfigError(
+                f"actor.model.adapter: {config.adapter} is no adapter",
+                where=_named(config),
+                remedy="name a class that derives from shardtune.Adapter",
+            )
+    elif config.model_type in MODEL_TYPES:
+        return None
+    else:
+        found = next((entry for entry in registered(config.model_type) if _is_adapter(entry)), None)
+    if found is not None:
+        check_adapter_class(found, _named(config))
+    return found
+
+
+def _named(config: ModelConfig) -> str:
+    """What of a recipe names its adapter."""
+    if config.adapter is not None:
+        return f"actor.model.adapter = {config.adapter}"
+    return f"actor.model.model_type = {config.model_type}"
+
+
+def _check_read(recipe: Recipe, kind: type[Adapter]) -> None:
+    """Refuse keys that an adapter does not act on; a language model is taken to read all those of text."""
+    model, data = recipe.actor.model, recipe.data
+    given = {"data.keep_pixels": data.keep_pixels and not issubclass(kind, VisionLanguage)}
+    if not issubclass(kind, LanguageModel):
+        given |= {
+            "actor.model.config_overrides": bool(model.config_overrides),
+            "actor.model.attn_implementation": model.attn_implementation != "auto",
+            "data.chat_template": data.chat_template is not None,
+            "data.system_prompt": data.system_prompt is not None,
+            "data.train_on": data.train_on != "assistant",
+        }
+    for key in (key for key, is_given in given.items() if is_given and key not in kind.reads):
+        raise ConfigError(
+            f"{key}: the adapter {kind.__name__} does not read it",
+            where=recipe.where(key),
+            remedy=f"leave it out; or act on it in {kind.__name__} (self.recipe has it) and say so: reads = ({key!r},)",
+        )
+
+
+def _is_adapter(found: Any) -> TypeGuard[type[Adapter]]:
+    return inspect.isclass(found) and issubclass(found, Adapter)
+
+
+def causal_lm(
+    config: ModelConfig,
+    *,
+    wrap: list[str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    model: PreTrainedModel | None = None,
+    data: DataConfig | None = None,
+) -> CausalLM:
+    """The adapter of a recipe's causal language model.
+
+    Args:
+        config: the section `actor.model`.
+        wrap: `actor.fsdp_config.wrap`.
+        overrides: further settings of the model's config.
+        model: a model in memory.
+        data: the section `data`; not needed to build the model.
+    """
+    make = None if model is not None else _registered_model(config)
+    loaded = load_config(config, overrides) if model is None else model.config
+    covered = type(loaded) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (
+        loaded.to_dict().get("auto_map") or {}
+    )
+    if not covered and model is None and make is None:
+        raise ModelError(
+            f"{config.model_path} holds a model of type {loaded.model_type!r}, which is no causal language model",
+            where=f"{MODEL_PATH}: config.json",
+            remedy="give one of the architectures that shardtune models lists, or an adapter of your own "
+            "(actor.model.adapter: file.py:Class)",
+        )
+    return CausalLM(loaded, **_settings(config, wrap, model, data), make=make)
+
+
+def _settings(
+    config: ModelConfig, wrap: list[str] | None, model: PreTrainedModel | None, data: DataConfig | None
+) -> dict[str, Any]:
+    """What a language model's adapter takes from a recipe."""
+    return {
+        "attn_implementation": config.attn_implementation,
+        "wrap": wrap,
+        "trust_remote_code": config.trust_remote_code,
+        "compile": config.compile,
+        "gradient_checkpointing": config.gradient_checkpointing,
+        "precision": config.precision,
+        "model": model,
+        "model_path": None if config.from_scratch else config.model_path,
+        "data": data,
+    }
+
+
+def vision_language(
+    config: ModelConfig,
+    *,
+    wrap: list[str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    model: PreTrainedModel | None = None,
+    data: DataConfig | None = None,
+    processor_path: str | None = None,
+) -> VisionLanguage:
+    """The adapter of a recipe's vision-language model.
+
+    Args:
+        config, wrap, overrides, model, data: as for `causal_lm`.
+        processor_path: where the processor is; None: with the model.
+    """
+    loaded, processor = _config_and_processor(config, overrides, model, processor_path)
+    return VisionLanguage(loaded, processor, **_settings(config, wrap, model, data))
+
+
+def _config_and_processor(
+    config: ModelConfig,
+    overrides: Mapping[str, Any] | None,
+    model: PreTrainedModel | None,
+    processor_path: str | None,
+) -> tuple[PreTrainedConfig, ProcessorMixin]:
+    """Of a model with eyes."""
+    loaded = load_config(config, overrides) if model is None else model.config
+    path = processor_path or config.model_path
+    if path is None:
+        raise no_model_path()
+    if isinstance(loaded, OpenVLAConfig) and config.model_type == "vision_language_action":
+        return loaded, load_openvla_processor(model_directory(path), loaded)
+    if model is None and loaded.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        remedy = "set actor.model.model_type: causal_lm" if type(loaded) in MODEL_FOR_CAUSAL_LM_MAPPING else GIVE_EYES
+        raise ModelError(
+            f"{config.model_path} holds a model of type {loaded.model_type!r}, which takes no images and text",
+            where=f"{MODEL_PATH}: config.json",
+            remedy=remedy,
+        )
+    if loaded.is_encoder_decoder:
+        raise ModelError(
+            f"{config.model_path} holds a {loaded.model_type}, whose decoder has a text of its own",
+            where=f"{MODEL_PATH}: config.json",
+            remedy="give a model that goes on from images and text as one sequence, or an adapter of your own",
+        )
+    return loaded, load_processor(path, loaded, trust_remote_code=config.trust_remote_code)
+
+
+def get_model(
+    cfg: ModelConfig | Mapping[str, Any], override_config_kwargs: Mapping[str, Any] | None = None
+) -> nn.Module:
+    """The model of `actor.model`, its parameters on the meta device; its own forward takes `labels` and returns a loss.
+
+    Args:
+        cfg: the section `actor.model`.
+        override_config_kwargs: further settings of the model's config.
+    """
+    given = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg
+    config = given if isinstance(given, ModelConfig) else ModelConfig.model_validate(given)
+    make = _registered_model(config, override_config_kwargs)
+    if make is not None:
+        made = make()
+        if isinstance(made, PreTrainedModel):
+            check_sizes(config.model_copy(update={"image_size": None}), made.config)
+        if isinstance(made, ActionPolicy) and config.action_token_len is not None:
+            settings = made.settings_for(config.unnorm_key)
+            action_statistics(settings.norm_stats, config.unnorm_key or settings.unnorm_key, config.action_token_len)
+        set_execution(made, choose_units(made)[0], config)
+        return made
+    model_type = config.model_type
+    if model_type == "vision_language_action":
+        recipe = Recipe(actor=ActorConfig(model=_with_overrides(config, override_config_kwargs)))
+        adapter = vision_language_action(recipe, recipe.actor.model)
+    else:
+        kinds = {"causal_lm": causal_lm, "vision_language": vision_language}
+        adapter = kinds.get(model_type, causal_lm)(config, overrides=override_config_kwargs)
+    model = adapter.build()
+    adapter.one_row_per_forward(model)  # a user's batch is padded, so the model's own attention reads its mask
+    return model
+
+
+def _registered_model(
+    config: ModelConfig, overrides: Mapping[str, Any] | None = None
+) -> Callable[[], nn.Module] | None:
+    """What makes the model of a registered `model_type`; None where no function is registered for it.
+
+    Raises:
+        ConfigError: the name is not known at all.
+    """
+    if config.model_type in MODEL_TYPES:
+        return None
+    _require_known(config.model_type)
+    function = registered_function(config.model_type)
+    if function is None:
+        return None
+    values = _with_overrides(config, overrides).model_dump()
+    return lambda: function(OmegaConf.create(values))
+
+
+def _with_overrides(config: ModelConfig, overrides: Mapping[str, Any] | None) -> ModelConfig:
+    return config.model_copy(update={"config_overrides": {**config.config_overrides, **(overrides or {})}})
+
+
+def get_model_config_and_processor(
+    cfg: ActorConfig | Mapping[str, Any],
+) -> tuple[PreTrainedConfig, ProcessorMixin | PreTrainedTokenizerBase]:
+    """The config and the processor of a model: what a registered function gives, or those in its directories.
+
+    The tokenizer of a built-in model type pads at the left, as generation needs it.
+
+    Args:
+        cfg: the section `actor`; its `model` and `tokenizer.tokenizer_model` are read (without the latter,
+            `model.model_path`).
+
+    Raises:
+        ConfigError: sizes in `model` are not the model's, or the function gives something else.
+        ModelError: there is no such directory, or it lacks something.
+    """
+    given = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg
+    actor = given if isinstance(given, ActorConfig) else ActorConfig.model_validate(given)
+    model, source = actor.model, actor.tokenizer.tokenizer_model or actor.model.model_path
+    if model.model_type not in MODEL_TYPES:
+        return _registered_parts(actor)
+    if source is None:
+        raise no_model_path()
+    at = model if model.model_path is not None else model.model_copy(update={"model_path": source})
+    if model.model_type == "causal_lm":
+        config, processor = load_config(at), load_tokenizer(source, trust_remote_code=model.trust_remote_code)
+        tokenizer, images = processor, None
+    else:
+        config, processor = _config_and_processor(at, None, None, source)
+        tokenizer, images = vars(processor)["tokenizer"], _images(processor, config)
+    tokenizer.padding_side = "left"
+    check_sizes(model, config, tokenizer, images)
+    return config, processor
+
+
+def _registered_parts(actor: ActorConfig) -> tuple[PreTrainedConfig, ProcessorMixin]:
+    """What the function of a registered name gives."""
+    name = actor.model.model_type
+    _require_known(name)
+    function = registered_processor(name)
+    if function is None:
+        raise ConfigError(
+            f"no function is registered that gives config and processor of {name}",
+            where="actor.model.model_type",
+            remedy=f'decorate one with register_model({name!r}, gives="config_and_processor")',
+        )
+    found: Any = function(OmegaConf.create(actor.model_dump()))
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], PreTrainedConfig):
+        raise ConfigError(
+            f"the function of {name} returned {type(found).__name__}, not a config and a processor",
+            where=f'register_model({name!r}, gives="config_and_processor")',
+            remedy="return model_config, input_processor",
+        )
+    config, processor = found
+    asked = actor.model.image_size is not None and isinstance(processor, ProcessorMixin)
+    check_sizes(actor.model, config, images=_images(processor, config) if asked else None)
+    return found
+
+
+def _images(processor: ProcessorMixin, config: PreTrainedConfig) -> ImageText:
+    return openvla_images(processor, config) if isinstance(config, OpenVLAConfig) else ImageText(processor)
+
+
+def _require_known(name: str) -> None:
+    """Refuse a `model_type` that nobody has registered, before anything else is asked of it."""
+    if name in MODEL_TYPES or name in known_names():
+        return
+    raise ConfigError(
+        f"actor.model.model_type = {name} is not known",
+        where="actor.model.model_type",
+        remedy=(
+            f"use one of {', '.join([*MODEL_TYPES, *known_names()])} (shardtune models lists them), or name the file "
+            "that registers it in plugins"
+        ),
+    )
+
+
+def known_architectures() -> dict[str, list[str]]:
+    """The `model_type`s of config.json files that the built-in types cover, by type."""
+    return {
+        "causal_lm": sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        "vision_language": sorted(
+            name
+            for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+            if "pil" in IMAGE_PROCESSOR_MAPPING_NAMES.get(name, {"pil": ""}) and name in PROCESSOR_MAPPING_NAMES
+        ),
+    }

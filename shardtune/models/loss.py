@@ -1,0 +1,388 @@
+"""Token cross-entropy through a head without ever holding all logits, and the router's balance loss; always as sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from shardtune.config import ActorConfig
+from shardtune.config.user_code import check_call, load_function, named_errors
+from shardtune.errors import ConfigError
+from shardtune.parallel.fsdp2 import local
+from shardtune.parallel.tensor_parallel import Slice, row_slice
+
+LOGITS_PER_CHUNK = {"cpu": 2**23, "cuda": 2**26}
+"""Logits held at a time (32 and 256 MiB in fp32), whatever the rows and the vocabulary; a GPU needs many to be busy."""
+
+
+def chunk_rows(device: torch.device, vocabulary: int) -> int:
+    """How many rows of logits are held at a time."""
+    return max(1, LOGITS_PER_CHUNK.get(device.type, LOGITS_PER_CHUNK["cpu"]) // vocabulary)
+
+
+@dataclass(frozen=True, slots=True)
+class LogitTransform:
+    """What a model does to its head's output before the softmax, as its config declares it.
+
+    Attributes:
+        scale: factor on the logits (Cohere's `logit_scale`, one over Granite's `logits_scaling`).
+        softcap: logits become `softcap * tanh(logits / softcap)` (Gemma's `final_logit_softcapping`).
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits
+
+    def backward_(self, grad: torch.Tensor, transformed: torch.Tensor) -> torch.Tensor:
+        """Turn the gradient at the transformed logits into that at the head's output, in place."""
+        if self.softcap is not None:
+            grad.mul_(1 - (transformed / self.softcap).square())
+        if self.scale != 1.0:
+            grad.mul_(self.scale)
+        return grad
+
+
+IDENTITY = LogitTransform()
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype sums are taken in: fp32 for half precision, otherwise the dtype itself."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class CrossEntropy:
+    """The loss of a target t with logits x: `L - sum_v q_v x_v + z L^2`, where L = logsumexp(x).
+
+    Attributes:
+        smoothing: the share of q that is spread evenly over the vocabulary, the rest of it being on t
+            (arXiv:1512.00567, section 7; as `F.cross_entropy(label_smoothing=...)`).
+        z: draws the normaliser L towards 0 (PaLM, arXiv:2204.02311, section 5).
+    """
+
+    smoothing: float = 0.0
+    z: float = 0.0
+
+    def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Of whole logits [n, vocabulary] and targets [n], the losses [n]."""
+        losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=self.smoothing)
+        return losses + self.z * logits.logsumexp(-1).square() if self.z else losses
+
+
+PLAIN = CrossEntropy()
+TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Logits [n, vocabulary] and targets int64 [n] to losses [n]."""
+
+
+def chosen_loss(config: ActorConfig) -> TokenLoss | None:
+    """The training loss of a target that a recipe asks for; None where it is the model's own.
+
+    Raises:
+        ConfigError: the function of `actor.loss` cannot be used.
+    """
+    if config.loss is None:
+        asked = config.label_smoothing or config.z_loss
+        return CrossEntropy(config.label_smoothing, config.z_loss) if asked else None
+    spec, name = config.loss, config.loss.rpartition(":")[2]
+    function = load_function(spec, "actor.loss")
+    check_call(function, 2, f"{name}(outputs, targets)", f"actor.loss: {spec}")
+
+    def losses(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with named_errors(spec, "actor.loss"):
+            found = function(outputs, targets)
+        fits = isinstance(found, torch.Tensor) and found.shape == (len(outputs),) and found.is_floating_point()
+        if fits and found.requires_grad == outputs.requires_grad:
+            return found
+        what = f"{list(found.shape)} of {found.dtype}" if isinstance(found, torch.Tensor) else type(found).__name__
+        raise ConfigError(
+            f"{name} returned {what + ' without a graph' if fits else what} for {len(outputs)} targets",
+            where=f"actor.loss: {spec}",
+            remedy="return one loss per target, a tensor [n] computed from the outputs, without taking a mean or sum",
+        )
+
+    return losses
+
+
+class SharedVocabulary:
+    """Each tensor rank has the logits of a part of the vocabulary.
+
+    Args:
+        part: this rank's rows of the head.
+    """
+
+    def __init__(self, part: Slice) -> None:
+        self._part = part
+        self._group = part.ranks.get_group()
+
+    def largest(self, logits: torch.Tensor) -> torch.Tensor:
+        """[rows, 1]: the largest logit of the whole vocabulary."""
+        lowest = torch.finfo(logits.dtype).min
+        found = logits.amax(-1, keepdim=True) if logits.shape[-1] else logits.new_full((len(logits), 1), lowest)
+        dist.all_reduce(found, dist.ReduceOp.MAX, self._group)
+        return found
+
+    def sum(self, parts: torch.Tensor) -> torch.Tensor:
+        """The sum of [rows, 1] over all parts of the vocabulary, in place."""
+        dist.all_reduce(parts, group=self._group)
+        return parts
+
+    def at(self, logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """[rows, 1]: the logits of the targets [rows, 1]."""
+        place, here = self._place(logits, index)
+        found = logits.gather(1, place) if logits.shape[-1] else logits.new_zeros(index.shape)
+        return self.sum(found.where(here, 0.0))
+
+    def add_at(self, grad: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Add values [rows, 1] at those targets that are here, in place."""
+        place, here = self._place(grad, index)
+        return grad.scatter_add_(1, place, values.where(here, 0.0)) if grad.shape[-1] else grad
+
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """[rows, 1]: the first of the tokens with the largest logit."""
+        largest = self.largest(logits)
+        found = torch.full_like(largest, self._part.total, dtype=torch.int64)
+        if logits.shape[-1]:
+            first = logits.argmax(-1, keepdim=True)
+            found = (first + self._part.start).where(logits.gather(1, first) == largest, found)
+        dist.all_reduce(found, dist.ReduceOp.MIN, self._group)
+        return found
+
+    @property
+    def size(self) -> int:
+        return self._part.total
+
+    def _place(self, logits: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the targets are among this rank's tokens, and whether they are."""
+        place = index - self._part.start
+        here = (place >= 0) & (place < logits.shape[-1])
+        return place.where(here, 0), here
+
+
+def _chunk_loss(
+    logits: torch.Tensor,
+    index: torch.Tensor,
+    scale: torch.Tensor,
+    transform: LogitTransform,
+    loss: CrossEntropy,
+    with_grad: bool,
+    shared: SharedVocabulary | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weighted loss of some rows, and its gradient at the head's output; the logits are used up.
+
+    Args:
+        logits: [rows, vocabulary], transformed already.
+        index: [rows, 1], the targets.
+        scale: [rows, 1], their weights.
+        shared: which of the logits are here, where they are not all.
+    """
+    largest = logits.amax(-1, keepdim=True) if shared is None else shared.largest(logits)
+    at_target = logits.gather(1, index) if shared is None else shared.at(logits, index)
+    vocabulary = logits.shape[-1] if shared is None else shared.size
+    if loss.smoothing:
+        whole = logits.sum(-1, keepdim=True) if shared is None else shared.sum(logits.sum(-1, keepdim=True))
+        at_target = (1 - loss.smoothing) * at_target + loss.smoothing / vocabulary * whole
+    # A soft cap's own gradient needs the logits once more; without one they give way to their gradient.
+    powers = (logits - largest if transform.softcap is not None else logits.sub_(largest)).exp_()
+    sums = powers.sum(-1, keepdim=True) if shared is None else shared.sum(powers.sum(-1, keepdim=True))
+    normalizer = sums.log() + largest
+    losses = normalizer - at_target
+    if loss.z:
+        losses += loss.z * normalizer.square()
+    total = (losses * scale).sum()
+    if not with_grad:
+        return total, None
+    factor = scale * (1 + 2 * loss.z * normalizer) if loss.z else scale
+    grad, at_targets = powers.mul_(factor / sums), -(1 - loss.smoothing) * scale
+    grad = grad.scatter_add_(1, index, at_targets) if shared is None else shared.add_at(grad, index, at_targets)
+    if loss.smoothing:
+        grad -= scale * (loss.smoothing / vocabulary)
+    return total, grad if transform is IDENTITY else transform.backward_(grad, logits)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Weighted sum of the cross-entropy of `transform(hidden @ weight.T + bias)`, chunk by chunk.
+
+    The gradients are taken in the forward pass, while a chunk's logits exist, and only scaled in the backward pass:
+    three matrix products per chunk, as with stored logits. The head's gradient is summed over chunks in fp32 and
+    rounded once.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, target_weights, transform, loss, count_correct, with_grad, part):
+        # needs_input_grad speaks of the inputs alone; whether a graph is being recorded has to be handed in.
+        needs_hidden, needs_weight, needs_bias = (need and with_grad for need in ctx.needs_input_grad[:3])
+        shared = None if part is None else SharedVocabulary(part)
+        acc = torch.promote_types(hidden.dtype, torch.float32)
+        total = torch.zeros((), dtype=acc, device=hidden.device)
+        correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+        grad_hidden = torch.empty(hidden.shape, dtype=acc, device=hidden.device) if needs_hidden else None
+        grad_weight = torch.zeros(weight.shape, dtype=acc, device=hidden.device) if needs_weight else None
+        grad_bias = torch.zeros(bias.shape, dtype=acc, device=hidden.device) if needs_bias else None
+        # Half-precision factors are multiplied exactly and summed in fp32; on a CPU by widening them, the head once.
+        exact: dict[str, Any] = {"out_dtype": acc} if hidden.is_cuda and hidden.dtype != acc else {}
+        head = weight if exact else weight.to(acc)
+        chunk = chunk_rows(hidden.device, weight.shape[0] if part is None else part.total)  # alike on tensor ranks
+        for start in range(0, hidden.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            inputs = hidden[rows] if exact else hidden[rows].to(acc)
+            logits = torch.mm(inputs, head.t(), **exact)
+            if bias is not None:
+                logits += bias.to(acc)
+            if transform is not IDENTITY:
+                logits = transform(logits)
+            index, scale = targets[rows, None], target_weights[rows, None].to(acc)
+            if count_correct:
+                likeliest = logits.argmax(-1, keepdim=True) if shared is None else shared.likeliest(logits)
+                correct += ((likeliest == index) & (scale > 0)).sum()
+            needs_grad = needs_hidden or needs_weight or needs_bias
+            part_total, grad = _chunk_loss(logits, index, scale, transform, loss, needs_grad, shared)
+            total += part_total
+            if grad is None:
+                continue
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            grad = grad.to(inputs.dtype)
+            if grad_hidden is not None:
+                grad_hidden[rows] = torch.mm(grad, head, **exact)
+            if grad_weight is not None and exact:
+                grad_weight += torch.mm(grad.t(), inputs, **exact)
+            elif grad_weight is not None:
+                grad_weight.addmm_(grad.t(), inputs)
+        if part is not None and grad_hidden is not None:
+            dist.all_reduce(grad_hidden, group=part.ranks.get_group())  # each rank has seen its part of the head alone
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.mark_non_differentiable(correct)
+        return total, correct
+
+    @staticmethod
+    def backward(ctx, grad_total, _):  # pyright: ignore[reportIncompatibleMethodOverride]
+        grads = [
+            None if grad is None else grad.mul_(grad_total.to(grad.dtype)).to(dtype)
+            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return *grads, None, None, None, None, None, None, None
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    target_weights: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    transform: LogitTransform = IDENTITY,
+    loss: CrossEntropy = PLAIN,
+    count_correct: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weighted sum over targets of the cross-entropy of a linear head, with the number of correct arg-maxes.
+
+    Args:
+        hidden: [targets, width], any floating dtype; half precision is summed in fp32.
+        weight: [vocabulary, width], of the same dtype; where tensor ranks share it, a DTensor of their rows.
+        targets: int64 [targets].
+        target_weights: float32 [targets].
+        bias: [vocabulary] or None; shared like the weight.
+        transform: what the model does to its logits.
+        loss: of a target.
+        count_correct: also count the targets that have the largest logit (otherwise the count is 0).
+
+    Returns:
+        (total, correct): the sum as a scalar with a graph in fp32 (fp64 for fp64 inputs), and an int64 scalar.
+    """
+    part = row_slice(weight) if isinstance(weight, DTensor) else None
+    if part is not None:
+        weight, bias = part.rows, None if bias is None else local(bias)
+    settings = (transform, loss, count_correct, torch.is_grad_enabled(), part)
+    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, target_weights, *settings)
+
+
+def head_cross_entropy(
+    hidden: torch.Tensor,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    vocabulary: int,
+    targets: torch.Tensor,
+    target_weights: torch.Tensor,
+    *,
+    transform: LogitTransform = IDENTITY,
+    token_loss: TokenLoss = PLAIN,
+    count_correct: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `linear_cross_entropy`, for a head that is more than one matrix or a loss that is another.
+
+    Its chunks are computed twice: once more in the backward pass.
+
+    Args:
+        hidden: [targets, width].
+        head: maps [rows, width] to logits [rows, vocabulary].
+        vocabulary: the number of logits, which sets the rows of a chunk.
+        token_loss: of the transformed logits, in the dtype that sums are taken in; not called without a row.
+    """
+    acc = accumulation_dtype(hidden.dtype)
+
+    def chunk_sum(rows: torch.Tensor, index: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = transform(head(rows).to(acc))
+        losses = token_loss(logits, index) if rows.shape[0] else logits.sum(-1)
+        correct = ((logits.argmax(-1) == index) & (scale > 0)).sum() if count_correct else index.new_zeros(())
+        return (losses * scale.to(acc)).sum(), correct
+
+    total = hidden.new_zeros((), dtype=acc)
+    correct = targets.new_zeros(())
+    chunk = chunk_rows(hidden.device, vocabulary)
+    # Without targets the head still runs, on no rows: its weights must have a gradient on every rank or on none.
+    for start in range(0, max(1, hidden.shape[0]), chunk):
+        part = slice(start, start + chunk)
+        arguments = (hidden[part], targets[part], target_weights[part])
+        with set_checkpoint_early_stop(False):  # which would end the second time by an exception inside `token_loss`
+            part_total, part_correct = checkpoint(chunk_sum, *arguments, use_reentrant=False)
+        total, correct = total + part_total, correct + part_correct
+    return total, correct
+
+
+def router_balance(
+    router_logits: tuple[torch.Tensor, ...],
+    cu_seqlens: torch.Tensor,
+    document_weights: torch.Tensor,
+    top_k: int,
+) -> torch.Tensor:
+    """The sum over documents of the load-balancing loss of Switch Transformer (arXiv:2101.03961, eqs. 4 to 6).
+
+    It is not a sum over tokens (of a batch it is not the mean of its parts), so it is taken per document, over all
+    layers together as transformers does, and averaged over documents.
+
+    Args:
+        router_logits: per layer [tokens, experts].
+        cu_seqlens: int32 [documents + 1].
+        document_weights: float32 [documents].
+        top_k: experts per token.
+    """
+    lengths = cu_seqlens.diff().long()
+    num_documents = lengths.numel()
+    num_tokens, num_experts = router_logits[0].shape
+    acc = accumulation_dtype(router_logits[0].dtype)
+    document = torch.repeat_interleave(
+        torch.arange(num_documents, device=lengths.device), lengths, output_size=num_tokens
+    )
+    chosen = torch.zeros(num_documents, num_experts, dtype=acc, device=lengths.device)
+    probability = torch.zeros_like(chosen)
+    for logits in router_logits:
+        routing = logits.to(acc).softmax(-1)
+        picks = torch.zeros_like(routing).scatter_(1, routing.topk(top_k, dim=-1).indices, 1.0)
+        chosen = chosen.index_add(0, document, picks.detach())
+        probability = probability.index_add(0, document, routing)
+    rows = (lengths * len(router_logits)).to(acc)[:, None]
+    balance = num_experts * ((chosen / rows) * (probability / rows)).sum(-1)
+    return (balance * document_weights.to(acc)).sum()

@@ -1,0 +1,166 @@
+"""The processor of a vision-language model: its tokenizer and image processor, by Pillow and without torchvision."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import PreTrainedConfig, ProcessorMixin
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
+
+from shardtune.data.encoder import RowError
+from shardtune.data.images.placeholders import ImageText
+from shardtune.errors import ModelError
+from shardtune.models.pretrained import MODEL_PATH, TRUST, model_directory
+
+GIVE_A_PROCESSOR = "give the directory of a vision-language model with its processor, as save_pretrained writes both"
+INSTALL = "pip install 'shardtune[vlm]'"
+_NAMED_IN = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+_VIDEO = "video_processor"
+
+
+@cache
+def without_video(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:
+    """A processor class that takes no video processor, which transformers builds by torchvision alone.
+
+    It is saved under the name of the class it is made of, and loads what that one has saved. A class that takes no
+    video processor is returned as it is.
+    """
+    parameters = inspect.signature(kind.__init__).parameters
+    if _VIDEO not in parameters:
+        return kind
+    signature = inspect.Signature([parameter for name, parameter in parameters.items() if name != _VIDEO])
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        values = dict(signature.bind(self, *args, **kwargs).arguments)
+        others = values.pop("kwargs", {})
+        kind.__init__(**values, **{_VIDEO: None}, **others)
+
+    def check(self: Any, name: str, argument: Any) -> Any:
+        return None if name == _VIDEO else kind.check_argument_for_proper_class(self, name, argument)
+
+    def from_parts(cls: Any, args: Sequence[Any], processor_dict: Mapping[str, Any], **kwargs: Any) -> Any:
+        settings = {key: value for key, value in {**processor_dict, **kwargs}.items() if key in signature.parameters}
+        parts = dict(zip(cls.get_attributes(), args, strict=True))
+        return cls(**{key: value for key, value in settings.items() if key not in parts}, **parts)
+
+    init.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+
+    def reduce(self: Any) -> tuple[Any, ...]:
+        return _again, (kind, dict(vars(self)))
+
+    members = {
+        "__init__": init,
+        "__reduce__": reduce,
+        "check_argument_for_proper_class": check,
+        "from_args_and_dict": classmethod(from_parts),
+        "__module__": kind.__module__,
+    }
+    return type(kind.__name__, (kind,), members)
+
+
+def _again(kind: type[ProcessorMixin], state: Mapping[str, Any]) -> ProcessorMixin:
+    """A processor without video in another process."""
+    made = object.__new__(without_video(kind))
+    vars(made).update(state)
+    return made
+
+
+def load_processor(path: str, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> ProcessorMixin:
+    """The processor of a directory or Hub name.
+
+    Images are processed by Pillow wherever this runs, so that pixels do not depend on what else is installed.
+
+    Raises:
+        ModelError: there is none, or it cannot work without torchvision.
+    """
+    folder = model_directory(path)
+    name = _class_name(folder) or PROCESSOR_MAPPING_NAMES.get(config.model_type)
+    found: Any = None if name is None else processor_class_from_name(name)
+    if found is None:
+        raise ModelError(
+            f"{path} names no processor that transformers knows ({name or 'none at all'})",
+            where=f"{MODEL_PATH}: {', '.join(_NAMED_IN)}",
+            remedy=GIVE_A_PROCESSOR,
+        )
+    try:
+        loaded = without_video(found).from_pretrained(folder, backend="pil", trust_remote_code=trust_remote_code)
+    except Exception as error:  # a processor is a program of its own, and so are its parts
+        raise _cannot_load(path, name or "", error) from error
+    if not isinstance(loaded, ProcessorMixin):
+        raise ModelError(f"{path} holds a tokenizer and no image processor", where=MODEL_PATH, remedy=GIVE_A_PROCESSOR)
+    return loaded
+
+
+def image_text(processor: ProcessorMixin) -> ImageText:
+    """The processor at work, once it is known that rows encoded here are what it gives itself.
+
+    Some processors put images into a text in ways of their own (PaliGemma moves them to the front and writes tokens
+    around the text; Mllama tells each token which images it may look at). Their rows would be wrong without a sound.
+
+    Raises:
+        ModelError: the processor is one of these.
+    """
+    kind = type(processor).__name__
+    try:
+        images = ImageText(processor)
+        differing = _first_difference(images)
+    except (ModelError, AttributeError, KeyError, TypeError, IndexError, RowError) as error:
+        raise _own_ways(kind, f"{type(error).__name__}: {error}") from error
+    if differing is not None:
+        raise _own_ways(kind, f"its {differing} for a text with two images is another than that of the parts")
+    return images
+
+
+def _first_difference(images: ImageText) -> str | None:
+    """The first of a processor's tensors that is not what this package makes of the same text and images."""
+    shown = [Image.new("RGB", size, (size[0], 90, 200)) for size in ((32, 32), (64, 40))]
+    text = f"a{images.image_token}b {images.image_token}c"
+    expanded = images.expand(text, [image.size for image in shown]).text
+    ids = np.array(images.tokenizer(expanded, add_special_tokens=False)["input_ids"])
+    own = {"input_ids": torch.from_numpy(ids), **images.pixels(shown)}
+    if images.token_types is not None:
+        own[images.token_types] = torch.from_numpy(images.token_type_ids(ids))
+    theirs = images.processor(images=[shown], text=[text], return_tensors="pt", add_special_tokens=False)
+    for key in sorted({*own, *theirs} - {"attention_mask"}):
+        if key not in own or key not in theirs or not torch.equal(own[key].flatten(), theirs[key].flatten()):
+            return key
+    return None
+
+
+def _own_ways(kind: str, reason: str) -> ModelError:
+    return ModelError(
+        f"{kind} puts images and text together in a way that cannot be followed row by row ({reason})",
+        where=MODEL_PATH,
+        remedy="use a model of another family (docs/vision.md lists those that are tested), or an adapter of your own",
+    )
+
+
+def _class_name(folder: Path) -> str | None:
+    for file in _NAMED_IN:
+        if (folder / file).is_file():
+            name = json.loads((folder / file).read_text(encoding="utf-8")).get("processor_class")
+            if isinstance(name, str):
+                return name
+    return None
+
+
+def _cannot_load(path: str, name: str, error: Exception) -> ModelError:
+    reason = next((line for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)
+    if "orchvision" in str(error):
+        what = f"the processor {name} of {path} works by torchvision alone: {reason}"
+        remedy = "use a model whose image processor has a Pillow backend; shardtune models lists families that do"
+    elif isinstance(error, ImportError):
+        what, remedy = f"the processor {name} of {path} needs a package that is missing: {reason}", INSTALL
+    elif "trust_remote_code" in str(error):
+        what, remedy = f"the processor of {path} is code of its own", TRUST
+    else:
+        what, remedy = f"the processor {name} of {path} cannot be loaded: {reason}", GIVE_A_PROCESSOR
+    return ModelError(what, where=MODEL_PATH, remedy=remedy)

@@ -1,0 +1,262 @@
+"""Every model of transformers that takes images and text and gives text."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel, ProcessorMixin
+
+from shardtune.batch import PackedBatch, Prompt, Sample
+from shardtune.config import DataConfig
+from shardtune.config.parameter_patterns import PARTS
+from shardtune.config.rank_layout import Layout
+from shardtune.data.cache_directory import cache_root
+from shardtune.data.chat.template import load_template
+from shardtune.data.images.chat_encoder import IMAGE_STOP, ImageChatEncoder
+from shardtune.data.images.images import ENDS, PROMPT_IMAGES, StoredImage, from_fields, read_image, to_fields
+from shardtune.data.images.pixel_cache import PixelCache, PixelReader, pixel_key
+from shardtune.data.images.placeholders import BLANK, ImageText
+from shardtune.data.loader.packing import pack
+from shardtune.data.loader.step_loader import Companion
+from shardtune.errors import ConfigError, ModelError
+from shardtune.models.adapter import AdapterRoot, LanguageRoot, cannot_share_sequences
+from shardtune.models.causal_lm import CausalLM
+from shardtune.models.vision.processors import image_text
+from shardtune.parallel.meta_init import init_empty_weights
+from shardtune.parallel.model_parallel import Spread
+from shardtune.parallel.ranks import Ranks
+
+CLOSED_EYES = "its projector is all zeros, so images change nothing until it is trained, and packing cannot be proved"
+LOOKED_AT = 32
+"""Tokens at a row's end whose logits have to change with its images."""
+
+
+class VisionLanguage(CausalLM):
+    """A vision-language model of transformers, trained on packed rows of text and images.
+
+    Tokens go the way of a `CausalLM`'s: end to end, documents apart, the head at supervised positions in chunks. Images
+    are read and processed where micro-batches are made, which is in processes of the loader; all of a micro-batch go
+    through the model's eyes together.
+
+    Args:
+        config: the model's config.
+        processor: the model's.
+        settings: as for `CausalLM`.
+    """
+
+    _auto = AutoModelForImageTextToText
+    _kind = "vision-language model"
+
+    def __init__(self, config: PreTrainedConfig, processor: ProcessorMixin, **settings: Any) -> None:
+        super().__init__(config, **settings)
+        self.images = self._image_text(processor)
+        self._reader = PixelReader(self.images, _kept_pixels(self.images, self._data))
+        self.take_tokenizer(self.images.tokenizer)
+        self._rope: Callable[..., Any] | None = None
+        self._blank: Sample | None = None
+
+    def _image_text(self, processor: ProcessorMixin) -> ImageText:
+        return image_text(processor)
+
+    @property
+    def processor(self) -> ProcessorMixin:
+        """Saved beside the weights."""
+        return self.images.processor
+
+    @property
+    def prepares_in_processes(self) -> bool:
+        """Images are decoded in processes of their own."""
+        return True
+
+    def build(self) -> PreTrainedModel:
+        model = super().build()
+        # Of Qwen-VL and its relatives: positions of three dimensions, by a method that needs the config alone.
+        method = getattr(type(model.base_model), "get_rope_index", None)
+        if method is not None:
+            with init_empty_weights():
+                empty: Any = type(model.base_model)(model.base_model.config)
+            self._rope = empty.get_rope_index
+        return model
+
+    def may_be_idle(self, name: str) -> bool:
+        """Language models take what a layer before the last of a vision tower gives, in LLaVA for one."""
+        return re.search(PARTS["vision_tower"], name) is not None
+
+    def check_layout(self, layout: Layout) -> None:
+        if layout.sequence > 1:
+            raise cannot_share_sequences("a vision-language model", "its images belong to whole rows")
+        super().check_layout(layout)
+
+    def encoder(self, *, with_prompts: bool) -> ImageChatEncoder:
+        template = load_template(self._data.chat_template, self.tokenizer)
+        return ImageChatEncoder(self.images, template, with_prompts=with_prompts, **self._encoding)
+
+    # -- micro-batches ---------------------------------------------------------------------------------------------
+
+    def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> PackedBatch:
+        """Rows end to end, with the pixels of all their images, in order."""
+        batch = pack(samples, rows, weights)
+        stored = [image for sample in samples if sample.fields for image in from_fields(sample.fields)]
+        fields = self._fields(batch.input_ids.numpy(), stored)
+        if self._rope is None:
+            return replace(batch, fields=fields)
+        counts = [len(sample.fields[ENDS]) if sample.fields else 0 for sample in samples]
+        places = self._rope_positions(batch, fields, counts)
+        return replace(batch, fields=fields, position_ids=torch.cat([batch.position_ids[None], places]))
+
+    def _fields(self, input_ids: np.ndarray, stored: Sequence[StoredImage]) -> dict[str, torch.Tensor]:
+        fields = _widened(self._reader.inputs(stored) if stored else {}, self._precision)
+        if self.images.token_types is not None:
+            fields[self.images.token_types] = torch.from_numpy(self.images.token_type_ids(input_ids))
+        return fields
+
+    def _rope_positions(
+        self, batch: PackedBatch, fields: Mapping[str, torch.Tensor], counts: Sequence[int]
+    ) -> torch.Tensor:
+        """int64 [3, tokens]: where each token is in time, height and width, from 0 in each document."""
+        assert self._rope is not None
+        types = torch.from_numpy(self.images.token_type_ids(batch.input_ids.numpy()))
+        grid, places, seen = fields.get("image_grid_thw"), [], 0
+        ends = batch.cu_seqlens.tolist()
+        for start, stop, count in zip(ends[:-1], ends[1:], counts, strict=True):
+            kinds = types[start:stop]
+            own = None if grid is None or not count else grid[seen : seen + count]
+            found, _ = self._rope(batch.input_ids[None, start:stop], mm_token_type_ids=kinds[None], image_grid_thw=own)
+            places.append(found[:, 0])
+            seen += count
+        return torch.cat(places, dim=1)
+
+    def _further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
+        types = self.images.token_types
+        rows, fields = self._sequences(batch), self.images.numbers(batch.fields)
+        return {name: value.view(rows, -1) if name == types else value for name, value in fields.items()}
+
+    # -- ranks with and without images -----------------------------------------------------------------------------
+
+    def companion(self) -> Companion | None:
+        return Companion(self._blank_row(), ENDS)
+
+    def _blank_row(self) -> Sample:
+        """A blank image without a target."""
+        if self._blank is None:
+            blank = _encoded(Image.new("RGB", BLANK))
+            text = self.images.expand(self.images.image_token, [blank.size]).text
+            ids = np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+            fields = {**to_fields([blank], 0), IMAGE_STOP: np.array(len(ids), np.int32)}
+            self._blank = Sample(ids, np.zeros(len(ids), np.float32), fields=fields)
+        return self._blank
+
+    def companion_prompt(self, prompts: Sequence[Prompt]) -> Prompt | None:
+        if not any(len(_prompt_images(prompt)) for prompt in prompts):
+            return None
+        blank = self._blank_row()
+        return Prompt(blank.input_ids, {**blank.fields, PROMPT_IMAGES: np.array(1, np.int32)})
+
+    def prompt_inputs(self, prompts: Sequence[Prompt], longest: int) -> Mapping[str, torch.Tensor]:
+        stored = [image for prompt in prompts for image in _prompt_images(prompt)]
+        tokens = np.full((len(prompts), longest), -1, np.int64)
+        for row, prompt in enumerate(prompts):
+            tokens[row, longest - len(prompt.tokens) :] = prompt.tokens
+        return self.images.numbers(self._fields(tokens, stored))
+
+    def spread_over(self, model: nn.Module, ranks: Ranks) -> Spread:
+        self.check_layout(ranks.layout)
+        return super().spread_over(model, ranks)
+
+    # -- probes ----------------------------------------------------------------------------------------------------
+
+    def prove(
+        self, root: AdapterRoot, samples: Sequence[Sample], device: torch.device, dtype: torch.dtype
+    ) -> list[str]:
+        """Prove that packing is exact, and that what an image shows changes what is predicted behind it."""
+        assert isinstance(root, LanguageRoot)
+        closed = _has_closed_eyes(root.model)
+        if closed and self.packs:
+            # All images are alike yet, and so are many ways of attention over their tokens.
+            self.one_row_per_forward(root.model)
+        notes = super().prove(root, samples, device, dtype)
+        if closed:
+            return [CLOSED_EYES, *notes]
+        seen = next((sample for sample in samples if len(sample.fields[ENDS])), None)
+        if seen is not None and not self._sees(root, seen, device):
+            raise ModelError(
+                "swapping the images of a row changes nothing that the model predicts behind them: it does not see",
+                where=f"{type(root.model).__name__}: image tokens, pixels",
+                remedy="check that the processor is the model's own (its image token, its image size)",
+            )
+        return notes
+
+    @torch.no_grad()
+    def _sees(self, root: LanguageRoot, sample: Sample, device: torch.device) -> bool:
+        """Whether noise in the place of a row's images moves the logits of any of its last tokens."""
+        batch = self.collate([sample], [0], {})
+        random = np.random.default_rng(0)
+        sizes = [image.size for image in from_fields(sample.fields)]
+        others = [Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8)) for width, height in sizes]
+        swapped = {**batch.fields, **_widened(self.images.pixels(others), self._precision)}
+        last = torch.arange(max(0, sample.length - LOOKED_AT), sample.length, device=device)
+        was_training = root.training
+        root.eval()
+        before = root.logits(batch.to(device), last)
+        after = root.logits(replace(batch, fields=swapped).to(device), last)
+        root.train(was_training)
+        return not torch.equal(before, after)
+
+    def shortened(self, sample: Sample, most: int) -> Sample:
+        return super().shortened(sample, max(most, int(sample.fields[IMAGE_STOP])))
+
+    def changed(self, sample: Sample) -> Sample:
+        """Other words around the same images."""
+        words = np.flatnonzero(self.images.token_type_ids(sample.input_ids) == 0)
+        ids = sample.input_ids.copy()
+        if not len(sample.fields[ENDS]):
+            return super().changed(sample)
+        ids[words] = np.roll(ids[words], 1)
+        return replace(sample, input_ids=ids)
+
+
+def _has_closed_eyes(model: nn.Module) -> bool:
+    """Whether a matrix behind the eyes is zero, as Gemma 3 begins."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.ndim > 1]
+    return any(re.search(PARTS["projector"], name) and not parameter.any() for name, parameter in named)
+
+
+def _widened(fields: Mapping[str, torch.Tensor], precision: str) -> dict[str, torch.Tensor]:
+    """Pixels in the precision of a proof; otherwise as the processor gives them."""
+    return {
+        name: tensor.double() if precision == "fp64" and tensor.is_floating_point() else tensor
+        for name, tensor in fields.items()
+    }
+
+
+def _kept_pixels(images: ImageText, data: DataConfig) -> PixelCache | None:
+    if not data.keep_pixels:
+        return None
+    if images.pixel_bytes is None:
+        raise ConfigError(
+            f"data.keep_pixels: the images of {type(images.processor).__name__} cannot be kept one by one as bytes: "
+            "what it makes of several is not what it makes of each, rescaled and normalised",
+            where="data.keep_pixels",
+            remedy="leave it out",
+        )
+    return PixelCache(cache_root(data.cache_dir), pixel_key(images.pixel_settings()))
+
+
+def _encoded(image: Image.Image) -> StoredImage:
+    content = io.BytesIO()
+    image.save(content, "PNG")
+    return read_image(content.getvalue(), Path())
+
+
+def _prompt_images(prompt: Prompt) -> list[StoredImage]:
+    """The images that a prompt has; those of a row's later turns are not its own."""
+    return from_fields(prompt.fields)[: int(prompt.fields[PROMPT_IMAGES])] if prompt.fields else []

@@ -1,0 +1,215 @@
+"""Optimizers by name, parameter groups, and learning rates as a pure function of the step."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardtune.config.parameter_patterns import as_pattern
+from shardtune.errors import ConfigError
+from shardtune.optim.low_bit import LOW_BIT, LowBitOptimizer
+
+if TYPE_CHECKING:
+    from shardtune.config.parameter_patterns import as_pattern
+from shardtune.config import OptimConfig
+
+REFUSED = {
+    "LBFGS": "it evaluates the loss several times per step",
+    "SparseAdam": "it takes sparse gradients only",
+}
+NOT_SHARDED = {
+    "Adafactor": "torch's works on whole matrices",
+    "Rprop": "torch's writes to single elements, which sharded weights do not allow",
+}
+"""Optimizers of torch that fail on weights of which each rank has a part."""
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """The class of `torch.optim` with this name."""
+    known = {
+        key: value
+        for key, value in vars(torch.optim).items()
+        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and key not in ("Optimizer", *REFUSED)
+    }
+    if name in REFUSED:
+        raise ConfigError(
+            f"actor.optim.name = {name} cannot be used: {REFUSED[name]}", where="actor.optim.name", remedy="use AdamW"
+        )
+    if name not in known:
+        raise ConfigError(
+            f"actor.optim.name = {name} is not an optimizer of torch.optim",
+            where="actor.optim.name",
+            remedy=f"use one of {', '.join(sorted(known))}",
+        )
+    return known[name]
+
+
+def _arguments(kind: type[torch.optim.Optimizer], config: OptimConfig) -> dict[str, Any]:
+    """The recipe's values as arguments of this optimizer; what it cannot take is refused where it was given."""
+    accepted = set(inspect.signature(kind).parameters) - {"self", "params"}
+    adam, decays = "betas" in accepted, "weight_decay" in accepted
+    values: dict[str, Any] = {"weight_decay": config.weight_decay} if decays else {}
+    if adam:
+        values |= {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
+    further = accepted - {"lr", *values}
+    unused = {"adam_beta1": adam, "adam_beta2": adam, "adam_eps": adam, "weight_decay": decays}
+    changed = config.model_dump(exclude_defaults=True)
+    for key in [key for key, used in unused.items() if not used and key in changed]:
+        raise ConfigError(
+            f"actor.optim.{key} = {changed[key]:g} has no effect: torch.optim.{kind.__name__} does not take it",
+            where=f"actor.optim.{key}",
+            remedy=f"leave it out; actor.optim.args may hold {', '.join(sorted(further))}",
+        )
+    for key, value in config.args.items():
+        if key not in further:
+            has = "takes that from keys of their own" if key in accepted else "has no such argument"
+            raise ConfigError(
+                f"actor.optim.args.{key} = {value!r}: torch.optim.{kind.__name__} {has}",
+                where="actor.optim.args",
+                remedy=f"it takes {', '.join(sorted(further))}; lr, weight_decay and adam_* stand in actor.optim",
+            )
+        values[key] = tuple(value) if isinstance(value, list) else value
+    return values
+
+
+def check_optimizer(config: OptimConfig, num_ranks: int) -> None:
+    """Refuse, before anything is launched, an optimizer or arguments that cannot work.
+
+    Args:
+        config: the recipe's `actor.optim`.
+        num_ranks: that the weights are sharded over.
+    """
+    kind = optimizer_class(config.name)
+    if num_ranks > 1 and config.name in NOT_SHARDED:
+        raise ConfigError(
+            f"actor.optim.name = {config.name} cannot train on {num_ranks} ranks: {NOT_SHARDED[config.name]}",
+            where="actor.optim.name",
+            remedy="use AdamW, or one rank",
+        )
+    stand_in = nn.Parameter(torch.zeros(1, 1))
+    _make(kind, [{"params": [stand_in], "lr": config.lr}], _arguments(kind, config))
+
+
+def _group_of(name: str, ndim: int, config: OptimConfig) -> tuple[float, float]:
+    """(learning rate, weight decay) of a parameter; the last pattern that matches its name wins."""
+    decay = config.weight_decay if ndim >= 2 else 0.0  # norms and biases are vectors
+    rate = config.lr
+    for group in config.groups:
+        if re.search(as_pattern(group.pattern), name):
+            rate = rate if group.lr is None else group.lr
+            decay = decay if group.weight_decay is None else group.weight_decay
+    return rate, decay
+
+
+def build_optimizer(
+    parameters: Mapping[str, nn.Parameter],
+    config: OptimConfig,
+    shapes: Mapping[str, torch.Size] = MappingProxyType({}),
+    *,
+    seed: int = 0,
+    starts: Mapping[str, int] = MappingProxyType({}),
+) -> torch.optim.Optimizer:
+    """The optimizer over named parameters, in groups of equal learning rate and weight decay.
+
+    Each group carries `base_lr`, which `set_learning_rate` scales, and `names`, the parameters it holds.
+
+    Args:
+        parameters: by name.
+        config: the recipe's `actor.optim`.
+        shapes: of whole parameters, by name, where a rank's part has another number of dimensions.
+        seed: of the run, from which states in bf16 and int8 are rounded.
+        starts: by name, of parameters of which this rank has a range of numbers: the first of them.
+    """
+    kind = optimizer_class(config.name)
+    arguments = _arguments(kind, config)
+    for group in config.groups:
+        if not any(re.search(as_pattern(group.pattern), name) for name in parameters):
+            raise ConfigError(
+                f"actor.optim.groups: the pattern {group.pattern!r} matches no trainable parameter",
+                where="actor.optim.groups",
+                remedy=f"names look like {', '.join(list(parameters)[:3])}",
+            )
+    # Parameters that every rank holds whole stand apart: torch does not take both kinds in one operation.
+    groups: dict[tuple[float, float, bool], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in parameters.items():
+        key = (*_group_of(name, len(shapes.get(name, parameter.shape)), config), isinstance(parameter, DTensor))
+        groups.setdefault(key, []).append((name, parameter))
+    settings = [
+        {
+            "params": [parameter for _, parameter in members],
+            "names": [name for name, _ in members],
+            "lr": rate,
+            "base_lr": rate,
+            **({"weight_decay": decay} if "weight_decay" in arguments else {}),
+        }
+        for (rate, decay, _), members in groups.items()
+    ]
+    if config.state_dtype == "fp32":
+        return _make(kind, settings, arguments)
+    return _low_bit(config.name)(settings, arguments, state_dtype=config.state_dtype, seed=seed, starts=starts)
+
+
+def _low_bit(name: str) -> type[LowBitOptimizer]:
+    if name not in LOW_BIT:
+        raise ConfigError(
+            f"{name} keeps its states in fp32 only",
+            where="actor.optim.state_dtype",
+            remedy=f"use fp32, or one of {', '.join(LOW_BIT)}",
+        )
+    return LOW_BIT[name]
+
+
+def _make(
+    kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]], arguments: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    try:
+        return kind(groups, **arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"torch.optim.{kind.__name__} refuses its parameters or arguments: {error}",
+            where="actor.optim",
+            remedy=f"the documentation of torch.optim.{kind.__name__} says what each may be; AdamW takes any",
+        ) from error
+
+
+def rate_factor(step: int, total_steps: int, config: OptimConfig) -> float:
+    """Where the schedule stands at a step, between 0 (the minimal rate) and 1 (the full rate).
+
+    Args:
+        step: optimizer steps done before this one.
+        total_steps: the horizon; from there on the rate stays at its minimum (at its full value if constant).
+    """
+    warmup = config.lr_warmup_steps or round(config.lr_warmup_steps_ratio * total_steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    if config.lr_scheduler == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    if config.lr_scheduler == "linear":
+        return 1.0 - progress
+    if config.lr_scheduler == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+    decay_steps = max(1, round(config.decay_ratio * total_steps))  # wsd: warm up, stay, decay linearly
+    return min(1.0, max(0.0, (total_steps - step) / decay_steps))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, total_steps: int, config: OptimConfig) -> float:
+    """Set every group's rate for a step; returns that of `actor.optim.lr`."""
+    factor = rate_factor(step, total_steps, config)
+    in_warmup = step < (config.lr_warmup_steps or round(config.lr_warmup_steps_ratio * total_steps))
+
+    def rate(base: float) -> float:
+        floor = 0.0 if in_warmup else min(config.min_lr, base)
+        return floor + (base - floor) * factor
+
+    for group in optimizer.param_groups:
+        group["lr"] = rate(group["base_lr"])
+    return rate(config.lr)

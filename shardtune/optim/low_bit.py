@@ -1,0 +1,168 @@
+"""AdamW, Adam and SGD with momentum whose states are kept in bf16 or in 8 bits.
+
+The arithmetic is that of `torch.optim`, in the precision of the weights; only what is kept between steps is rounded
+(`moments.py`). A parameter is computed on in pieces, so that its states never exist in full precision as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+
+from shardtune.data.loader.order import derive_seed
+from shardtune.optim.quantized_state import SCALE, Moment, Place, StateDtype, chunks, local, noise, rows_of, scales_like
+
+PARTS = "column_parts"
+"""In the state of a parameter with blocks: into how many parts ranks cut its rows."""
+Values = dict[str, torch.Tensor]
+
+
+class LowBitOptimizer(torch.optim.Optimizer):
+    """An optimizer that keeps its moments in bf16 or int8.
+
+    What is rounded up and what down depends on seed, step, the parameter's name and the place in the whole parameter:
+    steps with the same gradients are bitwise the same on any layout whose ranks have whole rows (or equal blocks of
+    them).
+
+    Args:
+        groups: with `names`, those of their parameters.
+        arguments: as the class of the same name in `torch.optim` takes them.
+        state_dtype: bf16 | int8.
+        seed: of the run.
+        starts: by name, of parameters of which this rank has a range of numbers: the first of them.
+    """
+
+    moments: ClassVar[tuple[Moment, ...]]
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        arguments: Mapping[str, Any],
+        *,
+        state_dtype: StateDtype,
+        seed: int,
+        starts: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(groups, {**arguments, "state_dtype": state_dtype})
+        self._seed = seed
+        self._starts = starts
+
+    @abstractmethod
+    def _move(
+        self, group: Mapping[str, Any], number: int, weights: torch.Tensor, grad: torch.Tensor, values: Values
+    ) -> None:
+        """Move some weights in place, and put the new moments into `values`.
+
+        Args:
+            number: of the step, from 1.
+        """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for name, parameter in zip(group["names"], group["params"], strict=True):
+                if parameter.grad is not None:
+                    self._step(group, name, parameter)
+        return loss
+
+    def _step(self, group: Mapping[str, Any], name: str, parameter: torch.Tensor) -> None:
+        place = Place.of(parameter, self._starts.get(name, 0))
+        state = self.state[parameter]
+        if not state:
+            state.update(self._fresh(group, parameter, place))
+        state["step"] += 1
+        number = int(state["step"])
+        key = derive_seed(self._seed, "moments", name, number)
+        weights, grad = local(parameter), local(parameter.grad)  # pyright: ignore[reportArgumentType]
+        rounded = any(state[moment.name].dtype != parameter.dtype for moment in self.moments)
+        for first, last in chunks(weights):
+            part = rows_of(weights, first, last)
+            values = {moment.name: moment.read(state, first, last).to(part.dtype) for moment in self.moments}
+            self._move(group, number, part, rows_of(grad, first, last).to(part.dtype), values)
+            bits = noise(place.numbers(first, part), key) if rounded else torch.zeros_like(part, dtype=torch.int64)
+            for turn, moment in enumerate(self.moments):
+                moment.write(state, first, last, values[moment.name], bits >> 16 * turn & 0xFFFF)
+
+    def _fresh(self, group: Mapping[str, Any], parameter: torch.Tensor, place: Place) -> dict[str, Any]:
+        state: dict[str, Any] = {"step": torch.tensor(0.0)}
+        for moment in self.moments:
+            state |= moment.fresh(parameter, place, group["state_dtype"])
+        return state | self._parts(state, place)
+
+    def _parts(self, state: Mapping[str, Any], place: Place) -> dict[str, int]:
+        return {PARTS: place.column_parts} if any(key.endswith(SCALE) for key in state) else {}
+
+    # Checkpoints.
+
+    def scales(self, parameter: torch.Tensor, column_parts: int) -> Values:
+        """Tensors for the scales that a checkpoint holds, of a layout that cut rows into so many parts."""
+        scales = scales_like(parameter, Place.of(parameter), column_parts)
+        return {moment.name + SCALE: torch.zeros_like(scales) for moment in self.moments}
+
+    @torch.no_grad()
+    def own_form(self, parameter: torch.Tensor, state: Mapping[str, Any], kept: StateDtype) -> dict[str, Any]:
+        """The state that a checkpoint held, in this layout's blocks."""
+        place, cut = Place.of(parameter), int(state.get(PARTS, 1))
+        found: dict[str, Any] = {"step": state["step"]}
+        for moment in self.moments:
+            found |= moment.moved(dict(state), parameter, place, kept, cut)
+        return found | self._parts(found, place)
+
+
+class LowBitAdam(LowBitOptimizer):
+    """`torch.optim.Adam`; arguments lr, betas, eps, weight_decay (part of the gradient), maximize."""
+
+    moments = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))
+    decoupled: ClassVar[bool] = False
+
+    def _move(
+        self, group: Mapping[str, Any], number: int, weights: torch.Tensor, grad: torch.Tensor, values: Values
+    ) -> None:
+        (beta1, beta2), rate, decay = group["betas"], group["lr"], group["weight_decay"]
+        grad = -grad if group.get("maximize") else grad
+        if self.decoupled:
+            weights.mul_(1 - rate * decay)
+        elif decay:
+            grad = grad.add(weights, alpha=decay)
+        mean = values["exp_avg"].lerp_(grad, 1 - beta1)
+        square = values["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        scale = (square.sqrt() / math.sqrt(1 - beta2**number)).add_(group["eps"])
+        weights.addcdiv_(mean, scale, value=-rate / (1 - beta1**number))
+
+
+class LowBitAdamW(LowBitAdam):
+    """`torch.optim.AdamW`; arguments as Adam's, the decay apart from the gradient."""
+
+    decoupled = True
+
+
+class LowBitSGD(LowBitOptimizer):
+    """`torch.optim.SGD` with momentum; arguments lr, momentum, dampening, nesterov, weight_decay, maximize."""
+
+    moments = (Moment("momentum_buffer", signed=True),)
+
+    def _move(
+        self, group: Mapping[str, Any], number: int, weights: torch.Tensor, grad: torch.Tensor, values: Values
+    ) -> None:
+        momentum, decay = group["momentum"], group["weight_decay"]
+        grad = -grad if group.get("maximize") else grad
+        grad = grad.add(weights, alpha=decay) if decay else grad
+        buffer = values["momentum_buffer"]
+        if number == 1:
+            buffer.copy_(grad)
+        else:
+            buffer.mul_(momentum).add_(grad, alpha=1 - group.get("dampening", 0.0))
+        weights.add_(grad.add(buffer, alpha=momentum) if group.get("nesterov") else buffer, alpha=-group["lr"])
+
+
+LOW_BIT: Mapping[str, type[LowBitOptimizer]] = {"AdamW": LowBitAdamW, "Adam": LowBitAdam, "SGD": LowBitSGD}
+"""By the name of what they are in `torch.optim`."""

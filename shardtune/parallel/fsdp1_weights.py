@@ -1,0 +1,251 @@
+"""The weights of a model that FSDP1 shards: ranges of numbers in training, rows in checkpoints and exports."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._flat_param import FlatParameter
+from torch.distributed.tensor import DTensor
+
+from shardtune.errors import ModelError
+from shardtune.parallel.fsdp1 import FlatSharding, Flattening, Place, put, rank_in, row_ranges, rows
+from shardtune.parallel.fsdp2 import Weights
+
+Ranges = Sequence[tuple[int, int]]
+"""Per rank that shards a copy of the model: which of a parameter's numbers, in the order of memory, are its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A parameter that is cut.
+
+    Attributes:
+        places: in the model.
+        shape: of the whole.
+        numbers: what FSDP1 gives each rank.
+        rows: what each rank has in rows.
+    """
+
+    places: Sequence[Place]
+    shape: torch.Size
+    numbers: Ranges
+    rows: Ranges
+
+
+class FlatWeights(Weights):
+    """What `Weights` is, for FSDP1: `parameters` are its own, a range of numbers on each rank.
+
+    FSDP1 divides gradients by the number of ranks; that factor is set to one here. Where it is told not to reduce the
+    gradient of each micro-batch it adds them up in the dtype of the computation; here they are kept apart and added up
+    in full precision, until the last.
+    And to a parameter that no rank has used it gives zeros; here it gets no gradient. All three are what FSDP2 does.
+
+    Args:
+        sharding: of a model in rows that have their values; they are cut here.
+        model: the model inside the root, whose names are used.
+        reduce_each: reduce gradients over ranks after each micro-batch.
+        elsewhere: names of parameters that checkpoints leave out.
+    """
+
+    def __init__(
+        self,
+        sharding: FlatSharding,
+        model: nn.Module,
+        *,
+        reduce_each: bool = False,
+        elsewhere: Collection[str] = (),
+    ) -> None:
+        mesh = sharding.ranks.shard_mesh
+        assert mesh is not None
+        self._mesh = mesh
+        self._group = mesh.get_group(mesh.ndim - 1)
+        self._quiet = ExitStack()
+        self._held: dict[FullyShardedDataParallel, torch.Tensor] = {}
+        self._swapped: dict[str, nn.Parameter] = {}
+        self._flattened = Flattening(sharding, {parameter: name for name, parameter in model.named_parameters()})
+        self._root_shell = self._flattened.wrapped[-1]
+        self._pieces = self._measure(self._flattened.places, self._flattened.shapes)
+        super().__init__(
+            sharding.root, model, sharding.precision, sharding.ranks, reduce_each=reduce_each, elsewhere=elsewhere
+        )
+        self.settles = self.on_ranks
+        self.shapes |= self._flattened.shapes
+        self.starts |= {name: piece.numbers[rank_in(self._mesh)][0] for name, piece in self._pieces.items()}
+        with self._root_shell.no_sync():  # now FSDP1 looks around, as it does before a first forward
+            pass
+        for shell in self._flattened.wrapped:
+            shell._gradient_predivide_factor = shell._gradient_postdivide_factor = 1
+            if (flat := _trained(shell)) is not None:
+                flat.register_post_accumulate_grad_hook(partial(self._add_held, shell))
+
+    def _measure(self, places: Mapping[str, list[Place]], shapes: Mapping[str, torch.Size]) -> dict[str, _Piece]:
+        """Who has which numbers: ranges follow one another in the order of ranks, so their lengths say it."""
+        mine = [module.get_parameter(key).numel() for (module, key), *_ in places.values()]
+        counts: list[list[int]] = [mine] * dist.get_world_size(self._group)
+        dist.all_gather_object(counts, mine, group=self._group)
+        pieces = {}
+        for number, name in enumerate(places):
+            row = math.prod(shapes[name][1:])
+            numbers = list(pairwise([0, *accumulate(count[number] for count in counts)]))
+            by_row = [(first * row, last * row) for first, last in row_ranges(shapes[name], self._mesh)]
+            pieces[name] = _Piece(places[name], shapes[name], numbers, by_row)
+        return pieces
+
+    def _is_whole(self, name: str, parameter: torch.Tensor) -> bool:
+        return name not in self._pieces
+
+    def _copies(self, name: str) -> int:
+        return self._ranks.layout.replicate if name in self._pieces else super()._copies(name)
+
+    # Gradients.
+
+    def begin_micro_batch(self, last: bool) -> None:
+        super().begin_micro_batch(last)
+        self._quiet.close()
+        self._hold()
+        if not (last or self._reduce_each):
+            self._quiet.enter_context(self._root_shell.no_sync())
+
+    @torch.no_grad()
+    def _hold(self) -> None:
+        """Take what a micro-batch left unreduced, and keep the sum in full precision."""
+        for shell in self._flattened.wrapped:
+            flat = _trained(shell)
+            if flat is None or flat.grad is None or flat.grad.numel() == flat.numel():
+                continue
+            grad = flat.grad.to(self._master)
+            self._held[shell] = self._held[shell].add_(grad) if shell in self._held else grad
+            flat.grad = None
+            flat._post_backward_called = False
+            for parameter in flat._params or ():
+                parameter.grad = None
+
+    def _add_held(self, shell: FullyShardedDataParallel, flat: torch.Tensor) -> None:
+        """Before FSDP1 reduces a gradient: add those of earlier micro-batches."""
+        held = self._held.pop(shell, None) if shell._sync_gradients else None
+        if held is not None:
+            assert flat.grad is not None
+            flat.grad.data = held.add_(flat.grad)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        self._quiet.close()
+        names = [name for name in self._pieces if self.parameters[name].requires_grad]
+        self._check_reduced()
+        used = {name for shell in self._flattened.shells for name in shell.used}
+        flags = torch.tensor([name in used for name in names], dtype=torch.uint8, device=self._ranks.device)
+        if names:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        for name, by_any in zip(names, flags.tolist(), strict=True):
+            parameter = self.parameters[name]
+            if not by_any:
+                parameter.grad = None
+            elif parameter.grad is None:  # none of its numbers are here; the optimizer's state of it has no size
+                parameter.grad = torch.zeros_like(parameter)
+        super().settle()
+
+    def _check_reduced(self) -> None:
+        """FSDP1 reduces where a backward pass comes by, and only there."""
+        if not self._held:
+            return
+        shell = self._flattened.shells[self._flattened.wrapped.index(next(iter(self._held)))]
+        raise ModelError(
+            "the last micro-batch of a step left out a part of the model that an earlier one used "
+            f"({next(iter(shell.watched))}), so FSDP1 has not summed its gradient over ranks",
+            where="actor.training_backend: fsdp1",
+            remedy="set actor.fsdp_config.reduce: every, or actor.training_backend: fsdp",
+        )
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        for shell in self._flattened.wrapped:
+            if shell._handle is not None:
+                shell._handle.reshard(free_unsharded_flat_param=True)
+                shell._handle.post_reshard()
+        super().publish()
+
+    def zero_gradients(self) -> None:
+        super().zero_gradients()
+        self._held.clear()
+        for shell in self._flattened.shells:
+            shell.used.clear()
+
+    def give_back(self) -> None:
+        super().give_back()
+        self._flattened.undo()
+
+    # Rows.
+
+    def stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        piece = self._pieces.get(name)
+        if piece is None or tensor.shape != self.parameters[name].shape:
+            return tensor
+        if name in self._swapped and tensor is self.parameters[name]:
+            return self._swapped[name]
+        local = self._move(tensor, piece.numbers, piece.rows)
+        return rows(local.view(-1, *piece.shape[1:]), self._mesh, piece.shape, requires_grad=False)
+
+    def kept(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        piece = self._pieces.get(name)
+        if piece is None or not isinstance(tensor, DTensor) or tensor.shape != piece.shape:
+            return tensor
+        return self._move(tensor.to_local(), piece.rows, piece.numbers)
+
+    def template(self, name: str) -> torch.Tensor:
+        piece, parameter = self._pieces.get(name), self.parameters[name].detach()
+        if piece is None:
+            return parameter
+        first, last = row_ranges(piece.shape, self._mesh)[rank_in(self._mesh)]
+        return rows(parameter.new_empty(last - first, *piece.shape[1:]), self._mesh, piece.shape, False).detach()
+
+    @torch.no_grad()
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name in self._pieces:
+                self.parameters[name].copy_(self.kept(name, tensor))
+        super().take(tensors)
+
+    @contextmanager
+    def in_rows(self) -> Iterator[None]:
+        swapped = {name: self.stored(name, self.parameters[name]) for name in self._pieces}
+        before = {name: self.parameters[name] for name in self._pieces}
+        for name, parameter in swapped.items():
+            assert isinstance(parameter, nn.Parameter)
+            parameter.requires_grad_(before[name].requires_grad)
+            put(self._pieces[name].places, parameter)
+            self._swapped[name] = parameter
+        try:
+            yield
+        finally:
+            self._swapped.clear()
+            for name, parameter in before.items():
+                put(self._pieces[name].places, parameter)
+
+    def _move(self, local: torch.Tensor, before: Ranges, after: Ranges) -> torch.Tensor:
+        """From this rank's range of numbers to its range after: [numbers], bit by bit; a collective."""
+        rank, size = rank_in(self._mesh), local.element_size()
+        given = [count * size for count in _overlaps(before[rank], after)]
+        taken = [count * size for count in _overlaps(after[rank], before)]
+        source = local.detach().contiguous().view(-1).view(torch.uint8)
+        target = torch.empty(sum(taken), dtype=torch.uint8, device=local.device)
+        dist.all_to_all_single(target, source, taken, given, group=self._group)
+        return target.view(local.dtype)
+
+
+def _overlaps(mine: tuple[int, int], others: Ranges) -> list[int]:
+    return [max(0, min(mine[1], last) - max(mine[0], first)) for first, last in others]
+
+
+def _trained(shell: FullyShardedDataParallel) -> FlatParameter | None:
+    """What a module of FSDP1 has joined, if it is trained."""
+    handle = shell._handle
+    return None if handle is None or not handle.flat_param.requires_grad else handle.flat_param

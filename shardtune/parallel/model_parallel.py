@@ -1,0 +1,84 @@
+"""A model over the ranks that work on the same rows, or hold different experts, before it is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+from shardtune.errors import ParallelError
+from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.tensor_parallel import Heads, Plan, expanded, parallelise, without_experts
+
+DISPATCHED = "ep_dispatch_experts"
+WHERE = "actor.parallel.expert"
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """What sharding has to know of a model that is spread already.
+
+    Attributes:
+        partial: names of parameters that every tensor rank holds, and of whose gradient each computes a part.
+        experts: modules whose parameters are spread over experts' ranks.
+    """
+
+    partial: tuple[str, ...] = ()
+    experts: tuple[nn.Module, ...] = ()
+
+
+def spread(model: nn.Module, tensor_plan: Plan, expert_plan: Plan, ranks: Ranks, heads: Heads | None) -> Spread:
+    """Spread a model in place, as far as the layout asks for it.
+
+    Args:
+        model: on the meta device.
+        tensor_plan: how tensor ranks share it.
+        expert_plan: which of its modules hold experts.
+        ranks: of the run.
+        heads: of its attention; None for a model without.
+
+    Raises:
+        ParallelError: the model has no plan for what the layout asks.
+    """
+    layout = ranks.layout
+    partial = parallelise(model, without_experts(tensor_plan), ranks.tensor_mesh, heads) if layout.tensor > 1 else []
+    experts = _spread_experts(model, expert_plan, ranks) if layout.expert > 1 else []
+    return Spread(tuple(partial), tuple(experts))
+
+
+def _spread_experts(model: nn.Module, plan: Mapping[str, str], ranks: Ranks) -> list[nn.Module]:
+    """Give each rank whole experts; tokens travel to theirs and back, by transformers' own layers."""
+    named = expanded(model, plan)
+    experts = [model.get_submodule(name) for name, style in named if style == DISPATCHED]
+    if not experts:
+        raise ParallelError(
+            f"{type(model).__name__} declares no experts that could be spread over ranks",
+            where=WHERE,
+            remedy=f"set {WHERE}: 1",
+        )
+    assert ranks.expert_mesh is not None
+    number = next(experts[0].parameters()).shape[0]
+    if number % ranks.layout.expert:
+        nearest = max(size for size in range(1, ranks.layout.expert) if number % size == 0)
+        raise ParallelError(
+            f"{WHERE}: {ranks.layout.expert} ranks cannot share {number} experts evenly",
+            where=WHERE,
+            remedy=f"set it to {nearest}",
+        )
+    apply_expert_parallelism(model, ranks.expert_mesh["expert"], ranks.tensor_mesh, dict(named))
+    for module in experts if ranks.layout.tensor > 1 else ():
+        _own_output(module)
+    return experts
+
+
+def _own_output(module: nn.Module) -> None:
+    """Let a module return memory of its own: sharding around it loses its hooks where a view is changed in place."""
+    forward = module.forward
+
+    def owning(*args: torch.Tensor) -> torch.Tensor:
+        return forward(*args).clone()
+
+    module.forward = owning

@@ -1,0 +1,235 @@
+"""The ranks of a run: who this process is, which device it uses, and the few collectives that metrics need."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardtune.batch import Metric
+from shardtune.config import ActorConfig, RunnerConfig
+from shardtune.config.rank_layout import Layout
+from shardtune.errors import ParallelError
+from shardtune.parallel.shutdown import leave_at_exit
+
+T = TypeVar("T")
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+ONE_RANK = Layout()
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """All ranks of the run, seen from this one.
+
+    Attributes:
+        rank: of this process, 0 to world_size - 1.
+        world_size: processes of the run.
+        device: where this rank computes.
+        mesh: ("replicate", "shard", "tensor") over all ranks, those that share a sequence among "shard"; None for a
+            single process, which needs no process group.
+        layout: the sizes of the axes.
+        sequence_mesh: the ranks that share this one's sequences.
+        expert_mesh: ("expert_shard", "expert") over all ranks, where experts are spread.
+        counts: whether sums over rows count this rank's: of those that work on the same rows together the first does.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh | None = None
+    layout: Layout = ONE_RANK
+    sequence_mesh: DeviceMesh | None = None
+    expert_mesh: DeviceMesh | None = None
+    counts: bool = True
+
+    @property
+    def data_rank(self) -> int:
+        """Which rows are this rank's, 0 to `num_data_ranks` - 1; ranks that share a model share it."""
+        return self.rank // self.layout.model_ranks
+
+    @property
+    def num_data_ranks(self) -> int:
+        return self.layout.num_data_ranks
+
+    @property
+    def sequence_rank(self) -> int:
+        return self.rank // self.layout.tensor % self.layout.sequence
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.rank % self.layout.tensor
+
+    @property
+    def draws_rank(self) -> int:
+        """Equal for ranks whose random draws have to agree, which are those that compute the same activations."""
+        return self.rank // self.layout.tensor
+
+    @property
+    def shard_mesh(self) -> DeviceMesh | None:
+        """Over which weights are sharded; with two dimensions they are replicated over the first."""
+        if self.mesh is None:
+            return None
+        return self.mesh["replicate", "shard"] if self.layout.replicate > 1 else self.mesh["shard"]
+
+    @property
+    def tensor_mesh(self) -> DeviceMesh:
+        """The ranks that share this one's matrix multiplications."""
+        assert self.mesh is not None
+        return self.mesh["tensor"]
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """The sums over ranks, in fp64; every rank passes as many values, those that do not count for nothing."""
+        if self.mesh is None:
+            return [float(value) for value in values]
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        if not self.counts:
+            tensor.zero_()
+        dist.all_reduce(tensor)
+        return tensor.tolist()
+
+    def largest(self, value: float) -> float:
+        """The largest of one value over ranks."""
+        if self.mesh is None:
+            return value
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return float(tensor)
+
+    def gather(self, value: T) -> list[T]:
+        """The value of every rank, in rank order, on every rank (pickled: for small things, seldom)."""
+        if self.mesh is None:
+            return [value]
+        values: list[T] = [value] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value on every rank."""
+        if self.mesh is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def share(self, tensor: torch.Tensor) -> None:
+        """Give a tensor rank 0's values, in place, bit by bit."""
+        if self.mesh is None or not tensor.numel():
+            return
+        dense = tensor.detach().contiguous()
+        dist.broadcast(dense.reshape(-1).view(torch.uint8), src=0)
+        if dense.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(dense)
+
+    def new_group(self) -> dist.ProcessGroup | None:
+        """Connections of their own between all ranks, for what goes on beside training; every rank calls it."""
+        if self.mesh is None:
+            return None
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    def barrier(self) -> None:
+        if self.mesh is not None:
+            dist.barrier()
+
+    def reduce_metrics(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
+        """Sum (total, weight) pairs over the union of all ranks' names; the same result on every rank."""
+        if self.mesh is None:
+            return metrics
+        names = sorted(set().union(*self.gather(sorted(metrics))))
+        zero = Metric(0.0, 0.0)
+        pairs = [metrics.get(name, zero) for name in names]
+        flat = self.sum([number for pair in pairs for number in (pair.total, pair.weight)])
+        return {name: Metric(flat[2 * i], flat[2 * i + 1]) for i, name in enumerate(names)}
+
+
+def choose_device(device: str, local_rank: int) -> torch.device:
+    """The device of `runner.device` (auto, cpu or cuda) for a rank."""
+    available = torch.cuda.is_available()
+    if device == "cpu" or (device == "auto" and not available):
+        return torch.device("cpu")
+    if not available:
+        raise ParallelError(
+            "runner.device is cuda, but torch sees no CUDA device",
+            where="runner.device = cuda",
+            remedy="set runner.device: auto, or install a driver and a torch with CUDA (shardtune env shows both)",
+        )
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ParallelError(
+            f"rank {local_rank} of this machine has no GPU: {local_rank + 1} ranks, and torch sees {count}",
+            where="runner.nproc_per_node",
+            remedy=f"start at most {count} ranks on this machine (runner.nproc_per_node={count})",
+        )
+    return torch.device("cuda", local_rank)
+
+
+def num_ranks(runner: RunnerConfig) -> int:
+    """The ranks of this run: those that a launcher has started, otherwise those that are about to be."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    return started if started > 1 else runner.workers
+
+
+def join_ranks(device: str, actor: ActorConfig) -> Ranks:
+    """Become the rank that RANK, WORLD_SIZE and LOCAL_RANK name (as torchrun does); without them a single process.
+
+    Args:
+        device: `runner.device`.
+        actor: the section of the recipe that says how ranks are laid out.
+
+    Raises:
+        ParallelError: this many ranks cannot be laid out so, or this rank has no device.
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    # One process may evaluate, or answer with, what many have trained.
+    layout = Layout.of(actor, world_size) if world_size > 1 else Layout()
+    chosen = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if world_size == 1:
+        return Ranks(0, 1, chosen)
+    open_group(chosen)
+    return lay_out(layout, rank, chosen)
+
+
+def open_group(device: torch.device) -> None:
+    """Meet the other ranks that the variables of torchrun name, if that is not done yet."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if not dist.is_initialized():
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        leave_at_exit()
+
+
+def lay_out(layout: Layout, rank: int, device: torch.device) -> Ranks:
+    """The ranks of an open process group in a layout; every rank calls it."""
+    sizes = (layout.replicate, layout.shard * layout.sequence, layout.tensor)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
+    sequence = experts = None
+    if layout.sequence > 1:
+        size = (layout.num_data_ranks, layout.sequence, layout.tensor)
+        sequence = init_device_mesh(device.type, size, mesh_dim_names=("data", "sequence", "tensor"))["sequence"]
+    if layout.expert > 1:
+        # Copies of the model are one more way to shard experts: FSDP2 sums their gradients over all that have them.
+        size = (layout.num_ranks // layout.expert, layout.expert)
+        experts = init_device_mesh(device.type, size, mesh_dim_names=("expert_shard", "expert"))
+    counts = rank % layout.model_ranks == 0
+    return Ranks(rank, layout.num_ranks, device, mesh, layout, sequence, experts, counts)
+
+
+def leave_ranks(ranks: Ranks) -> None:
+    """End together: no rank closes its connections while another still uses them."""
+    if ranks.mesh is not None and dist.is_initialized():
+        with suppress(RuntimeError):  # a rank that died has been reported already
+            dist.barrier()
+        dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""What is a run, from recipe to `final/`."""

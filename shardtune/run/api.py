@@ -1,0 +1,446 @@
+"""`train`, and the `Run` it returns: what the command line does, from Python."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from shardtune.checkpoint.atomic import publish, read_json
+from shardtune.checkpoint.export_check import check_reload
+from shardtune.checkpoint.store import CheckpointStore
+from shardtune.config import Recipe, load_recipe
+from shardtune.config.rank_layout import Layout
+from shardtune.config.user_code import import_plugins
+from shardtune.errors import CheckpointError, ConfigError, ParallelError
+from shardtune.evaluate.generate import Sampling
+from shardtune.launch.elastic import Restarts, run_elastic
+from shardtune.launch.local import free_port, is_launched, run_ranks
+from shardtune.launch.signals import StopSignal, end_with_parent, listening
+from shardtune.parallel.ranks import choose_device, leave_ranks
+from shardtune.run.choose_worker import NOTHING, Objects, make_worker, worker_class
+from shardtune.run.directory import (
+    FINAL,
+    MANIFEST,
+    RunPlan,
+    check_unlocked,
+    check_writable,
+    load_config,
+    plan_run,
+)
+from shardtune.run.display import Display
+from shardtune.run.preflight import is_one_of_several, read_together
+from shardtune.run.prompts import Asker
+from shardtune.run.resume_check import check_same_data
+from shardtune.run.train_rank import train_rank
+from shardtune.training.callbacks import load_callbacks
+from shardtune.training.loggers import SAMPLES, read_metrics
+from shardtune.training.worker.adapter_worker import SFTWorker
+from shardtune.training.worker.base import FSDPSftWorker
+from shardtune.training.worker.model_state import over_directory, silent
+
+
+def train(
+    recipe: str | Path | Mapping[str, Any] | DictConfig | None,
+    *overrides: str,
+    model: PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    train_data: Any = None,
+    eval_data: Any = None,
+) -> Run:
+    """Fine-tune as a recipe says; continue where its run directory stands.
+
+    Args:
+        recipe: a YAML file, a dict or a `DictConfig`.
+        overrides: `key=value`, as on the command line.
+        model: a model in memory, trained in place of `actor.model.model_path` (one rank).
+        tokenizer: a tokenizer in memory.
+        train_data: a list of rows or a `datasets.Dataset`.
+        eval_data: likewise, or a dict of named ones.
+
+    Raises:
+        ShardtuneError: what the user can mend, before anything is written where it can be known by then.
+        Interrupted: stopped by a signal, after saving; calling again continues.
+    """
+    objects = Objects(model, tokenizer, train_data, eval_data)
+
+    def read() -> Recipe:
+        loaded = load_recipe(recipe, overrides, in_memory=objects.keys())
+        import_plugins(loaded.plugins)
+        load_callbacks(loaded.runner.callbacks)
+        return loaded
+
+    if is_one_of_several():
+        loaded, peers = read_together(read)
+        return Run(train_rank(loaded, objects, peers))
+    loaded = read()
+    if is_launched():
+        return Run(train_rank(loaded, objects))
+    display = Display()
+    plan = plan_run(loaded)
+    check_unlocked(plan.run_dir)
+    if plan.finished:
+        display.say(f"{plan.run_dir} is finished; its result is {plan.run_dir / FINAL}")
+        return Run(plan.run_dir)
+    by_ray = loaded.runner.launcher == "ray"
+    if by_ray or loaded.runner.nproc_per_node > 1:
+        _refuse_objects(loaded, objects)
+        with listening() as stop:
+            (_launch_on_ray if by_ray else _launch)(loaded, plan, display, stop)
+        return Run(plan.run_dir)
+    return Run(train_rank(loaded, objects))
+
+
+def _refuse_objects(recipe: Recipe, objects: Objects) -> None:
+    if objects == NOTHING:
+        return
+    by_ray = recipe.runner.launcher == "ray"
+    raise ConfigError(
+        "objects in memory train on one rank" + (" of this process" if by_ray else ""),
+        where="runner.launcher = ray" if by_ray else f"runner.nproc_per_node = {recipe.runner.nproc_per_node}",
+        remedy="save them and name them in the recipe, or set runner."
+        + ("launcher: local" if by_ray else "nproc_per_node: 1"),
+    )
+
+
+def _launch(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal) -> None:
+    """Check everything that can be checked here, tokenise, then start the ranks on this machine."""
+    free_port(recipe.runner.master_port)
+    choose_device(recipe.runner.device, recipe.runner.nproc_per_node - 1)
+    # A worker of the user's own is made in the ranks alone: it may hold what cannot be shared.
+    if issubclass(worker_class(recipe), SFTWorker):
+        worker = make_worker(recipe, say=display.say)
+        worker.check()
+        if plan.resume_from is not None:
+            check_same_data(plan.resume_from, worker.data_files(), recipe.runner.allow_changes)
+        del worker
+    with tempfile.TemporaryDirectory(prefix="shardtune-") as folder:
+        file = Path(folder) / "recipe.yaml"
+        file.write_text(recipe.to_yaml())
+
+        def start(workers: int, environment: Mapping[str, str]) -> None:
+            run_ranks(["train", str(file)], workers, master_port=recipe.runner.master_port, environment=environment)
+
+        def left(numbers: Sequence[int], survivors: int) -> int:
+            return next((number for number in numbers if number <= survivors), min(numbers, default=0))
+
+        run_elastic(start, _restarts(recipe), left=left, fits=_fits(recipe), stop=stop, say=display.say)
+
+
+def _launch_on_ray(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal) -> None:
+    """Start the ranks on a Ray cluster; they read data and model where they are."""
+    from shardtune.launch.ray import connected, reserve_for_the_rest, run_ranks_on_ray
+
+    with connected(recipe.runner) as cluster:
+
+        def start(workers: int, environment: Mapping[str, str]) -> None:
+            run_ranks_on_ray(cluster, ["train", "RECIPE"], recipe, workers, environment, stop=stop, say=display.say)
+
+        def left(numbers: Sequence[int], survivors: int) -> int:
+            return reserve_for_the_rest(cluster, numbers, stop)
+
+        run_elastic(start, _restarts(recipe), left=left, fits=_fits(recipe), stop=stop, say=display.say)
+
+
+def _restarts(recipe: Recipe) -> Restarts:
+    runner = recipe.runner
+    return Restarts(runner.max_restarts, runner.workers, runner.min_workers or runner.workers)
+
+
+def _fits(recipe: Recipe) -> Callable[[int], bool]:
+    """Whether a number of ranks can have the layout of a recipe."""
+
+    def fits(workers: int) -> bool:
+        try:
+            Layout.of(recipe.actor, workers)
+        except ParallelError:
+            return False
+        return True
+
+    return fits
+
+
+class Run:
+    """A run directory, finished or not: its metrics, and the model it holds."""
+
+    def __init__(self, directory: Path) -> None:
+        self.dir = directory
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.dir)!r})"
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last value of every metric; of the evaluation ones, those of `final/` where it is there."""
+        latest: dict[str, float] = {}
+        for line in read_metrics(self.dir):
+            latest |= line
+        final = self.dir / FINAL / "metrics.json"
+        return {**latest, **(read_json(final) if final.exists() else {})}
+
+    @property
+    def recipe(self) -> Recipe:
+        return load_config(self.dir)
+
+    def worker(self, checkpoint: str = "final", *overrides: str, eval_data: Any = None) -> FSDPSftWorker:
+        """The model of a checkpoint, ready to evaluate and to answer.
+
+        Args:
+            checkpoint: final, latest, best, a step, or a path.
+            overrides: `key=value` over the run's recipe.
+            eval_data: rows in memory instead of the recipe's evaluation sets.
+        """
+        recipe = self.recipe
+        if overrides:
+            recipe = load_recipe(recipe.to_dict(), overrides, in_memory=EVERYTHING, files_must_exist=False)
+        import_plugins(recipe.plugins)
+        path = self.dir / FINAL if checkpoint == "final" else None
+        if path is None:
+            weights = CheckpointStore(self.dir / "checkpoints").resolve(checkpoint)
+            worker = make_worker(recipe, Objects(eval_data=eval_data), training=False, say=silent)
+            worker.setup_evaluation(weights)
+            return worker
+        if not path.is_dir():
+            raise CheckpointError(
+                f"{self.dir} has no {FINAL}/ yet",
+                where="--checkpoint final",
+                remedy="finish the run, or take a checkpoint of it: --checkpoint latest",
+            )
+        worker = make_worker(over_directory(recipe, path), Objects(eval_data=eval_data), training=False, say=silent)
+        worker.weights_directory = path
+        worker.setup_evaluation()
+        return worker
+
+    def evaluate(self, checkpoint: str = "final", *overrides: str, eval_data: Any = None) -> dict[str, float]:
+        """The evaluation metrics of a checkpoint, measured now."""
+        worker = self.worker(checkpoint, *overrides, eval_data=eval_data)
+        if not worker.evaluates:
+            raise _nothing_to_evaluate()
+        _keep_episodes(worker, self.dir / SAMPLES / Path(checkpoint).name)
+        return worker.run_eval()
+
+    def generate(
+        self,
+        prompts: str | Sequence[str | Sequence[Mapping[str, Any]]],
+        *,
+        checkpoint: str = "final",
+        system: str | None = None,
+        sampling: Sampling | None = None,
+        raw: bool = False,
+        images: Sequence[Any] = (),
+        folder: str | Path | None = None,
+    ) -> list[str]:
+        """Answers to prompts (texts of a user's turn, or whole conversations), one each.
+
+        Args:
+            prompts: one text, or several texts or conversations. Turns may hold parts with images.
+            checkpoint: final, latest, best, a step, or a path.
+            system: a system turn before each prompt.
+            sampling: how answers are drawn; by default greedily.
+            raw: prompts are texts to go on from as they stand, without the chat template.
+            images: of one text; or for several prompts a list for each. An image is what rows may name it by: a path, a
+                URL, bytes, an image of Pillow's, uint8 [height, width, 3]. It goes where `<image>` stands in a prompt,
+                otherwise before the words.
+            folder: from where the paths of images begin; by default the working directory.
+        """
+        asked = [prompts] if isinstance(prompts, str) else list(prompts)
+        if raw and (system is not None or not all(isinstance(prompt, str) for prompt in asked)):
+            raise ConfigError(
+                "a text that is gone on from has no turns",
+                where="--raw",
+                remedy="leave out --system and messages, or --raw",
+            )
+        shown = [images] if isinstance(prompts, str) else list(images or [()] * len(asked))
+        if len(shown) != len(asked):
+            raise ConfigError(
+                f"{len(asked)} prompts and {len(shown)} lists of images",
+                where="images=",
+                remedy="give a list of images for each prompt, empty for one without",
+            )
+        worker = answering(self, checkpoint)
+        encoder = worker.chat_encoder().at(Path.cwd() if folder is None else Path(folder).absolute())
+        asker = Asker(encoder, str(self.dir))
+        encoded = [
+            asker.text(str(prompt), images) if raw else asker.turns(_conversation(prompt, system), images)
+            for prompt, images in zip(asked, shown, strict=True)
+        ]
+        return worker.generator().answers(encoded, sampling or Sampling())
+
+    def export(
+        self,
+        to: str | Path,
+        *,
+        checkpoint: str = "final",
+        dtype: str = "auto",
+        merge: bool = False,
+        check: bool = True,
+        say: Callable[[str], None] = silent,
+    ) -> Path:
+        """Write a checkpoint as a directory that others load, then load it in a fresh process and compare.
+
+        A causal language model is compared by its logits, any other model by its tensors, bit by bit. An adapter is
+        written as PEFT has it, unless it is merged.
+
+        Args:
+            to: the directory, not there yet or empty.
+            checkpoint: final, latest, best, a step, or a path.
+            dtype: auto (the base model's) | fp32 | bf16 | fp16.
+            merge: add the adapter to the base model's weights, in full precision, and write the whole model.
+            check: whether to compare.
+            say: is told what was compared.
+
+        Raises:
+            CheckpointError: the directory is not empty, or holds another model than the trained one.
+        """
+        target = Path(to).expanduser().absolute()
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            what = "is not empty" if target.is_dir() else "is a file"
+            raise CheckpointError(f"{target} {what}", where="--to", remedy="name a directory that is not there yet")
+        check_writable(target, "--to")
+        config = self.recipe.actor.model
+        if merge and not config.is_lora:
+            raise ConfigError(
+                "the run trained no adapter, so there is nothing to merge", where="--merge", remedy="leave it out"
+            )
+        full = "fp64" if config.precision == "fp64" else "fp32"
+        exactly = (f"actor.model.precision={full}", "actor.model.lora.base_dtype=auto") if config.is_lora else ()
+        worker = self.worker(checkpoint, *NO_EVALUATION, *exactly)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.tmp-{uuid.uuid4().hex[:8]}")
+        try:
+            worker.export(temporary, dtype, merge=merge)
+            if check:
+                worker.weights.give_back()
+                say(f"{target}: {check_reload(worker.inner_model(), temporary)}")
+            if target.exists():
+                target.rmdir()
+            publish(temporary, target)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return target
+
+
+def evaluate(target: str | Path, *overrides: str, checkpoint: str = "final") -> dict[str, float]:
+    """Evaluate a run directory, or the model that a recipe names; on all ranks that the recipe asks for.
+
+    Args:
+        target: a run directory or a recipe.
+        overrides: `key=value` over the recipe.
+        checkpoint: of a run: final, latest, best, a step, or a path.
+    """
+    is_run = Path(target).is_dir()
+    recipe = load_run(target).recipe if is_run else load_recipe(target, overrides, in_memory=EVERYTHING[1:2])
+    if is_run and overrides:
+        recipe = load_recipe(recipe.to_dict(), overrides, in_memory=EVERYTHING, files_must_exist=False)
+    if (recipe.runner.nproc_per_node > 1 or recipe.runner.launcher == "ray") and "RANK" not in os.environ:
+        _evaluate_on_ranks(["eval", str(target), *overrides, "--checkpoint", checkpoint], recipe, is_run=is_run)
+        return {}
+    if "RANK" in os.environ:
+        end_with_parent()
+    peers = read_together(lambda: recipe)[1] if is_one_of_several() else None
+    if is_run:
+        worker = load_run(target).worker(checkpoint, *overrides)
+    else:
+        import_plugins(recipe.plugins)
+        worker = make_worker(recipe, training=False, say=Display().say)
+        worker.setup_evaluation()
+    if not worker.evaluates:
+        raise _nothing_to_evaluate()
+    logger = recipe.runner.logger
+    own = Path(target) / SAMPLES / Path(checkpoint).name
+    episodes = own if is_run else Path(logger.log_path) / f"{logger.experiment_name}-episodes"
+    _keep_episodes(worker, episodes)
+    if worker.ranks.is_main:
+        model = f"{target}, checkpoint {checkpoint}" if is_run else str(recipe.actor.model.model_path)
+        Display().say(f"evaluating {model} on {_evaluated_on(worker, episodes)}")
+    metrics = worker.run_eval()
+    leave_ranks(worker.ranks)  # only if all went well: otherwise the other ranks may be waiting elsewhere
+    if peers is not None:
+        peers.end()
+    return metrics
+
+
+def _keep_episodes(worker: FSDPSftWorker, folder: Path) -> None:
+    """Let a worker keep what it plays, if it plays."""
+    if isinstance(worker, SFTWorker):
+        worker.episodes_dir = folder
+
+
+def _evaluated_on(worker: FSDPSftWorker, episodes: Path) -> str:
+    """What an evaluation looks at, in words."""
+    announced = [info.get("num_samples") for _, info in worker.eval_loaders.values()]
+    sizes = [int(size) for size in announced if size is not None]
+    rows = f"{sum(sizes):,} rows" if len(sizes) == len(announced) else f"{len(announced)} sets"
+    config = worker.recipe.eval
+    if config.environment is None:
+        return rows
+    played = f"{config.episodes:,} episodes of {config.environment}, kept in {episodes}"
+    return f"{rows} and {played}" if announced else played
+
+
+def _evaluate_on_ranks(arguments: list[str], recipe: Recipe, *, is_run: bool) -> None:
+    runner = recipe.runner
+    if runner.launcher == "local":
+        run_ranks(arguments, runner.nproc_per_node, master_port=runner.master_port)
+        return
+    from shardtune.launch.ray import connected, run_ranks_on_ray
+
+    arguments[1] = str(Path(arguments[1]).absolute()) if is_run else "RECIPE"
+    with listening() as stop, connected(runner) as cluster:
+        run_ranks_on_ray(cluster, arguments, recipe, runner.workers, {}, stop=stop, say=silent, bare=True)
+
+
+def answering(run: Run, checkpoint: str) -> SFTWorker:
+    """The model of a checkpoint, ready to answer.
+
+    Raises:
+        ConfigError: the run is driven by a worker of the user's own, which does not answer.
+    """
+    recipe = run.recipe
+    kind = worker_class(recipe)
+    if not issubclass(kind, SFTWorker):
+        raise ConfigError(
+            f"the run is driven by {kind.__name__}, which gives no answers",
+            where=str(run.dir),
+            remedy=f"shardtune eval {run.dir}; from Python, load_run({str(run.dir)!r}).worker() holds the model",
+        )
+    worker = run.worker(checkpoint, *NO_EVALUATION)
+    assert isinstance(worker, SFTWorker)
+    return worker
+
+
+def _nothing_to_evaluate() -> ConfigError:
+    return ConfigError(
+        "there is nothing to evaluate on: data.eval_data_paths and eval.environment are null",
+        where="data.eval_data_paths",
+        remedy="set data.eval_data_paths or data.eval_split; from Python, or give rows: run.evaluate(eval_data=…)",
+    )
+
+
+EVERYTHING = ("actor.model.model_path", "data.train_data_paths", "data.eval_data_paths")
+NO_EVALUATION = ("data.eval_data_paths=null", "data.eval_split=0", "eval.generate=false", "eval.metrics=[]", *(
+    "eval.environment=null",
+    "runner.eval_before_training=false", "runner.val_check_interval=-1", "runner.early_stop.enabled=false",
+    "runner.best.monitor=null",
+))  # fmt: skip
+
+
+def _conversation(prompt: str | Sequence[Mapping[str, Any]], system: str | None) -> list[dict[str, Any]]:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(turn) for turn in prompt]
+    return messages if system is None else [{"role": "system", "content": system}, *messages]
+
+
+def load_run(directory: str | Path) -> Run:
+    """The run in a directory that `shardtune train` made."""
+    run_dir = Path(directory).expanduser().absolute()
+    if run_dir.name in (FINAL, "FINAL") and (run_dir.parent / MANIFEST).exists():
+        run_dir = run_dir.parent
+    load_config(run_dir)
+    return Run(run_dir)

@@ -1,0 +1,223 @@
+"""Which worker drives a run: the one that the recipe names or its model type stands for, otherwise `SFTWorker`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from pydantic import BaseModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from shardtune.config import Recipe
+from shardtune.config.model_names import (
+    BUILT_IN,
+    is_declared,
+    is_registered,
+    missing_methods,
+    registered,
+    registered_adapter,
+    registered_worker,
+)
+from shardtune.config.user_code import code_hashes, import_plugins, load_function
+from shardtune.config.values import ENVIRONMENTS
+from shardtune.errors import ConfigError
+from shardtune.training.worker.adapter_worker import SFTWorker
+from shardtune.training.worker.base import FSDPSftWorker
+from shardtune.training.worker.sft_trainer import SFTTrainer
+
+MODEL_TYPE, WORKER = "actor.model.model_type", "actor.worker"
+BUILT_IN_WORKERS: Mapping[str, type[FSDPSftWorker]] = {"sft_trainer": SFTTrainer}
+"""By the name that a recipe gives in place of file.py:Class."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objects:
+    """What a caller holds in memory instead of naming it in the recipe."""
+
+    model: PreTrainedModel | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    train_data: Any = None
+    eval_data: Any = None
+
+    def keys(self) -> list[str]:
+        """The recipe keys that they stand for."""
+        given = {
+            "actor.model.model_path": self.model is not None,
+            "data.train_data_paths": self.train_data is not None,
+            "data.eval_data_paths": self.eval_data is not None,
+        }
+        return [key for key, present in given.items() if present]
+
+
+NOTHING = Objects()
+
+
+def make_worker(
+    recipe: Recipe, objects: Objects = NOTHING, *, training: bool = True, say: Callable[[str], None] = print
+) -> FSDPSftWorker:
+    """The worker of a recipe.
+
+    Args:
+        recipe: of the run; its plugins are imported.
+        objects: in memory; for `SFTWorker` and what derives from it.
+        training: False for a worker that only evaluates and answers.
+        say: told what is found while the data is prepared.
+    """
+    kind = worker_class(recipe)
+    if issubclass(kind, SFTWorker):
+        return kind(
+            recipe,
+            model=objects.model,
+            tokenizer=objects.tokenizer,
+            train_data=objects.train_data,
+            eval_data=objects.eval_data,
+            training=training,
+            say=say,
+        )
+    if objects != NOTHING:
+        raise ConfigError(
+            f"the run is driven by {kind.__name__}, which takes no objects in memory",
+            where=WORKER if recipe.actor.worker else MODEL_TYPE,
+            remedy="let its model_provider_func and build_dataloader return them",
+        )
+    check_keys(recipe, kind)
+    worker = kind(recipe.as_dict_config())
+    if worker.recipe == recipe:
+        worker.recipe = recipe  # which knows where its keys were written
+    return worker
+
+
+def worker_class(recipe: Recipe) -> type[FSDPSftWorker]:
+    """The class of a recipe's worker.
+
+    Raises:
+        ConfigError: the recipe names none, or does not say which.
+    """
+    modules = import_plugins(recipe.plugins)
+    if recipe.actor.worker is not None:
+        return _named(recipe.actor.worker)
+    name = recipe.actor.model.model_type
+    if name in BUILT_IN or recipe.actor.model.adapter is not None:
+        return SFTWorker
+    worker = registered_worker(name)
+    if worker is not None:
+        return worker
+    if registered_adapter(name) is not None or not (is_declared(name) or registered(name)):
+        return SFTWorker  # which knows what to say of a name that nobody knows
+    return _only_worker(name, modules, required=is_declared(name))
+
+
+def _named(spec: str) -> type[FSDPSftWorker]:
+    """The class that `file.py:Class` or a built-in name stands for."""
+    if spec in BUILT_IN_WORKERS:
+        return BUILT_IN_WORKERS[spec]
+    found = load_function(spec, WORKER)
+    if not (inspect.isclass(found) and issubclass(found, FSDPSftWorker)):
+        raise ConfigError(
+            f"{WORKER}: {spec} is no worker",
+            where=WORKER,
+            remedy="name a class that derives from shardtune.FSDPSftWorker",
+        )
+    lacking = missing_methods(found)
+    if lacking:
+        raise ConfigError(
+            f"the worker {found.__name__} lacks {', '.join(lacking)}",
+            where=f"{WORKER} = {spec}",
+            remedy="write the methods that every worker has",
+        )
+    return found
+
+
+def _only_worker(name: str, modules: list[ModuleType], *, required: bool) -> type[FSDPSftWorker]:
+    """The one worker of the plugins that has no name of its own."""
+    found = unnamed_workers(modules)
+    if len(found) == 1:
+        return found[0]
+    if not found and not required:
+        return SFTWorker
+    which = ", ".join(f"{kind.__name__} ({kind.__module__})" for kind in found)
+    raise ConfigError(
+        f"{MODEL_TYPE} = {name} is driven by no worker: the plugins define "
+        + (f"several that have no name: {which}" if found else "none"),
+        where=MODEL_TYPE,
+        remedy=f'write @register_model("{name}") on the class, or {WORKER}: file.py:Class into the recipe',
+    )
+
+
+def unnamed_workers(modules: list[ModuleType]) -> list[type[FSDPSftWorker]]:
+    """The complete worker classes that are written in some modules and are registered under no name."""
+    names = tuple(module.__name__ for module in modules)
+    found: dict[tuple[str, str], type[FSDPSftWorker]] = {}  # of one that was defined again, the last
+    waiting: list[type[FSDPSftWorker]] = [FSDPSftWorker]
+    while waiting:
+        kind = waiting.pop(0)
+        waiting += kind.__subclasses__()
+        inside = kind.__module__ in names or kind.__module__.startswith(tuple(f"{name}." for name in names))
+        if inside and not missing_methods(kind) and not is_registered(kind):
+            found[kind.__module__, kind.__qualname__] = kind
+    return list(found.values())
+
+
+def unused_workers(recipe: Recipe, worker: FSDPSftWorker) -> list[str]:
+    """A sentence where the plugins define workers and none of them drives the run."""
+    found = [kind.__name__ for kind in unnamed_workers(import_plugins(recipe.plugins))]
+    if not found or type(worker) is not SFTWorker:
+        return []
+    name = recipe.actor.model.model_type
+    return [f"the plugins define {', '.join(found)}, which nothing uses: {MODEL_TYPE} is {name} and {WORKER} is null"]
+
+
+def check_keys(recipe: Recipe, kind: type[FSDPSftWorker]) -> None:
+    """Refuse keys that a worker of the user's own would not act on."""
+    actor, data, evaluation = recipe.actor, recipe.data, recipe.eval
+    ignored = {
+        "actor.model.adapter": actor.model.adapter is not None,
+        "actor.loss": actor.loss is not None,
+        "actor.label_smoothing": actor.label_smoothing > 0,
+        "actor.z_loss": actor.z_loss > 0,
+        "actor.max_tokens_per_micro_batch": actor.max_tokens_per_micro_batch is not None,
+        "actor.global_batch_tokens": actor.global_batch_tokens is not None,
+        "actor.eval_micro_batch_size": actor.eval_micro_batch_size is not None,
+        "data.eval_split": data.eval_split > 0,
+        "data.transform": data.transform is not None,
+        "data.on_bad_row": data.on_bad_row != "fail",
+        "data.on_too_long": data.on_too_long != "truncate",
+        "eval.generate": evaluation.generate,
+        "eval.environment": evaluation.environment is not None,
+        "eval.metrics": bool(evaluation.metrics),
+    }
+    for key, spec in (("data.train_data_paths", data.train_data_paths), ("data.eval_data_paths", data.eval_data_paths)):
+        for name in _beside_paths(spec):
+            raise ConfigError(
+                f"{key}: {name} is for the built-in worker; build_dataloader of {kind.__name__} is given paths alone",
+                where=recipe.where(key) or key,
+                remedy="leave it out; what your own loader needs to know has its place in actor.model.options",
+            )
+    for key in (key for key, given in ignored.items() if given):
+        raise ConfigError(
+            f"{key} is for the built-in worker; {kind.__name__} says itself what rows, loss and metrics are",
+            where=recipe.where(key) or key,
+            remedy=f"leave it out, or write it into {kind.__name__}",
+        )
+
+
+def _beside_paths(spec: Any) -> list[str]:
+    """The keys that entries of data paths give beside their path."""
+    if isinstance(spec, Mapping):
+        spec = [entry for entries in spec.values() for entry in (entries if isinstance(entries, list) else [entries])]
+    entries = spec if isinstance(spec, list) else [spec]
+    given = [
+        name for entry in entries if isinstance(entry, BaseModel) for name in entry.model_dump(exclude_defaults=True)
+    ]
+    return [name for name in dict.fromkeys(given) if name != "path"]
+
+
+def user_code(recipe: Recipe) -> dict[str, str]:
+    """A hash of each file of the user's own code that a recipe names."""
+    worker = None if recipe.actor.worker in BUILT_IN_WORKERS else recipe.actor.worker
+    environment = None if recipe.eval.environment in ENVIRONMENTS else recipe.eval.environment
+    named = [worker, recipe.actor.model.adapter, recipe.actor.loss, environment, *recipe.eval.metrics]
+    return code_hashes(recipe.plugins, [*named, *recipe.runner.callbacks])

@@ -1,0 +1,311 @@
+"""A run directory: whether it is fresh, to be continued or finished, and who may write into it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO, Any
+
+from shardtune.checkpoint.atomic import read_json, recover, write_json, write_text
+from shardtune.checkpoint.store import CheckpointStore, open_checkpoint
+from shardtune.config import Recipe, load_recipe
+from shardtune.errors import CheckpointError, ConfigError
+from shardtune.launch.local import launch_id, restarted_launch
+from shardtune.run.resume_check import LARGER, check_changes, has_grown
+
+MANIFEST = "manifest.json"
+CONFIG = "config.yaml"
+FINAL = "final"
+LOCK = ".lock"
+LOCK_WAIT_SECONDS = 5.0
+"""A killed run's ranks notice within a second or two that they are alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What a `train` command will do with its run directory.
+
+    Attributes:
+        run_dir: where.
+        resume_from: the checkpoint it goes on from; None: from the start.
+        finished: the run is complete and nothing is to be done.
+        resumed_from: the checkpoint that the user asked to begin from, of this run or another; None: none.
+        move_aside: an older run is moved out of the way first.
+        notes: what the user is told.
+    """
+
+    run_dir: Path
+    resume_from: Path | None = None
+    resumed_from: str | None = None
+    finished: bool = False
+    move_aside: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def run_directory(recipe: Recipe) -> Path:
+    logger = recipe.runner.logger
+    return Path(logger.log_path) / str(logger.experiment_name)
+
+
+def holds_run(run_dir: Path) -> bool:
+    """Whether a directory holds a run, finished or not."""
+    return (run_dir / MANIFEST).exists() and (run_dir / CONFIG).exists()
+
+
+def plan_run(recipe: Recipe) -> RunPlan:
+    """Decide, and write nothing. Raises `CheckpointError` or `ConfigError` where the directory cannot be used."""
+    run_dir = run_directory(recipe)
+    check_writable(run_dir, "runner.logger.log_path")
+    runner = recipe.runner
+    if _begun_before(run_dir):  # what is there is this launch's own: neither in the way nor to be moved out of it
+        return _continue(run_dir, recipe, read_json(run_dir / MANIFEST).get("resumed_from"))
+    if runner.overwrite:
+        return RunPlan(run_dir, move_aside=holds_run(run_dir))
+    wanted = None if runner.resume_dir in (None, "auto") else open_checkpoint(str(runner.resume_dir))
+    if not holds_run(run_dir):
+        notes = () if wanted is None else _check_changes(_run_of(wanted), recipe)
+        return RunPlan(run_dir, resume_from=wanted, resumed_from=str(wanted) if wanted else None, notes=notes)
+    if runner.resume_dir is None:
+        raise _occupied(run_dir)
+    began_from = read_json(run_dir / MANIFEST).get("resumed_from")
+    if wanted is None or str(wanted) == began_from or wanted == _newest(run_dir):
+        return _continue(run_dir, recipe, began_from)
+    if _run_of(wanted) != run_dir.resolve():
+        raise _occupied(run_dir)
+    notes = (*_check_changes(run_dir, recipe), f"going back to {wanted}; later checkpoints go with the next save")
+    return RunPlan(run_dir, resume_from=wanted, resumed_from=str(wanted), notes=notes)
+
+
+def _begun_before(run_dir: Path) -> bool:
+    """Whether the ranks were started again, and it was this launch that began the run."""
+    launch = restarted_launch()
+    return launch is not None and holds_run(run_dir) and read_json(run_dir / MANIFEST).get("launch") == launch
+
+
+def _continue(run_dir: Path, recipe: Recipe, began_from: str | None) -> RunPlan:
+    """Go on with a run where it stands; where it has saved nothing yet, begin it again."""
+    store = CheckpointStore(run_dir / "checkpoints")
+    notes = [f"passed over the checkpoint {name}: {fault}" for name, fault in store.torn().items()]
+    checkpoint = _newest(run_dir)
+    if checkpoint is None and began_from is not None:
+        checkpoint = open_checkpoint(began_from)
+    if checkpoint is None and not notes:
+        return RunPlan(run_dir, notes=("the run in this directory had saved nothing yet: it begins again",))
+    notes += _check_changes(run_dir, recipe)
+    if checkpoint is None:
+        notes.append("no checkpoint is complete: the run begins again")
+    grown = any(has_grown(key, load_config(run_dir), recipe) for key in LARGER)
+    finished = "finished" in read_json(run_dir / MANIFEST) and (run_dir / FINAL).is_dir() and not grown
+    return RunPlan(run_dir, resume_from=checkpoint, resumed_from=began_from, finished=finished, notes=tuple(notes))
+
+
+def _check_changes(run_dir: Path | None, recipe: Recipe) -> tuple[str, ...]:
+    """As `check_changes`; of a checkpoint that lies in no run directory no recipe is known."""
+    return () if run_dir is None else check_changes(load_config(run_dir), recipe, run_dir)
+
+
+def _newest(run_dir: Path) -> Path | None:
+    """The checkpoint that a run goes on from, as `open_checkpoint` would give it."""
+    latest = CheckpointStore(run_dir / "checkpoints").latest()
+    return None if latest is None else latest.resolve()
+
+
+def _occupied(run_dir: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{run_dir} already holds a run",
+        where="runner.logger",
+        remedy=(
+            "choose another runner.logger.experiment_name, continue it with runner.resume_dir=auto, or move it aside "
+            "with runner.overwrite=true"
+        ),
+    )
+
+
+def _run_of(checkpoint: Path) -> Path | None:
+    """The run directory that a checkpoint lies in."""
+    candidate = checkpoint.resolve().parent.parent
+    return candidate if holds_run(candidate) else None
+
+
+def check_writable(folder: Path, key: str) -> None:
+    """Refuse a folder, there or yet to be made, that cannot be written.
+
+    Args:
+        folder: where files are going to be written.
+        key: what named it.
+    """
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise CheckpointError(
+            f"{folder} cannot be written: {existing} is {'read-only' if existing.is_dir() else 'not a directory'}",
+            where=key,
+            remedy=f"set {key} to a directory that can be written",
+        )
+
+
+def load_config(run_dir: Path) -> Recipe:
+    """The recipe a run was made with."""
+    if not (run_dir / CONFIG).is_file():
+        raise CheckpointError(
+            f"{run_dir} is not a run directory: it has no {CONFIG}",
+            where=str(run_dir),
+            remedy="give the directory that shardtune train made (runs/<experiment_name>)",
+        )
+    in_memory = read_json(run_dir / MANIFEST).get("in_memory", []) if (run_dir / MANIFEST).exists() else []
+    return load_recipe(run_dir / CONFIG, in_memory=in_memory, files_must_exist=False)
+
+
+class RunLock:
+    """Keeps two runs out of one directory; it ends with the process that holds it, however that ends."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / LOCK
+        self._file: IO[str] | None = None
+
+    @property
+    def held(self) -> bool:
+        return self._file is not None
+
+    def acquire(self) -> None:
+        """Hold the directory, which is made; waits some seconds for another to let go of it.
+
+        Raises:
+            CheckpointError: another holds it, or it cannot be written.
+        """
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self._path, "a+")  # noqa: SIM115 (held as long as the run)
+        except OSError as error:
+            raise _unwritable(self._path.parent, error) from error
+        until = time.monotonic() + LOCK_WAIT_SECONDS
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError:
+                if time.monotonic() > until:
+                    self.release()
+                    raise CheckpointError(
+                        f"another process is training in {self._path.parent}",
+                        where=str(self._path),
+                        remedy="wait for it, stop it, or choose another runner.logger.experiment_name",
+                    ) from None
+            time.sleep(0.1)
+
+    def acquire_existing(self) -> None:
+        """Hold the directory if a run was there before."""
+        if self._path.exists() or holds_run(self._path.parent):
+            self.acquire()
+
+    def release(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def check_unlocked(run_dir: Path) -> None:
+    """Refuse a directory that another run is using; changes nothing."""
+    lock = RunLock(run_dir)
+    lock.acquire_existing()
+    lock.release()
+
+
+def tidy(run_dir: Path) -> None:
+    """Undo what a killed process left half done; the directory is held."""
+    if not run_dir.is_dir():
+        return
+    CheckpointStore(run_dir / "checkpoints").clean()
+    recover(run_dir)
+    for left in run_dir.glob(".*"):
+        if re.fullmatch(rf"\.{FINAL}\.(tmp|removed)-\w+", left.name) or ".removed-" in left.name:
+            shutil.rmtree(left, ignore_errors=True)
+        elif re.fullmatch(rf"\.({re.escape(MANIFEST)}|{re.escape(CONFIG)})\.\w+", left.name):
+            left.unlink(missing_ok=True)
+
+
+def begin_run(plan: RunPlan, recipe: Recipe, manifest: Mapping[str, Any], lock: RunLock) -> RunLock:
+    """Make the run directory with its resolved recipe and manifest; an older run moves aside first.
+
+    Args:
+        plan: what to do.
+        recipe: as it is now.
+        manifest: what is known of the run.
+        lock: of the directory, held if a run was there before.
+
+    Returns:
+        The lock that is held from now on.
+    """
+    if plan.move_aside:
+        aside = plan.run_dir.with_name(f"{plan.run_dir.name}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+        try:
+            plan.run_dir.rename(aside)
+        except OSError as error:
+            raise ConfigError(
+                f"{plan.run_dir} cannot be moved aside: {error.strerror}",
+                where="runner.overwrite",
+                remedy="give write permission to the directory around it, or choose another experiment_name",
+            ) from error
+        lock.release()
+    if not lock.held:
+        lock = RunLock(plan.run_dir)
+        lock.acquire()
+        if holds_run(plan.run_dir):
+            lock.release()
+            raise CheckpointError(
+                f"another process has made a run in {plan.run_dir} meanwhile",
+                where="runner.logger",
+                remedy="choose another runner.logger.experiment_name, or continue that run with the same command",
+            )
+    try:
+        # The manifest first: without its recipe a new directory is no run yet, and of an old one it drops "finished".
+        write_json(plan.run_dir / MANIFEST, {**manifest, "resumed_from": plan.resumed_from, "launch": launch_id()})
+        write_text(plan.run_dir / CONFIG, recipe.to_yaml())
+    except OSError as error:
+        raise _unwritable(plan.run_dir, error) from error
+    return lock
+
+
+def _unwritable(run_dir: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{run_dir} cannot be written: {error.strerror}",
+        where="runner.logger.log_path",
+        remedy="set runner.logger.log_path to a directory that can be written",
+    )
+
+
+def finish_run(run_dir: Path, outcome: Mapping[str, Any]) -> None:
+    """Note in the manifest that the run is complete."""
+    write_json(run_dir / MANIFEST, {**read_json(run_dir / MANIFEST), "finished": dict(outcome)})
+
+
+def environment() -> dict[str, Any]:
+    """Versions of what the numbers depend on, for the manifest and for bug reports."""
+    packages = ("shardtune", "torch", "transformers", "tokenizers", "safetensors", "datasets", "numpy")
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **{name: version(name) for name in packages},
+        "git": _git(),
+    }
+
+
+def _git() -> str | None:
+    """The commit of the working directory, with a mark if it has changes; None outside a repository."""
+    try:
+        describe = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return describe.stdout.strip() if describe.returncode == 0 else None

@@ -1,0 +1,318 @@
+"""What a person sees of a run: a first screen, progress, a summary at its end; plain lines where no terminal is."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from shardtune.batch import Sample
+from shardtune.data.images.images import IMAGE_FIELDS, SIZES, SPANS
+
+PLAIN_SECONDS = 10.0
+"""Without a terminal, a line at most this often."""
+PREVIEW_TOKENS = 400
+SHOWN_PATTERNS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the first screen tells.
+
+    Attributes:
+        model: the model's class.
+        parameters: how many, and how many of them are trained.
+        trainable: of them, how many are trained.
+        dtypes: what weights, computation and optimizer are held in.
+        ranks: and where they compute.
+        attention: how rows share a forward; "" where that says nothing.
+        rows: of an epoch.
+        tokens: of an epoch; None where rows are no tokens.
+        targets: of an epoch.
+        steps_per_epoch: optimizer steps of the first epoch.
+        total_steps: the horizon.
+        evaluation: rows of each evaluation set; None where that is not known.
+        notes: what is worth saying besides.
+        trained: where not all parameters are: (name with numbers as *, tensors, parameters).
+    """
+
+    model: str
+    parameters: int
+    trainable: int
+    dtypes: str
+    ranks: str
+    attention: str
+    rows: int
+    tokens: int | None
+    targets: float
+    steps_per_epoch: int
+    total_steps: int
+    evaluation: Mapping[str, int | None]
+    notes: Sequence[str] = ()
+    trained: Sequence[tuple[str, int, int]] = ()
+
+
+def trained_text(sample: Sample, tokenizer: PreTrainedTokenizerBase | None, *, color: bool) -> Text:
+    """A row as the model sees it, its trained tokens marked: in green, or between ⟦ and ⟧ where there is no color.
+
+    An image is shown by its size and the number of its tokens; a row of fields by their types, shapes and ranges.
+    """
+    named = [field_text(name, values) for name, values in sample.fields.items() if name not in IMAGE_FIELDS]
+    images = _images(sample)
+    if images and SPANS not in sample.fields:
+        named += [f"{len(images)} image{'s' if len(images) > 1 else ''}: {', '.join(images)}"]
+    text = Text("; ".join(named))
+    if tokenizer is None or not len(sample.input_ids):
+        return text
+    text.append("\n" if named else "")
+    ids, weights = sample.input_ids, sample.loss_weights
+    spans = {start: (stop, size) for (start, stop), size in zip(_spans(sample), images, strict=False)}
+    shown = _shown_tokens(len(ids), spans)
+    changes = (np.flatnonzero(np.diff(weights[:shown] > 0)) + 1).tolist()
+    borders = {border for start, (stop, _) in spans.items() for border in (start, stop) if border < shown}
+    for start, stop in pairwise(sorted({0, shown, *changes, *borders})):
+        if start in spans:
+            text.append(f"⟨image {spans[start][1]}, {stop - start:,} tokens⟩", style="cyan")
+            continue
+        part = str(tokenizer.decode(ids[start:stop].tolist()))
+        trained = bool(weights[start] > 0)
+        if trained and not color:
+            part = f"⟦{part}⟧"
+        text.append(part, style="bold green" if trained else "dim")
+    if shown < len(ids):
+        text.append(f" … {len(ids) - shown} more tokens", style="dim italic")
+    return text
+
+
+def _images(sample: Sample) -> list[str]:
+    """The sizes of a row's images, as `300×168`."""
+    return [f"{width}×{height}" for width, height in sample.fields[SIZES].tolist()] if SIZES in sample.fields else []
+
+
+def _spans(sample: Sample) -> list[tuple[int, int]]:
+    """Where a row's images begin and end in its tokens; none where it does not say."""
+    return [(start, stop) for start, stop in sample.fields[SPANS].tolist()] if SPANS in sample.fields else []
+
+
+def _shown_tokens(length: int, spans: Mapping[int, tuple[int, str]]) -> int:
+    """Where a preview ends: behind `PREVIEW_TOKENS` tokens of text."""
+    of_text = np.ones(length, bool)
+    for start, (stop, _) in spans.items():
+        of_text[start:stop] = False
+    behind = np.flatnonzero(np.cumsum(of_text) > PREVIEW_TOKENS)
+    return int(behind[0]) if len(behind) else length
+
+
+def field_text(name: str, values: np.ndarray) -> str:
+    """A field in a few words: `image float32 [3, 32, 32] from -1 to 1`, `label int64 3`."""
+    if values.ndim == 0:
+        return f"{name} {values.dtype} {values.item():g}"
+    spread = f" from {values.min():g} to {values.max():g}" if values.size else ""
+    return f"{name} {values.dtype} {list(values.shape)}{spread}"
+
+
+class Display:
+    """Prints a run for a person; made on rank 0 alone.
+
+    Args:
+        console: where to; by default standard error where that is a terminal or not, as logs go there.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+        self._live = self.console.is_terminal
+        self._color = self._live and not self.console.no_color
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._total = 0
+        self._spoken = -math.inf
+        self._began = time.monotonic()
+        self._began_at = 0
+
+    def say(self, text: str) -> None:
+        self.console.print(Text(text))
+
+    said = say
+
+    def first_screen(
+        self, facts: Facts, sample: Sample | None, tokenizer: PreTrainedTokenizerBase | None, run_dir: Path
+    ) -> None:
+        table = Table.grid(padding=(0, 2))
+        share = facts.trainable / max(1, facts.parameters)
+        tokens = f"{facts.tokens:,} tokens ({facts.targets:,.0f} trained), " if facts.tokens is not None else ""
+        lines = [
+            ("model", f"{facts.model}, {count(facts.parameters)} parameters, {share:.2%} trained"),
+            *(
+                ("trained" if number == 0 else "", f"{name}: {tensors:,} tensors, {count(parameters)}")
+                for number, (name, tensors, parameters) in enumerate(facts.trained[:SHOWN_PATTERNS])
+            ),
+            *([("", f"and {more} others: manifest.json")] if (more := len(facts.trained) - SHOWN_PATTERNS) > 0 else []),
+            ("numbers", facts.dtypes),
+            ("ranks", facts.ranks),
+            *([("packing", facts.attention)] if facts.attention else []),
+            ("epoch", f"{facts.rows:,} rows, {tokens}{facts.steps_per_epoch:,} steps"),
+            ("training", f"{facts.total_steps:,} steps"),
+        ]
+        sets = ", ".join(
+            f"{name or 'eval'} {rows:,} rows" if rows is not None else name or "eval"
+            for name, rows in facts.evaluation.items()
+        )
+        if sets:
+            lines.append(("evaluation", sets))
+        lines += [("note", note) for note in facts.notes]
+        lines.append(("run", str(run_dir)))
+        for name, value in lines:
+            table.add_row(Text(name, style="bold"), Text(value))
+        self.console.print(table)
+        if sample is not None:
+            marks = f"; trained tokens are {'green' if self._color else 'in ⟦ ⟧'}" if len(sample.input_ids) else ""
+            self.show_row(sample, tokenizer, f"the first row{marks}")
+
+    def show_row(self, sample: Sample, tokenizer: PreTrainedTokenizerBase | None, title: str) -> None:
+        text = trained_text(sample, tokenizer, color=self._color)
+        if self._live:
+            self.console.print(Panel(text, title=title, title_align="left"))
+        else:
+            self.console.print(Text(f"{title}:"))
+            self.console.print(text)
+
+    # Progress.
+
+    def started(self, step: int, total_steps: int) -> None:
+        self._total, self._began, self._began_at = total_steps, time.monotonic(), step
+        if not self._live:
+            return
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[metrics]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        self._progress.start()
+        self._task = self._progress.add_task("training", total=total_steps, completed=step, metrics="")
+
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+        text = (
+            f"loss {metrics['train/loss']:.4f}  grad {metrics['train/grad_norm']:.2f}  "
+            f"lr {metrics['train/learning_rate']:.2e}  {metrics['perf/tokens_per_second']:,.0f} tok/s"
+        )
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=step, metrics=text)
+            return
+        now = time.monotonic()
+        if (
+            self._spoken == -math.inf
+        ):  # what came before the first step (an evaluation, say) tells nothing of the others
+            self._began, self._began_at = now, step
+        if now - self._spoken < PLAIN_SECONDS and step < self._total:
+            return
+        self._spoken = now
+        done = step - self._began_at
+        left = f"  {duration((now - self._began) / done * max(0, self._total - step))} to go" if done else ""
+        self.say(f"step {step}/{self._total}  {text}{left}")
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = "  ".join(f"{key.removeprefix('eval/')} {shown(key, value)}" for key, value in metrics.items())
+        self.say(f"step {step}: evaluation  {values}")
+
+    def saved(self, step: int, path: Path) -> None:
+        self.say(f"step {step}: saved {path}")
+
+    def finished(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    # The end.
+
+    def summary(
+        self,
+        run_dir: Path,
+        before: Mapping[str, float],
+        after: Mapping[str, float],
+        samples: Sequence[Mapping[str, Any]],
+        *,
+        answers: bool,
+    ) -> None:
+        """What was reached, and what can be done with it.
+
+        Args:
+            run_dir: of the run.
+            before: evaluation metrics before training, where they were measured.
+            after: those of `final/`.
+            samples: answers to show.
+            answers: whether the model answers prompts.
+        """
+        final = run_dir / "final"
+        self.console.print()
+        if after:
+            table = Table(title=f"{final}, loaded and evaluated afresh", title_justify="left", title_style="bold")
+            table.add_column("metric")
+            if before:
+                table.add_column("before", justify="right")
+            table.add_column("after", justify="right")
+            for key, value in after.items():
+                cells = [shown(key, before[key]) if key in before else ""] if before else []
+                table.add_row(key, *cells, shown(key, value))
+            self.console.print(table)
+        for sample in samples:
+            verdict = {True: "right", False: "wrong", None: "no answer found"}[sample["correct"]]
+            self.console.print(Text(f"{last_turn(sample['prompt'])}", style="dim"))
+            self.console.print(Text(f"  -> {sample['answer']}  [{verdict}; expected {sample['reference']}]"))
+        self.console.print(Text("next:", style="bold"))
+        talking = (f'shardtune generate {run_dir} --prompt "…"', f"shardtune chat {run_dir}")
+        for command in (
+            *(talking if answers else ()),
+            f"shardtune eval {run_dir}",
+            f"shardtune export {run_dir} --to my-model",
+            f"tensorboard --logdir {run_dir}",
+        ):
+            self.console.print(Text(f"  {command}"))
+
+
+def last_turn(prompt: str) -> str:
+    """The end of a rendered prompt, on one line."""
+    flat = " ".join(prompt.split())
+    return flat if len(flat) <= 160 else "… " + flat[-158:]
+
+
+def count(value: float) -> str:
+    """1,234,567 as 1.23M."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.2f}{unit}"
+    return f"{value:.0f}"
+
+
+def shown(metric: str, value: float) -> str:
+    """A metric's value: counts as whole numbers, everything else to four places."""
+    return f"{value:,.0f}" if metric.endswith("unparsed") else f"{value:,.4f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 1 h 02 min, 3 min 20 s or 12 s."""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    if whole >= 60:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole} s"
+
+
+def is_terminal() -> bool:
+    return sys.stderr.isatty()

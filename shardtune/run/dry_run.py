@@ -1,0 +1,211 @@
+"""Looking before leaping: rows as the model will see them, and a dry run that trains one step and keeps nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig
+from transformers import PreTrainedTokenizerBase
+
+from shardtune.batch import Sample
+from shardtune.config import load_recipe
+from shardtune.config.user_code import import_plugins
+from shardtune.data.cache.dataset import TokenDataset
+from shardtune.data.chat.encoder import ChatEncoder
+from shardtune.data.loader.step_loader import DataState, StepLoader
+from shardtune.data.prepare import PreparedData, prepare_data
+from shardtune.data.user_loader.batch import describe_batch
+from shardtune.data.user_loader.loader import BatchLoader
+from shardtune.errors import ConfigError, ModelError
+from shardtune.models.causal_lm import TOKENS
+from shardtune.models.find_adapter import find_adapter
+from shardtune.parallel.ranks import leave_ranks, num_ranks
+from shardtune.run.choose_worker import make_worker, unused_workers, worker_class
+from shardtune.run.directory import plan_run
+from shardtune.run.display import Display, count
+from shardtune.training.callbacks import load_callbacks
+from shardtune.training.worker.adapter_worker import SFTWorker
+from shardtune.training.worker.base import FSDPSftWorker
+from shardtune.training.worker.user_evaluation import require_all_samples
+
+SHOWN_ROWS = 2
+
+
+def dry_run(recipe: str | Path | Mapping[str, Any] | DictConfig | None, *overrides: str) -> dict[str, float]:
+    """Do everything of a training run up to and including its first step, on one rank, and write no run.
+
+    Returns:
+        The metrics of the step.
+    """
+    loaded = load_recipe(recipe, overrides)
+    import_plugins(loaded.plugins)
+    load_callbacks(loaded.runner.callbacks)
+    display = Display()
+    plan = plan_run(loaded)
+    worker = make_worker(loaded, say=display.say)
+    worker.say = display.say
+    worker.notes += unused_workers(loaded, worker)
+    try:
+        worker.setup()
+        if isinstance(worker.loader, BatchLoader):
+            worker.loader.check_ranks(num_ranks(loaded.runner))
+        display.first_screen(worker.facts(), *_first_row(worker), plan.run_dir)
+        _show_further_rows(display, worker)
+        metrics = worker.run_training()
+        display.say("before training:")
+        for line in checklist(worker, metrics):
+            display.say(line)
+        tokens = count(metrics["train/tokens"] * worker.total_steps())
+        display.say(
+            f"one step: loss {metrics['train/loss']:.4f}, gradient norm {metrics['train/grad_norm']:.3f}, "
+            f"{metrics['train/tokens']:,.0f} tokens; to come: {worker.total_steps():,} steps, about {tokens} tokens"
+        )
+        for note in plan.notes:
+            display.say(note)
+        if isinstance(worker, SFTWorker) and not worker.answers:
+            display.say("shardtune verify adapter RECIPE proves that the adapter's sums, weights and masks are right")
+        display.say("dry run: nothing was written but the cache of encoded rows")
+        _require_a_step(worker, metrics)
+        return metrics
+    finally:
+        leave_ranks(worker.ranks)
+
+
+def _require_a_step(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> None:
+    if worker.step:
+        return
+    raise ModelError(
+        f"the first step would be passed over: {worker.problem}",
+        where=f"the rows {worker.passed_over}",
+        remedy="look at what the loss of these rows is, and whether they have targets and finite values",
+    )
+
+
+def checklist(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> list[str]:
+    """What has to be there before training, each with what was found; a tick for what is.
+
+    Args:
+        worker: set up, one step done; the first batch of each evaluation set goes through it here.
+        metrics: of the step.
+    """
+    model, facts = worker.recipe.actor.model, worker.facts()
+    where = model.model_path if model.model_path and not model.from_scratch else "drawn from the seed"
+    lines = [
+        f"✓ model weights: {facts.model} of {count(facts.parameters)} parameters, {where}",
+        f"✓ training data: {facts.rows:,} rows in {facts.steps_per_epoch:,} steps",
+        f"✓ format: {_format(worker)}",
+        f"✓ supervision target: a loss of {metrics['train/loss']:.4f} over {_targets(worker, metrics)} of the first "
+        f"step, with a gradient of norm {metrics['train/grad_norm']:.3f}",
+    ]
+    if not math.isfinite(metrics["train/loss"]) or not metrics["train/grad_norm"]:
+        lines[-1] = f"✗ supervision target: {worker.problem or 'the gradient of the first step is zero'}"
+    lines += [f"✓ evaluation data: {_evaluated(worker, name)}" for name in worker.eval_loaders]
+    config = worker.recipe.eval
+    if config.environment is not None:
+        lines.append(f"✓ closed-loop evaluation: {config.episodes:,} episodes of {config.environment}, which was begun")
+    if not worker.evaluates:
+        lines.append("– evaluation data: none, so only the training loss is watched (data.eval_data_paths is null)")
+    return lines
+
+
+def _targets(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> str:
+    """What the loss of the first step is divided by."""
+    if metrics["train/supervised_tokens"] or not isinstance(worker.loader, StepLoader):
+        return f"{metrics['train/supervised_tokens'] or metrics['train/tokens']:,.0f} targets"
+    weights = worker.loader.step(DataState()).denominators
+    if len(weights) == 1:
+        return f"a weight of {next(iter(weights.values())):,.0f}"
+    return f"the weights {', '.join(f'{weight:,.0f} in {term}' for term, weight in weights.items())}"
+
+
+def _format(worker: FSDPSftWorker) -> str:
+    """What rows or batches hold."""
+    if isinstance(worker.loader, BatchLoader):
+        return f"a batch holds {describe_batch(worker.loader.last_batch)}"
+    assert isinstance(worker, SFTWorker)
+    assert worker.prepared.train is not None
+    return describe(worker.prepared.train)
+
+
+def _evaluated(worker: FSDPSftWorker, name: str) -> str:
+    """One evaluation set: its rows, and what the first batches give where a method of the user's measures them."""
+    loader, info = worker.eval_loaders[name]
+    size = info.get("num_samples")
+    told = f"{name or 'eval'}{f', {size:,} rows' if size is not None else ''}"
+    if isinstance(worker, SFTWorker):
+        return told
+    require_all_samples(loader, name or "eval")
+    worker.model.eval()
+    first = list(islice(iter(loader), worker.ranks.num_data_ranks))
+    found = worker.evaluate_set(name, first, {**info, "num_samples": None})
+    worker.model.train()
+    return f"{told}; its first batch gives {', '.join(f'{key} {value:.4f}' for key, value in found.items())}"
+
+
+def _first_row(worker: FSDPSftWorker) -> tuple[Sample | None, PreTrainedTokenizerBase | None]:
+    """A row to show, where the system itself makes rows."""
+    rows = worker.prepared.train if isinstance(worker, SFTWorker) else None
+    return (rows.row(0) if rows is not None else None), worker.tokenizer
+
+
+def _show_further_rows(display: Display, worker: FSDPSftWorker) -> None:
+    rows = worker.prepared.train if isinstance(worker, SFTWorker) else None
+    for index in range(1, min(SHOWN_ROWS, len(rows)) if rows is not None else 0):
+        assert rows is not None
+        display.show_row(rows.row(index), worker.tokenizer, rows.locate(index))
+
+
+def describe(rows: TokenDataset) -> str:
+    """How many rows, tokens and targets there are, and how long the rows are; of rows of fields, what they weigh."""
+    lengths, weights = rows.lengths, rows.term_weights
+    if TOKENS in weights:
+        held = f"{int(lengths.sum(dtype='int64')):,} tokens, {weights[TOKENS].sum():,.0f} trained"
+    else:
+        held = f"weight {', '.join(f'{values.sum():,.0f} in {term}' for term, values in weights.items())}"
+    return f"{len(rows):,} rows, {held}; longest {int(lengths.max()):,}, median {int(np.median(lengths)):,}"
+
+
+def preview(
+    recipe: str | Path | Mapping[str, Any] | DictConfig | None, *overrides: str, rows: int = 3, start: int = 0
+) -> None:
+    """Show training rows as the model will see them, the trained tokens marked, and what became of the others.
+
+    Args:
+        recipe: as for training.
+        overrides: as for training.
+        rows: how many are shown.
+        start: the number of the first of them, from 0, in the order of the files.
+    """
+    loaded = load_recipe(recipe, overrides)
+    import_plugins(loaded.plugins)
+    kind = worker_class(loaded)
+    if not issubclass(kind, SFTWorker):
+        raise ConfigError(
+            f"the recipe is driven by {kind.__name__}, which makes its own batches: there are no rows to show",
+            where="actor.worker" if loaded.actor.worker else "actor.model.model_type",
+            remedy="shardtune train RECIPE --dry-run describes the first batch",
+        )
+    display = Display()
+    adapter = find_adapter(loaded)
+    prepared: PreparedData = prepare_data(
+        loaded, lambda with_prompts: adapter.encoder(with_prompts=with_prompts), say=display.say
+    )
+    data = prepared.train
+    assert data is not None
+    display.say(f"training rows: {describe(data)}")
+    for name, evaluation in prepared.evals.items():
+        display.say(f"evaluation set {name or 'eval'}: {describe(evaluation)}")
+    if start >= len(data):
+        raise ConfigError(
+            f"there is no row {start}: the data has {len(data):,} rows",
+            where=f"--start {start}",
+            remedy=f"give a number below {len(data):,}",
+        )
+    tokenizer = prepared.encoder.tokenizer if isinstance(prepared.encoder, ChatEncoder) else None
+    for index in range(start, min(start + rows, len(data))):
+        display.show_row(data.row(index), tokenizer, data.locate(index))

@@ -1,0 +1,79 @@
+"""`final/`: the trained model as a directory that `from_pretrained` loads, evaluated from what is on the disk."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardtune.checkpoint.atomic import publish, write_json
+from shardtune.checkpoint.store import CheckpointStore
+from shardtune.checkpoint.training_state import OPTIMIZER, STATE_FILE
+from shardtune.config import Recipe
+from shardtune.run.directory import FINAL, finish_run
+from shardtune.training.saver import on_main
+from shardtune.training.worker.base import FSDPSftWorker
+from shardtune.training.worker.model_state import silent
+
+
+@dataclass(frozen=True, slots=True)
+class FinalScore:
+    """What the model in `final/` reaches.
+
+    Attributes:
+        metrics: of the evaluation sets; empty where there are none.
+        samples: the answers it gave.
+    """
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+
+def write_final(recipe: Recipe, run_dir: Path, worker: FSDPSftWorker) -> FinalScore:
+    """Write the worker's model, load it afresh and evaluate it, then give it its name; every rank calls it.
+
+    The worker is of no use afterwards.
+    """
+    ranks = worker.ranks
+    temporary = ranks.broadcast(run_dir / f".{FINAL}.tmp-{uuid.uuid4().hex[:8]}")
+    worker.export(temporary, recipe.runner.final_dtype)
+    ranks.barrier()
+    step, measured = worker.step, worker.evaluates
+    worker.release()
+    gc.collect()
+    score = FinalScore()
+    if measured:
+        fresh = worker.reopened(temporary)
+        fresh.say = silent
+        fresh.setup_evaluation()
+        score = FinalScore(fresh.run_eval(), fresh.samples)
+        fresh.release()
+    on_main(ranks, lambda: _publish(run_dir, temporary, step, score.metrics))
+    return score
+
+
+def _publish(run_dir: Path, temporary: Path, step: int, metrics: dict[str, float]) -> None:
+    last = CheckpointStore(run_dir / "checkpoints").latest()
+    write_json(temporary / "metrics.json", {"step": step, **metrics})
+    if last is not None:
+        _keep_training_state(last, temporary / "training_state")
+    publish(temporary, run_dir / FINAL)
+    if not (run_dir / "FINAL").exists():
+        (run_dir / "FINAL").symlink_to(FINAL)
+    finish_run(run_dir, {"step": step, "metrics": metrics})
+
+
+def _keep_training_state(checkpoint: Path, target: Path) -> None:
+    """Optimizer and schedule of the last checkpoint, sharing its bytes where the file system can."""
+    target.mkdir()
+    for file in [*(checkpoint / OPTIMIZER).glob("*"), checkpoint / STATE_FILE]:
+        place = target / file.relative_to(checkpoint)
+        place.parent.mkdir(exist_ok=True)
+        try:
+            os.link(file, place)
+        except OSError:
+            shutil.copy2(file, place)

@@ -1,0 +1,405 @@
+"""Before several ranks train: they compare what they have, so that what differs is told by rank and host.
+
+It goes through the store at which the ranks meet (MASTER_ADDR, MASTER_PORT), before any process group exists and before
+any data is read: rank 0 says what it has, every rank compares that with its own and leaves a verdict, rank 0 collects
+them, and all ranks end with the same message or go on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from shardtune.config import Recipe, flatten
+from shardtune.config.paths import named_files
+from shardtune.errors import ParallelError, ShardtuneError
+from shardtune.launch.heartbeat import PeerWatch
+from shardtune.run.directory import run_directory
+
+MEET_SECONDS = 300.0
+"""How long the first rank to come waits for the last one."""
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Lets torchrun's ranks meet in a store that is new at each start."""
+SEEN_SECONDS = 15.0
+"""How long a new file may take to be seen by the other hosts: network file systems cache what is not there."""
+COLLECTIVE_SECONDS = 120.0
+"""How long the first reduction over all ranks may take."""
+LEAST_FREE_BYTES = 64 * 2**20
+MAY_DIFFER = ("runner.nproc_per_node", "runner.num_workers", "runner.launcher", "runner.master_port", "runner.ray",
+              "data.num_workers", "data.cache_dir")  # fmt: skip
+"""Keys that each host may have its own value of."""
+PACKAGES = ("shardtune", "torch", "transformers", "tokenizers", "safetensors", "datasets", "numpy", "peft")
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+_meetings = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What a rank has, as the others need it.
+
+    Attributes:
+        host: its name.
+        node: tells hosts of the same name apart.
+        versions: of Python and the packages that numbers depend on, and of the package's own sources.
+        recipe: the keys that all ranks need alike, flattened, as JSON.
+        files: the files that the recipe names: path -> (key, what its content is known by).
+        mark: a file made where the run directory is to be.
+        error: why there is no recipe.
+    """
+
+    host: str
+    node: str
+    versions: dict[str, str]
+    recipe: dict[str, str]
+    files: dict[str, tuple[str, str]]
+    mark: str | None
+    error: str | None
+
+
+def is_one_of_several() -> bool:
+    """Whether a launcher started this process as one rank of several."""
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def read_together(read: Callable[[], Recipe]) -> tuple[Recipe, PeerWatch | None]:
+    """Read the recipe on every rank and compare what the ranks have; every rank of several calls it.
+
+    Args:
+        read: reads it.
+
+    Returns:
+        The recipe, and what watches the other hosts from now on, where there are others.
+
+    Raises:
+        ParallelError: ranks differ, by rank and host; on all ranks alike.
+        ShardtuneError: the recipe cannot be used.
+    """
+    recipe, problem = None, None
+    try:
+        recipe = read()
+    except ShardtuneError as error:
+        problem = error
+    if "MASTER_ADDR" not in os.environ:  # the caller's own process group; its ranks see for themselves
+        if problem is not None:
+            raise problem
+        assert recipe is not None
+        return recipe, None
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with _marked(recipe if rank == 0 else None) as mark:
+        mine = take_inventory(recipe, mark, str(problem) if problem else None)
+        nodes = _meet(mine, rank, world_size, recipe)
+    if problem is not None:
+        raise problem
+    assert recipe is not None
+    return recipe, PeerWatch.over(nodes, rank, recipe.runner.lost_after)
+
+
+def take_inventory(recipe: Recipe | None, mark: str | None = None, error: str | None = None) -> Inventory:
+    """What this rank has."""
+    alike = {} if recipe is None else {
+        key: json.dumps(value) for key, value in flatten(recipe.to_dict()).items() if not _may_differ(key)
+    }  # fmt: skip
+    node = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
+    return Inventory(socket.gethostname(), node, _versions(), alike, _files(recipe), mark, error)
+
+
+def _may_differ(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in MAY_DIFFER)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return {**found, "shardtune's sources": _hash_of_sources()}
+
+
+def _hash_of_sources() -> str:
+    """A hash of the package itself: two checkouts may call themselves the same version."""
+    digest = hashlib.sha256()
+    package = Path(__file__).parents[1]
+    for file in sorted(package.rglob("*.py")):
+        digest.update(str(file.relative_to(package)).encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _files(recipe: Recipe | None) -> dict[str, tuple[str, str]]:
+    """What the recipe names: code by its content, anything else by its size, directories by the names in them."""
+    if recipe is None:
+        return {}
+    tree = recipe.to_dict()
+    named = [(path, key) for key, path in named_files(tree)]
+    named += [(path, key) for key in ("train_data_paths", "eval_data_paths") for path in _texts(tree["data"][key])]
+    return {path: (f"data.{key}" if key.endswith("_data_paths") else key, known_by(Path(path))) for path, key in named
+            if os.path.isabs(path)}  # fmt: skip
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, dict):
+        yield from _texts(value["path"] if "path" in value else list(value.values()))
+
+
+def known_by(path: Path) -> str:
+    """What tells two hosts' files apart without reading them; of code, its content."""
+    try:
+        if path.is_dir():
+            return f"{len(os.listdir(path))} files"
+        if path.suffix == ".py":
+            return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        if path.exists():
+            return f"{path.stat().st_size:,} bytes"
+        return f"{len(list(path.parent.glob(path.name)))} files" if "*" in path.name else "missing"
+    except OSError as error:
+        return f"unreadable ({error.strerror})"
+
+
+@contextmanager
+def _marked(recipe: Recipe | None) -> Iterator[str | None]:
+    """A file where the run directory is to be, for a while, for the other hosts to see."""
+    if recipe is None:
+        yield None
+        return
+    folder = run_directory(recipe)
+    while not folder.is_dir():
+        folder = folder.parent
+    mark = folder / f".shardtune-{uuid.uuid4().hex[:12]}"
+    try:
+        mark.touch()
+    except OSError:  # what cannot be written is told of by the run directory's own check
+        yield None
+        return
+    try:
+        yield str(mark)
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+def _meet(mine: Inventory, rank: int, world_size: int, recipe: Recipe | None) -> dict[str, list[int]]:
+    """Compare with the other ranks; returns the hosts, each with its ranks, in the order of ranks."""
+    global _meetings
+    _meetings += 1
+    _check_store()
+    until = time.monotonic() + MEET_SECONDS
+    store = dist.PrefixStore(f"shardtune/preflight/{_meetings}", _store(rank, world_size))
+    if rank == 0:
+        store.set("first", json.dumps(asdict(mine)))
+    first = _received(store, "first", until, "rank 0 has not come")
+    problems = [] if rank == 0 else compare(Inventory(**json.loads(first)), mine, rank)
+    problems += [] if recipe is None else short_of_space(recipe, rank, mine.host)
+    store.set(f"verdict/{rank}", json.dumps([mine.node, mine.host, problems]))
+    if rank == 0:
+        names = [f"verdict/{other}" for other in range(world_size)]
+        late = "rank {} has not come"
+        verdicts = [json.loads(_received(store, name, until, late.format(n))) for n, name in enumerate(names)]
+        store.set("outcome", json.dumps(verdicts))
+    verdicts = json.loads(_received(store, "outcome", until + SEEN_SECONDS, "rank 0 collected no verdicts"))
+    _read_by_all(store, rank, world_size)
+    _raise_differences([problem for _, _, found in verdicts for problem in found], mine, rank)
+    nodes: dict[str, list[int]] = {}
+    for other, (node, _, _) in enumerate(verdicts):
+        nodes.setdefault(node, []).append(other)
+    if len(nodes) > 1:
+        _choose_interface()
+    return nodes
+
+
+def _check_store() -> None:
+    """Refuse a store that ranks of an earlier start have written in: agents of torchrun keep theirs.
+
+    What those ranks left would be taken for what these say, by torch too, which meets at addresses of ended processes.
+    """
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    if again and hosts > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise ParallelError(
+            f"torchrun has started the ranks of {hosts} hosts again, in a store that holds what the ended ones wrote",
+            where="torchrun --max-restarts",
+            remedy=f"set {OWN_STORE}=1 for torchrun on every host (shardtune launch --print does), then give the same "
+            "command: it continues",
+        )
+
+
+def _store(rank: int, world_size: int) -> dist.Store:
+    try:
+        store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=MEET_SECONDS))))
+    except (RuntimeError, ValueError) as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
+        said = str(error).strip().splitlines()[0]
+        if "joined" in said:
+            raise _late(f"not all {world_size} ranks have come: {said}") from error
+        raise ParallelError(
+            f"rank {rank} on {socket.gethostname()} cannot reach {address}, where the ranks meet: {said}",
+            where=f"MASTER_ADDR = {os.environ['MASTER_ADDR']}",
+            remedy="check that the address is one by which the other hosts reach rank 0's, and that the port is open",
+        ) from error
+    return store
+
+
+def _received(store: dist.Store, key: str, until: float, late: str) -> str:
+    try:
+        store.wait([key], timedelta(seconds=max(1.0, until - time.monotonic())))
+        return store.get(key).decode()
+    except RuntimeError as error:  # DistStoreError among them
+        raise _late(late) from error
+
+
+def _late(what: str) -> ParallelError:
+    return ParallelError(
+        f"{what} (waited for {MEET_SECONDS:.0f} s on {socket.gethostname()})",
+        where=f"MASTER_ADDR = {os.environ['MASTER_ADDR']}",
+        remedy="start all ranks at about the same time, and look at what those on the other hosts said",
+    )
+
+
+def _read_by_all(store: dist.Store, rank: int, world_size: int) -> None:
+    """Rank 0 may hold the store, and ends last."""
+    store.add("read", 1)
+    until = time.monotonic() + 10.0
+    while rank == 0 and store.add("read", 0) < world_size and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def compare(first: Inventory, mine: Inventory, rank: int) -> list[str]:
+    """What a rank has that differs from what rank 0 has, as sentences that name rank and host."""
+    here, there = f"rank {rank} on {mine.host}", f"rank 0 on {first.host}"
+    if mine.error is not None or first.error is not None:
+        if mine.error == first.error:
+            return []
+        bad, what = (here, mine.error) if mine.error is not None else (there, first.error)
+        return [f"{bad} cannot use the recipe: {what}"]
+    found = [
+        f"{name} is {mine.versions.get(name, 'missing')} for {here}, {first.versions.get(name, 'missing')} for {there}"
+        for name in sorted(first.versions.keys() | mine.versions.keys())
+        if first.versions.get(name) != mine.versions.get(name)
+    ]
+    found += [
+        f"{key} is {mine.recipe.get(key)} for {here}, {first.recipe.get(key)} for {there}"
+        for key in sorted(first.recipe.keys() | mine.recipe.keys())
+        if first.recipe.get(key) != mine.recipe.get(key)
+    ]
+    found += [
+        f"{path} ({key}) is {mine.files[path][1]} for {here}, {content} for {there}"
+        for path, (key, content) in first.files.items()
+        if path in mine.files and mine.files[path][1] != content
+    ]
+    if first.mark is not None and not _seen(Path(first.mark)):
+        found.append(
+            f"{here} does not see the run directory of {there}: a file made in {Path(first.mark).parent} does not "
+            f"appear (waited for {SEEN_SECONDS:.0f} s); runner.logger.log_path has to be on a file system that all "
+            "hosts share"
+        )
+    return found
+
+
+def _seen(file: Path) -> bool:
+    until = time.monotonic() + SEEN_SECONDS
+    while not file.exists():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.2)
+        with suppress(OSError):
+            os.listdir(file.parent)  # makes a network file system look again
+    return True
+
+
+def short_of_space(recipe: Recipe, rank: int, host: str) -> list[str]:
+    """File systems that this rank writes to and that are full; whether a checkpoint fits is known once a model is."""
+    places = {"runner.logger.log_path": run_directory(recipe), "data.cache_dir": recipe.data.cache_dir}
+    found = []
+    for key, place in places.items():
+        if place is None:
+            continue
+        folder = Path(place).absolute()
+        while not folder.is_dir():
+            folder = folder.parent
+        free = shutil.disk_usage(folder).free
+        if free < LEAST_FREE_BYTES:
+            found.append(f"rank {rank} on {host} has {free / 2**20:.0f} MiB left in {folder} ({key})")
+    return found
+
+
+def _raise_differences(problems: list[str], mine: Inventory, rank: int) -> None:
+    if not problems:
+        return
+    if mine.error is not None and rank == 0:
+        return  # its own error says more
+    shown = problems[:8] + ([f"… and {len(problems) - 8} more"] if len(problems) > 8 else [])
+    raise ParallelError(
+        "the ranks cannot train together:\n    " + "\n    ".join(shown),
+        where=f"{os.environ['WORLD_SIZE']} ranks that meet at {os.environ['MASTER_ADDR']}",
+        remedy="give all hosts the same environment, recipe and files, and a run directory that they share",
+    )
+
+
+def _choose_interface() -> None:
+    """Let gloo use the network by which this host reaches the others: it would go by the host's name."""
+    if GLOO_INTERFACE in os.environ:
+        return
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
+        address = probe.getsockname()[0]
+        held = psutil.net_if_addrs()
+        found = [name for name, entries in held.items() if any(entry.address == address for entry in entries)]
+        if found and not address.startswith("127."):
+            os.environ[GLOO_INTERFACE] = found[0]
+
+
+@contextmanager
+def connecting() -> Iterator[None]:
+    """Inside, ranks connect to each other; gloo's error of hosts that cannot is told in words."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "connectFullMesh" not in str(error):
+            raise
+        raise _unreachable(f"connecting the ranks failed: {str(error).strip().splitlines()[0][:300]}") from error
+
+
+def _unreachable(what: str) -> ParallelError:
+    return ParallelError(
+        f"{what}, on rank {os.environ.get('RANK')} on {socket.gethostname()}",
+        where=f"{GLOO_INTERFACE} = {os.environ.get(GLOO_INTERFACE, 'not set')}",
+        remedy="hosts have to reach each other on all ports; name the network: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
+    )
+
+
+def try_collective(device: torch.device) -> None:
+    """One reduction over all ranks, whose result is known, within a time limit; every rank of several calls it."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    expected = world_size * (world_size + 1) / 2
+    tensor, fault = torch.tensor([rank + 1.0], dtype=torch.float64, device=device), ""
+    try:
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        work.wait(timedelta(seconds=COLLECTIVE_SECONDS))
+        if tensor.item() != expected:
+            fault = f"gave {tensor.item():g} for {expected:g}"
+    except RuntimeError as error:
+        fault = f"failed: {str(error).strip().splitlines()[0][:300]}"
+    if fault:
+        backend = dist.get_backend() if device.type == "cuda" else "gloo"
+        raise _unreachable(f"the first reduction over {world_size} ranks ({backend}) {fault}")

@@ -1,0 +1,86 @@
+"""Questions to a model: conversations and texts, with or without images, as prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from shardtune.batch import Prompt
+from shardtune.data.chat.encoder import ChatEncoder
+from shardtune.data.encoder import RowError
+from shardtune.data.images.chat_encoder import ImageChatEncoder
+from shardtune.errors import DataError, ModelError
+
+
+class Asker:
+    """Makes prompts of questions, and errors of what cannot be asked.
+
+    Args:
+        encoder: the model's.
+        where: names the model in errors.
+    """
+
+    def __init__(self, encoder: ChatEncoder, where: str) -> None:
+        self._encoder = encoder
+        self._where = where
+        self._asked = 0
+
+    def turns(self, messages: Sequence[Mapping[str, Any]], images: Sequence[Any] = ()) -> Prompt:
+        """A conversation to answer; see `ImageChatEncoder.prompt` for where images go."""
+        with self._told():
+            if isinstance(self._encoder, ImageChatEncoder):
+                return self._encoder.prompt(messages, images=images)
+            if images or any(_has_image(message) for message in messages):
+                raise self._takes_text_only()
+            return self._encoder.prompt([_as_text(message) for message in messages])
+
+    def text(self, text: str, images: Sequence[Any] = ()) -> Prompt:
+        """A text to go on from."""
+        with self._told():
+            if isinstance(self._encoder, ImageChatEncoder):
+                return self._encoder.text_prompt(text, images)
+            if images:
+                raise self._takes_text_only()
+            return self._encoder.text_prompt(text)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        self._asked += 1
+        try:
+            yield
+        except RowError as error:
+            raise DataError(
+                error.reason,
+                where=f"prompt {self._asked:,}",
+                remedy="mend the prompt, its images or their places (<image>)",
+            ) from error
+
+    def _takes_text_only(self) -> ModelError:
+        return ModelError(
+            "the model takes text and no images",
+            where=self._where,
+            remedy="leave the images out, or ask a run whose actor.model.model_type is vision_language",
+        )
+
+
+def _parts(message: Mapping[str, Any]) -> list[Any]:
+    content = message.get("content")
+    return list(content) if isinstance(content, Sequence) and not isinstance(content, str) else []
+
+
+def _has_image(message: Mapping[str, Any]) -> bool:
+    return any(
+        isinstance(part, Mapping) and part.get("type") in ("image", "image_url", "input_image")
+        for part in _parts(message)
+    )
+
+
+def _as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A turn whose parts are joined."""
+    parts = _parts(message)
+    for part in parts:
+        if not isinstance(part, str) and not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
+            raise RowError(f"a content part is {part!r}, no text")
+    joined = "".join(part if isinstance(part, str) else part["text"] for part in parts)
+    return {**message, "content": joined} if parts else message

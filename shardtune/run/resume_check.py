@@ -1,0 +1,163 @@
+"""What may differ between a run and its continuation: speed and place may, numbers and data may not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardtune.checkpoint.atomic import read_json
+from shardtune.checkpoint.training_state import read_training_state
+from shardtune.config import Recipe, flatten
+from shardtune.errors import CheckpointError
+
+FREE = (
+    "runner.resume_dir",
+    "runner.allow_changes",
+    "runner.overwrite",
+    "runner.val_check_interval",
+    "runner.save_interval",
+    "runner.eval_before_training",
+    "runner.keep_last",
+    "runner.keep_every",
+    "runner.async_save",
+    "runner.profile_steps",
+    "runner.callbacks",
+    "runner.device",
+    "runner.nproc_per_node",
+    "runner.num_workers",
+    "runner.launcher",
+    "runner.master_port",
+    "runner.max_restarts",
+    "runner.min_workers",
+    "runner.lost_after",
+    "runner.ray",
+    "runner.logger",
+    "actor.training_backend",
+    "actor.micro_batch_size",
+    "actor.max_tokens_per_micro_batch",
+    "actor.eval_micro_batch_size",
+    "actor.model.gradient_checkpointing",
+    "actor.parallel",
+    "actor.fsdp_config",
+    "data.num_workers",
+    "data.cache_dir",
+    "eval.episodes_at_once",
+    "eval.videos",
+    "eval.video_format",
+)
+"""Keys that change where, how fast or how visibly a run goes, but not its numbers."""
+LARGER = ("runner.max_epochs", "runner.max_steps")
+"""Keys that may grow: the run goes on for longer."""
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or key.startswith(free + ".") for free in FREE)
+
+
+def has_grown(key: str, old: Recipe, new: Recipe) -> bool:
+    """Whether a limit of the run's length was raised."""
+    before, now = flatten(old.to_dict())[key], flatten(new.to_dict())[key]
+    return before > 0 and (now > before or now == -1)
+
+
+def check_changes(old: Recipe, recipe: Recipe, run_dir: Path) -> tuple[str, ...]:
+    """Refuse changes that would make the run another one; returns what is worth saying about the others.
+
+    Args:
+        old: the recipe of the run that is continued.
+        recipe: as it is now.
+        run_dir: of the run, for the message.
+    """
+    before, now = flatten(old.to_dict()), flatten(recipe.to_dict())
+    allowed = recipe.runner.allow_changes
+    refused, notes = [], []
+    for key in sorted(before.keys() | now.keys()):
+        was, is_now = before.get(key), now.get(key)
+        if was == is_now or _is_free(key):
+            continue
+        if _moved(was, is_now):
+            notes.append(f"{key}: moved to {is_now}")
+        elif key in LARGER and has_grown(key, old, recipe):
+            notes.append(f"{key}: {was} -> {is_now}; the schedule's horizon moves with it")
+        elif any(key == name or key.startswith(name + ".") for name in allowed):
+            notes.append(f"{key}: {was} -> {is_now} (allowed by runner.allow_changes)")
+        else:
+            refused.append(f"{key}: {was} -> {is_now}")
+    if refused:
+        raise CheckpointError(
+            "the recipe is not the one this run was made with:\n    " + "\n    ".join(refused),
+            where=str(run_dir),
+            remedy=(
+                "choose another runner.logger.experiment_name, or continue all the same with "
+                f"runner.allow_changes=[{','.join(line.split(':')[0] for line in refused)}], or start over with "
+                "runner.overwrite=true"
+            ),
+        )
+    return tuple(notes)
+
+
+def _moved(was: Any, now: Any) -> bool:
+    """Whether a value differs only in paths that are no longer where they were: the project lies elsewhere now.
+
+    What the files hold is compared by content: that of the data, its template and its tokenizer, in `check_same_data`;
+    the weights come from the checkpoint.
+    """
+    if isinstance(was, list) and isinstance(now, list):
+        return len(was) == len(now) and all(old == new or _moved(old, new) for old, new in zip(was, now, strict=True))
+    if isinstance(was, dict) and isinstance(now, dict):
+        return was.keys() == now.keys() and all(was[key] == now[key] or _moved(was[key], now[key]) for key in was)
+    if not isinstance(was, str) or not isinstance(now, str):
+        return False
+    old, new = Path(was.partition(":")[0]), Path(now.partition(":")[0])
+    same_name = old.name == new.name and was.partition(":")[2] == now.partition(":")[2]
+    return old.is_absolute() and new.is_absolute() and same_name and not old.exists() and new.exists()
+
+
+def check_same_data(checkpoint: Path, files: Sequence[Mapping[str, Any]], allowed: Sequence[str]) -> None:
+    """Refuse to continue on other data than a checkpoint was trained on.
+
+    Args:
+        checkpoint: knows its data.
+        files: as `PreparedData.files` describes the data now, or `fingerprints` that of a worker of the user's own.
+        allowed: `runner.allow_changes`.
+    """
+    before = read_training_state(checkpoint)["data_files"]
+    same = [(file["rows"], file["key"]) for file in before] == [(file["rows"], file["key"]) for file in files]
+    if same or not before or "data.train_data_paths" in allowed:  # an older checkpoint may know of no files
+        return
+    old = {entry["file"]: entry for entry in before}
+    new = {entry["file"]: entry for entry in files}
+    changed = [f"{file}: {_how(entry, new[file])}" for file, entry in old.items() if file in new and entry != new[file]]
+    changed += [f"{file}: gone" for file in old if file not in new]
+    changed += [f"{file}: new" for file in new if file not in old]
+    raise CheckpointError(
+        "the training data is not what this run was trained on so far:\n    " + "\n    ".join(changed or ["reordered"]),
+        where=str(checkpoint),
+        remedy=(
+            "put the data back, choose another runner.logger.experiment_name, or go on all the same with "
+            "runner.allow_changes=[data.train_data_paths]"
+        ),
+    )
+
+
+def _how(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """In what a file differs; its key is of its content and, where rows are encoded, of all that this depends on."""
+    if was["rows"] is None or now["rows"] is None:
+        return "other content"
+    encoded = "encoded otherwise (tokenizer, template, max_length, the adapter's code and options)"
+    return f"{was['rows']:,} rows -> {now['rows']:,} rows, other content, or {encoded}"
+
+
+def changed_code(checkpoint: Path, now: Mapping[str, str]) -> list[str]:
+    """A sentence for each file of the user's own code that has changed since its run was last started.
+
+    Args:
+        checkpoint: of the run that is continued.
+        now: a hash of each file.
+    """
+    manifest = checkpoint.resolve().parent.parent / "manifest.json"
+    before = read_json(manifest).get("user_code", {}) if manifest.is_file() else {}
+    return [
+        f"{name} has changed since this run was started" for name in now if before.get(name, now[name]) != now[name]
+    ]

@@ -1,0 +1,196 @@
+"""What one rank does of a training command, from the run directory's lock to `final/`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardtune.config import Recipe
+from shardtune.errors import Interrupted
+from shardtune.launch.heartbeat import PeerWatch
+from shardtune.launch.local import is_launched
+from shardtune.launch.signals import StopSignal, end_with_parent, listening
+from shardtune.models.lora.attach import trainable_patterns
+from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
+from shardtune.parallel.ranks import leave_ranks
+from shardtune.run.choose_worker import NOTHING, Objects, make_worker, unused_workers, user_code
+from shardtune.run.directory import (
+    RunLock,
+    RunPlan,
+    begin_run,
+    environment,
+    plan_run,
+    run_directory,
+    tidy,
+)
+from shardtune.run.display import Display
+from shardtune.run.final import FinalScore, write_final
+from shardtune.run.preflight import connecting, try_collective
+from shardtune.run.resume_check import changed_code, check_same_data
+from shardtune.training.loggers import SAMPLES, first_metrics
+from shardtune.training.runner import SFTRunner
+from shardtune.training.saver import on_main
+from shardtune.training.worker.adapter_worker import SFTWorker
+from shardtune.training.worker.base import FSDPSftWorker
+from shardtune.training.worker.model_state import silent
+
+SHOWN_SAMPLES = 5
+
+
+def train_rank(recipe: Recipe, objects: Objects = NOTHING, peers: PeerWatch | None = None) -> Path:
+    """One rank of training (or all of it, on one rank); returns the run directory.
+
+    Args:
+        recipe: the same on all ranks.
+        objects: given in place of what it names.
+        peers: watches the other hosts; it is ended with the run.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or is_launched():
+        end_with_parent()
+    main = os.environ.get("RANK", "0") == "0"
+    display = Display() if main else None
+    run_dir = run_directory(recipe)
+    lock = RunLock(run_dir)
+    try:
+        with listening() as stop, deterministic(recipe.runner.deterministic):
+            if main:
+                lock.acquire_existing()
+                tidy(run_dir)
+            # Every rank finds the mistakes that can be found here, so that none waits for another that has ended.
+            plan = plan_run(recipe)
+            tell = display.say if display else silent
+            with connecting():
+                worker = make_worker(recipe, objects, say=silent if _is_told(recipe) else tell)
+            worker.say = tell
+            if worker.ranks.world_size > 1:
+                try_collective(worker.device)
+            with _together(worker):
+                plan = worker.ranks.broadcast(plan)
+                if not plan.finished:
+                    lock = _train(recipe, objects, plan, worker, display, stop, lock)
+    finally:
+        lock.release()
+    if peers is not None:
+        peers.end()
+    return run_dir
+
+
+def _is_told(recipe: Recipe) -> bool:
+    """Whether the launcher has said what there is to say of the data: on this machine it reads them first."""
+    return is_launched() and recipe.runner.launcher == "local"
+
+
+@contextmanager
+def deterministic(asked: bool) -> Iterator[None]:
+    """Let torch choose only kernels that repeat bit by bit, for a while."""
+    if not asked:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product is computed
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+
+
+@contextmanager
+def _together(worker: FSDPSftWorker) -> Iterator[None]:
+    """End in order with the other ranks, unless something went wrong here alone: they may be waiting elsewhere."""
+    try:
+        yield
+    except Interrupted as stopped:
+        if stopped.together:
+            leave_ranks(worker.ranks)
+        raise
+    leave_ranks(worker.ranks)
+
+
+def _train(
+    recipe: Recipe,
+    objects: Objects,
+    plan: RunPlan,
+    worker: FSDPSftWorker,
+    display: Display | None,
+    stop: StopSignal,
+    lock: RunLock,
+) -> RunLock:
+    """Train to the end of the recipe; returns the lock on the run directory, which is held on rank 0."""
+    if plan.resume_from is not None:
+        check_same_data(plan.resume_from, worker.data_files(), recipe.runner.allow_changes)
+        worker.notes += changed_code(plan.resume_from, user_code(recipe))
+    worker.notes += unused_workers(recipe, worker)
+    runner = SFTRunner(recipe, worker, run_dir=plan.run_dir, observer=display, stop=stop, resume_from=plan.resume_from)
+    runner.prepare()
+    held = [lock]
+
+    def begin() -> None:
+        held[0] = begin_run(plan, recipe, _manifest(recipe, objects, worker), lock)
+
+    on_main(worker.ranks, begin)
+    try:
+        worker.samples_dir = plan.run_dir / SAMPLES
+        if display is not None:
+            runner.on_start = lambda: _show_start(display, plan, worker)
+        runner.run()
+        if display is not None:
+            display.say(f"writing {plan.run_dir / 'final'}")
+        score = write_final(recipe, plan.run_dir, worker)
+    except BaseException:
+        held[0].release()
+        worker.release()
+        raise
+    if display is not None:
+        _show_end(display, plan.run_dir, score, answers=worker.answers)
+    return held[0]
+
+
+def _manifest(recipe: Recipe, objects: Objects, worker: FSDPSftWorker) -> dict[str, Any]:
+    precision = recipe.actor.model.precision
+    return {
+        "versions": environment(),
+        "data": worker.describe_data(),
+        "worker": type(worker).__qualname__,
+        "user_code": user_code(recipe),
+        "in_memory": objects.keys(),
+        "dtypes": {
+            "weights": _name(MASTER_DTYPE[precision]),
+            "compute": _name(COMPUTE_DTYPE[precision]),
+            "optimizer": _name(MASTER_DTYPE[precision]),
+        },
+        "world_size": worker.ranks.world_size,
+        "trainable": sorted(worker.weights.trainable()),
+        "trainable_patterns": [
+            {"name": name, "tensors": tensors, "parameters": parameters}
+            for name, tensors, parameters in trainable_patterns(worker.weights.trainable(), worker.weights.shapes)
+        ],
+    }
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _show_start(display: Display, plan: RunPlan, worker: FSDPSftWorker) -> None:
+    for note in plan.notes:
+        display.say(note)
+    rows = worker.prepared.train if isinstance(worker, SFTWorker) else None
+    display.first_screen(worker.facts(), rows.row(0) if rows is not None else None, worker.tokenizer, plan.run_dir)
+
+
+def _show_end(display: Display, run_dir: Path, score: FinalScore, *, answers: bool) -> None:
+    first = first_metrics(run_dir)
+    before = {key: value for key, value in first.items() if key.startswith("eval/")} if first.get("step") == 0 else {}
+    # A wrong answer says more than another right one: the first of them is among those shown.
+    right_first = sorted(score.samples[:SHOWN_SAMPLES], key=lambda sample: sample["correct"] is not True)
+    wrong = [sample for sample in score.samples[SHOWN_SAMPLES:] if sample["correct"] is not True]
+    shown = [*right_first[: SHOWN_SAMPLES - 1], *wrong[:1]] if wrong else right_first
+    display.summary(run_dir, before, score.metrics, shown, answers=answers)

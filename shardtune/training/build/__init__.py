@@ -1,0 +1,1 @@
+"""How a model comes to be on its ranks."""

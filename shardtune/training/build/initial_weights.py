@@ -1,0 +1,165 @@
+"""Where a module's first weights come from: files, tensors, functions, or the module's own constructor."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from shardtune.checkpoint.module_weights import Supply
+from shardtune.data.loader.order import derive_seed
+from shardtune.errors import ModelError
+from shardtune.models.adapter import WeightSource
+from shardtune.models.pretrained import model_directory
+from shardtune.parallel.meta_init import persistent_buffers
+from shardtune.parallel.ranks import Ranks
+
+T = TypeVar("T")
+Build = Callable[[], nn.Module]
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+"""How the names of files with weights end, which are no names on the Hub."""
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, torch (on the CPU), numpy and Python draw from this seed; outside, from where they were."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def split_source(source: WeightSource, ranks: Ranks, seed: int) -> tuple[dict[str, Path | None], dict[str, Supply]]:
+    """What a source says of submodules as a whole ("": of the model), and of single tensors."""
+    if source is not None and not isinstance(source, Mapping | str | Path):
+        raise ModelError(
+            f"initial_weights returned a {type(source).__name__}, which holds no weights",
+            where="initial_weights()",
+            remedy="return a path, a state dict, {name: function that makes it}, {submodule: path or None}, or None",
+        )
+    if not isinstance(source, Mapping):
+        return {"": None if source is None else directory_of(source)}, {}
+    parts: dict[str, Path | None] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    supplies: dict[str, Supply] = {}
+    for name, value in source.items():
+        if value is None or isinstance(value, str | Path):
+            parts[name] = None if value is None else directory_of(value)
+        elif isinstance(value, torch.Tensor):
+            tensors[name] = value
+        elif callable(value):
+            supplies[name] = Supply(_making(name, value, derive_seed(seed, name, "weights")))
+        else:
+            raise ModelError(
+                f"initial_weights gives a {type(value).__name__} for {name!r}",
+                where="initial_weights()",
+                remedy="give a tensor, a function that makes it, or for a submodule's name a path or None",
+            )
+    if ranks.broadcast(bool(tensors)):
+        supplies |= _handed_out(tensors, ranks)
+    return parts, supplies
+
+
+def _making(name: str, make: Callable[[], object], seed: int) -> Callable[[], torch.Tensor]:
+    """A user's function, with draws that depend on the name and the seed alone."""
+
+    def full() -> torch.Tensor:
+        with seeded(seed):
+            made = make()
+        if not isinstance(made, torch.Tensor):
+            raise ModelError(
+                f"the function for {name!r} returned a {type(made).__name__}, not a tensor", where="initial_weights()"
+            )
+        return made
+
+    return full
+
+
+def _handed_out(values: Mapping[str, torch.Tensor], ranks: Ranks) -> dict[str, Supply]:
+    """Rank 0's tensors, which every rank gets one at a time, and none keeps."""
+    left = dict(values)  # rank 0 lets go of each as it is handed out
+    forms = ranks.broadcast([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in left.items()])
+
+    def handing(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+        def full() -> torch.Tensor:
+            tensor = left.pop(name).detach().cpu() if ranks.is_main else torch.empty(shape, dtype=dtype)
+            ranks.share(tensor)
+            return tensor
+
+        return full
+
+    return {name: Supply(handing(name, shape, dtype), (shape, dtype)) for name, shape, dtype in forms}
+
+
+def constructed(build: Build, seed: int, model: nn.Module, ranks: Ranks) -> tuple[dict[str, Supply], list[str]]:
+    """What the model's constructor makes of its parameters and persistent buffers, on rank 0; and what to say of it."""
+
+    def make() -> tuple[dict[str, torch.Tensor], list[str]]:
+        with seeded(seed):
+            fresh = build()
+        values = {**dict(fresh.named_parameters(remove_duplicate=False)), **persistent_buffers(fresh)}
+        empty = [name for name, tensor in values.items() if tensor.is_meta]
+        if empty:
+            raise ModelError(
+                f"build() gives {len(empty)} tensors without values, and initial_weights no others: {empty[0]}, …",
+                where="build()",
+                remedy="leave init_empty_weights() out of it, or return the weights from initial_weights",
+            )
+        return values, _unsaved(fresh, model)
+
+    made = _on_main(make, ranks)
+    values, unsaved = made if made is not None else ({}, [])
+    notes = [
+        f"the buffer {name} comes out differently each time the model is built, and is not saved with it; if that "
+        "matters, register it with persistent=True"
+        for name in ranks.broadcast(unsaved)[:1]
+    ]
+    return _handed_out(values, ranks), notes
+
+
+def _unsaved(fresh: nn.Module, model: nn.Module) -> list[str]:
+    """Buffers outside the state dict that are not what they were when the model was built before."""
+    saved, before = persistent_buffers(fresh), dict(model.named_buffers())
+    return [
+        name
+        for name, buffer in fresh.named_buffers()
+        if name not in saved
+        and name in before
+        and not before[name].is_meta
+        and not torch.equal(buffer.cpu().nan_to_num(), before[name].cpu().nan_to_num())
+    ]
+
+
+def _on_main(make: Callable[[], T], ranks: Ranks) -> T | None:
+    """What rank 0 makes; elsewhere None. If it fails, every rank does."""
+    made, problem = None, None
+    if ranks.is_main:
+        try:
+            made = make()
+        except Exception as error:
+            problem = error
+    told = ranks.broadcast(None if problem is None else f"{type(problem).__name__}: {problem}")
+    if problem is not None:
+        raise problem
+    if told is not None:
+        raise ModelError(f"rank 0 could not build the model: {told}", where="build()")
+    return made
+
+
+def directory_of(source: str | Path) -> Path:
+    """The file or directory that is meant; a text that names none is a name on the Hub."""
+    path = Path(source).expanduser()
+    meant = isinstance(source, Path) or path.is_file() or path.suffix in WEIGHT_FILES
+    return path if meant else model_directory(str(source))

@@ -1,0 +1,157 @@
+"""What a recipe's LoRA section does to a model: before it is sharded, and when it gets its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from shardtune.checkpoint.peft_directory import check_adapter, load_adapter
+from shardtune.config import ModelConfig, Recipe
+from shardtune.errors import ConfigError
+from shardtune.models.adapter import WeightSource
+from shardtune.models.lora.attach import attach_adapter, base_tensors, is_adapted, keep_in_nf4
+from shardtune.models.lora.config import CONFIG_FILE, SECTION, is_inside
+from shardtune.models.lora.init import changes_base, initialise_adapter
+from shardtune.models.new_tokens import KEY, grow_embeddings, token_ids
+from shardtune.parallel.buffers import statistical_norms
+from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
+
+
+def new_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """The ids of the tokens that a recipe adds."""
+    tokens = recipe.actor.added_tokens
+    if not tokens:
+        return []
+    if tokenizer is None:
+        raise ConfigError(
+            f"{KEY} = {tokens}, and there is no tokenizer",
+            where=KEY,
+            remedy="give actor.tokenizer.tokenizer_model, or leave them out",
+        )
+    return token_ids(tokenizer, tokens)
+
+
+def adapt(
+    model: nn.Module,
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase | None,
+    source: Callable[[], WeightSource] = lambda: None,
+) -> list[str]:
+    """Give a model the embeddings and the adapter that the recipe asks for, if it does; before it is sharded.
+
+    Args:
+        source: tells where training starts; asked only for an adapter.
+
+    Returns:
+        What a user should know.
+    """
+    config = recipe.actor.model
+    ids = new_ids(recipe, tokenizer)
+    notes = grow_embeddings(model, ids)
+    if not config.is_lora:
+        return notes
+    if notes:
+        call = f"base.resize_token_embeddings({max(ids) + 1})"
+        notes.append(f"to load the adapter with PEFT, call {call} before PeftModel.from_pretrained")
+    if is_adapted(model):
+        raise ConfigError(
+            f"{type(model).__name__} has an adapter of PEFT already",
+            where="actor.model.is_lora: true",
+            remedy=f"hand over the base model and give the adapter as {SECTION}.adapter_path",
+        )
+    empty = all(base.tensor.is_meta for base in base_tensors(model) if isinstance(base.tensor, nn.Parameter))
+    afresh = _drawn(model, source()) if empty and config.lora.adapter_path is None else []
+    notes += attach_adapter(model, config.lora, ids, afresh)
+    notes += _keep_statistics(model)
+    if config.lora.base_dtype == "nf4":
+        if changes_base(model):
+            raise ConfigError(
+                f"the adapter in {config.lora.adapter_path} began as a part of the base weights, of which NF4 would "
+                "round what is left once more",
+                where=f"{SECTION}.base_dtype: nf4",
+                remedy=f"set {SECTION}.base_dtype: bf16",
+            )
+        if not empty:
+            raise ConfigError(
+                "a model in memory keeps its own weights, which NF4 would replace",
+                where=f"{SECTION}.base_dtype: nf4",
+                remedy="save it and give its directory as actor.model.model_path",
+            )
+        notes.append(keep_in_nf4(model, COMPUTE_DTYPE[config.precision]))
+    return notes
+
+
+def _drawn(model: nn.Module, source: WeightSource) -> list[str]:
+    """Modules whose weights are random where those of others come from a file: a new head, say."""
+    if not isinstance(source, Mapping) or all(value is None for value in source.values()):
+        return []
+    random = {
+        name: source[max(owners, key=len)] is None
+        for name, _ in model.named_parameters(remove_duplicate=False)
+        if (owners := [key for key in source if not key or is_inside(name, [key])])
+    }
+    found: list[str] = []
+    for name, _ in model.named_modules():
+        inside = [drawn for parameter, drawn in random.items() if name and parameter.startswith(f"{name}.")]
+        if inside and all(inside) and not is_inside(name, found):
+            found.append(name)
+    return found
+
+
+def _keep_statistics(model: nn.Module) -> list[str]:
+    """Let the norms of a frozen base use their running statistics and not move them: an adapter does not hold them."""
+    frozen = {
+        name: norm
+        for name, norm in statistical_norms(model).items()
+        if not any(parameter.requires_grad for parameter in norm.parameters())
+    }
+    for norm in frozen.values():
+        norm.register_forward_pre_hook(_in_evaluation)
+    if not frozen:
+        return []
+    return [f"{len(frozen)} batch norms of the frozen base ({next(iter(frozen))}, …) keep their running statistics"]
+
+
+def _in_evaluation(module: nn.Module, _inputs: object) -> None:
+    module.training = False
+
+
+def check_stored(model: nn.Module, config: ModelConfig) -> None:
+    """Compare the adapter that training starts from with an adapted model, by names and shapes."""
+    if config.is_lora and config.lora.adapter_path is not None:
+        check_adapter(model, config.lora.adapter_path)
+
+
+def frozen_dtype(config: ModelConfig) -> torch.dtype | None:
+    """How the weights below an adapter are kept, where that is not how the trained ones are."""
+    if not config.is_lora or config.lora.base_dtype == "auto":
+        return None
+    return COMPUTE_DTYPE[config.precision]
+
+
+def begin_adapter(model: nn.Module, config: ModelConfig, seed: int) -> None:
+    """Give an adapter its first weights, once the base model has its own; every rank calls it."""
+    if not config.is_lora:
+        return
+    if config.lora.adapter_path is None or changes_base(model):
+        initialise_adapter(model, seed)
+    if config.lora.adapter_path is not None:
+        load_adapter(model, config.lora.adapter_path)
+
+
+def from_elsewhere(model: nn.Module) -> frozenset[str]:
+    """The names of parameters that checkpoints leave out: frozen ones, which training starts from and never changes."""
+    return frozenset(
+        base.own_name
+        for base in base_tensors(model)
+        if isinstance(base.tensor, nn.Parameter) and not base.tensor.requires_grad
+    )
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether a directory holds an adapter and not a model."""
+    return (directory / CONFIG_FILE).is_file()

@@ -1,0 +1,267 @@
+"""What a model goes through before it is trained: it is built, parameters are frozen, weights come from somewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import UninitializedParameter
+from transformers import PreTrainedModel
+
+from shardtune.checkpoint.hf_load import initialise_weights, load_weights
+from shardtune.checkpoint.module_weights import Supply, check_names, in_files, load_plain
+from shardtune.config.parameter_patterns import as_pattern
+from shardtune.errors import ConfigError, ModelError, ShardtuneError
+from shardtune.models.adapter import WeightSource
+from shardtune.models.lora.attach import base_tensors, is_adapted
+from shardtune.parallel.buffers import statistical_norms
+from shardtune.parallel.meta_init import init_empty_weights, materialise
+from shardtune.parallel.ranks import Ranks
+from shardtune.training.build.initial_weights import Build, constructed, directory_of, seeded, split_source
+
+CONSTRUCTOR = "the module's own constructor"
+
+
+def build_empty(build: Build, seed: int) -> tuple[nn.Module, list[str]]:
+    """A model whose parameters have no memory, and what to say of how it came to be; the same on every rank.
+
+    A constructor that reads the values of its parameters fails on the meta device. Then it is run for real, and what it
+    made is let go of.
+
+    Raises:
+        ModelError: the model has parameters without a shape.
+    """
+    notes: list[str] = []
+    try:
+        with seeded(seed), init_empty_weights():
+            model = build()
+    except ShardtuneError:
+        raise
+    except Exception as problem:
+        with seeded(seed):
+            model = build()  # raises what is wrong with it, if that is not the meta device
+        reason = str(problem).strip().partition("\n")[0]
+        notes = [f"{_kind(model)} cannot be built without memory, so every rank first builds it whole ({reason})"]
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"build returned a {type(model).__name__}, not a torch.nn.Module",
+            where="build()",
+            remedy="return the model",
+        )
+    empty: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if isinstance(parameter, UninitializedParameter):
+            raise ModelError(
+                f"the parameter {name} of {_kind(model)} gets its shape from a first forward pass",
+                where="build()",
+                remedy="give all sizes: nn.Linear(in, out) instead of nn.LazyLinear(out)",
+            )
+        if notes or (parameter.is_meta and not parameter.is_contiguous()):  # FSDP2 takes contiguous parameters
+            owner, _, key = name.rpartition(".")
+            model.get_submodule(owner)._parameters[key] = empty.setdefault(parameter, _empty(parameter))
+    return model, notes
+
+
+def _empty(parameter: nn.Parameter) -> nn.Parameter:
+    meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return nn.Parameter(meta, requires_grad=parameter.requires_grad)
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Stop training the parameters whose names match one of the patterns."""
+    for pattern in patterns:
+        # Of a shared parameter every name counts.
+        names = dict(model.named_parameters(remove_duplicate=False))
+        matched = [parameter for name, parameter in names.items() if re.search(as_pattern(pattern), name)]
+        if not matched:
+            raise ConfigError(
+                f"actor.model.freeze: the pattern {pattern!r} matches no parameter",
+                where="actor.model.freeze",
+                remedy=f"names look like {', '.join(list(names)[:3])}",
+            )
+        for parameter in matched:
+            parameter.requires_grad_(False)
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return
+    if patterns:
+        raise ConfigError(
+            f"actor.model.freeze: {list(patterns)} leaves nothing to train",
+            where="actor.model.freeze",
+            remedy="freeze less",
+        )
+    raise ModelError(
+        f"{_kind(model)} has no parameter that is trained",
+        where="build()",
+        remedy="register its weights as nn.Parameter, with requires_grad",
+    )
+
+
+def share_values(model: nn.Module, ranks: Ranks) -> None:
+    """Give every rank rank 0's values of what is real in a model, before it is sharded; all ranks call it.
+
+    A constructor may have drawn others on each rank, and shards of different models would make up none of them.
+    """
+    if ranks.mesh is not None:
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_meta:
+                ranks.share(tensor)
+
+
+@torch.no_grad()
+def load_initial_weights(
+    source: WeightSource,
+    model: nn.Module,
+    root: nn.Module,
+    *,
+    build: Build,
+    seed: int,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    device: torch.device,
+    frozen: torch.dtype | None = None,
+    grow: bool = False,
+) -> list[str]:
+    """Give a sharded model the weights that training starts from, in full precision; every rank calls it.
+
+    Args:
+        source: one of
+            a file or directory (of transformers' layout for a model of transformers; else by the module's own names);
+            tensors by name, of which rank 0's count, or functions that make them, called one at a time;
+            None, for what the model's own initialiser gives: transformers' for a model of transformers, otherwise
+            `build()` once more, for real, on rank 0's CPU; or the values it has, if it is not on the meta device.
+            In a mapping the name of a submodule may stand for all of its tensors, with a path or None.
+        model: whose names are used; with an adapter those it had before.
+        root: the module around it that is sharded.
+        build: makes the model anew.
+        seed: of what is drawn. In one process `torch.manual_seed(seed); build()` gives the same numbers.
+        dtype: of floating parameters in memory.
+        ranks: of the run.
+        device: where the weights belong.
+        frozen: the dtype of parameters that are not trained, if it is another.
+        grow: whether embeddings may have more rows than a directory of transformers; they get the mean of its rows.
+
+    Returns:
+        What a user should know of them, a sentence each.
+
+    Raises:
+        ModelError: the weights are not those of the model, by name or shape; names the first few, and what to do.
+    """
+    notes = _norm_notes(model)
+    form: _Form = {"dtype": dtype, "device": device, "frozen": frozen}
+    if source is None and not any(base.tensor.is_meta for base in base_tensors(model)):
+        materialise(root, **form)
+    elif isinstance(model, PreTrainedModel) and source is None:
+        unadapted = build_empty(build, seed)[0] if is_adapted(model) else None
+        initialise_weights(model, seed, root=root, unadapted=unadapted, **form)
+    elif isinstance(model, PreTrainedModel) and isinstance(source, str | Path):
+        load_weights(model, directory_of(source), root=root, grow=grow, **form)
+    else:
+        found = _gather(source, model, build, seed, ranks)
+        materialise(root, **form)
+        for name, path in found.whole.items():
+            part = model.get_submodule(name)
+            assert isinstance(part, PreTrainedModel)
+            load_weights(part, path, root=root, **form)
+        load_plain(model, found.supplies, **found.says())
+        notes += found.notes
+    return notes
+
+
+class _Form(TypedDict):
+    """How parameters are kept."""
+
+    dtype: torch.dtype
+    device: torch.device
+    frozen: torch.dtype | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a source comes to.
+
+    Attributes:
+        supplies: where each tensor comes from, by name.
+        whole: submodules of transformers whose weights come from a directory of transformers.
+        origins: where tensors come from, for messages.
+        notes: what a user should know.
+    """
+
+    supplies: dict[str, Supply]
+    whole: dict[str, Path]
+    origins: list[str]
+    notes: list[str]
+
+    def says(self) -> dict[str, Any]:
+        """What messages say of names that do not fit, and what is not looked for."""
+        remedy = (
+            "let build() make the same parameters each time it is called"
+            if self.origins == [CONSTRUCTOR]
+            else "give all tensors of the module's state_dict() and no others, or in initial_weights submodules, "
+            "{'encoder': path, 'head': None} (None: as the constructor makes it)"
+        )
+        return {"where": ", ".join(self.origins), "remedy": remedy, "done": list(self.whole)}
+
+
+def _gather(source: WeightSource, model: nn.Module, build: Build, seed: int, ranks: Ranks) -> _Found:
+    """Where each tensor of a model comes from, once it is known that names and shapes fit."""
+    parts, supplies = split_source(source, ranks, seed)
+    found = _Found(supplies, {}, ["initial_weights()"] if supplies or not parts else [], [])
+    drawn = []
+    for name, path in parts.items():
+        part = _part(model, name)
+        if path is None:
+            drawn.append(name)
+        elif isinstance(part, PreTrainedModel):
+            found.whole[name] = path
+        else:
+            supplies |= {_join(name, key): supply for key, supply in in_files(path).items()}
+            found.origins.append(str(path))
+    if drawn:
+        fresh, told = constructed(build, seed, model, ranks)
+        elsewhere = {name for name in fresh if name in supplies or _belongs(name, found.whole)}
+        supplies |= {name: fresh[name] for name in fresh if _belongs(name, drawn) and name not in elsewhere}
+        found.origins.append(CONSTRUCTOR)
+        found.notes.extend(told)
+    check_names(model, supplies, **found.says())
+    return found
+
+
+def _norm_notes(model: nn.Module) -> list[str]:
+    """What normalises a micro-batch as a whole depends on how rows are cut into micro-batches."""
+    norms = [name for name, norm in statistical_norms(model).items() if isinstance(norm, _BatchNorm)]
+    if not norms:
+        return []
+    return [
+        f"{len(norms)} batch norms ({norms[0]}, …) normalise each micro-batch by itself: training depends on how rows "
+        "are cut into micro-batches and dealt to ranks, whose running statistics are averaged; with nn.GroupNorm or "
+        "nn.LayerNorm it does not"
+    ]
+
+
+def _part(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError as error:
+        raise ModelError(
+            f"initial_weights gives a path or None for {name!r}, which is no submodule of {_kind(model)}",
+            where="initial_weights()",
+            remedy=f"it has {', '.join(child for child, _ in model.named_children())}",
+        ) from error
+
+
+def _belongs(name: str, owners: Iterable[str]) -> bool:
+    return any(not owner or name.startswith(f"{owner}.") for owner in owners)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _kind(model: nn.Module) -> str:
+    return type(model).__name__.removeprefix("FSDP")

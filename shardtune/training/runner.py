@@ -1,0 +1,318 @@
+"""The loop: train a step, log, evaluate and save when it is time, stop when asked, agree on all of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from omegaconf import DictConfig
+
+from shardtune.checkpoint.store import CheckpointStore, read_state
+from shardtune.config import Recipe, load_recipe
+from shardtune.errors import Interrupted, ModelError
+from shardtune.evaluate.loss import check_monitors
+from shardtune.launch.signals import StopSignal
+from shardtune.training.callbacks import (
+    NOTHING,
+    Ask,
+    CallbackError,
+    Callbacks,
+    Evaluated,
+    Event,
+    Saved,
+    StepEnd,
+    TrainEnd,
+    TrainStart,
+    load_callbacks,
+)
+from shardtune.training.early_stopping import Watches
+from shardtune.training.loggers import Tracker, check_backends, open_tracker
+from shardtune.training.observer import Observer, Silent
+from shardtune.training.profiler import FOLDER, ProfileWindow
+from shardtune.training.saver import Saver, on_main
+from shardtune.training.step_metrics import TRAIN_METRICS
+from shardtune.training.worker.base import FSDPSftWorker
+
+
+class SFTRunner:
+    """Runs a worker from wherever it stands to the end of its recipe.
+
+    Args:
+        cfg: the recipe.
+        actor: the worker; every rank has one.
+        run_dir: where the run's files go; None: as the recipe's logger section says.
+        observer: told how it goes, on rank 0.
+        stop: polled between steps and evaluation batches.
+        resume_from: a checkpoint to continue.
+    """
+
+    def __init__(
+        self,
+        cfg: DictConfig | Recipe,
+        actor: FSDPSftWorker,
+        *,
+        run_dir: Path | None = None,
+        observer: Observer | None = None,
+        stop: StopSignal | None = None,
+        resume_from: Path | None = None,
+    ) -> None:
+        self._recipe = cfg if isinstance(cfg, Recipe) else load_recipe(cfg)
+        self._actor = actor
+        self._ranks = actor.ranks
+        runner = self._recipe.runner
+        self.run_dir = run_dir or Path(runner.logger.log_path) / str(runner.logger.experiment_name)
+        self._observer: Observer = observer if observer is not None and self._ranks.is_main else Silent()
+        self._stop = stop or StopSignal()
+        self._resume_from = resume_from
+        self.store = CheckpointStore(
+            self.run_dir / "checkpoints", keep_last=runner.keep_last, keep_every=runner.keep_every
+        )
+        self._callbacks = Callbacks(load_callbacks(runner.callbacks), self._ranks)
+        self._asked = NOTHING  # by callbacks, and not done yet
+        self._saver = Saver(
+            self.store, actor, background=runner.async_save, observer=self._observer, on_saved=self._saved
+        )
+        self._watches = Watches(runner)
+        self._profile = ProfileWindow(runner.profile_steps, self.run_dir / FOLDER, self._ranks.rank)
+        self._evaluated_at = -1
+        self._last_eval: dict[str, float] = {}
+        self._line: dict[str, float] = {}  # of the step that is not logged yet
+        self._tracker = Tracker([])
+        self.on_start: Callable[[], None] = lambda: None  # called once all is built, before the first step
+        self._prepared = False
+
+    def prepare(self) -> None:
+        """Build all that training needs, and find what is wrong with it; nothing is written. `run` begins with it."""
+        if self._prepared:
+            return
+        actor = self._actor
+        check_backends(self._recipe.runner.logger.logger_backends)
+        actor.setup()
+        known = actor.evaluation_metrics() if actor.evaluates else []
+        check_monitors(self._recipe.runner, None if known is None else [*known, *TRAIN_METRICS])
+        self._saver.require_space()
+        self._callbacks.make()
+        if self._resume_from is not None:
+            self._resume(self._resume_from)
+        self._prepared = True
+
+    def run(self) -> dict[str, float]:
+        """Train to the end.
+
+        Returns:
+            The metrics of the last evaluation.
+
+        Raises:
+            Interrupted: a signal asked for it, and a checkpoint is written.
+            CallbackError: a callback failed, and a checkpoint is written.
+        """
+        self.prepare()
+        with self._stop.deferred():
+            self._open()
+            try:
+                self._train()
+            finally:
+                self._profile.close()
+                self._observer.finished()
+                self._tracker.close()
+        return self._last_eval
+
+    def _resume(self, checkpoint: Path) -> None:
+        actor = self._actor
+        actor.load_checkpoint(checkpoint)
+        state = read_state(checkpoint)
+        self._watches.restore(state)
+        self._evaluated_at = int(state["evaluated_at"])
+        self._last_eval = dict(state["last_eval"])
+        self._line = dict(state["line"])
+        if self._is_own(checkpoint):
+            self._saver.saved_at = actor.step
+        self._observer.said(f"continuing after step {actor.step} ({checkpoint})")
+        before, now = state["total_steps"], actor.total_steps()
+        if before == now:  # a longer run is not to stop where the shorter one was asked to
+            self._asked = Ask(state.get("asked", 0))
+        else:
+            self._observer.said(f"the schedule's horizon moves from {before} to {now} steps")
+
+    def _is_own(self, checkpoint: Path) -> bool:
+        return checkpoint.resolve().parent == self.store.folder.resolve()
+
+    def _open(self) -> None:
+        """Bring the run's files to where training stands, and begin to write."""
+        actor = self._actor
+        # What was logged after the checkpoint is done again; so is a step that was saved before its evaluation ended.
+        done = -1 if self._resume_from is None else actor.step - bool(self._line)
+        on_main(self._ranks, lambda: self._open_files(done))
+        if self._watches.best is not None and not on_main(self._ranks, self._best_is_there):
+            self._watches.best.forget()
+        actor.poll = self._poll
+        self.on_start()
+        self._observer.started(actor.step, actor.total_steps())
+
+    def _open_files(self, done: int) -> None:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        logger = self._recipe.runner.logger
+        self._tracker = open_tracker(
+            self.run_dir,
+            logger.logger_backends,
+            project=logger.project_name,
+            name=str(logger.experiment_name),
+            config=self._recipe.to_dict(),
+            done=done,
+        )
+        if self._resume_from is not None and self._is_own(self._resume_from):
+            self.store.go_back_to(self._actor.step)
+
+    def _best_is_there(self) -> bool:
+        """Whether the best checkpoint so far is still there, and now marked as such."""
+        best = self._watches.best
+        if best is None or best.best_step < 0:
+            return True
+        if best.best_step not in self.store.steps():
+            return False
+        self.store.mark_best(best.best_step)
+        return True
+
+    def _train(self) -> None:
+        """From the first event to the last; a callback that fails leaves a checkpoint behind."""
+        try:
+            self._tell(TrainStart, resumed_from=self._resume_from)
+            self._loop()
+            self._saver.finish()
+            if self._callbacks.listen_to(TrainEnd):
+                last = on_main(self._ranks, self.store.latest)
+                self._tell(TrainEnd, metrics=self._last_eval, checkpoint=last)
+            self._poll()
+        except CallbackError:
+            self._callbacks = Callbacks([], self._ranks)
+            self._keep("a callback failed: saving a checkpoint first")
+            raise
+
+    def _tell(self, kind: type[Event], **facts: Any) -> None:
+        """Tell the callbacks, where they listen, and note what they ask for."""
+        if not self._callbacks.listen_to(kind):
+            return
+        actor = self._actor
+        if "metrics" in facts:
+            facts["metrics"] = MappingProxyType(dict(facts["metrics"]))
+        place = {"step": actor.step, "total_steps": actor.total_steps(), "epoch": actor.epoch, "run_dir": self.run_dir}
+        self._asked |= self._callbacks.tell(kind(**{**place, **facts}))
+        if Ask.EVALUATE in self._asked and not actor.evaluates:
+            raise CallbackError(
+                f"{kind.method} of a callback asks to evaluate, and there is nothing to evaluate on",
+                where="runner.callbacks",
+                remedy="set data.eval_data_paths or data.eval_split, or do not ask for it",
+            )
+
+    def _saved(self, step: int, path: Path, best: bool) -> None:
+        self._tell(Saved, step=step, path=path, best=best)
+
+    def _loop(self) -> None:
+        actor = self._actor
+        if actor.step == 0 and self._recipe.runner.eval_before_training and actor.evaluates:
+            if self._evaluated_at < 0:
+                self._evaluate()
+                self._log()
+        elif self._line:  # stopped in the middle of the evaluation after this step
+            self._after_step(epoch_ended=actor.data_state.rows_consumed == 0, advanced=True)
+        while not (actor.finished or self._watches.stop or Ask.STOP in self._asked):
+            self._poll()
+            self._saver.finish_if_written()
+            self._step()
+        if Ask.STOP in self._asked:
+            by = " and ".join(self._callbacks.stopped_by) or "a callback"
+            self._observer.said(f"stopping after step {actor.step}: {by} asked for it")
+        if not actor.step and actor.skipped_steps:
+            raise ModelError(
+                f"nothing was trained: all {actor.skipped_steps} steps were passed over, the last as {actor.problem}",
+                where=f"the rows {actor.passed_over}",
+                remedy="look at what the loss of these rows is, and whether they have targets and finite values",
+            )
+        self._saver.save(self._state())
+
+    def _step(self) -> None:
+        actor = self._actor
+        step, epoch = actor.step, actor.data_state.epoch
+        self._profile.before(step + 1)
+        metrics = actor.run_training()
+        advanced = actor.step != step
+        if advanced:
+            self._line = metrics
+            trace = self._profile.after(actor.step)
+            if trace is not None:
+                self._observer.said(f"the profile is in {trace}")
+        else:
+            self._observer.said(f"after step {step}: {actor.problem}, its rows are passed over: {actor.passed_over}")
+        self._observer.stepped(actor.step, metrics)
+        self._tell(StepEnd, metrics=metrics, updated=advanced)
+        self._after_step(epoch_ended=actor.data_state.epoch != epoch, advanced=advanced)
+
+    def _after_step(self, *, epoch_ended: bool, advanced: bool) -> None:
+        """Evaluate, log one line for the step, save: each where it is due."""
+        actor, runner = self._actor, self._recipe.runner
+        save = self._due(runner.save_interval, epoch_ended, advanced) or (advanced and Ask.SAVE in self._asked)
+        measure = save
+        if actor.evaluates:
+            asked = Ask.EVALUATE in self._asked or Ask.STOP in self._asked or self._evaluated_at == actor.step
+            measure = actor.finished or asked or self._due(runner.val_check_interval, epoch_ended, advanced)
+            measure = measure and advanced  # a skipped step has changed nothing
+            if measure:
+                if save or actor.finished:  # saved in any case: before what may fail, so that the training is not lost
+                    self._saver.save(self._state(), tell=False)
+                self._evaluate()
+        best = measure and advanced and self._watches.update(self._line, actor.step)
+        if self._evaluated_at == actor.step or actor.step % runner.logger.log_interval == 0:
+            self._log()
+        self._line = {}
+        if best or save or (advanced and Ask.SAVE in self._asked):  # also as asked for after the evaluation
+            self._asked &= ~Ask.SAVE
+            self._saver.save(self._state(), best=best)
+
+    def _due(self, interval: int | str, epoch_ended: bool, advanced: bool) -> bool:
+        if interval == "epoch":
+            return epoch_ended
+        assert isinstance(interval, int)
+        return advanced and interval > 0 and self._actor.step % interval == 0
+
+    def _log(self) -> None:
+        """Write the line of the step, unless a skipped step left none."""
+        if self._line:
+            self._tracker.log(self._actor.step, self._line)
+        self._line = {}
+
+    def _evaluate(self) -> None:
+        """Evaluate all sets into the step's line."""
+        metrics = self._actor.run_eval()
+        check_monitors(self._recipe.runner, [*metrics, *TRAIN_METRICS])
+        self._evaluated_at, self._last_eval = self._actor.step, metrics
+        self._line = {"epoch": self._actor.epoch, **self._line, **metrics}
+        self._observer.evaluated(self._actor.step, metrics)
+        self._asked &= ~Ask.EVALUATE
+        self._tell(Evaluated, metrics=metrics)
+
+    def _poll(self) -> None:
+        """Stop together once any rank was told to: save where training stands, then say so."""
+        if not self._ranks.largest(float(self._stop.asked)):
+            return
+        self._keep("stopping: saving a checkpoint first")
+        raise Interrupted(f"stopped after step {self._actor.step}; the same command continues", together=True)
+
+    def _keep(self, saying: str) -> None:
+        """Save where training stands, in the middle of a step too; before the first there is nothing to save."""
+        if self._actor.step:
+            self._observer.said(saying)
+            self._saver.save(self._state())
+            self._saver.finish()
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            **self._watches.state(),
+            "total_steps": self._actor.total_steps(),
+            "asked": self._asked.value,
+            "evaluated_at": self._evaluated_at,
+            "line": {key: value for key, value in self._line.items() if math.isfinite(value)},
+            "last_eval": {key: value for key, value in self._last_eval.items() if math.isfinite(value)},
+        }

@@ -1,0 +1,150 @@
+"""A loss of all rows of a step: outputs are gathered from all ranks and micro-batches, and its gradient handed back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardtune.batch import Batch, LossSum, Metric
+from shardtune.errors import ModelError
+from shardtune.models.adapter import WholeStepAdapter, named
+from shardtune.parallel.fsdp2 import Weights
+from shardtune.parallel.ranks import Ranks
+from shardtune.training.step import check_weights, objective, set_draws
+
+Outputs = Mapping[str, torch.Tensor]
+
+
+class WholeStep:
+    """Computes a step's loss from the outputs of all its rows.
+
+    Every micro-batch is computed without a graph; the outputs of all of them, on all ranks, are laid together; the loss
+    and its gradient at the outputs are computed, alike on every rank; then each micro-batch is computed once more, with
+    the same random draws, and its part of that gradient goes backward. So memory is that of one micro-batch, and the
+    gradient that of one process with one micro-batch (Gao et al., 2021, arXiv:2101.06983).
+
+    Args:
+        adapter: whose loss it is.
+        ranks: of the run.
+    """
+
+    def __init__(self, adapter: WholeStepAdapter, ranks: Ranks) -> None:
+        self._adapter = adapter
+        self._ranks = ranks
+
+    def _step_loss(self, outputs: Outputs) -> dict[str, LossSum]:
+        return named(self._adapter.step_loss(outputs))
+
+    def accumulate(
+        self,
+        forward: Callable[[Any], Outputs],
+        micro_batches: Sequence[Any],
+        denominators: Mapping[str, float],
+        weights: Weights,
+        *,
+        draws: tuple[int, int, int],
+        scale: float,
+    ) -> dict[str, torch.Tensor]:
+        """As `step.accumulate`, where `forward` gives outputs; the totals are rank 0's, so that their sum is right."""
+        found = []
+        seed, step, rank = draws
+        with torch.no_grad():
+            for number, batch in enumerate(micro_batches):
+                set_draws(seed, step, number, rank, "train")
+                found.append(_real(forward(batch), batch))
+        mine = _joined(found)
+        everyone, start = self._gather(mine)
+        # What is no floating tensor, such as the label of each row, is gathered with the others and has no gradient.
+        leaves = {name: tensor.requires_grad_() for name, tensor in everyone.items() if tensor.is_floating_point()}
+        losses = self._step_loss(everyone)
+        check_weights(losses, denominators)
+        whole = objective(losses, denominators, scale)
+        slopes = dict(zip(leaves, torch.autograd.grad(whole, list(leaves.values()), allow_unused=True), strict=True))
+        for number, batch in enumerate(micro_batches):
+            weights.begin_micro_batch(last=number == len(micro_batches) - 1)
+            set_draws(seed, step, number, rank, "train")
+            outputs = forward(batch)
+            _backward(outputs, slopes, start, batch)
+            start += batch.num_rows
+        share = 1.0 if self._ranks.is_main else 0.0
+        return {name: loss.total.detach().double() * share for name, loss in losses.items()}
+
+    def evaluate(
+        self, forward: Callable[[Any], Outputs], blocks: Iterator[Sequence[Batch]], *, poll: Callable[[], None]
+    ) -> dict[str, Metric]:
+        """The loss of each block of rows as of a step, summed: `loss/<term>`, the same on every rank."""
+        sums: dict[str, Metric] = {}
+        with torch.no_grad():
+            for block in blocks:
+                poll()
+                everyone, _ = self._gather(_joined([_real(forward(batch), batch) for batch in block]))
+                for name, loss in self._step_loss(everyone).items():
+                    key = f"loss/{name}"
+                    sums[key] = sums.get(key, Metric(0.0, 0.0)) + Metric(float(loss.total), loss.weight)
+        return sums
+
+    def _gather(self, mine: Outputs) -> tuple[dict[str, torch.Tensor], int]:
+        """The outputs of all ranks in their order, and where this rank's begin."""
+        rows = len(next(iter(mine.values())))
+        if self._ranks.mesh is None:
+            return {name: tensor.clone() for name, tensor in mine.items()}, 0
+        # Ranks that work on the same rows have the same outputs: of each such group the first counts.
+        together = self._ranks.layout.model_ranks
+        counts = self._ranks.gather(rows)[::together]
+        largest = max(counts)
+        everyone = {}
+        for name, tensor in mine.items():
+            padded = tensor.new_zeros((largest, *tensor.shape[1:]))
+            padded[:rows] = tensor
+            parts = [torch.empty_like(padded) for _ in range(self._ranks.world_size)]
+            dist.all_gather(parts, padded)
+            counted = zip(parts[::together], counts, strict=True)
+            everyone[name] = torch.cat([part[:count] for part, count in counted])
+        return everyone, sum(counts[: self._ranks.data_rank])
+
+
+def _real(outputs: Outputs, batch: Batch) -> dict[str, torch.Tensor]:
+    """The outputs of the rows that count, without a graph."""
+    if not isinstance(outputs, Mapping) or not outputs:
+        raise ModelError(
+            f"outputs returned a {type(outputs).__name__}, not a dict of tensors",
+            where="WholeStepAdapter.outputs",
+            remedy='return {"name": tensor of shape [rows, …], …}',
+        )
+    for name, tensor in outputs.items():
+        shape = f"shape {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"type {type(tensor).__name__}"
+        if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0 or len(tensor) != len(batch.rows):
+            raise ModelError(
+                f"the output {name!r} has {shape}, the micro-batch {len(batch.rows)} rows",
+                where="WholeStepAdapter.outputs",
+                remedy="give each output one entry per row in its first dimension (tensor.expand for a scalar)",
+            )
+    return {name: tensor.detach()[: batch.num_rows] for name, tensor in outputs.items()}
+
+
+def _joined(pieces: Sequence[Outputs]) -> dict[str, torch.Tensor]:
+    return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+
+
+def _backward(outputs: Outputs, slopes: Mapping[str, torch.Tensor | None], start: int, batch: Batch) -> None:
+    """Send this micro-batch's part of the gradient back; a filler's is zero, its graph walked for others' sake."""
+    stop = start + batch.num_rows
+    terms = []
+    for name, tensor in outputs.items():
+        if not tensor.requires_grad:
+            continue
+        slope = slopes[name]
+        if slope is None or batch.is_filler:
+            terms.append((tensor * 0.0).sum())
+        else:
+            terms.append((tensor * slope[start:stop]).sum())
+    if not terms:
+        raise ModelError(
+            f"no output has a graph: {', '.join(outputs)}",
+            where="WholeStepAdapter.outputs",
+            remedy="return what model(…) computes; .detach() and torch.no_grad() cut the graph",
+        )
+    sum(terms[1:], terms[0]).backward()

@@ -1,0 +1,102 @@
+"""What goes wrong where a user's methods meet the batches of a user's loader, said in terms of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from shardtune.data.user_loader.batch import COLLATE, MissingField, kind_of, missing_field
+from shardtune.errors import DataError, ModelError
+
+DEVICES = ("on the same device", "is not on the expected device", "tensors on different devices", "device type of")
+"""What torch says when tensors are not on one device."""
+
+
+@contextmanager
+def explaining(method: str, batch: Any, device: torch.device) -> Iterator[None]:
+    """Inside, a method of the user's works on a batch; an error that the batch explains is raised as that.
+
+    Args:
+        method: its name.
+        batch: what it was given.
+        device: where the model is.
+    """
+    try:
+        yield
+    except MissingField as error:
+        raise MissingField(error.what, where=f"{method}; {COLLATE}", remedy=error.remedy) from error
+    except KeyError as error:
+        if isinstance(batch, Mapping) and error.args and error.args[0] not in batch and _reads(batch, error):
+            raise missing_field(error.args[0], batch) from error
+        raise
+    except (TypeError, AttributeError) as error:
+        if isinstance(batch, (list, tuple)):
+            raise _not_a_dict(method, batch) from error
+        raise
+    except RuntimeError as error:
+        if any(sign in str(error) for sign in DEVICES):
+            raise _elsewhere(method, batch, device, error) from error
+        raise
+
+
+def _reads(batch: Any, error: BaseException) -> bool:
+    """Whether the innermost function that an error came through holds the batch."""
+    frames = list(_frames(error.__traceback__))
+    return any(value is batch for value in frames[-1].values()) if frames else False
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[dict[str, Any]]:
+    """The local variables of each function that an error came through, the outermost first."""
+    while traceback is not None:
+        yield traceback.tb_frame.f_locals
+        traceback = traceback.tb_next
+
+
+def _not_a_dict(method: str, batch: Any) -> DataError:
+    return DataError(
+        f"the loader yields {kind_of(batch)}, and {method} treats it as one dict of tensors",
+        where=f"{method}; {COLLATE}",
+        remedy="let collate_fn return one dict, each field stacked: torch.stack([sample[name] for sample in samples])",
+    )
+
+
+def _elsewhere(method: str, batch: Any, device: torch.device, error: BaseException) -> ModelError:
+    """Tensors on several devices: the fields that the method passed on as they were, else all that lie elsewhere."""
+    fields = dict(batch) if isinstance(batch, Mapping) else {"batch": batch}
+    away = {name: value for name, value in fields.items() if isinstance(value, torch.Tensor) and value.device != device}
+    used = [name for name, value in away.items() if _was_used(value, batch, error)]
+    named = used or list(away)
+    places = ", ".join(f"{name!r} on {away[name].device}" for name in named)
+    first = named[0] if named else "name"
+    what = f"a field of the batch is still on another device: {places}" if named else str(error).splitlines()[0]
+    return ModelError(
+        f"{what}; the model is on {device}",
+        where=method,
+        remedy=f'move every field before the model sees it: batch["{first}"].to(self.device)',
+    )
+
+
+def _was_used(tensor: torch.Tensor, batch: Any, error: BaseException) -> bool:
+    """Whether some function that the error came through holds the tensor itself, and not only the batch around it."""
+    for names in _frames(error.__traceback__):
+        for value in names.values():
+            if value is tensor:
+                return True
+            inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+            if value is not batch and not _is_copy(value, batch) and any(item is tensor for item in inner):
+                return True
+    return False
+
+
+def _is_copy(value: Any, batch: Any) -> bool:
+    """Whether a dict holds just what the batch holds."""
+    return (
+        isinstance(value, Mapping)
+        and isinstance(batch, Mapping)
+        and value.keys() == batch.keys()
+        and all(value[name] is batch[name] for name in batch)
+    )

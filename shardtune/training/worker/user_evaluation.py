@@ -1,0 +1,164 @@
+"""Evaluation by a user's own method over the batches of a user's own loader; every sample counts once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from itertools import count, islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from shardtune.batch import Metric
+from shardtune.data.user_loader.batch import SameFields, rows_of, with_names
+from shardtune.data.user_loader.rng import LoaderDraws
+from shardtune.errors import DataError, ModelError
+from shardtune.parallel.ranks import Ranks
+from shardtune.training.worker.user_errors import explaining
+
+EVALUATE = "get_eval_model_output"
+ACCURACY = "eval_accuracy"
+EvalOutput = int | float | torch.Tensor | Mapping[str, Metric | tuple[float, float]]
+
+
+def sum_user_batches(
+    evaluate: Callable[[Any], Any],
+    batches: Iterable[Any],
+    ranks: Ranks,
+    *,
+    sharded: bool,
+    num_samples: int | None,
+    name: str,
+    poll: Callable[[], None],
+    draws: LoaderDraws | None = None,
+    say: Callable[[str], None] = print,
+) -> dict[str, Metric]:
+    """Sum what a user's own method measures over the batches of a user's own loader.
+
+    Args:
+        evaluate: a batch to the number of its samples that are correct, or to a dict of (sum, weight).
+        batches: this rank's if `sharded`, otherwise all of them, of which batch i is rank i mod ranks'.
+        ranks: over which the sums are taken.
+        sharded: whose batches they are.
+        num_samples: how many there are; to see fewer is an error.
+        name: of the evaluation set.
+        poll: called before each batch, by all ranks alike.
+        draws: seeds what the batches draw, so that every evaluation sees the same; None: nothing does.
+        say: told what is worth knowing.
+    """
+    require_all_samples(batches, name)
+    sums: dict[str, Metric] = {}
+    fields, seen = SameFields(), 0.0
+    with torch.no_grad():
+        for number, (batch, counts) in enumerate(_turns(_seeded(batches, draws), ranks, sharded)):
+            poll()
+            fields.check(batch, number)
+            with explaining(EVALUATE, batch, ranks.device):
+                output = evaluate(with_names(batch))
+            if not counts:
+                continue
+            size = rows_of(batch)
+            seen += math.nan if size is None else size
+            for key, metric in metrics_of(output, size).items():
+                sums[key] = sums.get(key, Metric(0.0, 0.0)) + metric
+    total = ranks.sum([seen])[0]
+    if num_samples is not None and total < num_samples:
+        raise _too_few(int(total), f"{num_samples} that build_dataloader announced", name)
+    if num_samples is not None and total > num_samples:
+        say(
+            f"evaluation set {name}: {int(total)} samples were seen, {num_samples} announced, so some count more than "
+            "once (torch's DistributedSampler repeats samples to fill up ranks); without sharded: true each counts once"
+        )
+    return ranks.reduce_metrics(sums)
+
+
+def metrics_of(output: Any, size: int | None) -> dict[str, Metric]:
+    """What an eval method returned, as (sum, weight) by name.
+
+    Args:
+        output: the number of correct samples, or a dict of (sum, weight).
+        size: samples in the batch; None where it does not tell.
+    """
+    if isinstance(output, Mapping):
+        return {str(name): _pair(name, value) for name, value in output.items()}
+    if not isinstance(output, (int, float, torch.Tensor)) or (isinstance(output, torch.Tensor) and output.numel() != 1):
+        raise _no_result(output, "neither a number of correct samples nor a dict of (sum, weight)")
+    if size is None:
+        raise _no_result(output, "and the batch does not tell how many samples it holds, so that is no share")
+    correct = float(output)
+    if not 0 <= correct <= size:
+        raise _no_result(output, f"which is no number of correct samples in a batch of {size}")
+    return {ACCURACY: Metric(correct, float(size))}
+
+
+def _pair(name: Any, value: Any) -> Metric:
+    if isinstance(value, Metric):
+        return value
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise _no_result(value, f"as {name!r}, not a pair (sum, weight)")
+    return Metric(float(value[0]), float(value[1]))
+
+
+def _no_result(output: Any, why: str) -> ModelError:
+    what = f"a tensor of shape {list(output.shape)}" if isinstance(output, torch.Tensor) else repr(output)[:60]
+    return ModelError(
+        f"{EVALUATE} returned {what}, {why}",
+        where=EVALUATE,
+        remedy="return how many samples of this batch are correct, or {name: (sum, weight)}",
+    )
+
+
+def require_all_samples(batches: Iterable[Any], name: str) -> None:
+    """Refuse a torch loader that leaves the last samples of an evaluation set out."""
+    if not isinstance(batches, DataLoader) or not batches.drop_last or batches.batch_size is None:
+        return
+    total = len(batches.sampler) if isinstance(batches.sampler, Sized) else 0
+    left_out = total % batches.batch_size
+    if left_out:
+        raise _too_few(total - left_out, f"{total} that there are: the loader has drop_last=True", name)
+
+
+def _too_few(seen: int, wanted: str, name: str) -> DataError:
+    return DataError(
+        f"evaluation saw {seen} samples of the {wanted}",
+        where=f"evaluation set {name}",
+        remedy="build the evaluation loader with drop_last=False",
+    )
+
+
+def _seeded(batches: Iterable[Any], draws: LoaderDraws | None) -> Iterator[Any]:
+    """The batches, what they draw the same each time."""
+    if draws is None:
+        yield from batches
+        return
+    source = draws.begin(0)
+    for number in count():
+        draws.before(0, number)
+        try:
+            batch = next(source)
+        except StopIteration:
+            return
+        yield batch
+
+
+def _turns(source: Iterator[Any], ranks: Ranks, sharded: bool) -> Iterator[tuple[Any, bool]]:
+    """This rank's batch of each turn, and whether it counts.
+
+    A forward of a sharded model is one of all ranks, so all of them have as many turns: a rank without a batch goes
+    through another once more.
+    """
+    spare: list[Any] = []
+    while True:
+        taken = list(islice(source, 1 if sharded else ranks.num_data_ranks))
+        if not (ranks.largest(len(taken)) if sharded else len(taken)):
+            return
+        spare = taken[:1] or spare
+        mine = taken if sharded else taken[ranks.data_rank : ranks.data_rank + 1]
+        if not mine and not spare:
+            raise DataError(
+                f"rank {ranks.rank} has no batch to evaluate while others have",
+                where="build_dataloader",
+                remedy="let the loader yield all batches on every rank (without sharded: true)",
+            )
+        yield (mine or spare)[0], bool(mine)

@@ -1,0 +1,36 @@
+"""The fingerprint of weights that checkpoints leave out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from shardtune.checkpoint.base_weights import fingerprint
+from shardtune.config import LoraConfig
+from shardtune.parallel.meta_init import shard_of
+from shardtune.training.build.lora import from_elsewhere
+from tests.support.adapted import adapted
+from tests.support.dist.ranks import run_ranks
+from tests.support.tiny_checkpoint import saved
+
+
+def fingerprints(base: Path) -> dict[str, str]:
+    told = {}
+    for dtype, precision in (("auto", "fp32"), ("auto", "fp64"), ("bf16", "bf16"), ("nf4", "bf16")):
+        model, _, ranks = adapted(base, LoraConfig(r=2, base_dtype=dtype), precision)
+        names = from_elsewhere(model)
+        told[f"{dtype} {precision}"] = fingerprint(model, names, ranks)
+        with torch.no_grad():
+            shard_of(model.get_parameter("model.norm.weight")).local.mul_(1.0078125)
+        told[f"{dtype} {precision}, another norm"] = fingerprint(model, names, ranks)
+    return told
+
+
+def test_it_is_of_the_values_and_not_of_ranks_or_the_dtype_that_holds_them(tmp_path: Path) -> None:
+    saved("qwen2_tied", tmp_path, torch.bfloat16)
+    alone = fingerprints(tmp_path)
+    assert run_ranks(fingerprints, 2, tmp_path) == [alone] * 2
+    assert run_ranks(fingerprints, 3, tmp_path) == [alone] * 3
+    assert alone["auto fp32"] == alone["auto fp64"] == alone["bf16 bf16"]
+    assert len({value for key, value in alone.items() if key.startswith(("auto fp32", "nf4"))}) == 4

@@ -1,0 +1,76 @@
+"""Talking to a model: turns are kept, forgotten with /reset, and an answer may be broken off."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardtune.cli.chat import chat
+from shardtune.evaluate.generate import Sampling
+from shardtune.run.api import Run
+
+
+class Encoder:
+    @staticmethod
+    def prompt(messages: list[dict[str, Any]]) -> np.ndarray:
+        asked.append([f"{turn['role']}: {turn['content']}" for turn in messages])
+        return np.zeros(1, np.int32)
+
+
+class Worker:
+    """Answers `re <turn>`; breaks off at "stop"."""
+
+    tokenizer = object()
+
+    def chat_encoder(self) -> Encoder:
+        return Encoder()
+
+    def generator(self) -> Worker:
+        return self
+
+    def answers(self, prompts: list[np.ndarray], sampling: Sampling, streamer: object) -> list[str]:
+        last = asked[-1][-1].removeprefix("user: ")
+        if last == "stop":
+            raise KeyboardInterrupt
+        return [f"re {last}"]
+
+
+asked: list[list[str]] = []
+
+
+def talk(monkeypatch: pytest.MonkeyPatch, *lines: str, system: str | None = None) -> list[list[str]]:
+    """The conversations that were answered."""
+    asked.clear()
+    typed: Iterator[str] = iter(lines)
+
+    def read(_: str = "") -> str:
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr(builtins, "input", read)
+    monkeypatch.setattr("shardtune.cli.chat.answering", lambda run, checkpoint: Worker())
+    chat(Run(Path("nowhere")), "final", system, Sampling())
+    return asked
+
+
+def test_turns_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert talk(monkeypatch, "a", " b ", system="s")[-1] == ["system: s", "user: a", "assistant: re a", "user: b"]
+
+
+def test_reset_forgets_all_but_the_system_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert talk(monkeypatch, "a", "/reset", "b", system="s")[-1] == ["system: s", "user: b"]
+
+
+def test_an_empty_line_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert talk(monkeypatch, "a", "", "b") == [["user: a"]]
+
+
+def test_an_answer_that_is_broken_off_was_never_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert talk(monkeypatch, "a", "stop", "b")[-1] == ["user: a", "assistant: re a", "user: b"]

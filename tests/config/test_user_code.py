@@ -1,0 +1,115 @@
+"""The user's own code: imported once per process, from the parent, the ranks and the processes that read data."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardtune.config.user_code import import_file, import_plugins, load_function, user_fault
+from shardtune.errors import ConfigError
+from tests.support.dist.ranks import run_ranks
+
+
+def names_in_ranks(file: str) -> tuple[str, bytes]:
+    """The module's name in this process, and an object of a class of it, pickled."""
+    import_plugins([file])
+    module = import_file(Path(file), "plugins")
+    return module.__name__, pickle.dumps(module.Box(7))
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Path:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from pathlib import Path\n"
+        "count = Path(__file__).with_suffix('.count')\n"
+        "count.write_text(count.read_text() + 'x' if count.exists() else 'x')\n"
+        "class Box:\n"
+        "    def __init__(self, value): self.value = value\n"
+        "def double(value): return 2 * value\n"
+    )
+    return file
+
+
+def test_a_file_is_imported_once(plugin: Path) -> None:
+    import_plugins([str(plugin)])
+    assert load_function(f"{plugin}:double", "eval.match")(4) == 8
+    assert plugin.with_suffix(".count").read_text() == "x"
+
+
+def test_its_objects_travel_between_processes(plugin: Path) -> None:
+    import_plugins([str(plugin)])
+    for name, pickled in run_ranks(names_in_ranks, 2, str(plugin)):
+        assert name in sys.modules
+        assert pickle.loads(pickled).value == 7
+
+
+def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(f"def here(): return {folder!r}\n")
+    assert [load_function(f"{tmp_path / folder}/mine.py:here", "x")() for folder in "ab"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("line", ["import beside", "from beside.inner import x", "from .beside import x"])
+def test_what_lies_beside_a_file_is_told_to_be_out_of_reach(tmp_path: Path, line: str) -> None:
+    (tmp_path / "beside.py").write_text("x = 1\n")
+    (tmp_path / "mine.py").write_text(f"{line}\n")
+    with pytest.raises(ConfigError, match="what lies beside it is not on Python's path") as caught:
+        import_file(tmp_path / "mine.py", "actor.model.adapter")
+    assert caught.match("mine.py:1")
+
+
+def test_a_module_that_is_nowhere_is_no_matter_of_files_beside(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import no_such_module_anywhere\n")
+    with pytest.raises(ConfigError, match=r"python .*mine.py shows the whole error"):
+        import_file(tmp_path / "mine.py", "actor.model.adapter")
+
+
+def test_a_module_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "installed_plugin_of_mine.py").write_text("loaded = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import_plugins(["installed_plugin_of_mine"])
+    assert sys.modules["installed_plugin_of_mine"].loaded
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import math\n\nmath.sine(1)\n", r"AttributeError: .*'sine'(?s:.*)mine\.py:3"),
+        ("def f(:\n", r"SyntaxError(?s:.*)mine\.py:1"),
+        ("import sys\nsys.exit(3)\n", r"SystemExit: 3(?s:.*)mine\.py:2"),
+    ],
+)
+def test_what_does_not_import_is_told_with_its_line(tmp_path: Path, code: str, said: str) -> None:
+    (tmp_path / "mine.py").write_text(code)
+    for _ in range(2):  # a module that failed is not left half-made
+        with pytest.raises(ConfigError, match=said):
+            import_plugins([str(tmp_path / "mine.py")])
+
+
+def test_a_function_that_is_not_there_names_those_that_are(plugin: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no function or class 'triple'(?s:.*)double"):
+        load_function(f"{plugin}:triple", "eval.match")
+
+
+def test_a_mistake_in_a_users_file_is_told_from_there_on(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def inner():\n    return {}['x']\n\n\ndef outer():\n    return inner()\n")
+    outer = load_function(f"{file}:outer", "somewhere")
+    with pytest.raises(KeyError) as caught:
+        outer()
+    told = user_fault(caught.value)
+    assert told is not None
+    assert (told.what, told.where, told.exit_code) == ("KeyError: 'x'", f"{file}:2, in inner", 2)
+    assert "return inner()" in told.remedy
+    assert __file__ not in told.remedy
+
+
+def test_any_other_error_stays_what_it_is() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        _ = 1 / 0
+    assert user_fault(caught.value) is None

@@ -1,0 +1,222 @@
+"""Which rows are recognised as what, what they become, and what is said about the others."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shardtune.data.encoder import RowError
+from shardtune.data.row_formats import Chat, Completion, Text, as_row, read_example, recognise, rename_columns
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+ROWS = {
+    "messages": {"messages": [user("Hi"), assistant("Hello")]},
+    "sharegpt": {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+    "instruction": {"instruction": "Hi", "input": "", "output": "Hello"},
+    "question_answer": {"question": "Hi", "answer": "Hello", "id": 7},
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_chats(name):
+    assert recognise(ROWS[name]).name == name
+    example = read_example(ROWS[name])
+    assert example == Chat((user("Hi"), assistant("Hello")), (None, None))
+    assert read_example(ROWS[name], name) == example
+
+
+def test_texts():
+    assert read_example({"prompt": "2+2=", "completion": "4"}) == Completion("2+2=", "4")
+    assert read_example({"text": "Once upon a time"}) == Text("Once upon a time")
+
+
+def test_numbers_are_answers_too():
+    example = read_example({"question": "6*7?", "answer": 42})
+    assert isinstance(example, Chat)
+    assert example.messages[1]["content"] == "42"
+
+
+def test_instruction_with_input_system_and_history():
+    row = {
+        "system": "Be brief.",
+        "history": [["One?", "1"], ["Two?", "2"]],
+        "instruction": "Translate",
+        "input": "Haus",
+        "output": "house",
+    }
+    example = read_example(row)
+    assert isinstance(example, Chat)
+    assert [message["content"] for message in example.messages] == [
+        "Be brief.", "One?", "1", "Two?", "2", "Translate\n\nHaus", "house"
+    ]  # fmt: skip
+    assert example.messages[0]["role"] == "system"
+
+
+def test_prompt_and_completion_as_messages_train_the_completion_alone():
+    prompt = [user("Hi"), assistant("Hello", weight=1), user("2+2?")]
+    example = read_example({"prompt": prompt, "completion": [assistant("4")]})
+    assert isinstance(example, Chat)
+    assert [message["content"] for message in example.messages] == ["Hi", "Hello", "2+2?", "4"]
+    assert example.weights == (None, 0.0, None, None)
+
+
+def test_messages_in_full():
+    row = {
+        "messages": [
+            {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
+            user("Weather?"),
+            assistant(None, tool_calls=[{"function": {"name": "look", "arguments": '{"at": "sky"}'}}], loss_weight=0.5),
+            {"role": "tool", "content": "blue", "name": "look"},
+            assistant("Fine.", reasoning_content="blue is fine", loss_weight=None),
+        ],
+        "tools": json.dumps([{"name": "look", "parameters": {}}]),
+    }
+    example = read_example(row)
+    assert isinstance(example, Chat)
+    assert example.messages[0] == {"role": "system", "content": "Be brief."}
+    function = {"name": "look", "arguments": {"at": "sky"}}
+    call = {"type": "function", "function": function, "id": "call00001"}
+    assert example.messages[2] == assistant("", tool_calls=[call])
+    assert example.messages[3] == {"role": "tool", "content": "blue", "name": "look", "tool_call_id": "call00001"}
+    assert example.messages[4] == assistant("Fine.", reasoning_content="blue is fine")
+    assert example.weights == (None, None, 0.5, None, None)
+    assert example.tools == ({"type": "function", "function": {"name": "look", "parameters": {}}},)
+
+
+def test_sharegpt_calls_and_observations():
+    calls = [{"name": "a", "arguments": {}}, {"name": "b", "arguments": {"x": 1}}]
+    row = {
+        "conversations": [
+            {"from": "human", "value": "Do it"},
+            {"from": "function_call", "value": json.dumps(calls)},
+            {"from": "observation", "value": "1"},
+            {"from": "tool", "value": "2"},
+            {"from": "gpt", "value": "Done"},
+        ],
+        "system": "Be brief.",
+        "tools": "",
+    }
+    example = read_example(row)
+    assert isinstance(example, Chat)
+    assert [message["role"] for message in example.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+    ]
+    assert [call["function"] for call in example.messages[2]["tool_calls"]] == calls
+    ids = [call["id"] for call in example.messages[2]["tool_calls"]]
+    assert [message["tool_call_id"] for message in example.messages[3:5]] == ids
+    assert example.tools is None
+
+
+def test_messages_as_json_text():
+    assert read_example({"messages": json.dumps(ROWS["messages"]["messages"])}) == read_example(ROWS["messages"])
+
+
+@pytest.mark.parametrize("row", [*ROWS.values(), {"text": "a"}, {"prompt": "a", "completion": "b"}])
+def test_as_row_is_read_back_unchanged(row):
+    example = read_example(row)
+    assert read_example(as_row(example)) == example
+
+
+def test_as_row_keeps_weights_and_tools():
+    row = {"messages": [user("Hi"), assistant("Hello", loss_weight=0.5)], "tools": [{"name": "look"}]}
+    example = read_example(row)
+    assert read_example(as_row(example)) == example
+
+
+def test_rename_columns():
+    row = {"problem": "2+2?", "solution": "4", "question": "an id", "other": 1}
+    renamed = rename_columns(row, {"question": "problem", "answer": "solution"})
+    assert renamed == {"question": "2+2?", "answer": "4", "other": 1}
+    with pytest.raises(RowError, match=r"'problme', which the row does not have \(its keys: problem"):
+        rename_columns(row, {"question": "problme"})
+
+
+CHAT_FAULTS = [
+    ([user("Hi")], "no assistant turn"),
+    ([], "messages is empty"),
+    ([user("Hi"), assistant("  ")], "message 2: the assistant's answer is empty"),
+    ([user("Hi"), assistant(None)], "message 2: the assistant's answer is empty"),
+    ([{"role": "critic", "content": "no"}, assistant("a")], "message 1: the role 'critic' is not known"),
+    ([{"content": "no"}, assistant("a")], "message 1: no role"),
+    (["Hi", "Hello"], "message 1 of messages is str"),
+    ([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}, assistant("a")], "type 'image'"),
+    ([{"role": "user", "content": [{"type": "text"}]}, assistant("a")], "without text"),
+    ([{"role": "user", "content": 7}, assistant("a")], "message 1: the content is int"),
+    ([user("Hi"), assistant("a", loss_weight=-1)], "message 2: loss_weight is -1"),
+    ([user("Hi"), assistant("a", loss_weight="much")], "loss_weight is 'much'"),
+    ([user("Hi"), assistant("a", loss_weight=float("nan"))], "loss_weight is nan"),
+    ([user("Hi"), assistant("a", loss_weight=1, weight=1)], "both loss_weight and weight"),
+    ([{**user("Hi"), "tool_calls": [{"name": "a"}]}, assistant("a")], "tool_calls in a user turn"),
+    ([user("Hi"), assistant("", tool_calls=[{"arguments": {}}])], "a tool call without a name"),
+    (
+        [user("Hi"), assistant("", tool_calls=[{"name": "a", "arguments": "{x"}])],
+        "arguments of a is text, but not JSON",
+    ),
+    ([user("Hi"), assistant("", tool_calls=[{"name": "a", "arguments": [1]}])], "arguments of a are not an object"),
+]
+
+
+@pytest.mark.parametrize(("messages", "message"), CHAT_FAULTS)
+def test_faulty_chats(messages, message):
+    with pytest.raises(RowError, match=message):
+        read_example({"messages": messages})
+
+
+ROW_FAULTS = [
+    ({"question": "Hi", "answer": ""}, "message 2: the assistant's answer is empty"),
+    ({"question": " ", "answer": "a"}, "the question is empty"),
+    ({"question": "Hi", "answer": None}, "looks like question/answer, but has no answer"),
+    ({"question": "Hi", "answer": ["a"]}, "answer is list, not text"),
+    ({"question": "Hi", "answer": True}, "answer is bool, not text"),
+    ({"instruction": "", "input": "", "output": "a"}, "the instruction is empty"),
+    ({"instruction": "a", "output": "b", "history": ["x"]}, "history is not a list of"),
+    ({"prompt": "a", "completion": ""}, "the completion is empty"),
+    ({"prompt": "a", "completion": [assistant("b")]}, "both be text, or both lists"),
+    ({"text": "\n"}, "the text is empty"),
+    ({"messages": "[{"}, "messages is text, but not JSON"),
+    ({"messages": {"role": "user"}}, "messages is not a list"),
+    ({"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "look()"}]}, "not JSON"),
+    ({"messages": [user("a"), assistant("b")], "images": ["a.png"]}, "the row has images, but this model takes text"),
+    ({"messages": [user("a"), assistant("b")], "tools": {"name": "a"}}, "tools is dict"),
+    ({"messages": [user("a"), assistant("b")], "tools": [{"description": "a"}]}, "tool definition without a name"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), ROW_FAULTS)
+def test_faulty_rows(row, message):
+    with pytest.raises(RowError, match=message):
+        read_example(row)
+
+
+def test_unknown_format_lists_keys_and_formats():
+    with pytest.raises(RowError) as caught:
+        read_example({"problem": "2+2?", "solution": "4"})
+    reason = caught.value.reason
+    assert "Its keys: problem, solution" in reason
+    assert "question/answer (question, answer)" in reason
+    assert "data.columns" in reason
+
+
+def test_named_format_that_does_not_fit():
+    with pytest.raises(RowError, match="no instruction and no output, which instruction/input/output needs"):
+        read_example(ROWS["question_answer"], "instruction")
+
+
+def test_an_excluded_answer_may_be_empty():
+    example = read_example({"messages": [user("Hi"), assistant("", loss_weight=0), user("Hm?"), assistant("Yes")]})
+    assert isinstance(example, Chat)
+    assert example.weights[1] == 0

@@ -1,0 +1,96 @@
+"""Samples are divided so that none is lost or doubled, and their weights add up to one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from shardtune import NeedParallel
+from shardtune.config.rank_layout import Layout
+from shardtune.engine.split_arguments import divide
+from shardtune.errors import DataError
+
+
+def parts(data: object, layout: Layout, **options: object) -> list:
+    weighed = bool(options.pop("weighed", False))
+    return divide([NeedParallel(data, **options)], {}, layout, weighed=weighed)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("size", range(1, 12))
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_each_sample_goes_to_one_rank(size: int, ranks: int):
+    found = parts(list(range(size)), Layout(1, ranks))
+    assert [sample for part in found if not part.idle for sample in part.args[0]] == list(range(size))
+    assert sum(part.share for part in found) == pytest.approx(1.0, abs=1e-15)
+    for part in found:
+        assert part.args[0], "a rank without samples computes on another's"
+        assert part.share == (0.0 if part.idle else len(part.args[0]) / size)
+
+
+def test_one_sample_over_four_ranks():
+    found = parts([[1, 2, 3]], Layout(1, 4))
+    assert [part.idle for part in found].count(False) == 1
+    assert [part.args[0] for part in found] == [[[1, 2, 3]]] * 4
+
+
+def test_tensors_arrays_tuples_and_dicts():
+    data = {"a": torch.arange(6).view(3, 2), "b": np.arange(3), "c": {"d": ("x", "y", "z")}}
+    first, second = parts(data, Layout(1, 2))
+    assert (first.args[0]["a"].tolist(), first.args[0]["b"].tolist()) == ([[0, 1]], [0])
+    assert second.args[0]["c"]["d"] == ("y", "z")
+    whole = data["a"]
+    assert isinstance(whole, torch.Tensor)
+    assert first.args[0]["a"].untyped_storage().nbytes() < whole.untyped_storage().nbytes(), "the whole would travel"
+
+
+def test_ranks_that_share_a_model_get_the_same_samples():
+    found = parts([0, 1, 2, 3], Layout(1, 2, sequence=1, tensor=2))
+    assert [part.args[0] for part in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [part.share for part in found] == [0.5] * 4
+
+
+def test_weights_of_samples():
+    found = parts(["a", "b", "c"], Layout(1, 2), weights=[1, 2, 5])
+    assert [part.share for part in found] == [1 / 8, 7 / 8]
+    handed = parts(["a", "b", "c"], Layout(1, 2), weights=[1, 2, 5], weighed=True)
+    assert [part.kwargs["weights"].tolist() for part in handed] == [[1 / 8], [2 / 8, 5 / 8]]
+    assert [part.share for part in handed] == [1.0, 1.0]
+
+
+def test_tokens_are_divided_among_ranks_that_share_sequences():
+    found = parts([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]], Layout(1, 1, sequence=2), type="seq")
+    assert [part.args[0] for part in found] == [[[1, 2, 3], [6, 7, 8]], [[4, 5], [9, 10]]]
+    # The first has three tokens that another follows, the second one.
+    assert [part.share for part in found] == [3 / 4, 1 / 4]
+    weighed = parts(torch.zeros(2, 5), Layout(1, 1, sequence=2), type="seq", weighed=True)
+    assert torch.cat([part.kwargs["weights"] for part in weighed], 1).sum().item() == pytest.approx(1.0)
+    assert weighed[1].kwargs["weights"].tolist() == [[1 / 8, 0], [1 / 8, 0]]
+
+
+def test_nothing_marked_goes_to_all_alike():
+    assert [part.share for part in divide([[1, 2]], {"b": 3}, Layout(1, 2, sequence=2), weighed=False)] == [0.25] * 4
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "told"),
+    [
+        ([], {}, "no samples"),
+        ("text", {}, "a str has no samples"),
+        (torch.tensor(3), {}, "no samples to divide"),
+        ({"a": [1], "b": [1, 2]}, {}, "1 and 2 samples"),
+        ([1, 2], {"weights": [1]}, "1 weights for 2 samples"),
+        ([1, 2], {"type": "sequence"}, "type is 'sequence'"),
+        ([[1, 2], [1, 2, 3]], {"type": "seq"}, "2 to 3 tokens"),
+        ([[1]], {"type": "seq"}, "cannot be divided"),
+        ([1, 2], {"type": "seq"}, "no sequence of tokens"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(data: object, options: dict, told: str):
+    with pytest.raises(DataError, match=told):
+        parts(data, Layout(1, 1, sequence=2), **options)
+
+
+def test_arguments_have_to_have_as_many_samples():
+    with pytest.raises(DataError, match="1 and 2 samples"):
+        divide([NeedParallel([1])], {"b": NeedParallel([1, 2])}, Layout(), weighed=False)

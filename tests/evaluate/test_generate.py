@@ -1,0 +1,157 @@
+"""Batched answers equal those of plain transformers to one prompt at a time; draws, stops, what counts as right."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from shardtune.batch import Prompt, Sample
+from shardtune.data.loader.packing import pack
+from shardtune.errors import ConfigError
+from shardtune.evaluate.generate import Generator, Matcher, Sampling
+from shardtune.models.adapter import LanguageRoot
+from shardtune.models.causal_lm import CausalLM
+from shardtune.parallel.ranks import Ranks
+from tests.support import tiny_checkpoint as tiny
+
+STOP = 2
+ALONE = Ranks(0, 1, torch.device("cpu"))
+KINDS = ("llama", "mistral", "gemma3", "qwen3_moe")
+PROMPTS = [np.arange(1, 1 + length, dtype=np.int32) * 7 % 60 + 3 for length in (3, 21, 1, 12, 30, 12)]
+
+
+class Words:
+    """Tokens as numbers in a text."""
+
+    @staticmethod
+    def decode(ids: list[int], **_: object) -> str:
+        return " ".join(map(str, ids))
+
+
+def packed(model: PreTrainedModel) -> LanguageRoot:
+    """The model as it is in training: its attention keeps packed rows apart, and it has been trained on some."""
+    adapter = CausalLM(model.config, precision="fp32", model=model)
+    root = LanguageRoot(adapter, adapter.build())
+    assert adapter.packs
+    samples = [Sample(prompt, np.ones(len(prompt), np.float32)) for prompt in PROMPTS[:2]]
+    weight = sum(sample.length - 1.0 for sample in samples)
+    root(pack(samples, [0, 1], {"ce": weight}))["ce"].total.backward()
+    return root
+
+
+def answers(root: LanguageRoot, prompts: list[np.ndarray], sampling: Sampling, rows: int = 4) -> list[list[int]]:
+    asked = [Prompt(prompt) for prompt in prompts]
+    made = Generator(root, Words(), [STOP], ALONE, rows).answers(asked, sampling)  # pyright: ignore
+    return [[int(word) for word in text.split()] for text in made]
+
+
+def alone(model: PreTrainedModel, prompt: np.ndarray, count: int) -> list[int]:
+    """What plain transformers answers to one prompt, up to its stop."""
+    ids = torch.from_numpy(prompt.astype(np.int64))[None]
+    out = model.generate(input_ids=ids, max_new_tokens=count, do_sample=False, eos_token_id=STOP, pad_token_id=0)
+    made = out[0, len(prompt) :].tolist()
+    return made[: made.index(STOP)] if STOP in made else made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_answer_as_plain_transformers_does_alone(kind: str) -> None:
+    """Windows of 8 tokens (mistral, gemma3), prompts of 1 to 30 tokens, left-padded together."""
+    reference = [alone(tiny.model(kind), prompt, 12) for prompt in PROMPTS]
+    got = answers(packed(tiny.model(kind)), PROMPTS, Sampling(max_new_tokens=12))
+    assert got == reference
+    assert len({tuple(answer) for answer in got}) > 1
+
+
+def test_a_router_that_is_trained_to_be_even_answers_as_ever() -> None:
+    """With `output_router_logits` transformers makes a balance loss of each forward; with a cache there is none."""
+    model = tiny.model("qwen3_moe")
+    reference = [alone(model, prompt, 12) for prompt in PROMPTS]
+    model.config.update({"output_router_logits": True, "router_aux_loss_coef": 0.1})
+    assert answers(packed(model), PROMPTS, Sampling(max_new_tokens=12)) == reference
+
+
+def test_answers_do_not_depend_on_the_batches() -> None:
+    root = packed(tiny.model("mistral"))
+    sampling = Sampling(max_new_tokens=8)
+    assert answers(root, PROMPTS, sampling, rows=1) == answers(root, PROMPTS, sampling, rows=64)
+
+
+def test_generation_ends_where_all_answers_have() -> None:
+    """The stop is whatever token comes third; nothing is computed beyond it, and it is no part of the answer."""
+    root = packed(tiny.model("llama"))
+    first = answers(root, PROMPTS[:1], Sampling(12))[0]
+    stop = first[2]
+    made: list[torch.Tensor] = []
+    inner = root.generate
+
+    def generate(*given: Any) -> torch.Tensor:
+        made.append(inner(*given))
+        return made[-1]
+
+    root.generate = generate
+    text = Generator(root, Words(), [stop], ALONE).answers([Prompt(PROMPTS[0])], Sampling(12))[0]  # pyright: ignore
+    until = first.index(stop)
+    assert text == Words.decode(first[:until])
+    assert made[0].shape[1] == len(PROMPTS[0]) + until + 1
+
+
+def test_draws_repeat_with_the_seed_and_only_with_it() -> None:
+    root = packed(tiny.model("llama"))
+    first = answers(root, PROMPTS, Sampling(8, temperature=1.5, seed=1))
+    torch.manual_seed(123)
+    assert answers(root, PROMPTS, Sampling(8, temperature=1.5, seed=1)) == first
+    assert answers(root, PROMPTS, Sampling(8, temperature=1.5, seed=2)) != first
+
+
+def test_a_small_top_p_is_greedy() -> None:
+    root = packed(tiny.model("llama"))
+    narrow = answers(root, PROMPTS, Sampling(6, temperature=1.0, top_p=1e-6, seed=3))
+    assert narrow == answers(root, PROMPTS, Sampling(6))
+
+
+def test_a_model_in_training_stays_so() -> None:
+    root = packed(tiny.model("llama"))
+    root.train()
+    answers(root, PROMPTS[:1], Sampling(2))
+    assert root.training
+
+
+# -- what counts as right ------------------------------------------------------------------------------------------
+
+
+def matcher(pattern: str | None, match: str | Callable[[str, str], bool] = "exact") -> Matcher:
+    return Matcher(re.compile(pattern) if pattern else None, match)
+
+
+@pytest.mark.parametrize(
+    ("made", "answer", "reference", "right"),
+    [
+        (matcher(None), " yes\n", "yes", True),
+        (matcher(None), "yes, sir", "yes", False),
+        (matcher(r"#### (\S+)"), "so #### 4 no, #### 5", "it is #### 5", True),
+        (matcher(r"#### (\S+)"), "five", "#### 5", None),
+        (matcher(r"#### (\S+)"), "#### 5", "5", True),
+        (matcher(r"#### (\S+)"), "#### 5.0", "#### 5", False),
+        (matcher(r"#### (\S+)", "numeric"), "#### 5.0", "#### 5", True),
+        (matcher(r"#### (\S+)", "numeric"), "#### $1,234.50", "#### 1234.5", True),
+        (matcher(r"#### (\S+)", "numeric"), "#### five", "#### 5", False),
+        (matcher(r"#### (\S+)", "numeric"), "#### five", "#### five", False),
+        (matcher(r"(\w+)$", lambda got, wanted: got.lower() == wanted.lower()), "it is YES", "yes", True),
+    ],
+)
+def test_what_counts_as_right(made: Matcher, answer: str, reference: str, right: bool | None) -> None:
+    assert made.correct(answer, reference) is right
+
+
+def test_a_matching_function_that_raises_is_named() -> None:
+    def match(got: str, wanted: str) -> bool:
+        return float(got) == float(wanted)
+
+    with pytest.raises(ConfigError, match=r"(?s)eval.match raised ValueError.*'many'"):
+        matcher(None, match).correct("many", "5")

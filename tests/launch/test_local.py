@@ -1,0 +1,83 @@
+"""What the user is told of the ranks' ends: the first error, with its rank."""
+
+from __future__ import annotations
+
+import socket
+from importlib.metadata import version
+
+import pytest
+
+from shardtune.errors import CheckpointError, ConfigError, Interrupted, ParallelError
+from shardtune.launch.local import (
+    RankFailed,
+    RankReport,
+    ReportedError,
+    free_port,
+    lost_a_peer,
+    raise_outcome,
+    run_ranks,
+    write_report,
+)
+
+PEER = RankReport(0, 2.0, False, True, "Connection closed by peer")
+BUG = RankReport(1, 1.0, False, False, "Traceback: ValueError: on purpose")
+MISTAKE = RankReport(1, 1.0, True, False, "the recipe is wrong")
+
+
+def test_all_is_well(capfd: pytest.CaptureFixture[str]) -> None:
+    """As many ranks as asked for have run the command, and nothing is raised."""
+    run_ranks(["--version"], 2)
+    assert capfd.readouterr().out.splitlines() == [f"shardtune {version('shardtune')}"] * 2
+
+
+def test_a_stop_that_comes_after_the_end_changes_nothing() -> None:
+    raise_outcome([0, 0], [], told=True)
+    with pytest.raises(Interrupted):
+        raise_outcome([0, 75], [], told=True)
+
+
+@pytest.mark.parametrize(
+    ("codes", "reports", "told", "error", "message"),
+    [
+        ([1, 1], [BUG, PEER], False, RankFailed, "rank 1 failed:\nTraceback"),
+        ([1, -9], [PEER], False, RankFailed, "rank 1 was ended by SIGKILL (out of memory?)"),
+        ([-11, 1], [PEER], False, RankFailed, "rank 0 was ended by SIGSEGV"),
+        ([-6, 1], [BUG], False, RankFailed, "rank 1 failed"),  # the abort follows from the error
+        ([None, 1], [BUG], False, RankFailed, "rank 1 failed"),  # the other had to be killed
+        ([1, 2], [MISTAKE, PEER], False, ReportedError, "the recipe is wrong"),
+        ([75, 75], [], True, Interrupted, "the same command continues"),
+        ([75, 1], [PEER], False, Interrupted, "the same command continues"),  # stopped before training, one rank alone
+        ([75, -15], [], True, Interrupted, "the same command continues"),  # before it could listen
+        ([0, -15], [], False, RankFailed, "rank 1 was ended by SIGTERM"),
+        ([1, 1], [PEER], False, RankFailed, "rank 0 failed:\nConnection closed"),
+        ([0, 3], [], False, RankFailed, "rank 1 ended with exit code 3"),
+    ],
+)
+def test_the_cause_is_told(codes: list, reports: list, told: bool, error: type[BaseException], message: str) -> None:
+    with pytest.raises(error) as raised:
+        raise_outcome(codes, reports, told=told)
+    assert message in str(raised.value)
+
+
+def test_a_lost_peer_is_known_as_a_consequence() -> None:
+    gloo = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2312"
+    assert lost_a_peer(RuntimeError(gloo))
+    assert not lost_a_peer(RuntimeError("shapes do not match"))
+    assert not lost_a_peer(CheckpointError("connection reset by peer"))
+
+
+def test_without_a_launcher_there_is_no_report(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_report(0, ConfigError("x"), "x")
+    monkeypatch.setenv("SHARDTUNE_REPORT_DIR", str(tmp_path))
+    write_report(3, ConfigError("x"), "x")
+    assert [file.name for file in tmp_path.iterdir()] == ["rank_3.json"]
+
+
+def test_a_port_in_use_is_an_error_with_the_way_on() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ParallelError, match=rf"port {port} cannot be used(?s:.*)a free one is found"):
+            free_port(port)
+    assert free_port(None) > 0

@@ -1,0 +1,208 @@
+"""`runner.launcher: ray`: the same numbers, every line with its rank, the first real error, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+import shardtune
+from shardtune.errors import ParallelError, ShardtuneError
+from shardtune.launch.local import RankFailed
+from tests.support.tiny_run import Tiny, lines, make_tiny
+
+pytest.importorskip("ray", reason="Ray is not installed")
+
+PLUGIN = """
+import os, time
+from pathlib import Path
+from shardtune.training.worker.base import FSDPSftWorker
+
+original, how, mark = FSDPSftWorker.run_training, {how!r}, Path({mark!r})
+
+def run_training(self):
+    if self.ranks.rank == 1 and self.step == 3 and how == "error":
+        raise RuntimeError("on purpose")
+    if self.ranks.rank == 1 and self.step == 3 and how == "kill" and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), 9)
+    if how == "slow":
+        time.sleep(0.3)
+    return original(self)
+
+if "RANK" in os.environ:  # not in the launcher, which imports it too
+    FSDPSftWorker.run_training = run_training
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return make_tiny(tmp_path_factory.mktemp("ray"))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A cluster for all runs of this process, which each of them would else start: Ray takes seconds for that."""
+    import ray
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    yield
+    ray.shutdown()
+
+
+def recipe(tiny: Tiny, name: str, how: str = "", **changes: Any) -> dict[str, Any]:
+    """Two workers of Ray; one of them does in step 4 what `how` says."""
+    plugin = tiny.folder / f"{name}.py"
+    plugin.write_text(PLUGIN.format(how=how, mark=str(tiny.folder / f"{name}.mark")))
+    keys = {"runner__launcher": "ray", "runner__num_workers": 2, "runner__save_interval": 2, **changes}
+    return tiny.recipe(name, plugins=[str(plugin)], **keys)
+
+
+def started(tiny: Tiny, name: str, how: str = "", **changes: Any) -> subprocess.Popen[str]:
+    """The real command, with a cluster of its own."""
+    file = tiny.folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(recipe(tiny, name, how, **changes)))
+    return subprocess.Popen(
+        [sys.executable, "-m", "shardtune", "train", str(file)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_step(tiny: Tiny, name: str, step: int, process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Wait until that step is logged; returns all processes of the run, Ray's among them."""
+    file, until = tiny.run(name) / "metrics.jsonl", time.monotonic() + 120
+    while not file.exists() or len(file.read_text().splitlines()) < step:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def left_of(processes: list[psutil.Process], seconds: float = 15.0) -> list[str]:
+    """Those of the processes that still live after some seconds; ports end with them."""
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    left = []
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                left.append(" ".join(process.cmdline())[:200])
+    return left
+
+
+def test_the_command_gives_the_numbers_of_local_ranks_and_ends_all_it_started(tiny: Tiny) -> None:
+    process = started(tiny, "alone")
+    processes = wait_for_step(tiny, "alone", 1, process)
+    assert any("raylet" in child.name() for child in processes)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    said = (out + err).splitlines()
+    assert any(line.startswith("Ray: 2 workers, 2 on ") for line in said)
+    assert any(line.startswith("[rank 0] step 8/8") for line in said)
+    assert left_of(processes) == []
+    shardtune.train(tiny.recipe("local", runner__nproc_per_node=2, runner__save_interval=2))
+    assert lines(tiny.run("alone")) == lines(tiny.run("local"))
+    assert json.loads((tiny.run("alone") / "manifest.json").read_text())["world_size"] == 2
+
+
+def test_sigterm_saves_and_kill_9_leaves_no_rank(tiny: Tiny) -> None:
+    process = started(tiny, "stopped", "slow", runner__save_interval=-1)
+    processes = wait_for_step(tiny, "stopped", 2, process)
+    process.terminate()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err + out
+    assert "Traceback" not in err
+    assert left_of(processes) == []
+    step = len(lines(tiny.run("stopped")))
+    assert (tiny.run("stopped") / "checkpoints/latest").read_text() == f"global_step_{step}\n"
+
+    process = started(tiny, "stopped", "slow", runner__save_interval=-1)
+    processes = wait_for_step(tiny, "stopped", step + 1, process)
+    ranks = [child for child in processes if "shardtune" in child.cmdline() and child.parent() != process]
+    process.kill()
+    process.communicate()
+    assert len(ranks) == 2
+    assert left_of(ranks, 10) == []
+    # Ray's own agents look only now and then, up to a minute and a half, whether their node is still there.
+
+
+def test_the_first_real_error_is_shown(tiny: Tiny, cluster: None) -> None:
+    with pytest.raises((RankFailed, ShardtuneError)) as failed:
+        shardtune.train(recipe(tiny, "error", "error"))
+    told = str(failed.value)
+    assert "on purpose" in told
+    assert "rank 1" in told
+    assert "rank 0" not in told, "what followed from the error is not the error"
+
+
+def test_a_killed_rank_is_started_again(tiny: Tiny, cluster: None, capfd: pytest.CaptureFixture[str]) -> None:
+    shardtune.train(recipe(tiny, "killed", "kill", runner__max_restarts=1))
+    out, err = capfd.readouterr()
+    assert "rank 1 was ended by SIGKILL" in out + err
+    assert "restart 1 of 1, from the last checkpoint, on 2 workers" in out + err
+    assert "continuing after step 2" in out + err
+    assert [line["step"] for line in lines(tiny.run("killed"))] == list(range(1, 9))
+
+
+def test_no_room_is_told_with_what_there_is(tiny: Tiny, cluster: None) -> None:
+    keys = {"runner__num_workers": 3, "runner__ray": {"wait_seconds": 1}}
+    with pytest.raises(ParallelError, match=r"no room for 3 workers(?s:.*)CPU 2(?s:.*)room for 2"):
+        shardtune.train(recipe(tiny, "crowded", **keys))
+    assert not tiny.run("crowded").exists()
+
+
+def test_evaluation_runs_on_ray_too(tiny: Tiny, cluster: None, capfd: pytest.CaptureFixture[str]) -> None:
+    made = tiny.recipe("judged", runner__max_steps=1, data__eval_data_paths=str(tiny.folder / "eval.jsonl"))
+    run = shardtune.train(made)
+    here = run.evaluate()
+    capfd.readouterr()
+    from shardtune.run.api import evaluate
+
+    evaluate(run.dir, "runner.launcher=ray", "runner.num_workers=2")
+    told = capfd.readouterr().out
+    there = json.loads(told[told.index("{") :])
+    assert there["eval/loss"] == pytest.approx(here["eval/loss"], rel=1e-5)
+
+
+def test_without_ray_the_extra_is_named(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ParallelError, match=r"Ray is not installed(?s:.*)pip install 'shardtune\[ray\]'"):
+        shardtune.train(recipe(tiny, "without"))
+
+
+def test_ray_is_imported_only_when_asked_for() -> None:
+    code = "import sys, shardtune, shardtune.run.api, shardtune.cli.commands; print('ray' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_objects_in_memory_are_refused(tiny: Tiny) -> None:
+    with pytest.raises(ShardtuneError, match=r"objects in memory(?s:.*)runner.launcher = ray"):
+        shardtune.train(recipe(tiny, "objects"), train_data=[{"prompt": "a", "completion": "b"}])
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:10001", "somewhere"])
+def test_a_cluster_that_is_not_there(tiny: Tiny, address: str) -> None:
+    import ray
+
+    ray.shutdown()
+    began = time.monotonic()
+    with pytest.raises(ParallelError, match=rf"the Ray cluster cannot be used(?s:.*)runner.ray.address = {address}"):
+        shardtune.train(recipe(tiny, "nowhere", runner__ray={"address": address}))
+    assert time.monotonic() - began < 10

@@ -1,0 +1,259 @@
+"""SIGTERM and SIGINT at any moment of the real command: it saves what there is, ends with 75, and goes on later."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import shardtune
+from shardtune.errors import Interrupted
+from shardtune.launch.local import RankFailed, ReportedError
+from shardtune.launch.signals import StopSignal, listening
+from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny, signal_after
+
+Process = subprocess.Popen[str]
+EXIT_STOPPED = 75
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    made = make_tiny(tmp_path_factory.mktemp("interrupt"), dropout=0.2)
+    shardtune.train(made.recipe("whole"))
+    return made
+
+
+PLUGIN = """
+import os, time
+from shardtune.training.worker.base import FSDPSftWorker
+
+original = FSDPSftWorker.run_training
+
+def run_training(self):
+    time.sleep(float(os.environ.get("TEST_SECONDS", "0")))
+    if self.ranks.rank == 1 and self.step == 2 and "TEST_ERROR" in os.environ:
+        raise ValueError("on purpose")
+    if self.ranks.rank == 1 and self.step == 2 and "TEST_KILL" in os.environ:
+        os.kill(os.getpid(), 9)
+    return original(self)
+
+FSDPSftWorker.run_training = run_training
+"""
+"""A plugin, which every rank imports: makes a step last, or one of rank 1's its last."""
+
+
+def start(tiny: Tiny, name: str, *launcher: str, environment: dict[str, str] | None = None, **changes: Any) -> Process:
+    """The real command, slowed down or broken as `environment` says."""
+    plugin = tiny.folder / "plugin.py"
+    plugin.write_text(PLUGIN)
+    recipe = tiny.folder / f"{name}.yaml"
+    recipe.write_text(yaml.safe_dump(tiny.recipe(name, plugins=[str(plugin)], **changes)))
+    return subprocess.Popen(
+        [*(launcher or (sys.executable,)), "-m", "shardtune", "train", str(recipe)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(environment or {})},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+SLOW = {"TEST_SECONDS": "0.3"}
+
+
+def wait_until(condition: Callable[[], bool], process: Process, seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < until, "it did not come to that"
+        time.sleep(0.01)
+
+
+def end(process: Process, seconds: float = 60.0) -> tuple[int, str]:
+    _, told = process.communicate(timeout=seconds)
+    return process.returncode, told
+
+
+def children(pid: int) -> list[int]:
+    return [int(found) for found in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def has_logged(tiny: Tiny, name: str, number: int) -> Callable[[], bool]:
+    file = tiny.run(name) / "metrics.jsonl"
+    return lambda: file.exists() and len(file.read_text().splitlines()) >= number
+
+
+def test_two_ranks_are_stopped_killed_and_continued(tiny: Tiny) -> None:
+    """SIGTERM saves on both ranks; kill -9 of the launcher ends them without saving; then the run goes on."""
+    shape = {"runner__nproc_per_node": 2, "runner__save_interval": 3}
+    process = start(tiny, "two", environment=SLOW, **shape)
+    wait_until(has_logged(tiny, "two", 2), process)
+    process.terminate()
+    code, told = end(process)
+    assert code == EXIT_STOPPED, told
+    assert "Traceback" not in told
+    stopped_at = len(lines(tiny.run("two")))
+    assert (tiny.run("two") / "checkpoints/latest").read_text() == f"global_step_{stopped_at}\n"
+
+    process = start(tiny, "two", environment=SLOW, **shape)
+    wait_until(has_logged(tiny, "two", stopped_at + 1), process)
+    ranks = children(process.pid)
+    assert len(ranks) == 2
+    process.kill()
+    process.wait()
+    until = time.monotonic() + 5
+    while any(alive(rank) for rank in ranks) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(alive(rank) for rank in ranks), "ranks live on without their launcher"
+    saved = sorted(path.name for path in (tiny.run("two") / "checkpoints").iterdir())
+    time.sleep(0.5)
+    assert sorted(path.name for path in (tiny.run("two") / "checkpoints").iterdir()) == saved
+
+    shardtune.train(tiny.folder / "two.yaml")
+    assert [line["step"] for line in lines(tiny.run("two"))] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("how", ["killed", "error"])
+def test_when_a_rank_dies_the_others_end_and_its_error_is_shown(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    plugin = tiny.folder / "plugin.py"
+    plugin.write_text(PLUGIN)
+    monkeypatch.setenv("TEST_KILL" if how == "killed" else "TEST_ERROR", "1")
+    recipe = tiny.recipe(how, plugins=[str(plugin)], runner__nproc_per_node=2, runner__save_interval=-1)
+    before = children(os.getpid())
+    with pytest.raises((RankFailed, ReportedError)) as failed:
+        shardtune.train(recipe)
+    # Rank 1 may end before rank 0 has written of the first step.
+    written = max(path.stat().st_mtime for path in (tiny.run(how), *tiny.run(how).rglob("*")))
+    assert time.time() - written < 15, "since rank 1 ended"
+    told = str(failed.value)
+    assert told.startswith("rank 1 was ended by SIGKILL" if how == "killed" else "ValueError: on purpose")
+    assert (f"{plugin}:10, in run_training, on rank 1" in told) == (how == "error")
+    assert "rank 0" not in told, "what followed from the error is not the error"
+    assert children(os.getpid()) == before
+
+
+def test_under_torchrun_the_rank_that_failed_says_why(tiny: Tiny) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    began = time.monotonic()
+    exit_code, told = end(start(tiny, "torchrun", *torchrun, environment={"TEST_ERROR": "1"}))
+    assert exit_code == 1
+    assert "rank 1: error: " in told
+    assert "ValueError: on purpose" in told
+    assert "rank 0: error: another rank has ended" in told
+    assert time.monotonic() - began < 60
+
+
+def test_a_signal_while_torch_is_imported(tiny: Tiny) -> None:
+    """From a few tenths of a second on, long before there is anything to save."""
+    process = start(tiny, "importing")
+    wait_until(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text(), process)
+    process.send_signal(signal.SIGINT)
+    exit_code, told = end(process)
+    assert exit_code == EXIT_STOPPED, told
+    assert "Traceback" not in told
+    assert not tiny.run("importing").exists()
+
+
+# What follows needs no process of its own.
+
+
+def stopped_in(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, owner: object, method: str, name: str, **keys: object
+) -> None:
+    """Train with a SIGTERM in the middle of a method, then again to the end."""
+    original = getattr(owner, method)
+
+    def signalled(*given: object, **known: object) -> object:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(*given, **known)
+
+    recipe = tiny.recipe(name, **keys)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, signalled)
+        with pytest.raises(Interrupted):
+            shardtune.train(recipe)
+    shardtune.train(recipe)
+    assert [line["step"] for line in lines(tiny.run(name))] == list(range(1, 9))
+    assert_same_tensors(tiny.run("whole") / "checkpoints/global_step_8", tiny.run(name) / "checkpoints/global_step_8")
+
+
+def test_while_tokenising_nothing_is_made(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import shardtune.data.cache.cache as cache
+
+    stopped_in(tiny, monkeypatch, cache, "build_entry", "tokenising", data__cache_dir=str(tmp_path))
+
+
+def test_while_the_model_is_loaded(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shardtune.training.build.model as construction
+
+    stopped_in(tiny, monkeypatch, construction, "load_weights", "loading")
+
+
+def test_while_a_checkpoint_is_written(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shardtune.checkpoint.training_state as training
+
+    stopped_in(tiny, monkeypatch, training, "save_tensors", "saving", runner__save_interval=3)
+
+
+def test_while_answers_are_generated(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardtune.evaluate.generate import Generator
+
+    keys = {"data__eval_data_paths": str(tiny.folder / "eval.jsonl"), "eval__generate": True, "eval__max_new_tokens": 4}
+    stopped_in(tiny, monkeypatch, Generator, "_answer", "generating", runner__val_check_interval=4, **keys)
+
+
+def test_while_final_is_written(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shardtune.training.worker.model_state as trained_model
+
+    stopped_in(tiny, monkeypatch, trained_model, "save_pretrained", "finishing")
+    assert [path.name for path in tiny.run("finishing").glob(".final*")] == []
+
+
+def test_the_second_sigint_ends_at_once(tiny: Tiny) -> None:
+    with signal_after(3, signal.SIGINT, times=2), pytest.raises(KeyboardInterrupt):
+        shardtune.train(tiny.recipe("twice", runner__save_interval=-1))
+    assert not (tiny.run("twice") / "checkpoints").exists()
+
+
+def test_signals_do_afterwards_what_they_did_before(tiny: Tiny) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with signal_after(1), pytest.raises(Interrupted):
+        shardtune.train(tiny.recipe("handlers"))
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    shardtune.train(tiny.recipe("handlers"))
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_a_stop_that_somebody_swallowed_is_not_lost() -> None:
+    with listening() as stop:
+        with suppress(BaseException):  # as a library may do
+            os.kill(os.getpid(), signal.SIGTERM)
+        with listening() as inner:
+            assert inner is stop
+        with pytest.raises(Interrupted), stop.deferred():
+            raise AssertionError("training began although a stop was asked for")
+
+
+def test_a_deferred_signal_is_only_noted() -> None:
+    with listening() as stop, stop.deferred():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.asked
+    assert not StopSignal().asked

@@ -1,0 +1,408 @@
+"""Adapters: what is adapted, how it begins, and that it trains as PEFT in a plain loop does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, BertConfig, BertForSequenceClassification, GPT2Config
+from transformers.pytorch_utils import Conv1D
+
+from shardtune.checkpoint.hf_load import load_weights
+from shardtune.config import LoraConfig, load_recipe
+from shardtune.data.loader.order import derive_seed
+from shardtune.errors import ConfigError
+from shardtune.models.lora.attach import (
+    adapter_config,
+    attach_adapter,
+    base_tensors,
+    detach_adapter,
+    is_adapted,
+    keep_in_nf4,
+    lora_layers,
+    trainable_patterns,
+)
+from shardtune.models.lora.init import initialise_adapter, merged
+from shardtune.models.lora.nf4 import NF4Linear, decode, encode
+from shardtune.parallel.fsdp2 import shard
+from shardtune.parallel.meta_init import fill, init_empty_weights, materialise
+from shardtune.training.build.lora import adapt
+from tests.support.adapted import adapted, all_ids, group, loss, train, whole
+from tests.support.dist.ranks import run_ranks
+from tests.support.tiny_checkpoint import config as tiny_config
+from tests.support.tiny_checkpoint import empty, saved
+from tests.support.tiny_checkpoint import model as tiny_model
+
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {"r": 4, "alpha": 6.0},
+    "rslora": {"r": 4, "alpha": 6.0, "use_rslora": True},
+    "dora": {"r": 4, "alpha": 6.0, "use_dora": True},
+}
+
+
+def peft_loop(base: Path, directory: Path, changes: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """PEFT's own model in a plain loop: the losses of 20 steps and the adapter at the end; saves how it began."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    given = {"lora_alpha" if key == "alpha" else key: value for key, value in changes.items()}
+    torch.manual_seed(11)
+    made = peft.get_peft_model(
+        model,
+        peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM", **given),
+        autocast_adapter_dtype=False,
+    )
+    made.save_pretrained(str(directory))
+    optimizer = torch.optim.AdamW([p for p in made.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.01)
+    losses = []
+    for _ in range(20):
+        total = loss(made, all_ids()) / 36
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item())
+    return losses, {name: p.detach() for name, p in made.base_model.model.named_parameters() if p.requires_grad}
+
+
+def our_loop(base: Path, adapters: dict[str, Path]) -> dict[str, tuple[list[float], dict[str, torch.Tensor]]]:
+    told = {}
+    for kind, directory in adapters.items():
+        config = LoraConfig(**{**KINDS[kind], "adapter_path": str(directory)})
+        model, weights, ranks = adapted(base, config, "fp64", adapter=directory)
+        losses = train(model, weights, ranks)
+        told[kind] = losses, {name: whole(p) for name, p in weights.trainable().items()}
+    return told
+
+
+def test_twenty_steps_equal_peft_in_a_plain_loop(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    saved("qwen2_tied", base)
+    wanted = {kind: peft_loop(base, tmp_path / kind, changes) for kind, changes in KINDS.items()}
+    adapters = {kind: tmp_path / kind for kind in KINDS}
+    for told in (our_loop(base, adapters), *run_ranks(our_loop, 2, base, adapters)):
+        for kind, (losses, adapter) in told.items():
+            assert losses[0] > losses[-1]
+            assert losses == pytest.approx(wanted[kind][0], rel=1e-10, abs=1e-10), kind
+            assert adapter.keys() == wanted[kind][1].keys()
+            for name, tensor in adapter.items():
+                assert float((tensor - wanted[kind][1][name]).abs().max()) < 1e-10, (kind, name)
+
+
+# How it begins.
+
+
+class Net(nn.Module):
+    """One of each kind that can be adapted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 6)
+        self.line = nn.Linear(24, 10)
+        self.turned = Conv1D(9, 7)
+        self.picture = nn.Conv2d(3, 8, 3)
+
+
+LINEAR = ["line", "turned"]
+BEGINNINGS: list[tuple[bool | str, list[str], bool]] = [
+    (True, ["words", "line", "turned", "picture"], False),
+    (True, ["words", "line", "turned", "picture"], True),
+    (False, ["line", "picture"], False),
+    ("gaussian", LINEAR, False),
+    ("orthogonal", ["line"], True),
+    ("pissa", LINEAR, False),
+    ("pissa_niter_3", LINEAR, False),
+    ("olora", ["line"], True),
+    ("mica", LINEAR, False),
+]
+
+
+def net() -> Net:
+    torch.manual_seed(8)
+    return Net()
+
+
+def begin(init: bool | str, targets: list[str], dora: bool) -> dict[str, torch.Tensor]:
+    """An adapter as we begin it, and the base below it, by PEFT's names."""
+    values = {name: tensor.detach() for name, tensor in net().named_parameters()}
+    with init_empty_weights():
+        model = Net()
+    attach_adapter(model, LoraConfig(r=4, alpha=6.0, target_modules=targets, init=init, use_dora=dora))
+    shard(model, [], group(), "fp32")
+    materialise(model, dtype=torch.float32, device=torch.device("cpu"))
+    for base in base_tensors(model):
+        fill(base.tensor, values[base.name])
+    initialise_adapter(model, 7)
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def begin_all() -> list[dict[str, torch.Tensor]]:
+    return [begin(*beginning) for beginning in BEGINNINGS]
+
+
+def peft_begins(init: bool | str, targets: list[str], dora: bool) -> dict[str, torch.Tensor]:
+    """The same by PEFT itself, a layer at a time."""
+    model = net()
+    found: dict[str, torch.Tensor] = {}
+    for target in targets:
+        config = peft.LoraConfig(
+            r=4,
+            lora_alpha=6,
+            target_modules=[target],
+            init_lora_weights=init,  # pyright: ignore[reportArgumentType]
+            use_dora=dora,
+            fan_in_fan_out=target == "turned",
+        )
+        torch.manual_seed(derive_seed(7, "lora", target))
+        alone = nn.ModuleDict({target: model.get_submodule(target)})
+        peft.inject_adapter_in_model(config, alone)
+        found |= {name: tensor.detach() for name, tensor in alone.named_parameters()}
+    return found
+
+
+def test_an_adapter_begins_as_peft_begins_it_on_any_number_of_ranks() -> None:
+    everywhere = [begin_all(), *run_ranks(begin_all, 2)]
+    for number, beginning in enumerate(BEGINNINGS):
+        wanted = peft_begins(*beginning)
+        assert any("lora_" in name for name in wanted)
+        for told in everywhere:
+            for name, tensor in wanted.items():
+                assert torch.allclose(told[number][name], tensor, rtol=1e-5, atol=1e-6), (beginning, name)
+
+
+def test_what_pissa_takes_from_the_base_is_what_it_begins_with() -> None:
+    before, after = net().line.weight, begin("pissa", ["line"], False)
+    taken = after["line.lora_B.default.weight"] @ after["line.lora_A.default.weight"] * 6 / 4
+    assert float(taken.abs().max()) > 0.05
+    assert torch.allclose(after["line.base_layer.weight"] + taken, before, atol=1e-6)
+
+
+def test_magnitudes_are_exact_in_fp64(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    saved("llama", base)
+    model, _, _ = adapted(base, LoraConfig(r=2, use_dora=True, target_modules=["q_proj"]), "fp64")
+    layer = model.get_submodule("model.layers.0.self_attn.q_proj")
+    norms = layer.get_parameter("base_layer.weight").norm(dim=1)
+    assert torch.equal(layer.get_parameter("lora_magnitude_vector.default.weight"), norms)
+
+
+# What is adapted.
+
+
+def names(model: nn.Module) -> set[str]:
+    return {name for name, _ in lora_layers(model)}
+
+
+def test_all_linear_layers_but_the_head() -> None:
+    model = empty(tiny_config("llama"))
+    kind = type(model)
+    assert attach_adapter(model, LoraConfig(r=2)) == []
+    assert type(model) is kind
+    assert len(names(model)) == 14
+    assert "lm_head" not in names(model)
+    patterns = trainable_patterns(dict(model.named_parameters()))
+    assert patterns[0] == ("model.layers.*.self_attn.q_proj.lora_A.default.weight", 2, 64)
+    assert all("lora_" in pattern for pattern, _, _ in patterns)
+
+
+def test_what_is_listed_as_trained_can_be_pasted_into_freeze_and_groups() -> None:
+    for model in (empty(tiny_config("llama")), nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))):
+        attach_adapter(model, LoraConfig(r=2))
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        patterns = [pattern for pattern, _, _ in trainable_patterns(dict(model.named_parameters()))]
+        assert {name for pattern in patterns for name in trained if re.search(pattern, name)} == trained
+
+
+def test_names_below_the_adapter_are_those_before_it() -> None:
+    for kind in ("qwen2_tied", "mixtral"):
+        before = empty(tiny_config(kind))
+        wanted = {base.name: tuple(base.tensor.shape) for base in base_tensors(before)}
+        assert wanted.keys() == {name for name, _ in before.named_parameters(remove_duplicate=False)}
+        parameters = [] if kind == "qwen2_tied" else ["experts.gate_up_proj", "experts.down_proj"]
+        attach_adapter(before, LoraConfig(r=2, target_parameters=parameters))
+        keep_in_nf4(before, torch.float32)
+        assert {base.name: base.shape for base in base_tensors(before)} == wanted
+        assert is_adapted(before)
+
+
+def test_base_weights_load_below_the_adapter_whatever_their_names_on_disk(tmp_path: Path) -> None:
+    for kind in ("qwen3_moe", "qwen2_tied"):
+        whole_model = saved(kind, tmp_path / kind)
+        model = empty(tiny_config(kind))
+        attach_adapter(model, LoraConfig(r=2))
+        load_weights(model, tmp_path / kind, dtype=torch.float32)
+        loaded = {base.name: base.tensor for base in base_tensors(model)}
+        for name, tensor in whole_model.named_parameters():
+            assert torch.equal(loaded[name], tensor), name
+
+
+def test_experts_are_left_out_with_a_word_or_adapted_by_name() -> None:
+    model = empty(tiny_config("qwen3_moe"))
+    (note,) = attach_adapter(model, LoraConfig(r=2))
+    assert "target_parameters: [experts.down_proj, experts.gate_up_proj]" in note
+    assert names(model) == {f"model.layers.{i}.self_attn.{p}_proj" for i in (0, 1) for p in "qkvo"}
+    with pytest.raises(ConfigError, match="matches no parameter") as error:
+        attach_adapter(empty(tiny_config("qwen3_moe")), LoraConfig(r=2, target_parameters=["w1"]))
+    assert "down_proj, gate_up_proj" in str(error.value)
+
+
+def test_conv1d_layers_are_linear_layers() -> None:
+    model = empty(GPT2Config(n_embd=12, n_head=2, n_layer=1, vocab_size=20, n_positions=8))
+    assert attach_adapter(model, LoraConfig(r=2)) == []
+    assert names(model) == {
+        f"transformer.h.0.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    }
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.line = nn.Linear(8, 8)
+        self.inner = nn.Sequential(nn.Linear(8, 4))
+        self.wide = nn.Conv1d(8, 8, 3, dilation=2)
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8))])
+
+
+def test_layers_that_are_not_called_are_left_out_with_a_word() -> None:
+    model = Attends()
+    (note,) = attach_adapter(model, LoraConfig(r=2))
+    assert "nn.MultiheadAttention (attention, …)" in note
+    assert names(model) == {"line", "inner.0", "layers.0", "layers.1.0"}
+    assert adapter_config(model).target_modules is not None
+
+
+def test_a_name_that_is_also_an_ending_is_taken_exactly() -> None:
+    """PEFT matches the endings of names; `0` in a list would be `layers.0` as well."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.ModuleDict({"0": nn.Embedding(3, 3)}))
+    attach_adapter(model, LoraConfig(r=2))
+    assert names(model) == {"0"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_modules": ["q_proj"]}, "no module of Attends is called 'q_proj'"),
+        ({"target_modules": ["attention"]}, "attention is a MultiheadAttention, which cannot be adapted"),
+        ({"target_modules": ["out_proj"]}, "is inside an nn.MultiheadAttention"),
+        ({"target_modules": ["wide"]}, "wide is a Conv1d with dilation, which cannot be adapted"),
+        ({"target_modules": ["inner"]}, "inner is a Sequential, which cannot be adapted"),
+        ({"target_modules": ["line"], "modules_to_save": ["line"]}, "line is both adapted and trained in full"),
+        ({"modules_to_save": ["lines"]}, "is called 'lines'"),
+        ({"target_parameters": ["line.bias"]}, "has not two or three dimensions"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        attach_adapter(Attends(), LoraConfig(r=2, **changes))
+    assert message in str(error.value)
+
+
+def test_modules_trained_in_full_stay_what_they_are_and_bring_what_they_share() -> None:
+    model = empty(tiny_config("qwen2_tied"))
+    (note,) = attach_adapter(model, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"]))
+    assert "lm_head shares its weights" in note
+    assert type(model.get_output_embeddings()) is nn.Linear
+    assert model.get_output_embeddings().weight.requires_grad
+    assert adapter_config(model).modules_to_save == ["lm_head", "model.embed_tokens"]
+
+
+def test_it_can_be_taken_out_again() -> None:
+    model = tiny_model("qwen3_moe")
+    before = dict(model.named_parameters())
+    attach_adapter(model, LoraConfig(r=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
+    detach_adapter(model)
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys()
+    assert all(after[name] is parameter for name, parameter in before.items())
+
+
+def test_a_layer_can_be_merged_more_than_once() -> None:
+    with init_empty_weights():
+        model = Net()
+    attach_adapter(model, LoraConfig(r=4, init=False, target_modules=["line"]))
+    materialise(model, dtype=torch.float32, device=torch.device("cpu"))
+    initialise_adapter(model, 3)
+    nn.init.ones_(model.get_parameter("line.base_layer.weight"))
+    ((_, layer),) = lora_layers(model)
+    first, second = (merged(layer, torch.float32).get_parameter("weight") for _ in range(2))
+    assert torch.equal(first, second)
+    assert torch.equal(model.get_parameter("line.base_layer.weight"), torch.ones(10, 24))
+
+
+# What is kept in memory.
+
+
+def test_frozen_weights_need_no_second_copy(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    saved("llama", base, torch.bfloat16)
+    _, weights, _ = adapted(base, LoraConfig(r=2), "bf16")
+    trained = weights.trainable()
+    assert all("lora_" in name for name in trained)
+    assert all(tensor.dtype == torch.float32 for tensor in trained.values())
+    frozen = {name: tensor for name, tensor in weights.parameters.items() if name not in trained}
+    assert all(tensor.dtype == torch.bfloat16 for tensor in frozen.values())
+    assert all(tensor is weights._computed[name] for name, tensor in frozen.items())
+    weights.give_back()
+    assert all(tensor.dtype == torch.float32 for tensor in frozen.values()), "as it was"
+
+
+def four_bits(base: Path) -> dict[str, Any]:
+    """Ten steps over a base in NF4, and over the weights that its codes stand for."""
+    told: dict[str, Any] = {}
+    for dtype in ("nf4", "auto"):
+        config = LoraConfig(r=4, alpha=6.0, use_dora=True, base_dtype=dtype)
+        model, weights, ranks = adapted(base, config, "fp64")
+        if dtype == "auto":
+            for name, parameter in model.named_parameters():
+                if name.endswith("base_layer.weight"):
+                    values = whole(parameter)
+                    fill(parameter, decode(encode(values), values.shape[1], torch.float64))
+            initialise_adapter(model, 1)
+        told[dtype] = train(model, weights, ranks, 10), {name: whole(p) for name, p in weights.trainable().items()}
+        told[f"{dtype} layers"] = sum(isinstance(module, NF4Linear) for module in model.modules())
+    return told
+
+
+def test_four_bits_train_as_what_they_stand_for(tmp_path: Path) -> None:
+    saved("qwen2_tied", tmp_path / "base")
+    for told in (four_bits(tmp_path / "base"), *run_ranks(four_bits, 2, tmp_path / "base")):
+        assert (told["nf4 layers"], told["auto layers"]) == (14, 0)
+        assert told["nf4"][0] == pytest.approx(told["auto"][0], rel=1e-10)
+        for name, tensor in told["nf4"][1].items():
+            assert torch.allclose(tensor, told["auto"][1][name], rtol=1e-9, atol=1e-9), name
+
+
+# What begins with random weights.
+
+
+def test_a_new_head_is_trained_in_full_with_a_word(tmp_path: Path) -> None:
+    """Beside a pretrained encoder; PEFT would otherwise save an adapter for a head that nobody has."""
+    config = BertConfig(vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    values = {"actor": {"model": {"model_path": str(tmp_path), "is_lora": True}}}
+    recipe = load_recipe(values, in_memory=["data.train_data_paths"], files_must_exist=False)
+    cases: list[tuple[Any, bool]] = [
+        ({"bert": tmp_path, "classifier": None}, True),
+        ({"bert": tmp_path, "": None}, True),
+        ({"bert": None, "classifier": None}, False),
+        ({"": tmp_path, "bert.pooler": tmp_path}, False),
+        (tmp_path, False),
+        (None, False),
+    ]
+    for source, trains in cases:
+        with init_empty_weights():
+            model = BertForSequenceClassification(config)
+        notes = adapt(model, recipe, None, lambda source=source: source)
+        assert model.classifier.weight.requires_grad == trains, source
+        assert any("classifier begins with random weights" in note for note in notes) == trains
+        assert adapter_config(model).modules_to_save == (["classifier"] if trains else None)
+        assert not model.bert.pooler.dense.base_layer.weight.requires_grad
+
+
+def test_a_new_head_that_is_adapted_is_left_to_that() -> None:
+    model = Attends()
+    config = LoraConfig(r=2, target_modules=["line", "inner.0"])
+    assert attach_adapter(model, config, afresh=["inner"]) == []
+    assert names(model) == {"line", "inner.0"}

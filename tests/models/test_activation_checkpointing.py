@@ -1,0 +1,91 @@
+"""What activation checkpointing keeps, what it computes a second time, and how much memory that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from shardtune.models.activation_checkpointing import PRODUCTS, checkpoint_arguments, keep_dear
+
+LAYERS = 2
+ATEN = torch.ops.aten
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products and attention kernels, those of backward passes too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = self.attention = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2]
+        self.products += name in PRODUCTS
+        self.attention += name.startswith("_scaled_dot_product") and "backward" not in name
+        return func(*args, **(kwargs or {}))
+
+
+def run(how: bool | str) -> tuple[Products, int, list[torch.Tensor]]:
+    """One forward and backward of a small model: what was computed, the bytes held between the two, gradients."""
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=64, num_hidden_layers=LAYERS, **sizes)).double().train()
+    if how:
+        model.activation_checkpointing_enable(checkpoint_arguments(how))
+    ids = torch.randint(0, 64, (2, 96))
+    counted = Products()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    held = sum(event.self_cpu_memory_usage for event in profile.events() or ())
+    loss.backward()
+    first = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    with counted:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return counted, held, first
+
+
+def test_selective_computes_no_product_twice_and_holds_less_than_all() -> None:
+    (none, most, wanted), (full, least, _), (selective, between, found) = run(False), run(True), run("selective")
+    assert full.products - none.products == 6 * LAYERS  # each of seven but the last, which nothing waits for
+    assert full.attention - none.attention == LAYERS
+    assert (selective.products, selective.attention) == (none.products, none.attention)
+    assert least < 0.8 * between < 0.8 * 0.8 * most
+    for one, other in zip(wanted, found, strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
+
+
+def kept(op: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    return keep_dear(None, op, *args, **kwargs) == CheckpointPolicy.MUST_SAVE
+
+
+def empty(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def test_what_is_cheap_for_its_width_is_computed_again() -> None:
+    assert kept(ATEN.mm.default, empty(100, 512), empty(512, 2048))
+    assert kept(ATEN.addmm.default, empty(8), empty(100, 1), empty(1, 8))
+    assert not kept(ATEN.mm.default, empty(100, 16), empty(16, 512))  # the second matrix of an adapter
+    assert kept(ATEN.mm.default, empty(100, 512), empty(512, 16))  # and the first
+    assert not kept(ATEN.bmm.default, empty(8, 2048, 64), empty(8, 64, 2048))  # scores
+    assert kept(ATEN.bmm.default, empty(8, 2048, 2048), empty(8, 2048, 64))  # values
+    assert not kept(ATEN.silu.default, empty(100, 512))
+
+
+@pytest.mark.parametrize("name", ["_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"])
+def test_a_kernel_that_draws_is_run_again(name: str) -> None:
+    """Passed over, it would leave the generator behind."""
+    op = getattr(ATEN, name).default
+    q = empty(1, 4, 128, 64)
+    bias = [None, True] if "cudnn" in name else []
+    assert kept(op, q, q, q, *bias, 0.0)
+    assert kept(op, q, q, q, *bias)
+    assert not kept(op, q, q, q, *bias, 0.1)
+    assert not kept(op, q, q, q, *bias, dropout_p=0.1)

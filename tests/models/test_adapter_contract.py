@@ -1,0 +1,128 @@
+"""What is wrong with an adapter's class is told before anything is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import BaseModel
+from torch import nn
+
+from shardtune import Adapter, LossSum, Sample, WholeStepAdapter
+from shardtune.config import load_recipe
+from shardtune.errors import ConfigError
+from shardtune.models.adapter_contract import check_adapter_class, check_made
+from shardtune.models.find_adapter import find_adapter
+
+
+class Whole(Adapter):
+    """Has all that it needs."""
+
+    def build(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def encode(self, row: Any) -> Sample:
+        return Sample(fields={"x": np.zeros(1)})
+
+    def loss(self, model: nn.Module, batch: Any) -> LossSum:
+        return LossSum(model(batch["x"]).sum(), 1)
+
+
+@dataclass
+class Plain:
+    """Options of another kind."""
+
+    width: int = 3
+
+
+def made(**written: Any) -> type[Any]:
+    return type("Mine", (Whole,), written)
+
+
+def forgetful(self: Any, recipe: Any, tokenizer: Any = None) -> None:
+    """An `__init__` that leaves out its base's."""
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (
+            {"build": lambda self, cfg: None},
+            r"Mine.build takes other arguments: .*'cfg'.*it is called as Mine.build\(\)",
+        ),
+        ({"loss": lambda self, batch: None}, r"Mine.loss takes other arguments.*called as Mine.loss\(model, batch\)"),
+        ({"loss": staticmethod(lambda model: None)}, r"Mine.loss takes other arguments.*Mine.loss\(model, batch\)"),
+        ({"examples": [{"x": 1}]}, r"Mine.examples is \[\{'x': 1\}\], not a method.*write Mine.examples\(\)"),
+        ({"__init__": lambda self: None}, r"called as Mine.__init__\(recipe, tokenizer\)"),
+        ({"Options": Plain}, "Mine.Options is the class Plain, not a class of pydantic.*Options = Options"),
+        ({"padding": ["x"]}, r"Mine.padding is \['x'\], not a dict of numbers"),
+        ({"padding": {"x": None}}, "not a dict of numbers"),
+        (
+            {"unit_classes": "Block"},
+            r"Mine.unit_classes is 'Block', not a tuple of names.*unit_classes = \(\"Block\",\)",
+        ),
+        ({"unit_classes": (nn.Linear,)}, "texts, no classes"),
+        ({"metric": lambda self, model, batch: {}}, "Mine.metric is nothing that an adapter is asked for.*metrics"),
+        ({"weight": lambda self, sample: {}}, "did you mean weights"),
+        ({"init_weights": lambda self: None}, "did you mean initial_weights"),
+        ({"unit_class": ("Linear",)}, "did you mean unit_classes"),
+        ({"options": BaseModel}, "did you mean Options"),
+    ],
+)
+def test_what_is_wrong_with_a_class_is_told(written: dict[str, Any], message: str):
+    with pytest.raises(ConfigError) as caught:
+        check_adapter_class(made(**written), "the recipe")
+    assert caught.match(f"(?s){message}")
+    assert caught.match("where:  the recipe")
+
+
+def test_a_class_that_lacks_methods_is_told_which():
+    with pytest.raises(ConfigError, match="the adapter Pairs lacks build, encode, outputs, step_loss"):
+        check_adapter_class(type("Pairs", (WholeStepAdapter,), {}), "the recipe")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {},
+        {"loss": lambda self, *everything: None},
+        {"loss": lambda self, model, batch, scale=1.0: None},
+        {"encode": staticmethod(lambda row: None), "examples": classmethod(lambda cls: ())},
+        {"metric": lambda self: 0, "metrics": lambda self, model, batch: {}},  # a helper beside what it may be for
+        {"_weight": 1, "tokens": 5, "shift": lambda self, x: x},
+        {"__init__": lambda self, recipe, tokenizer=None: Whole.__init__(self, recipe, tokenizer)},
+    ],
+)
+def test_what_is_right_is_taken(written: dict[str, Any]):
+    check_adapter_class(made(**written), "the recipe")
+
+
+def test_an_init_that_forgets_its_base_is_told():
+    with pytest.raises(ConfigError, match=r"(?s)Mine.__init__ does not call.*super\(\).__init__") as caught:
+        check_made(made(__init__=forgetful)(None), "the recipe")
+    assert caught.match("where:  the recipe")
+
+
+class Forgetful(Whole):
+    """For the recipe below."""
+
+    __init__ = forgetful  # pyright: ignore[reportAssignmentType]
+
+
+class Wrong(Whole):
+    """For the recipe below."""
+
+    def metric(self) -> None:
+        """Nobody calls this."""
+
+
+@pytest.mark.parametrize(("name", "message"), [("Forgetful", "does not call that of Adapter"), ("Wrong", "metrics")])
+def test_both_are_looked_at_whenever_a_recipe_names_an_adapter(name: str, message: str):
+    values = {
+        "actor": {"model": {"adapter": f"{__file__}:{name}"}},
+        "data": {"train_data_paths": "rows.jsonl"},
+    }
+    with pytest.raises(ConfigError, match=message):
+        find_adapter(load_recipe(values, files_must_exist=False))

@@ -1,0 +1,110 @@
+"""From `actor.model` to config, tokenizer and adapter; what is wrong with them is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config
+
+from shardtune.config import ModelConfig, load_recipe
+from shardtune.errors import ConfigError, ModelError, ShardtuneError
+from shardtune.models import pretrained
+from shardtune.models.find_adapter import causal_lm, get_model, known_architectures
+from shardtune.models.pretrained import load_config, model_directory
+from shardtune.training.worker.adapter_worker import SFTWorker
+from tests.support.workspace import make_model, make_tokenizer, make_workspace, rows
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_model(259).save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
+def config(path: Path | str, **values: Any) -> ModelConfig:
+    return ModelConfig(model_path=str(path), **values)
+
+
+def test_overrides_reach_the_model(folder: Path) -> None:
+    assert load_config(config(folder, config_overrides={"attention_dropout": 0.25})).attention_dropout == 0.25
+    assert load_config(config(folder), {"rms_norm_eps": 0.5}).rms_norm_eps == 0.5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"atention_dropout": 0.1}, "did you mean attention_dropout"),
+        ({"zzz": 0.1}, "it has .*vocab_size"),
+        ({"hidden_size": 33}, r"hidden size \(33\)"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers"),
+    ],
+)
+def test_overrides_that_do_not_fit_are_refused(folder: Path, overrides: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_config(config(folder, config_overrides=overrides))
+    assert caught.value.where == "actor.model.config_overrides"
+
+
+def test_the_model_stands_on_meta_and_returns_a_loss(folder: Path) -> None:
+    model = get_model({"model_path": str(folder)})
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert {str(b.device) for b in model.buffers()} == {"cpu"}
+    ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    assert model.to_empty(device="meta")(input_ids=ids, labels=ids).loss.shape == ()
+
+
+def test_code_of_a_model_is_not_run(folder: Path, tmp_path: Path) -> None:
+    values = json.loads((folder / "config.json").read_text())
+    values |= {"model_type": "mine", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(ModelError, match="trust_remote_code"):
+        causal_lm(config(tmp_path))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_hub_name_is_fetched_once_weights_and_settings_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def fetch(name: str, **options: Any) -> str:
+        asked.append((name, options))
+        return str(folder)
+
+    monkeypatch.setattr(pretrained, "snapshot_download", fetch)
+    assert model_directory("org/model") == folder
+    assert asked == [("org/model", {"allow_patterns": [*pretrained.SETTINGS, "*.safetensors"]})]
+    assert model_directory(str(folder)) == folder
+    assert len(asked) == 1
+
+
+def test_a_hub_name_that_cannot_be_fetched_is_told() -> None:
+    with pytest.raises(ModelError, match=r"(?s)org/never-heard-of.*Hub.*give a directory"):
+        model_directory("org/never-heard-of")
+
+
+def test_rows_may_not_be_longer_than_learned_positions(tmp_path: Path) -> None:
+    """GPT-2 calls its positions n_positions, and reads past its table without them."""
+    work = make_workspace(tmp_path / "work")
+    sizes = GPT2Config(vocab_size=259, n_embd=16, n_layer=1, n_head=2, n_positions=48, bos_token_id=0, eos_token_id=0)
+    sizes.save_pretrained(work / "model")
+    recipe = load_recipe(work / "recipe.yaml", ["actor.model.from_scratch=true"])
+    with pytest.raises(ModelError, match=r"(?s)the model takes 48 \(n_positions\).*train.jsonl.*max_length to 48"):
+        SFTWorker(recipe, say=lambda text: None)
+    short = load_recipe(work / "recipe.yaml", ["actor.model.from_scratch=true", "data.max_length=48"])
+    assert SFTWorker(short, say=lambda text: None, train_data=rows(2)).prepared.train is not None
+
+
+def test_architectures_are_known_by_their_model_type() -> None:
+    assert {"llama", "qwen3_moe", "gemma3_text", "mistral"} <= set(known_architectures()["causal_lm"])
+    assert {"llava", "qwen2_5_vl", "idefics3", "gemma3"} <= set(known_architectures()["vision_language"])
+
+
+def test_no_path_is_an_error() -> None:
+    with pytest.raises(ShardtuneError, match=r"model_path is not set"):
+        load_config(ModelConfig())

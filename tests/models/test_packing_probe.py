@@ -1,0 +1,191 @@
+"""Models that packing or the chunked head would compute wrongly are found out, and train with the right numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
+
+from shardtune.config import load_recipe
+from shardtune.models.packed_attention import DOCUMENTS, document_attention
+from shardtune.training.worker.adapter_worker import SFTWorker
+from tests.support.dist.training import flat_script, quiet, recipe, run_flat, run_recipe, save_model, save_rows
+
+STEPS = 3
+PRECISIONS = ("fp64", "fp32", "bf16")
+
+
+BY_LENGTH = "rows of one length share a forward"
+
+
+def rows_of(folder: Path, count: int = 9) -> Path:
+    return save_rows(folder / "rows.jsonl", count, longest=60)
+
+
+@pytest.fixture
+def attention() -> Iterator[Callable[[Any], None]]:
+    """Puts another function in the place of our attention."""
+
+    def put(function: Any) -> None:
+        AttentionInterface.register(DOCUMENTS, function)
+
+    yield put
+    put(document_attention)
+
+
+def leaking(*args: Any, cu_seq_lens_q: torch.Tensor, max_length_q: int, **kwargs: Any) -> Any:
+    """All packed rows as one document."""
+    total = int(cu_seq_lens_q[-1])
+    whole = torch.tensor([0, total], dtype=torch.int32)
+    return document_attention(*args, cu_seq_lens_q=whole, max_length_q=total, **kwargs)
+
+
+def without_window(*args: Any, sliding_window: int | None = None, **kwargs: Any) -> Any:
+    """Rows apart, but each sees all of itself."""
+    return document_attention(*args, sliding_window=None, **kwargs)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("kind", "function", "note"),
+    [
+        ("dense", leaking, "packed rows see each other in this model: one row per forward"),
+        ("mixtral", leaking, "packed rows see each other in this model: one row per forward"),
+        ("mistral", without_window, "its attention over packed rows differs from its own: one row per forward"),
+    ],
+    ids=["leak", "leak among experts", "no window"],
+)
+def test_wrong_attention_is_caught_and_training_goes_row_by_row(
+    attention: Callable, tmp_path: Path, kind: str, function: Any, note: str, precision: str
+) -> None:
+    model, rows = save_model(kind, tmp_path / "model"), rows_of(tmp_path)
+    values = recipe(model, rows, runner__max_steps=STEPS, actor__model__precision=precision)
+    attention(function)
+    trace = run_recipe(values)
+    assert trace.notes == [note, BY_LENGTH]
+    if precision == "fp64":
+        flat = run_flat(model, rows, precision="fp64", steps=STEPS)
+        assert trace.losses == pytest.approx(flat.losses, abs=1e-10)
+        assert trace.norms == pytest.approx(flat.norms, abs=1e-10)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", ["dense", "mixtral", "gemma", "mistral"])
+def test_right_models_are_left_alone(tmp_path: Path, kind: str, precision: str) -> None:
+    model, rows = save_model(kind, tmp_path / "model"), rows_of(tmp_path)
+    worker = SFTWorker(load_recipe(recipe(model, rows, actor__model__precision=precision)), say=quiet)
+    worker.setup()
+    assert worker.notes == []
+    assert worker.adapter.packs
+
+
+class Convolving(nn.Module):
+    """A layer that looks at the token before, in whatever row that is: a state that packing carries across."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        before = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], dim=1)
+        return self.inner(hidden + 0.5 * before)
+
+
+class Doubled(Qwen2ForCausalLM):
+    """Its logits are twice what its head gives, and no setting says so."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits * 2
+        return outputs
+
+
+def convolving(folder: Path) -> nn.Module:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model.model.layers[0].mlp = Convolving(model.model.layers[0].mlp)
+    return model
+
+
+def doubled(folder: Path) -> nn.Module:
+    return Doubled.from_pretrained(folder, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("make", "notes"),
+    [
+        (convolving, ["packed rows see each other in this model: one row per forward", BY_LENGTH]),
+        (
+            doubled,
+            [
+                "its attention over packed rows differs from its own: one row per forward",
+                "its logits are not a linear head of its last hidden state: taken from its own forward",
+            ],
+        ),
+    ],
+    ids=["state", "head"],
+)
+def test_a_users_own_model_trains_with_the_numbers_of_plain_torch(
+    tmp_path: Path, make: Callable[[Path], Any], notes: list[str]
+) -> None:
+    folder, rows = save_model("dense", tmp_path / "model"), rows_of(tmp_path)
+    values = recipe(folder, rows, runner__max_steps=STEPS)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    worker = SFTWorker(load_recipe(values), model=make(folder), tokenizer=tokenizer, say=quiet)
+    worker.setup()
+    assert worker.notes == notes
+    flat = flat_script()
+    options = ["--clip=0.5", "--lr=1e-2", "--schedule=linear", "--warmup=3", "--precision=fp64", f"--steps={STEPS}"]
+    args = flat.arguments(f"--model={folder}", f"--data={rows}", *options)
+    wanted = list(flat.train(make(folder).train(), flat.read_rows(rows, tokenizer), args))
+    for loss, norm in wanted:
+        metrics = worker.run_training()
+        assert metrics["train/loss"] == pytest.approx(loss, abs=1e-10)
+        assert metrics["train/grad_norm"] == pytest.approx(norm, abs=1e-10)
+
+
+def test_one_row_is_packed_with_itself(attention: Callable, tmp_path: Path) -> None:
+    model, rows = save_model("dense", tmp_path / "model"), rows_of(tmp_path, 1)
+    attention(leaking)
+    assert run_recipe(recipe(model, rows, runner__max_steps=1)).notes
+
+
+def test_the_longest_rows_are_looked_at_wherever_they_stand(attention: Callable, tmp_path: Path) -> None:
+    """A window of 200 tokens matters to a single row, the last of 600."""
+    model, rows = save_model("mistral", tmp_path / "model", sliding_window=200), rows_of(tmp_path, 600)
+    long = {"messages": [{"role": "user", "content": "a" * 100}, {"role": "assistant", "content": "b" * 120}]}
+    with rows.open("a") as lines:
+        lines.write(json.dumps(long) + "\n")
+    attention(without_window)
+    values = recipe(model, rows)
+    worker = SFTWorker(load_recipe(values), say=quiet)
+    worker.setup()
+    assert worker.notes == ["its attention over packed rows differs from its own: one row per forward", BY_LENGTH]
+
+
+@pytest.mark.parametrize("kind", ["dense", "mixtral"])
+def test_rows_of_one_length_share_a_forward_where_packing_is_not_exact(
+    attention: Callable, tmp_path: Path, kind: str
+) -> None:
+    """Twelve rows of three lengths, four a forward at most: the numbers of plain PyTorch."""
+    model, rows = save_model(kind, tmp_path / "model"), tmp_path / "rows.jsonl"
+    turns = [("a" * (3 + number % 3), chr(98 + number) * (4 + 2 * (number % 3))) for number in range(12)]
+    messages = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in turns]
+    rows.write_text("".join(json.dumps({"messages": both}) + "\n" for both in messages))
+    values = recipe(model, rows, runner__max_steps=STEPS, actor__micro_batch_size=4, actor__global_batch_size=12)
+    attention(leaking)
+    worker = SFTWorker(load_recipe(values), say=quiet)
+    worker.setup()
+    assert worker.notes[-1] == BY_LENGTH
+    step = next(worker.loader.steps(worker.data_state))
+    assert sorted(len(batch.rows) for batch in step.micro_batches) == [4, 4, 4]
+    worker.release()
+    got = run_recipe(values)
+    flat = run_flat(model, rows, precision="fp64", steps=STEPS, batch=12)
+    assert got.losses == pytest.approx(flat.losses, abs=1e-10)
+    assert got.norms == pytest.approx(flat.norms, abs=1e-10)

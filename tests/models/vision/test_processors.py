@@ -1,0 +1,73 @@
+"""Processors without torchvision: loaded, saved under their own names, sent to processes; refused ones."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoConfig
+from transformers.models.paligemma.processing_paligemma import PaliGemmaProcessor
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from shardtune.errors import ModelError
+from shardtune.models.vision.processors import image_text, load_processor, without_video
+from tests.support.vision import FAMILIES, save_vision_model, tokenizer
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_processor_comes_back_from_its_directory(family: str, tmp_path: Path) -> None:
+    """With its settings (`image_seq_len` of SmolVLM is none of its parts'), under the name that transformers knows."""
+    folder = save_vision_model(family, tmp_path)
+    _, made = FAMILIES[family]()
+    loaded = load_processor(str(folder), AutoConfig.from_pretrained(folder))
+    named = json.loads((folder / "processor_config.json").read_text())["processor_class"]
+    assert named == type(made).__name__ == type(loaded).__name__
+    copied = pickle.loads(pickle.dumps(loaded))
+    images = [Image.new("RGB", (70, 50), (200, 30, 90)), Image.new("RGB", (30, 60))]
+    text = f"a{made.image_token}b {made.image_token}"
+    wanted = made(images=[images], text=[text], return_tensors="pt")
+    for other in (loaded, copied):
+        got = other(images=[images], text=[text], return_tensors="pt")
+        assert got.keys() == wanted.keys()
+        assert all(torch.equal(got[key], wanted[key]) for key in wanted)
+
+
+def test_a_class_without_video_is_made_once() -> None:
+    assert without_video(Qwen2_5_VLProcessor) is without_video(Qwen2_5_VLProcessor)
+    assert without_video(PaliGemmaProcessor) is PaliGemmaProcessor
+
+
+def test_processors_with_ways_of_their_own_are_refused() -> None:
+    """PaliGemma writes a begin token and a line's end around the text, and moves images to the front."""
+    text = tokenizer("<bos>", "<image>", image="<image>")
+    text.bos_token = "<bos>"
+    images = SiglipImageProcessorPil(size={"height": 28, "width": 28})
+    images.image_seq_length = 4
+    with pytest.raises(ModelError, match=r"cannot be followed row by row \(its input_ids"):
+        image_text(PaliGemmaProcessor(images, text))
+
+
+def test_a_directory_without_a_processor(tmp_path: Path) -> None:
+    folder = save_vision_model("llava", tmp_path)
+    config = AutoConfig.from_pretrained(folder)
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        (folder / name).unlink(missing_ok=True)
+    with pytest.raises(ModelError) as caught:
+        load_processor(str(folder), config)
+    assert "save_pretrained" in str(caught.value.remedy)
+
+
+def test_a_processor_that_needs_torchvision(tmp_path: Path) -> None:
+    """Llama 4's image processor has no Pillow backend."""
+    folder = save_vision_model("llava", tmp_path)
+    file = folder / "processor_config.json"
+    content = json.loads(file.read_text())
+    content["image_processor"]["image_processor_type"] = "Llama4ImageProcessorFast"
+    file.write_text(json.dumps(content))
+    with pytest.raises(ModelError, match="orchvision"):
+        load_processor(str(folder), AutoConfig.from_pretrained(folder))

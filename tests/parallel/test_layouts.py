@@ -1,0 +1,29 @@
+"""Every layout gives the numbers of one process of plain PyTorch; `bench/layouts.py` is the long form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.dist.layouts import EXPERTS, LAYOUTS, LaidOut, LayoutRuns
+from tests.support.dist.parity import EXACT
+
+SOME = ("FSDP2-4", "DDP-2", "HSDP 2 x 2-4", "TP 2-2", "FSDP 2 x TP 2-4", "SP 2-2", "FSDP 2 x SP 2-4", "offload-2")
+SOME_EXPERTS = ("EP 2-2", "FSDP 2 x EP 2-4", "TP 2 x EP 4-4")
+CASES = [
+    pytest.param("dense", [layout for layout in LAYOUTS if str(layout) in SOME], id="dense"),
+    pytest.param("qwen3_moe", [layout for layout in EXPERTS if str(layout) in SOME_EXPERTS], id="experts"),
+    pytest.param("dense", LAYOUTS, id="dense, all", marks=pytest.mark.slow),
+    pytest.param("qwen3_moe", EXPERTS, id="experts, all", marks=pytest.mark.slow),
+]
+
+
+# One test each for several layouts of a model: they share a start of ranks.
+@pytest.mark.parametrize(("kind", "layouts"), CASES)
+def test_layouts_are_exact(tmp_path: Path, kind: str, layouts: Sequence[LaidOut]) -> None:
+    assert len(layouts) >= 3
+    found = dict(zip(map(str, layouts), LayoutRuns(tmp_path).compare(kind, layouts), strict=True))
+    wrong = {name: apart for name, apart in found.items() if apart.largest > EXACT or not apart.same_counts}
+    assert not wrong

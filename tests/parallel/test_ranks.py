@@ -1,0 +1,49 @@
+"""The helper that runs ranks: results in order, failures told, nobody left over."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.dist.ranks import run_ranks
+
+
+def total(number: int) -> tuple[int, int]:
+    value = torch.tensor(number + dist.get_rank())
+    dist.all_reduce(value)
+    return dist.get_rank(), int(value)
+
+
+def fails(folder: str) -> None:
+    with open(f"{folder}/{dist.get_rank()}", "w") as file:
+        file.write(str(os.getpid()))
+    if dist.get_rank() == 1:
+        raise ValueError("on purpose")
+    time.sleep(600)
+
+
+def test_results_come_in_rank_order() -> None:
+    assert run_ranks(total, 4, 10) == [(rank, 46) for rank in range(4)]
+
+
+def process(fresh: bool) -> int:
+    return os.getpid()
+
+
+def test_processes_are_kept_for_the_next_call_unless_fresh_ones_are_asked_for() -> None:
+    first = run_ranks(process, 2, False)
+    assert run_ranks(process, 2, False) == first
+    assert not {*run_ranks(process, 2, True, fresh=True)} & {*first}
+    assert run_ranks(process, 2, False) == first
+
+
+def test_a_failing_rank_is_told_and_the_others_are_ended(tmp_path) -> None:
+    with pytest.raises(AssertionError, match=r"(?s)ranks failed.*rank 1: .*ValueError: on purpose"):
+        run_ranks(fails, 2, str(tmp_path))
+    for rank in range(2):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / str(rank)).read_text()), 0)

@@ -1,0 +1,121 @@
+"""Which modules shard as a unit: as the recipe says, else as declared, else repeated blocks that are safe to part."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertModel, PreTrainedModel
+
+from shardtune.errors import ModelError
+from shardtune.parallel import shard_units
+from shardtune.parallel.meta_init import init_empty_weights
+from shardtune.parallel.shard_units import choose_units
+from tests.support.plain_modules import Block, Convolutions, Perceptron, Tied
+
+
+def encoder() -> PreTrainedModel:
+    with init_empty_weights():
+        return BertModel(
+            BertConfig(vocab_size=11, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8)
+        )
+
+
+class Classifier(nn.Module):
+    """A model of transformers, and a stack of its own beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = encoder()
+        self.tail = nn.ModuleList([Block(), Block()])
+
+
+class Mixture(nn.Module):
+    """Blocks of which a forward calls some, among them lists, and blocks that it always calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Sequential(Block(), Block()) for _ in range(4)])
+        self.task_heads = nn.ModuleList([nn.Linear(6, 2), nn.Linear(6, 2)])
+        self.by_name = nn.ModuleDict({"a": nn.Sequential(Block(), Block())})
+        self.trunk = nn.Sequential(nn.Linear(6, 6), Block(), nn.ReLU(), Block(), nn.Linear(6, 6), nn.ReLU())
+
+
+class Stages(nn.Module):
+    """Lists of lists, which have no forward, and stages that do, with blocks inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleList([nn.ModuleList([Block(), Block()]), nn.ModuleList([Block()])])
+        self.stages = nn.ModuleList([nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block())])
+        self.masks = nn.ParameterList([nn.Parameter(torch.ones(100, 100)), nn.Parameter(torch.ones(100, 100))])
+
+
+def names_of(model: nn.Module, chosen: list[nn.Module]) -> list[str]:
+    names = {module: name for name, module in model.named_modules()}
+    return [names[unit] for unit in chosen]
+
+
+def test_the_recipe_goes_before_the_adapter_and_that_before_transformers() -> None:
+    model = Classifier()
+    chosen, note = choose_units(model)
+    assert names_of(model, chosen) == ["encoder.embeddings", "encoder.encoder.layer.0", "encoder.encoder.layer.1"]
+    assert note == ""
+    chosen, note = choose_units(model, classes=["Block"])
+    assert names_of(model, chosen) == ["tail.0", "tail.1"]
+    assert note == ""
+    chosen, note = choose_units(model, classes=["Block"], wrap=["BertLayer", "BertAttention"])
+    assert [type(unit).__name__ for unit in chosen] == ["BertLayer", "BertAttention"] * 2
+    assert note == ""
+
+
+def test_without_any_declaration_repeated_blocks_are_chosen_with_a_note() -> None:
+    model = Perceptron()
+    chosen, note = choose_units(model)
+    assert names_of(model, chosen) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert note.startswith("3 Block shard as units, chosen by their size; each has to be called")
+    assert "unit_classes of the adapter" in note
+    assert "actor.fsdp_config.wrap" in note
+    convolutions = Convolutions()
+    assert names_of(convolutions, choose_units(convolutions)[0]) == ["layers.0", "layers.3"]
+    chosen, note = choose_units(nn.Linear(3, 3))
+    assert chosen == []
+    assert note.startswith("the model is sharded as one")
+
+
+def test_what_a_forward_may_leave_out_stays_with_the_rest() -> None:
+    model = Mixture()
+    assert names_of(model, choose_units(model)[0]) == ["trunk.1", "trunk.3"]
+
+
+def test_containers_are_looked_into_and_large_blocks_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Stages()
+    inside = ["pairs.0.0", "pairs.0.1"]
+    assert names_of(model, choose_units(model)[0]) == [*inside, "stages.0", "stages.1"]
+    monkeypatch.setattr(shard_units, "LARGE", sum(parameter.numel() for parameter in Block().parameters()))
+    split = ["stages.0", "stages.0.0", "stages.0.1", "stages.1", "stages.1.0", "stages.1.1"]
+    assert names_of(model, choose_units(model)[0]) == [*inside, *split]
+
+
+def test_modules_that_share_parameters_with_others_belong_to_the_root() -> None:
+    model = Tied()
+    chosen, note = choose_units(model)
+    assert chosen == []
+    assert "its own" in note
+    chosen, note = choose_units(model, wrap=["Block", "LayerNorm"])
+    assert names_of(model, chosen) == ["blocks.0.norm", "blocks.1.norm"]
+    assert note == "2 modules (Block) share parameters with others, so they are gathered with the whole model"
+    whole = nn.Sequential(Tied(), Tied())  # what is shared inside a unit alone may be one
+    assert len(choose_units(whole, classes=["Tied"])[0]) == 2
+
+
+@pytest.mark.parametrize(("classes", "wrap", "key"), [(["Blok"], None, "unit_classes"), ((), ["Blok"], "actor.fsdp")])
+def test_a_class_that_is_not_there_is_named_with_those_that_are(classes: list, wrap: list | None, key: str) -> None:
+    with pytest.raises(ModelError, match=rf"{key}.*no module of the model is a Blok(.|\n)*Block, LayerNorm, Linear"):
+        choose_units(Perceptron(), classes, wrap)
+
+
+@pytest.mark.parametrize("name", ["ModuleList", "ParameterList"])
+def test_what_has_no_forward_is_no_unit(name: str) -> None:
+    with pytest.raises(ModelError, match="names a list of modules, which cannot shard as a unit: it has no forward"):
+        choose_units(Stages(), wrap=[name])

@@ -1,0 +1,147 @@
+"""Ranks that share matrices: which layouts a model can have, and a plain module with a plan of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardtune.errors import ParallelError
+from shardtune.parallel.tensor_parallel import Heads, check_heads, without_experts
+from tests.support.dist.parity import EXACT, distance
+from tests.support.dist.ranks import run_ranks
+from tests.support.dist.training import run_recipe, run_recipes
+
+ADAPTER = """
+import numpy as np
+import torch.nn.functional as F
+from torch import nn
+
+from shardtune import Adapter, LossSum, Sample
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 6)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).flatten()
+
+
+class Shared(Adapter):
+    tensor_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+    def build(self):
+        return Net()
+
+    def encode(self, row):
+        return Sample(fields={"x": np.array(row["x"], np.float64), "y": np.array(row["y"], np.float64)})
+
+    def loss(self, model, batch):
+        return LossSum(F.mse_loss(model(batch["x"]), batch["y"], reduction="sum"), len(batch["x"]))
+
+
+class Unplanned(Shared):
+    tensor_plan = {}
+
+
+class Misnamed(Shared):
+    tensor_plan = {"layers.*.up": "colwise"}
+
+
+class Misstyled(Shared):
+    tensor_plan = {"blocks.*.up": "columns"}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("tensor")
+    (made / "net.py").write_text(ADAPTER)
+    draw = torch.Generator().manual_seed(0)
+    rows = [{"x": torch.randn(6, generator=draw).tolist(), "y": float(number % 3)} for number in range(13)]
+    (made / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return made
+
+
+def recipe(folder: Path, name: str = "Shared", **sizes: int) -> dict[str, Any]:
+    return {
+        "runner": {"max_steps": 4, "max_epochs": -1, "device": "cpu"},
+        "actor": {
+            "micro_batch_size": 2,
+            "global_batch_size": 5,
+            "model": {"adapter": f"{folder / 'net.py'}:{name}", "precision": "fp64"},
+            "optim": {"lr": 1e-2, "clip_grad": 0.5},
+            "parallel": sizes,
+        },
+        "data": {"train_data_paths": str(folder / "rows.jsonl"), "num_workers": 0, "cache_dir": str(folder / "cache")},
+    }
+
+
+def test_a_plain_module_with_a_plan_is_shared_exactly(folder: Path) -> None:
+    """With two blocks of a feature dimension that ten columns on four ranks do not divide evenly."""
+    alone = run_recipe(recipe(folder))
+    layouts = [recipe(folder, tensor=4), recipe(folder, tensor=2), recipe(folder, tensor=2, data_replicate=2)]
+    for trace in run_ranks(run_recipes, 4, layouts, fresh=True)[0]:
+        apart = distance(trace, alone)
+        assert max(apart.loss, apart.norm, apart.gradient, apart.weight) < EXACT, apart
+
+
+def refusal(values: dict[str, Any]) -> str:
+    with pytest.raises(ParallelError) as refused:
+        run_recipe(values)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Unplanned", "Net declares no plan for tensor parallelism"),
+        ("Misnamed", "the tensor plan of Net names nothing in it: layers"),
+        ("Misstyled", "has the style columns, which is not known"),
+    ],
+)
+def test_a_plan_that_cannot_be_followed_is_refused(folder: Path, name: str, message: str) -> None:
+    assert message in run_ranks(refusal, 2, recipe(folder, name, tensor=2))[0]
+
+
+@pytest.mark.parametrize(
+    ("heads", "tensor", "sequence", "nearest"),
+    [
+        (Heads(8, 2, 4), 3, 1, "tensor 2, sequence 1"),
+        (Heads(12, 4, 4), 6, 1, "tensor 4, sequence 1"),
+        (Heads(4, 4, 4), 2, 4, "tensor 2, sequence 2"),
+        (Heads(6, 6, 4), 1, 4, "tensor 1, sequence 3"),
+    ],
+)
+def test_heads_that_do_not_divide_name_what_fits(heads: Heads, tensor: int, sequence: int, nearest: str) -> None:
+    with pytest.raises(ParallelError, match=f"the nearest that fits is {nearest}"):
+        check_heads(heads, tensor, sequence)
+
+
+@pytest.mark.parametrize(("tensor", "sequence"), [(1, 1), (2, 1), (4, 1), (8, 1), (2, 4), (4, 2)])
+def test_heads_of_keys_are_dealt_or_repeated(tensor: int, sequence: int) -> None:
+    check_heads(Heads(8, 2, 4), tensor, sequence)
+
+
+def test_stacked_experts_are_left_to_the_axis_of_experts() -> None:
+    plan = {"mlp.experts": "moe_tp_experts", "mlp.experts.gate_up_proj": "packed_colwise", "q_proj": "colwise"}
+    assert without_experts(plan) == {"q_proj": "colwise"}

@@ -1,0 +1,173 @@
+"""`shardtune.train` from Python: objects in memory, a `Run` back, errors raised; and the options of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM
+
+import shardtune
+from shardtune.errors import ConfigError, DataError
+from shardtune.evaluate.generate import Sampling
+from shardtune.training.utilisation import Utilisation
+from tests.support.tiny_run import Tiny, lines, make_model, make_tiny, make_tokenizer, rows
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return make_tiny(tmp_path_factory.mktemp("train"))
+
+
+def test_objects_in_memory_train_as_files_do(tiny: Tiny) -> None:
+    recipe = tiny.recipe("files", data__eval_data_paths={"math": str(tiny.folder / "eval.jsonl")})
+    shardtune.train(recipe)
+    given = tiny.recipe("memory")
+    del given["actor"]["model"]["model_path"], given["data"]["train_data_paths"]
+    run = shardtune.train(
+        OmegaConf.create(given),
+        "actor.optim.lr=1e-3",
+        model=make_model(make_tokenizer()),
+        tokenizer=make_tokenizer(),
+        train_data=rows(21),
+        eval_data={"math": Dataset.from_list(rows(7, start=100))},
+    )
+    assert lines(run.dir) == lines(tiny.run("files"))
+    assert run.dir == tiny.run("memory")
+    assert run.metrics["step"] == 8
+    assert run.metrics["train/loss"] == lines(run.dir)[-1]["train/loss"]
+    final = json.loads((run.dir / "final/metrics.json").read_text())
+    assert run.metrics["eval/math/loss"] == final["eval/math/loss"]
+    assert run.evaluate(eval_data={"math": rows(7, start=100)}) == {
+        key: value for key, value in final.items() if key != "step"
+    }
+    answers = run.generate(["say 1", "say 2"], sampling=Sampling(max_new_tokens=3))
+    assert len(answers) == 2
+    assert (run.export(tiny.folder / "exported") / "model.safetensors").exists()
+    again = shardtune.load_run(run.dir / "final")
+    assert again.dir == run.dir
+
+
+def test_a_model_in_memory_is_whole_again_afterwards(tiny: Tiny) -> None:
+    recipe = tiny.recipe("handed-back", runner__max_steps=2)
+    del recipe["actor"]["model"]["model_path"]
+    model = make_model(make_tokenizer())
+    before, attention = model.get_input_embeddings().weight.detach().clone(), model.config._attn_implementation
+    changes = ("actor.model.precision=bf16", "actor.model.gradient_checkpointing=true", "runner.final_dtype=fp32")
+    run = shardtune.train(recipe, *changes, model=model, tokenizer=make_tokenizer())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert not torch.equal(model.get_input_embeddings().weight, before)
+    assert (model.config._attn_implementation, model.is_activation_checkpointing) == (attention, False)
+    ids = torch.arange(5)[None]
+    final = AutoModelForCausalLM.from_pretrained(run.dir / "final", attn_implementation=attention)
+    assert torch.equal(model.eval()(ids).logits, final.eval()(ids).logits)
+    assert model.generate(ids, max_new_tokens=2, do_sample=False).shape[1] > 5
+    again = shardtune.train(
+        recipe, *changes, "runner.logger.experiment_name=again", model=model, tokenizer=make_tokenizer()
+    )
+    assert again.metrics["step"] == 2
+
+
+def test_rows_in_memory_that_changed_are_refused(tiny: Tiny) -> None:
+    recipe = tiny.recipe("changed", runner__max_steps=2)
+    del recipe["data"]["train_data_paths"]
+    shardtune.train(recipe, train_data=rows(21))
+    with pytest.raises(shardtune.errors.CheckpointError, match="training data is not"):
+        shardtune.train(recipe, "runner.max_steps=3", train_data=rows(21, start=1))
+    assert shardtune.train(recipe, "runner.max_steps=3", train_data=rows(21)).metrics["step"] == 3
+
+
+def test_errors_are_raised(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError, match=r"actor\.optim\.learning"):
+        shardtune.train(tiny.recipe("wrong"), "actor.optim.learning=1")
+    with pytest.raises(DataError):
+        shardtune.train(tiny.recipe("wrong"), "data.train_data_paths=nowhere.jsonl")
+    with pytest.raises(ConfigError, match="objects in memory train on one rank"):
+        shardtune.train(tiny.recipe("wrong"), "runner.nproc_per_node=2", train_data=rows(3))
+    assert not tiny.run("wrong").exists()
+
+
+def test_save_interval_minus_one_saves_at_the_end(tiny: Tiny) -> None:
+    run = shardtune.train(tiny.recipe("end", runner__save_interval=-1))
+    assert [path.name for path in (run.dir / "checkpoints").glob("global*")] == ["global_step_8"]
+    state = run.dir / "final/training_state"
+    assert sorted(path.name for path in state.iterdir()) == ["optimizer", "worker.json"]
+    assert (run.dir / "FINAL").resolve() == run.dir / "final"
+
+
+def test_a_profile_is_written_for_its_steps(tiny: Tiny) -> None:
+    run = shardtune.train(tiny.recipe("profile", runner__profile_steps=[3, 4], runner__max_steps=5))
+    trace = json.loads((run.dir / "profile/steps_3-4_rank_0.json").read_text())
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert "aten::embedding" in names
+    assert sum(event.get("name") == "Optimizer.step#AdamW.step" for event in trace["traceEvents"]) == 2
+    cut = shardtune.train(tiny.recipe("cut", runner__profile_steps=[2, 9], runner__max_steps=3))
+    assert [file.name for file in (cut.dir / "profile").iterdir()] == ["steps_2-3_rank_0.json"]
+
+
+def test_deterministic_is_on_while_training(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    original = torch.optim.AdamW.step
+
+    def step(self, *given, **known):
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return original(self, *given, **known)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    shardtune.train(tiny.recipe("deterministic", runner__deterministic=True, runner__max_steps=2))
+    shardtune.train(tiny.recipe("not", runner__max_steps=2))
+    assert seen == [True, True, False, False]
+    assert lines(tiny.run("deterministic")) == lines(tiny.run("not"))
+
+
+def test_utilisation_is_logged_where_the_peak_is_known(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardtune.training.utilisation.peak_flops", lambda device, precision: 1e9)
+    run = shardtune.train(tiny.recipe("mfu", runner__max_steps=1))
+    metrics = run.metrics
+    model = make_model(make_tokenizer())
+    counted = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
+    mean = metrics["train/tokens"] / 6
+    per_token = 6 * counted + 6 * 2 * 16 * mean
+    assert metrics["perf/mfu"] == pytest.approx(metrics["perf/tokens_per_second"] * per_token / 1e9)
+    assert Utilisation.known(model, torch.device("cpu"), "bf16", 2) == Utilisation(counted, 2, 16, 2e9)
+
+
+def test_resuming_costs_the_same_whatever_was_done(tiny: Tiny, tmp_path: Path) -> None:
+    """Of a long log only the end is read."""
+    from shardtune.training.loggers import cut_back
+
+    file = tmp_path / "metrics.jsonl"
+    with file.open("w") as out:
+        for step in range(1, 100_001):
+            out.write(json.dumps({"step": step, "train/loss": 1.0}) + "\n")
+    reads: list[int] = []
+    original = open
+
+    def counted(*given, **known):
+        opened = original(*given, **known)
+        read = opened.read
+        opened_read = lambda size=-1: reads.append(size) or read(size)  # noqa: E731
+        return _Proxy(opened, opened_read)
+
+    class _Proxy:
+        def __init__(self, inner, read):
+            self._inner, self.read = inner, read
+
+        def __getattr__(self, name):
+            return getattr(self._inner, name)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *given):
+            self._inner.close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("builtins.open", counted)
+        cut_back(file, 99_990)
+    assert sum(reads) < 2_000_000
+    assert json.loads(file.read_text().splitlines()[-1])["step"] == 99_990

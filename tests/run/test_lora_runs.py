@@ -1,0 +1,317 @@
+"""Adapters through a whole run: trained, resumed, evaluated, asked, handed on and merged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import shardtune
+from shardtune.run.api import Run
+from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny, tensors, train_on_ranks
+
+LORA: dict[str, Any] = {
+    "actor__model__is_lora": True,
+    "actor__model__lora__r": 4,
+    "actor__model__lora__alpha": 6.0,
+    "actor__model__lora__dropout": 0.2,
+    "actor__optim__lr": 1e-2,
+    "actor__optim__lr_scheduler": "constant",
+    "runner__max_epochs": -1,
+    "runner__max_steps": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def run(tiny: Tiny) -> Run:
+    data = {"data__eval_data_paths": str(tiny.folder / "eval.jsonl"), "runner__eval_before_training": True}
+    return shardtune.train(tiny.recipe("whole", **LORA, **data))
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    model.set_attn_implementation("eager")
+    return model.eval()(input_ids=(torch.arange(30) * 7 % 260)[None]).logits
+
+
+def test_an_interrupted_run_goes_on_bit_by_bit(tiny: Tiny, run: Run) -> None:
+    shardtune.train(tiny.recipe("parts", **{**LORA, "runner__max_steps": 2}))
+    shardtune.train(tiny.recipe("parts", **LORA))
+    assert_same_tensors(
+        tiny.run("whole") / "checkpoints" / "global_step_4", tiny.run("parts") / "checkpoints" / "global_step_4"
+    )
+
+
+def test_a_checkpoint_holds_the_adapter_and_its_optimizer_alone(tiny: Tiny, run: Run) -> None:
+    held = tensors(run.dir / "checkpoints" / "global_step_4")
+    names = {name.partition(":")[2].partition("::")[0] for name in held}
+    assert names
+    assert all(".lora_A.default." in name or ".lora_B.default." in name for name in names)
+    manifest = json.loads((run.dir / "manifest.json").read_text())
+    assert manifest["trainable_patterns"][0] == {
+        "name": "model.layers.*.self_attn.q_proj.lora_A.default.weight", "tensors": 2, "parameters": 128,
+    }  # fmt: skip
+
+
+def test_the_final_directory_is_one_of_peft(tiny: Tiny, run: Run) -> None:
+    final = run.dir / "final"
+    config = json.loads((final / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["task_type"]) == (4, 6, "CAUSAL_LM")
+    assert config["base_model_name_or_path"] == str(tiny.folder / "model")
+    assert not (final / "config.json").exists()
+    assert AutoTokenizer.from_pretrained(final).chat_template
+    base = AutoModelForCausalLM.from_pretrained(tiny.folder / "model")
+    before = logits(base)
+    loaded = peft.PeftModel.from_pretrained(base, str(final)).get_base_model()
+    assert float((logits(loaded) - before).abs().max()) > 1e-3
+    worker = run.worker()
+    assert float((logits(worker.inner_model()) - logits(loaded)).abs().max()) < 1e-5
+
+
+def test_it_evaluates_and_answers_without_merging(run: Run) -> None:
+    assert run.metrics["eval/loss"] < lines(run.dir)[0]["eval/loss"]
+    assert run.evaluate()["eval/loss"] == pytest.approx(run.metrics["eval/loss"], rel=1e-6)
+    assert run.evaluate("latest")["eval/loss"] == pytest.approx(run.metrics["eval/loss"], rel=1e-6)
+    assert isinstance(run.generate("say 3")[0], str)
+
+
+def test_merged_it_computes_the_same(tiny: Tiny, run: Run, tmp_path: Path) -> None:
+    told: list[str] = []
+    run.export(tmp_path / "adapter", check=False)
+    run.export(tmp_path / "merged", merge=True, say=told.append)
+    assert len(told) == 1
+    base = AutoModelForCausalLM.from_pretrained(tiny.folder / "model")
+    adapted = logits(peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).get_base_model())
+    merged = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
+    assert float((adapted - merged).abs().max()) < 1e-5
+    assert load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys() == (
+        load_file(run.dir / "final" / "adapter_model.safetensors").keys()
+    )
+
+
+def test_another_run_starts_from_it(tiny: Tiny, run: Run) -> None:
+    changes = {key: value for key, value in LORA.items() if "lora__" not in key}
+    changes |= {"actor__model__lora__adapter_path": str(run.dir / "final"), "runner__max_steps": 1}
+    again = shardtune.train(tiny.recipe("again", **changes))
+    assert again.recipe.actor.model.lora.r == 4
+    assert lines(again.dir)[0]["train/loss"] < lines(run.dir)[1]["train/loss"] * 0.98
+
+
+def test_what_was_not_adapted_cannot_be_merged(tiny: Tiny, tmp_path: Path) -> None:
+    plain = shardtune.train(tiny.recipe("plain", runner__max_epochs=-1, runner__max_steps=1))
+    with pytest.raises(shardtune.errors.ConfigError, match="nothing to merge"):
+        plain.export(tmp_path / "out", merge=True)
+
+
+def test_a_model_in_memory_is_handed_back_with_its_adapter(tiny: Tiny, run: Run) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny.folder / "model")
+    before = logits(model)
+    data = {"data__eval_data_paths": str(tiny.folder / "eval.jsonl"), "actor__model__model_path": None}
+    tokenizer = AutoTokenizer.from_pretrained(tiny.folder / "model")
+    made = shardtune.train(tiny.recipe("memory", **LORA, **data), model=model, tokenizer=tokenizer)
+    assert made.metrics["eval/loss"] == pytest.approx(run.metrics["eval/loss"], rel=1e-6)
+    base = AutoModelForCausalLM.from_pretrained(tiny.folder / "model")
+    loaded = logits(peft.PeftModel.from_pretrained(base, str(made.dir / "final")).get_base_model())
+    assert float((logits(model) - loaded).abs().max()) < 1e-5
+    assert float((before - loaded).abs().max()) > 1e-3
+
+
+QLORA: dict[str, Any] = {
+    **LORA,
+    "actor__model__lora__base_dtype": "nf4",
+    "actor__model__lora__dropout": 0.0,
+    "actor__model__lora__modules_to_save": ["lm_head"],
+    "actor__model__precision": "fp64",
+    "data__eval_split": 0.2,
+}
+"""A base in NF4, and a head that is trained in full."""
+NEW_TOKENS = ["please", *(f"<token {number}>" for number in range(14))]
+"""One that the rows hold, and so many that 272 embeddings are too few: the tokenizer has 259."""
+WORDS: dict[str, Any] = {
+    **LORA,
+    "actor__tokenizer__new_tokens": NEW_TOKENS,
+    "actor__model__precision": "fp64",
+    "actor__model__lora__dropout": 0.0,
+}
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tiny: Tiny) -> Tiny:
+    """Three runs on two ranks, one of them in two parts."""
+    parts = tiny.recipe("on 2, in parts", **{**QLORA, "runner__max_steps": 2})
+    rest = [tiny.recipe("on 2, in parts", **QLORA), tiny.recipe("words on 2", **WORDS)]
+    train_on_ranks(2, [tiny.recipe("on 2", **QLORA), parts, *rest], timeout=240)
+    return tiny
+
+
+def test_four_bits_on_two_ranks_resume_and_equal_one(on_two_ranks: Tiny) -> None:
+    """A run over a base in NF4: two ranks do what one does, also when they stop in between."""
+    tiny = on_two_ranks
+    assert_same_tensors(
+        tiny.run("on 2") / "checkpoints" / "global_step_4", tiny.run("on 2, in parts") / "checkpoints" / "global_step_4"
+    )
+    alone = shardtune.train(tiny.recipe("alone", **QLORA))
+    whole = shardtune.train(tiny.recipe("not in four bits", **{**QLORA, "actor__model__lora__base_dtype": "auto"}))
+    losses = [[line["train/loss"] for line in lines(tiny.run(name))] for name in ("on 2", "alone", "not in four bits")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+    assert losses[1] != pytest.approx(losses[2], rel=1e-4), "four bits are not the whole weights"
+    first = load_file(tiny.run("on 2") / "final" / "adapter_model.safetensors")
+    second = load_file(alone.dir / "final" / "adapter_model.safetensors")
+    assert "base_model.model.lm_head.weight" in first
+    for name, tensor in first.items():
+        assert torch.allclose(tensor, second[name], rtol=1e-8, atol=1e-8), name
+    assert whole.metrics["eval/loss"] != alone.metrics["eval/loss"]
+
+
+def merged_and_adapted(tiny: Tiny, made: Run, to: Path) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The logits of the merged export and of PEFT over the base model, and the merged embedding."""
+    made.export(to, merge=True, check=False)
+    merged = AutoModelForCausalLM.from_pretrained(to)
+    base = AutoModelForCausalLM.from_pretrained(tiny.folder / "model")
+    base.resize_token_embeddings(merged.config.vocab_size)
+    adapted = peft.PeftModel.from_pretrained(base, str(made.dir / "final")).get_base_model()
+    return logits(merged), logits(adapted), merged.get_input_embeddings().weight.detach()
+
+
+def test_new_tokens_get_embeddings_of_which_they_alone_are_trained(on_two_ranks: Tiny, tmp_path: Path) -> None:
+    tiny = on_two_ranks
+    made = shardtune.train(tiny.recipe("words", **WORDS, data__eval_data_paths=str(tiny.folder / "eval.jsonl")))
+    tokenizer = AutoTokenizer.from_pretrained(made.dir / "final")
+    (please,) = tokenizer.encode("please")
+    assert please == tokenizer.convert_tokens_to_ids("please")
+    for line, other in zip(lines(tiny.run("words on 2")), lines(made.dir), strict=True):
+        assert line["train/loss"] == pytest.approx(other["train/loss"], rel=1e-9)
+    merged, adapted, embedding = merged_and_adapted(tiny, made, tmp_path / "merged")
+    assert float((merged - adapted).abs().max()) < 1e-5
+    before = AutoModelForCausalLM.from_pretrained(tiny.folder / "model").get_input_embeddings().weight.detach()
+    assert len(embedding) == len(tokenizer) > len(before)
+    assert torch.equal(embedding[:259], before[:259])
+    assert not torch.allclose(embedding[please], before[please], atol=1e-3), "it was trained"
+    assert torch.allclose(embedding[-1], before.mean(0), atol=0.05)
+    assert made.evaluate()["eval/loss"] == pytest.approx(made.metrics["eval/loss"], rel=1e-6)
+
+
+def test_new_tokens_of_a_whole_model_are_trained_with_it(tiny: Tiny) -> None:
+    changes = {"runner__max_epochs": -1, "runner__max_steps": 2, "actor__tokenizer__new_tokens": NEW_TOKENS}
+    made = shardtune.train(tiny.recipe("whole words", **changes))
+    final = AutoModelForCausalLM.from_pretrained(made.dir / "final")
+    tokenizer = AutoTokenizer.from_pretrained(made.dir / "final")
+    assert final.config.vocab_size == final.get_output_embeddings().weight.shape[0] == len(tokenizer) > 272
+    assert len(tokenizer.encode("please")) == 1
+
+
+def test_frozen_weights_come_from_where_training_starts(tiny: Tiny) -> None:
+    """Checkpoints leave them out; in half precision nothing of them is lost."""
+    changes = {"actor__model__freeze": ["embed_tokens", "mlp"], "actor__model__precision": "bf16"}
+    changes |= {"runner__max_epochs": -1, "data__eval_data_paths": str(tiny.folder / "eval.jsonl")}
+    shardtune.train(tiny.recipe("frozen, in parts", **changes, runner__max_steps=1))
+    parts = shardtune.train(tiny.recipe("frozen, in parts", **changes, runner__max_steps=2))
+    whole = shardtune.train(tiny.recipe("frozen", **changes, runner__max_steps=2))
+    held = tensors(whole.dir / "checkpoints" / "global_step_2")
+    assert not any("embed_tokens" in name or "mlp" in name for name in held)
+    assert any("q_proj" in name for name in held)
+    final, base = (load_file(path / "model.safetensors") for path in (whole.dir / "final", tiny.folder / "model"))
+    assert torch.equal(final["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+    again = load_file(parts.dir / "final" / "model.safetensors")
+    assert all(torch.equal(final[name], again[name]) for name in final)
+    assert not torch.equal(final["lm_head.weight"], base["lm_head.weight"])
+    assert whole.evaluate("latest")["eval/loss"] == pytest.approx(whole.metrics["eval/loss"], rel=1e-3)
+
+
+def peft_adapter(tiny: Tiny, to: Path, init: str) -> torch.Tensor:
+    """PEFT's own, moved from where it began and saved as it is; the logits of base and adapter."""
+    base = AutoModelForCausalLM.from_pretrained(tiny.folder / "model")
+    settings = {"target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": init}
+    made = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=6, **settings))  # pyright: ignore[reportArgumentType]
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    made.save_pretrained(str(to))
+    return logits(made.get_base_model())
+
+
+FROM_PEFT: dict[str, Any] = {key: value for key, value in LORA.items() if "lora__" not in key} | {
+    "actor__optim__lr": 1e-12, "runner__max_steps": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("init", ["gaussian", "pissa", "olora"])
+def test_an_adapter_of_peft_is_taken_over_as_peft_loads_it(tiny: Tiny, tmp_path: Path, init: str) -> None:
+    """What PiSSA and OLoRA took out of the base when they began is taken out again, as PEFT does."""
+    wanted = peft_adapter(tiny, tmp_path / "adapter", init)
+    changes = {**FROM_PEFT, "actor__model__lora__adapter_path": str(tmp_path / "adapter")}
+    made = shardtune.train(tiny.recipe(f"from {init}", **changes))
+    worker = made.worker("latest")
+    assert isinstance(worker, shardtune.SFTWorker)
+    assert float((logits(worker.inner_model()) - wanted).abs().max()) < 1e-5
+    base = AutoModelForCausalLM.from_pretrained(tiny.folder / "model")
+    assert float((logits(base) - wanted).abs().max()) > 1e-3
+    final = peft.PeftModel.from_pretrained(base, str(made.dir / "final")).get_base_model()
+    assert float((logits(final) - wanted).abs().max()) < 1e-5
+
+
+def test_an_adapter_whose_beginning_cannot_be_repeated_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    peft_adapter(tiny, tmp_path / "adapter", "pissa_niter_4")
+    changes = {**FROM_PEFT, "actor__model__lora__adapter_path": str(tmp_path / "adapter")}
+    with pytest.raises(shardtune.errors.ConfigError, match="began as 'pissa_niter_4'"):
+        shardtune.train(tiny.recipe("from niter", **changes))
+    peft_adapter(tiny, tmp_path / "exact", "pissa")
+    changes |= {"actor__model__lora__adapter_path": str(tmp_path / "exact"), "actor__model__lora__base_dtype": "nf4"}
+    with pytest.raises(shardtune.errors.ConfigError, match="NF4 would round what is left once more"):
+        shardtune.train(tiny.recipe("from pissa in four bits", **changes))
+
+
+def test_an_adapter_that_trains_no_rows_of_new_tokens_is_refused(tiny: Tiny, run: Run) -> None:
+    changes = {**FROM_PEFT, "actor__model__lora__adapter_path": str(run.dir / "final")}
+    with pytest.raises(shardtune.errors.ConfigError, match="trains no embeddings of 1 of the new tokens"):
+        shardtune.train(tiny.recipe("new tokens", **changes, actor__tokenizer__new_tokens=["please"]))
+
+
+@pytest.mark.parametrize("kind", ["adapter", "freeze"])
+def test_a_run_does_not_go_on_over_another_base(tiny: Tiny, tmp_path: Path, kind: str) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(tiny.folder / "model", base)
+    changes = {**LORA, "actor__model__model_path": str(base)}
+    if kind == "freeze":
+        changes = {key: value for key, value in changes.items() if "lora" not in key}
+        changes |= {"actor__model__freeze": ["embed_tokens"]}
+    name = f"moved base, {kind}"
+    shardtune.train(tiny.recipe(name, **{**changes, "runner__max_steps": 1}))
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[7, 3] += 1e-3
+    model.save_pretrained(base)
+    with pytest.raises(shardtune.errors.CheckpointError, match="the frozen weights") as error:
+        shardtune.train(tiny.recipe(name, **changes))
+    assert str(base) in str(error.value)
+    with pytest.raises(shardtune.errors.CheckpointError, match="the frozen weights"):
+        shardtune.load_run(tiny.run(name)).worker("latest")
+    allowed = {"runner__allow_changes": ["actor.model.model_path"]}
+    assert lines(shardtune.train(tiny.recipe(name, **changes, **allowed)).dir)[-1]["step"] == 4
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("merge", [False, True])
+def test_an_export_in_half_precision_is_compared_with_what_was_rounded(
+    run: Run, tmp_path: Path, dtype: str, merge: bool
+) -> None:
+    told: list[str] = []
+    run.export(tmp_path / "out", dtype=dtype, merge=merge, say=told.append)
+    assert "gives the same logits" in told[0]
+    file = tmp_path / "out" / ("model.safetensors" if merge else "adapter_model.safetensors")
+    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    assert {tensor.dtype for tensor in load_file(file).values()} == {wanted}

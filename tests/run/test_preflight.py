@@ -1,0 +1,172 @@
+"""What ranks compare before they train: what differs is told by rank and host, on all of them alike."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import shardtune.run.preflight as preflight
+from shardtune.config import load_recipe
+from shardtune.errors import ParallelError, ShardtuneError
+from shardtune.run.preflight import Inventory, compare, known_by, read_together, short_of_space, take_inventory
+from tests.support.dist.ranks import run_ranks
+from tests.support.tiny_run import Tiny, make_tiny
+
+FIRST = Inventory(
+    "one", "one/0", {"torch": "2.13.0"}, {"actor.optim.lr": "0.001"}, {"/a.py": ("plugins", "12")}, None, None
+)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return make_tiny(tmp_path_factory.mktemp("preflight"))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"versions": {"torch": "2.12.0"}}, "torch is 2.12.0 for rank 3 on two, 2.13.0 for rank 0 on one"),
+        ({"versions": {}}, "torch is missing for rank 3 on two"),
+        ({"recipe": {"actor.optim.lr": "0.1"}}, "actor.optim.lr is 0.1 for rank 3 on two, 0.001 for rank 0 on one"),
+        ({"files": {"/a.py": ("plugins", "missing")}}, "/a.py (plugins) is missing for rank 3 on two, 12 for rank 0"),
+        ({"error": "there is no file"}, "rank 3 on two cannot use the recipe: there is no file"),
+    ],
+)
+def test_a_difference_names_rank_and_host(change: dict[str, Any], says: str) -> None:
+    mine = replace(FIRST, host="two", **change)
+    assert compare(FIRST, replace(FIRST, host="two"), 3) == []
+    (problem,) = compare(FIRST, mine, 3)
+    assert says in problem
+
+
+def test_one_mistake_that_all_make_is_no_difference() -> None:
+    wrong = replace(FIRST, error="lr: 'x' is not allowed")
+    assert compare(wrong, wrong, 1) == []
+
+
+def test_a_run_directory_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "SEEN_SECONDS", 0.3)
+    (problem,) = compare(replace(FIRST, mark=str(tmp_path / "mark")), FIRST, 1)
+    assert "rank 1 on one does not see the run directory of rank 0 on one" in problem
+    (tmp_path / "mark").touch()
+    assert compare(replace(FIRST, mark=str(tmp_path / "mark")), FIRST, 1) == []
+
+
+def test_files_are_known_by_what_tells_them_apart(tmp_path: Path) -> None:
+    code, rows = tmp_path / "a.py", tmp_path / "rows.jsonl"
+    code.write_text("x = 1")
+    rows.write_text("1234567")
+    before = known_by(code)
+    code.write_text("x = 2")
+    assert known_by(code) != before
+    assert known_by(rows) == "7 bytes"
+    assert known_by(tmp_path) == "2 files"
+    assert known_by(tmp_path / "*.jsonl") == "1 files"
+    assert known_by(tmp_path / "none") == "missing"
+
+
+def test_a_full_disk(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe(tiny.recipe())
+    assert short_of_space(recipe, 1, "two") == []
+    monkeypatch.setattr(preflight, "LEAST_FREE_BYTES", 2**60)
+    problems = short_of_space(recipe, 1, "two")
+    assert problems[0].startswith("rank 1 on two has ")
+    assert "runner.logger.log_path" in problems[0]
+
+
+def test_the_inventory_knows_what_the_recipe_names(tiny: Tiny) -> None:
+    made = take_inventory(load_recipe(tiny.recipe()))
+    assert made.files[str(tiny.folder / "train.jsonl")][0] == "data.train_data_paths"
+    assert made.files[str(tiny.folder / "model")][0] == "actor.model.model_path"
+    assert "actor.optim.lr" in made.recipe
+    assert "data.cache_dir" not in made.recipe, "hosts may have caches of their own"
+    assert {"python", "torch", "shardtune", "shardtune's sources"} <= made.versions.keys()
+
+
+def _meet(folder: str, lr_of_rank_1: float, broken: bool) -> str:
+    """What a rank is told."""
+    rank = int(os.environ["RANK"])
+    tiny = Tiny(Path(folder))
+    changes: dict[str, Any] = {"actor__optim__lr": lr_of_rank_1} if rank else {}
+    if broken and rank:
+        changes["actor__model__model_path"] = "/nowhere/model"
+    try:
+        recipe, peers = read_together(lambda: load_recipe(tiny.recipe("met", **changes)))
+        return f"lr {recipe.actor.optim.lr}, {'watched' if peers else 'one host'}"
+    except ShardtuneError as error:
+        return str(error)
+
+
+def test_ranks_that_agree_go_on(tiny: Tiny) -> None:
+    assert run_ranks(_meet, 2, str(tiny.folder), 1e-3, False) == ["lr 0.001, one host"] * 2
+    assert not list(tiny.folder.glob(".shardtune-*")), "the mark is gone"
+
+
+def test_ranks_that_differ_end_with_the_same_message(tiny: Tiny) -> None:
+    first, second = run_ranks(_meet, 2, str(tiny.folder), 1e-1, False)
+    assert first == second
+    assert "the ranks cannot train together" in first
+    assert f"actor.optim.lr is 0.1 for rank 1 on {socket.gethostname()}, 0.001 for rank 0 on" in first
+
+
+def test_a_recipe_that_only_one_rank_can_read(tiny: Tiny) -> None:
+    first, second = run_ranks(_meet, 2, str(tiny.folder), 1e-3, True)
+    assert f"rank 1 on {socket.gethostname()} cannot use the recipe: actor.model.model_path: there is no /now" in first
+    assert "/nowhere/model" in second
+
+
+def test_under_torchrun_a_difference_ends_all_ranks_before_anything_is_written(tiny: Tiny) -> None:
+    """Each rank's own plugin file differs, as it would where hosts have other checkouts."""
+    script = tiny.folder / "start.py"
+    script.write_text(
+        "import os, sys\n"
+        "import shardtune\n"
+        "sys.argv[1:] = ['train', sys.argv[1], f\"runner.seed={os.environ['RANK']}\"]\n"
+        "from shardtune.cli.commands import main\n"
+        "main()\n"
+    )
+    recipe = tiny.folder / "differs.yaml"
+    recipe.write_text(yaml.safe_dump(tiny.recipe("differs")))
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    ended = subprocess.run(
+        [*torchrun, str(script), str(recipe)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 1
+    for rank in (0, 1):
+        assert f"rank {rank}: error: the ranks cannot train together" in ended.stderr
+    assert "runner.seed is 1 for rank 1 on" in ended.stderr
+    assert not tiny.run("differs").exists()
+
+
+def test_the_first_rank_does_not_wait_for_ever(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(preflight, "MEET_SECONDS", 1.0)
+    with pytest.raises(ParallelError, match=r"not all 2 ranks have come(?s:.*)waited for 1 s"):
+        read_together(lambda: load_recipe(tiny.recipe()))
+
+
+def test_hosts_that_start_again_in_the_store_of_the_ended_ranks_are_told(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = {"RANK": "0", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    started = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in {**where, **started}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ParallelError, match=rf"ranks of 2 hosts again(?s:.*){preflight.OWN_STORE}=1"):
+        read_together(lambda: load_recipe(tiny.recipe()))

@@ -1,0 +1,105 @@
+"""Questions with images as prompts: where images go, and what cannot be asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from shardtune.batch import Prompt
+from shardtune.data.chat.encoder import ChatEncoder
+from shardtune.data.images.chat_encoder import ImageChatEncoder
+from shardtune.data.images.images import PROMPT_IMAGES, from_fields
+from shardtune.data.images.placeholders import ImageText
+from shardtune.errors import DataError, ModelError
+from shardtune.run.prompts import Asker
+from tests.support.vision import FAMILIES, PARTS
+from tests.support.workspace import CHATML, make_tokenizer
+
+RED, BLUE = (255, 0, 0), (0, 0, 255)
+
+
+@pytest.fixture(scope="module")
+def images() -> ImageText:
+    return ImageText(FAMILIES["llava"]()[1])
+
+
+@pytest.fixture
+def asker(images: ImageText, tmp_path: Path) -> Asker:
+    """Beside red.png and blue.png."""
+    for name, colour in (("red", RED), ("blue", BLUE)):
+        Image.new("RGB", (40, 30), colour).save(tmp_path / f"{name}.png")
+    return Asker(ImageChatEncoder(images, PARTS.replace("IMAGE", "<image>"), folder=tmp_path), "runs/demo")
+
+
+def shown(prompt: Prompt, images: ImageText) -> tuple[str, list[Any]]:
+    text = str(images.tokenizer.decode(prompt.tokens.tolist())).replace("<image>" * 4, "▣")
+    stored = from_fields(prompt.fields)
+    assert len(stored) == prompt.fields[PROMPT_IMAGES]
+    return text, [image.read().getpixel((0, 0)) for image in stored]
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+PARTS_OF_A_TURN = [{"type": "image", "path": "blue.png"}, {"type": "text", "text": "c"}]
+OPENED = "<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("turns", "given", "text", "found"),
+    [
+        ([user("What?")], [], "<|im_start|>user\nWhat?", []),
+        ([user("What?")], ["red.png", "blue.png"], "<|im_start|>user\n▣▣What?", [RED, BLUE]),
+        ([user("Is <image> <image>?")], ["red.png", "blue.png"], "<|im_start|>user\nIs ▣ ▣?", [RED, BLUE]),
+        ([user(PARTS_OF_A_TURN)], [], "<|im_start|>user\n▣c", [BLUE]),
+        ([user("What?")], [Image.new("RGB", (8, 8), RED)], "<|im_start|>user\n▣What?", [RED]),
+        (
+            [user("a"), {"role": "assistant", "content": "b"}, user("c")],
+            ["red.png"],
+            f"<|im_start|>user\na{OPENED}b<|im_end|>\n<|im_start|>user\n▣c",
+            [RED],
+        ),
+    ],
+)
+def test_turns(turns: Any, given: Any, text: str, found: Any, asker: Asker, images: ImageText) -> None:
+    assert shown(asker.turns(turns, given), images) == (text + OPENED, found)
+
+
+def test_texts_to_go_on_from(asker: Asker, images: ImageText) -> None:
+    assert shown(asker.text("This <image> is", ["red.png"]), images) == ("This ▣ is", [RED])
+    assert shown(asker.text("This is", ["red.png", "blue.png"]), images) == ("▣▣This is", [RED, BLUE])
+    assert shown(asker.text("This is"), images) == ("This is", [])
+
+
+def test_what_cannot_be_asked(asker: Asker) -> None:
+    asker.turns([user("?")])
+    for turns, given, says in (
+        ([user("?")], ["green.png"], "'green.png' does not exist"),
+        ([user("<image>?")], [], "there are 0 images and 1 places"),
+        ([user("<image>?")], ["red.png", "red.png"], "there are 2 images and 1 places"),
+        ([user(PARTS_OF_A_TURN)], ["red.png"], "parts name others"),
+        ([user([{"type": "video", "video": "a.mp4"}])], [], "type 'video'"),
+    ):
+        with pytest.raises(DataError, match=says) as told:
+            asker.turns(turns, given)
+        assert str(told.value.where).startswith("prompt ")
+    assert told.value.where == "prompt 6"
+
+
+def test_a_model_of_text_sees_no_images() -> None:
+    encoder = ChatEncoder(make_tokenizer(), CHATML)
+    asker = Asker(encoder, "runs/demo")
+    for turns, given in (([user("?")], ["red.png"]), ([user(PARTS_OF_A_TURN)], [])):
+        with pytest.raises(ModelError, match="takes text and no images") as told:
+            asker.turns(turns, given)
+        assert told.value.where == "runs/demo"
+    with pytest.raises(ModelError, match="takes text and no images"):
+        asker.text("a", ["red.png"])
+    whole = asker.turns([user("a<image>b")]).tokens.tolist()
+    assert asker.turns([user([{"type": "text", "text": "a<image>"}, "b"])]).tokens.tolist() == whole
+    with pytest.raises(DataError, match="no text"):
+        asker.turns([user([{"type": "text"}])])

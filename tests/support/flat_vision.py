@@ -1,0 +1,81 @@
+"""The oracle: a vision-language model trained by plain PyTorch and transformers, one row after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from shardtune.models.vision.processors import load_processor
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Loss and gradient norm of each step, and the weights in the end."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+def encoded(processor: Any, row: dict[str, Any], folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The model's inputs for a row alone, by the processor itself, and its labels: what the assistant says."""
+    text, images = "", [Image.open(folder / name).convert("RGB") for name in row.get("images", [])]
+    spans: list[tuple[int, int]] = []
+    chat = [{"role": "user", "content": [{"type": "image"}]}]
+    shown = processor.tokenizer.apply_chat_template(chat, tokenize=False)
+    opened = shown.split("user\n")[1].split("<|im_end|>")[0]  # what this family's template writes for an image
+    for turn in row["messages"]:
+        text += f"<|im_start|>{turn['role']}\n"
+        start = len(text)
+        text += turn["content"].replace("<image>", opened) + "<|im_end|>"
+        if turn["role"] == "assistant":
+            spans.append((start, len(text)))
+        text += "\n"
+    given = {"images": [images]} if images else {}
+    inputs = processor(text=[text], return_tensors="pt", **given)
+    labels = torch.full_like(inputs["input_ids"], IGNORED)
+    for start, stop in spans:
+        before = processor(text=[text[:start]], **_images(images, text[:start], processor))["input_ids"][0]
+        with_it = processor(text=[text[:stop]], **_images(images, text[:stop], processor))["input_ids"][0]
+        labels[0, len(before) : len(with_it)] = inputs["input_ids"][0, len(before) : len(with_it)]
+    return {key: value for key, value in inputs.items() if key != "attention_mask"}, labels
+
+
+def _images(images: list[Image.Image], text: str, processor: Any) -> dict[str, Any]:
+    count = text.count(processor.image_token)
+    return {"images": [images[:count]]} if count else {}
+
+
+def train(
+    directory: Path, rows: Sequence[dict[str, Any]], steps: Sequence[Sequence[int]], *, lr: float, dtype: torch.dtype
+) -> Trained:
+    """SGD with momentum on the exact token mean of each step's rows, each row by itself."""
+    config = AutoConfig.from_pretrained(directory)
+    processor = load_processor(str(directory), config)
+    model = AutoModelForImageTextToText.from_pretrained(directory, dtype=dtype).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    losses, norms = [], []
+    for step in steps:
+        optimizer.zero_grad()
+        made = [encoded(processor, rows[row], directory.parent) for row in step]
+        weight = sum(int((labels[:, 1:] != IGNORED).sum()) for _, labels in made)
+        total = 0.0
+        for inputs, labels in made:
+            cast = {key: t.to(dtype) if t.is_floating_point() else t for key, t in inputs.items()}
+            logits = model(**cast, use_cache=False).logits[0, :-1]
+            loss = F.cross_entropy(logits, labels[0, 1:], ignore_index=IGNORED, reduction="sum") / weight
+            loss.backward()
+            total += float(loss)
+        losses.append(total)
+        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])))
+        optimizer.step()
+    return Trained(losses, norms, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()})

@@ -1,0 +1,61 @@
+"""Early stopping and the best checkpoint."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from shardtune.config import RunnerConfig
+from shardtune.training.early_stopping import Watch, Watches, direction
+
+
+def watches(**early: object) -> Watches:
+    values = {"early_stop": {"enabled": True, **early}, "best": {"monitor": "eval/eval_accuracy"}}
+    return Watches(RunnerConfig.model_validate(values))
+
+
+@pytest.mark.parametrize(
+    ("mode", "values", "best"), [("min", [3, 2, 2.5, 2], [1, 1, 0, 0]), ("max", [3, 2, 4, 4], [1, 0, 1, 0])]
+)
+def test_the_best_is_strictly_better(mode: str, values: list[float], best: list[int]) -> None:
+    watch = Watch("x", mode)
+    assert [watch.update(value, step) for step, value in enumerate(values)] == [bool(is_best) for is_best in best]
+
+
+def test_less_than_min_delta_is_no_improvement_and_nan_never_is() -> None:
+    watch = Watch("x", "min", min_delta=0.1)
+    assert [watch.update(value, 0) for value in (1.0, 0.95, math.nan, 0.89)] == [True, False, False, True]
+    assert Watch("x", "max").update(math.nan, 0) is False
+
+
+def test_accuracies_and_successes_grow_and_losses_fall() -> None:
+    assert direction("auto", "eval/eval_accuracy") == "max"
+    assert direction("auto", "eval/math/token_accuracy") == "max"
+    assert direction("auto", "eval/success") == direction("auto", "eval/success_low") == "max"
+    assert direction("auto", "eval/episode_length") == "min"
+    assert direction("auto", "eval/loss") == direction("auto", "eval/perplexity") == "min"
+    assert direction("max", "eval/loss") == "max"
+
+
+def test_patience_counts_measurements_without_improvement() -> None:
+    watched = watches(patience=2)
+    for loss, accuracy, best, stop in [(1.0, 0.1, True, False), (2.0, 0.3, True, False), (1.5, 0.2, False, True)]:
+        assert watched.update({"eval/loss": loss, "eval/eval_accuracy": accuracy}, 1) is best
+        assert watched.stop is stop
+
+
+def test_counts_go_into_a_checkpoint_and_come_back() -> None:
+    watched = watches(patience=2)
+    watched.update({"eval/loss": 1.0, "eval/eval_accuracy": 0.1}, 4)
+    watched.update({"eval/loss": 2.0, "eval/eval_accuracy": 0.0}, 5)
+    again = watches(patience=2)
+    again.restore(watched.state())
+    assert again.state() == watched.state()
+    assert not again.stop
+    again.update({"eval/loss": 2.0, "eval/eval_accuracy": 0.0}, 6)
+    assert again.stop
+    other = watches(monitor="eval/perplexity")
+    other.restore(watched.state())
+    assert other.early is not None
+    assert other.early.best is None, "what another metric reached says nothing of this one"

@@ -1,0 +1,114 @@
+"""Where metrics go, and how logs are cut back."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from shardtune.errors import ConfigError
+from shardtune.training.loggers import check_backends, cut_back, open_tracker, read_metrics
+
+
+def tracker(run_dir: Path, *names: str, done: int = -1) -> Any:
+    return open_tracker(run_dir, names, project="p", name="n", config={"a": 1}, done=done)
+
+
+def write_steps(run_dir: Path, steps: range, *names: str, done: int = -1) -> None:
+    opened = tracker(run_dir, *names, done=done)
+    for step in steps:
+        opened.log(step, {"train/loss": 1.0 / (step + 1)})
+    opened.close()
+
+
+def test_a_line_per_step_and_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    opened = tracker(tmp_path, "jsonl")
+    opened.log(1, {"train/loss": float("nan"), "train/tokens": 3.0})
+    opened.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "train/loss": null, "train/tokens": 3.0}\n'
+
+
+@pytest.mark.parametrize("done", [-1, 0, 3, 5, 9])
+def test_lines_past_the_checkpoint_and_a_torn_one_go(tmp_path: Path, done: int) -> None:
+    write_steps(tmp_path, range(6), "jsonl")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "train/l')
+    cut_back(tmp_path / "metrics.jsonl", done, block=16)
+    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(min(done, 5) + 1))
+
+
+def test_a_resumed_run_hides_what_tensorboard_showed_past_the_checkpoint(tmp_path: Path) -> None:
+    write_steps(tmp_path, range(1, 7), "tensorboard")
+    write_steps(tmp_path, range(4, 6), "tensorboard", done=3)
+    shown = EventAccumulator(str(tmp_path / "tensorboard"))
+    shown.Reload()
+    assert [event.step for event in shown.Scalars("train/loss")] == [1, 2, 3, 4, 5]
+    write_steps(tmp_path, range(1, 3), "tensorboard")  # from the start
+    shown = EventAccumulator(str(tmp_path / "tensorboard"))
+    shown.Reload()
+    assert [event.step for event in shown.Scalars("train/loss")] == [1, 2]
+
+
+def test_answers_of_later_evaluations_go(tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    for name in ("step_2.jsonl", "step_4.jsonl", "step_4_math.jsonl", "step_12_math.jsonl"):
+        (tmp_path / "samples" / name).write_text("{}\n")
+    tracker(tmp_path, done=4).close()
+    kept = sorted(file.name for file in (tmp_path / "samples").iterdir())
+    assert kept == ["step_2.jsonl", "step_4.jsonl", "step_4_math.jsonl"]
+
+
+class FakeWandb:
+    """Records what a run is started with and what it is given."""
+
+    def __init__(self) -> None:
+        self.started: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.finished = 0
+
+    def init(self, **known: Any) -> Any:
+        self.started.append(known)
+
+        def log(metrics: dict[str, float], step: int) -> None:
+            self.logged.append((step, metrics))
+
+        def finish() -> None:
+            self.finished += 1
+
+        return SimpleNamespace(id=known["id"] or f"run{len(self.started)}", log=log, finish=finish)
+
+
+def test_a_resumed_run_keeps_its_wandb_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)  # pyright: ignore[reportArgumentType]
+    write_steps(tmp_path, range(1, 3), "wandb", "jsonl")
+    write_steps(tmp_path, range(2, 4), "wandb", "jsonl", done=1)
+    write_steps(tmp_path, range(1, 2), "wandb", "jsonl")
+    assert [(start["id"], start["resume"]) for start in fake.started] == [
+        (None, None),
+        ("run1", "allow"),
+        (None, None),
+    ]
+    assert fake.started[0]["project"] == "p"
+    assert fake.started[0]["name"] == "n"
+    assert fake.started[0]["config"] == {"a": 1}
+    assert [step for step, _ in fake.logged] == [1, 2, 2, 3, 1]
+    assert fake.finished == 3
+
+
+def test_wandb_that_is_not_installed_is_an_error_with_the_way_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardtune.training.loggers.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"not installed(?s:.*)pip install 'shardtune\[wandb\]'"):
+        check_backends(["jsonl", "wandb"])
+    check_backends(["jsonl", "tensorboard"])
+
+
+def test_metrics_survive_a_round_trip(tmp_path: Path) -> None:
+    write_steps(tmp_path, range(1, 4), "jsonl")
+    assert read_metrics(tmp_path) == [{"step": step, "train/loss": 1.0 / (step + 1)} for step in range(1, 4)]
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["step"] == 1

@@ -1,0 +1,83 @@
+"""The numbers of shardtune are those of the flat script, however rows are cut; `bench/parity.py` is the long form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from shardtune.config import load_recipe
+from shardtune.training.worker.adapter_worker import SFTWorker
+from tests.support.dist.parity import EXACT, LAYOUTS, ROUNDED, ROUNDED_WEIGHTS, Case, Comparison
+from tests.support.dist.training import quiet, recipe
+
+# Gemma's norms compute in fp32 whatever the model's dtype, so fp64 proves nothing there.
+FP64 = [
+    *(Case(*layout) for layout in LAYOUTS),
+    *(Case(*layout, kind=kind) for kind in ("mixtral", "qwen3_moe", "mistral") for layout in ((1, 8), (2, 4))),
+]
+FP32 = [
+    *(Case(*layout, precision="fp32", optimizer="SGD") for layout in ((1, 8), (2, 4), (4, 2))),
+    *(Case(*layout, kind="gemma", precision="fp32", optimizer="SGD") for layout in ((1, 8), (2, 4))),
+]
+BF16 = [Case(*layout, precision="bf16") for layout in ((1, 8), (1, 1), (2, 4))]
+KINDS = ("dense", "mixtral", "qwen3_moe", "gemma", "mistral")
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory) -> Comparison:
+    made = Comparison(tmp_path_factory.mktemp("parity"))
+    made.run([*FP64, *FP32, *BF16])
+    return made
+
+
+@pytest.mark.parametrize("case", FP64, ids=str)
+def test_fp64_is_exact(comparison: Comparison, case: Case) -> None:
+    flat = comparison.flat(case.kind, case.precision, case.optimizer)
+    assert min(flat.norms) > 0.5, "the clip must be active"
+    apart = comparison.distance(case)
+    assert max(apart.loss, apart.norm, apart.gradient, apart.weight) < EXACT, apart
+
+
+@pytest.mark.parametrize("case", FP32, ids=str)
+def test_fp32_differs_by_rounding(comparison: Comparison, case: Case) -> None:
+    apart = comparison.distance(case)
+    assert max(apart.loss, apart.norm) < ROUNDED, apart
+    assert apart.weight < ROUNDED_WEIGHTS, apart
+
+
+@pytest.mark.parametrize("case", BF16, ids=str)
+def test_bf16_is_as_far_from_the_truth_as_the_flat_script(comparison: Comparison, case: Case) -> None:
+    own, flat = comparison.bf16_error(case)
+    assert own < 1.5 * flat
+
+
+def test_every_kind_trains_on_packed_rows(comparison: Comparison) -> None:
+    notes = {case.kind: trace.notes for case, trace in comparison.traces.items()}
+    assert notes == {kind: [] for kind in KINDS}
+
+
+def test_the_loss_falls(comparison: Comparison) -> None:
+    losses = comparison.traces[Case(1, 8)].losses
+    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_loads_and_gives_the_same_logits_bitwise(comparison: Comparison, kind: str, tmp_path) -> None:
+    values = recipe(comparison.model(kind), comparison.rows, actor__model__precision="fp32", runner__max_steps=2)
+    worker = SFTWorker(load_recipe(values), say=quiet)
+    worker.setup()
+    while not worker.finished:
+        worker.run_training()
+    worker.export(tmp_path / "fp32", "fp32")
+    worker.export(tmp_path / "bf16", "bf16")
+    trained = worker.inner_model().eval()
+    worker.adapter.one_row_per_forward(trained)
+    input_ids = torch.arange(30)[None] * 7 % 250
+    for dtype, folder in ((torch.float32, tmp_path / "fp32"), (torch.bfloat16, tmp_path / "bf16")):
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+        assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+        for parameter in trained.parameters():
+            parameter.data = parameter.data.to(dtype)
+        with torch.no_grad():
+            assert torch.equal(loaded(input_ids=input_ids).logits, trained(input_ids=input_ids).logits)

@@ -1,0 +1,166 @@
+"""A training step can be read in one sitting: how many functions of the package it passes through."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+
+import shardtune
+from shardtune.config import load_recipe
+from shardtune.training.worker.adapter_worker import SFTWorker
+from tests.support.dist.ranks import run_ranks
+from tests.support.dist.training import quiet
+from tests.support.tiny_run import make_tiny, write_rows
+
+PACKAGE = Path(shardtune.__file__).parent
+PARTS = re.compile(r"\.<locals>\.<(listcomp|dictcomp|setcomp|genexpr)>")
+MAX_FUNCTIONS, MAX_FILES, MAX_LINES = 25, 10, 80
+AROUND = 18
+"""Around an optimizer step, which is what the limits above are for; a loss of whole steps passes through 4 more."""
+HEALTHY = Path(__file__).parents[1] / "support" / "healthy_adapters.py"
+
+
+@contextmanager
+def traced() -> Iterator[dict[str, CodeType]]:
+    """The package's functions that this thread enters meanwhile, by file and name; comprehensions aside."""
+    seen: dict[str, CodeType] = {}
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and PACKAGE in file.parents:
+            name = PARTS.sub("", frame.f_code.co_qualname)
+            if name == frame.f_code.co_qualname:
+                seen[f"{file.relative_to(PACKAGE)} {name}"] = frame.f_code
+
+    sys.setprofile(note)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a step entered, by file and name, with the lines of each.
+
+    Attributes:
+        step: the optimizer step: two micro-batches or more, forward to update.
+        around: what the worker does besides: it fetches batches, sets the rate, counts and measures.
+    """
+
+    step: dict[str, int]
+    around: dict[str, int]
+
+
+def traces(recipes: list[dict[str, Any]]) -> list[Trace]:
+    """Of each recipe's second step (what is done once is done), on every rank."""
+    return [_trace(recipe) for recipe in recipes]
+
+
+def _trace(recipe: dict[str, Any]) -> Trace:
+    worker = SFTWorker(load_recipe(recipe), say=quiet)
+    worker.setup()
+    worker.run_training()
+    with traced() as everything:
+        metrics = worker.run_training()
+    assert metrics["train/loss"] > 0
+    step = inside(worker)
+    worker.release()
+    return Trace(
+        {name: len(inspect.getsourcelines(code)[0]) for name, code in step.items()},
+        {name: len(inspect.getsourcelines(code)[0]) for name, code in everything.items() if name not in step},
+    )
+
+
+def recipes(folder: Path) -> dict[str, dict[str, Any]]:
+    tiny = make_tiny(folder)
+    numbers = [{"x": [0.1 * n, 0.2, -0.1 * n, 1.0], "y": [1.0, n % 3], "seen": [1.0, 1.0]} for n in range(21)]
+    rows = write_rows(folder / "numbers.jsonl", numbers)
+    plain = tiny.recipe(data__train_data_paths=str(rows))
+    plain["actor"]["model"] = {"adapter": f"{HEALTHY}:Regressor", "precision": "fp32"}
+    return {
+        "causal": tiny.recipe(),
+        "bf16": tiny.recipe(actor__model__precision="bf16"),
+        "lora": tiny.recipe(actor__model__is_lora=True, actor__model__lora={"target_modules": "all-linear"}),
+        "plain": plain,
+    }
+
+
+KINDS = ("causal", "bf16", "lora", "plain")
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Trace]:
+    """By kind of run and number of ranks."""
+    chosen = recipes(tmp_path_factory.mktemp("trace"))
+    assert tuple(chosen) == KINDS
+    alone, together = traces([*chosen.values()]), run_ranks(traces, 2, [*chosen.values()])[0]
+    return {
+        (kind, ranks): trace
+        for ranks, found in ((1, alone), (2, together))
+        for kind, trace in zip(KINDS, found, strict=True)
+    }
+
+
+def inside(worker: SFTWorker) -> dict[str, CodeType]:
+    """Of a step, what `optimizer_step` enters, itself included."""
+    import shardtune.training.worker.base as module
+
+    found: list[dict[str, CodeType]] = []
+    original = module.optimizer_step
+
+    def optimizer_step(*args, **known):
+        with traced() as seen:
+            result = original(*args, **known)
+        found.append(seen)
+        return result
+
+    module.optimizer_step = optimizer_step
+    try:
+        worker.run_training()
+    finally:
+        module.optimizer_step = original
+    return found[0]
+
+
+def report(functions: Iterable[str]) -> str:
+    names = sorted(functions)
+    return f"{len(names)} functions in {len(files(names))} files:\n" + "\n".join(names)
+
+
+def files(functions: Iterable[str]) -> set[str]:
+    return {name.split()[0] for name in functions}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_optimizer_step_is_few_functions_in_few_files(
+    steps: dict[tuple[str, int], Trace], kind: str, ranks: int
+) -> None:
+    step = steps[kind, ranks].step
+    assert "step.py accumulate" in step, "the trace has lost its object"
+    assert "loss.py _LinearCrossEntropy.backward" in step or kind == "plain"
+    assert len(step) <= MAX_FUNCTIONS, report(step)
+    assert len(files(step)) <= MAX_FILES, report(step)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_is_what_goes_on_around_it(steps: dict[tuple[str, int], Trace], kind: str, ranks: int) -> None:
+    around = steps[kind, ranks].around
+    assert "worker.py FSDPSftWorker.run_training" in around
+    assert len(around) <= AROUND, report(around)
+
+
+def test_none_of_them_is_long(steps: dict[tuple[str, int], Trace]) -> None:
+    lengths = {name: lines for trace in steps.values() for name, lines in (trace.step | trace.around).items()}
+    assert max(lengths.values()) <= MAX_LINES, lengths
