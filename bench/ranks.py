@@ -66,7 +66,7 @@ def bind(core: int) -> None:
 def train(values: Mapping[str, Any], cores: list[int], steps: int) -> Measured:
     """Measure some steps of a recipe on this rank."""
     bind(cores[int(os.environ["RANK"])])
-    worker = SFTWorker(load_recipe(dict(values)), say=quiet)
+    worker = SFTWorker(load_recipe(dict(values)), report=quiet)
     worker.setup()
     calls = [0]
     hook = worker.root.register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))

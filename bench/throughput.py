@@ -50,17 +50,17 @@ class Turns:
         self._done += 1
         self._tokens += tokens
         if self._first:  # the first step is start-up
-            self._say({"started": time.time()})
+            self._report({"started": time.time()})
             self._first = False
         elif self._done >= self._steps:
-            self._say({"tokens": self._tokens, "seconds": time.perf_counter() - self._began})
+            self._report({"tokens": self._tokens, "seconds": time.perf_counter() - self._began})
         else:
             return
         if not sys.stdin.readline().strip():
             os._exit(0)
         self._done, self._tokens, self._began = 0, 0.0, time.perf_counter()
 
-    def _say(self, what: dict[str, float]) -> None:
+    def _report(self, what: dict[str, float]) -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
         print("@" + json.dumps({**what, "peak_gb": peak}), flush=True)
 
@@ -87,13 +87,13 @@ def run_shardtune(folder: Path, precision: str, turns: Turns) -> None:
     from shardtune.config import load_recipe
 
     loaded = load_recipe(recipe(folder, precision))
-    worker = SFTWorker(loaded, say=lambda text: None)
+    worker = SFTWorker(loaded, report=lambda text: None)
 
     class Watch:
         def started(self, step: int, total_steps: int) -> None: ...
         def evaluated(self, step: int, metrics: Any) -> None: ...
         def saved(self, step: int, path: Path) -> None: ...
-        def said(self, text: str) -> None: ...
+        def log(self, text: str) -> None: ...
         def finished(self) -> None: ...
         def stepped(self, step: int, metrics: Any) -> None:
             turns.step_done(metrics["train/tokens"])

@@ -296,7 +296,7 @@ def _own_batches(made: Photographs, folder: Path, processes: int, name: str) -> 
     recipe = photograph_recipe(made, folder, BATCH, processes, 1)
     cache = folder / f"cache-{processes}-{LOADERS.index(name)}"
     recipe["data"] |= {"cache_dir": str(cache), "keep_pixels": name in (FIRST, LATER)}
-    worker = SFTWorker(load_recipe(recipe), say=quiet)
+    worker = SFTWorker(load_recipe(recipe), report=quiet)
     worker.setup()
     adapter, steps = worker.adapter, worker.loader
     assert isinstance(steps, StepLoader)

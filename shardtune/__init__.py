@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from shardtune import former_paths
+
 if TYPE_CHECKING:
     from shardtune import nn
     from shardtune.batch import Batch, LossSum, Metric, Sample
@@ -79,6 +81,9 @@ __all__ = [
     "register_model",
     "train",
 ]
+
+
+former_paths.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,8 @@ import torch
 
 from shardtune.errors import ModelError
 
+IGNORED = -100
+"""The label of a token that is no target, as `torch.nn.functional.cross_entropy` takes it."""
 NO_TOKENS = np.empty(0, np.int32)
 NO_WEIGHTS = np.empty(0, np.float32)
 

@@ -25,11 +25,11 @@ Names = Mapping[torch.nn.Parameter, str]
 class Forms(Protocol):
     """How tensors that lie as a parameter does are stored, where that is not as they are."""
 
-    def stored(self, name: str, tensor: torch.Tensor, /) -> torch.Tensor:
+    def to_checkpoint_layout(self, name: str, tensor: torch.Tensor, /) -> torch.Tensor:
         """As checkpoints hold it; all ranks call it."""
         ...
 
-    def kept(self, name: str, tensor: torch.Tensor, /) -> torch.Tensor:
+    def from_checkpoint_layout(self, name: str, tensor: torch.Tensor, /) -> torch.Tensor:
         """The way back."""
         ...
 
@@ -58,12 +58,14 @@ def optimizer_tensors(
     """
     tensors: dict[str, torch.Tensor] = {}
 
-    def stored(name: str, value: Any) -> Any:
-        return value if forms is None else _changed(value, name, forms.stored)
+    def to_checkpoint_layout(name: str, value: Any) -> Any:
+        return value if forms is None else _changed(value, name, forms.to_checkpoint_layout)
 
     state = {
         names[parameter]: {
-            key: _describe(stored(names[parameter], value), f"{names[parameter]}::{key}", parameter, tensors)
+            key: _describe(
+                to_checkpoint_layout(names[parameter], value), f"{names[parameter]}::{key}", parameter, tensors
+            )
             for key, value in optimizer.state[parameter].items()
         }
         for group in optimizer.param_groups
@@ -118,7 +120,9 @@ def load_optimizer_tensors(
     load_tensors(path, tensors, process_group=process_group)
     if forms is not None:
         for parameter, values in state.items():
-            state[parameter] = {key: _changed(value, names[parameter], forms.kept) for key, value in values.items()}
+            state[parameter] = {
+                key: _changed(value, names[parameter], forms.from_checkpoint_layout) for key, value in values.items()
+            }
     if isinstance(optimizer, LowBitOptimizer):
         for group in optimizer.param_groups:
             for parameter in (parameter for parameter in group["params"] if parameter in state):

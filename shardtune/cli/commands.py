@@ -264,7 +264,7 @@ def export(
         raise ConfigError(f"{dtype} is not a dtype to export in", where="--dtype", remedy="auto, fp32, bf16 or fp16")
     from shardtune.run.api import load_run
 
-    load_run(run).export(to, checkpoint=checkpoint, dtype=dtype, merge=merge, say=typer.echo)
+    load_run(run).export(to, checkpoint=checkpoint, dtype=dtype, merge=merge, report=typer.echo)
 
 
 @data_app.command("preview")

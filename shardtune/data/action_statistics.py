@@ -255,7 +255,7 @@ def data_statistics(spec: Any, data: DataOptions, frames: FrameOptions) -> dict[
         data: the recipe's `data` section.
         frames: how the rows are read.
     """
-    sources = resolve_sources(spec, data, frames=frames, say=lambda text: None)
+    sources = resolve_sources(spec, data, frames=frames, report=lambda text: None)
     return source_statistics(sources, cache_dir=data.cache_dir, on_bad_row=data.on_bad_row)
 
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL.Image import Image
-
-from shardtune.data.encoder import RowError
-from shardtune.data.images.images import encode_picture
 from shardtune.errors import DataError
 
 # A file changed this recently may change again without its time stamp moving, so its hash is not remembered.
@@ -92,40 +86,6 @@ def write_atomically(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
-
-
-def spool_rows(rows: Iterable[Mapping[str, Any]], root: Path) -> Path:
-    """Rows from memory as a JSON-lines file in the cache, named by its content; pixels in them become PNG."""
-
-    def write(path: Path) -> None:
-        with path.open("w", encoding="utf-8") as file:
-            for number, row in enumerate(rows, 1):
-                try:
-                    file.write(json.dumps(row, ensure_ascii=False, default=_as_json) + "\n")
-                except (TypeError, ValueError, RowError) as error:
-                    raise DataError(
-                        f"the row cannot be kept as JSON: {error}",
-                        where=f"the rows in memory: row {number:,}",
-                        remedy="give text, numbers, lists, dictionaries and images only",
-                    ) from error
-
-    return spool(write, ".jsonl", root)
-
-
-def _as_json(value: object) -> object:
-    """Bytes, paths, images of Pillow's and arrays of pixels, in a form that `shardtune.data.images.images` reads again.
-
-    Other arrays of one or two dimensions (a robot's state and actions) become lists.
-    """
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return {"bytes": base64.b64encode(value).decode()}
-    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.dtype != np.uint8 and value.ndim < 3):
-        return value.tolist()
-    if isinstance(value, (np.ndarray, Image)):
-        return {"bytes": base64.b64encode(encode_picture(value)).decode()}
-    raise TypeError(f"{type(value).__name__} is none of its types")
 
 
 def spool(write: Callable[[Path], Any], suffix: str, root: Path) -> Path:

@@ -52,7 +52,7 @@ def prepare_data(
     train_data: Any = None,
     eval_data: Any = None,
     training: bool = True,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> PreparedData:
     """Encode what the recipe names, or find it encoded.
 
@@ -62,14 +62,14 @@ def prepare_data(
         train_data: rows in memory instead of `data.train_data_paths`.
         eval_data: rows in memory, or named sets of them, instead of `data.eval_data_paths`.
         training: whether the training rows are wanted.
-        say: told what is found.
+        report: receives what is found.
     """
     data = recipe.data
 
     def build(spec: Any, purpose: Any, with_prompts: bool) -> TokenDataset:
         encoder = make_encoder(with_prompts)
         sources = resolve_sources(
-            spec, data, purpose=purpose, name_format=encoder.title, frames=frames_of(encoder), say=say
+            spec, data, purpose=purpose, name_format=encoder.title, frames=frames_of(encoder), report=report
         )
         built = build_dataset(
             sources,
@@ -78,10 +78,10 @@ def prepare_data(
             num_workers=data.num_workers,
             on_bad_row=data.on_bad_row,
             max_bad_rows=data.max_bad_rows,
-            say=say,
+            report=report,
         )
         for line in built.report.lines():
-            say(f"data: {line}")
+            report(f"data: {line}")
         return built
 
     train_spec = data.train_data_paths if train_data is None else train_data

@@ -16,9 +16,9 @@ _LINE_SECONDS = 10.0
 class BuildProgress:
     """Progress of one file; use it through `show_progress`."""
 
-    def __init__(self, label: str, say: Callable[[str], None], bar: tuple[Progress, TaskID] | None) -> None:
+    def __init__(self, label: str, report: Callable[[str], None], bar: tuple[Progress, TaskID] | None) -> None:
         self._label = label
-        self._say = say
+        self._report = report
         self._bar = bar
         self._began = self._spoken = time.monotonic()
 
@@ -31,19 +31,21 @@ class BuildProgress:
         elif now - self._spoken >= _LINE_SECONDS:
             self._spoken = now
             part = f"{share:.0%}, " if share else ""
-            self._say(f"data: tokenising {self._label}: {part}{rows:,} rows, {rows / (now - self._began):,.0f} rows/s")
+            self._report(
+                f"data: tokenising {self._label}: {part}{rows:,} rows, {rows / (now - self._began):,.0f} rows/s"
+            )
 
     def finish(self, rows: int) -> None:
         seconds = time.monotonic() - self._began
         rate = f", {rows / seconds:,.0f} rows/s" if seconds > 0.5 else ""
-        self._say(f"data: tokenised {self._label}: {rows:,} rows in {seconds:.1f} s{rate}")
+        self._report(f"data: tokenised {self._label}: {rows:,} rows in {seconds:.1f} s{rate}")
 
 
 @contextmanager
-def show_progress(label: str, say: Callable[[str], None]) -> Iterator[BuildProgress]:
+def show_progress(label: str, report: Callable[[str], None]) -> Iterator[BuildProgress]:
     """A bar that disappears when done where the error stream is a terminal; a line now and then where it is not."""
     if not sys.stderr.isatty():
-        yield BuildProgress(label, say, None)
+        yield BuildProgress(label, report, None)
         return
     columns = (
         TextColumn("tokenising {task.description}"),
@@ -52,4 +54,4 @@ def show_progress(label: str, say: Callable[[str], None]) -> Iterator[BuildProgr
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield BuildProgress(label, say, (bar, bar.add_task(label, total=1.0, rows=0)))
+        yield BuildProgress(label, report, (bar, bar.add_task(label, total=1.0, rows=0)))

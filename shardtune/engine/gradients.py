@@ -65,7 +65,7 @@ class Gradients:
         for parameter in self._apart:
             parameter.grad = None
         yield
-        self._weights.settle()
+        self._weights.sync_replicated_gradients()
         for parameter, before in zip(self._apart, held, strict=True):
             if before is not None:
                 parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
@@ -85,7 +85,7 @@ class Gradients:
 
         def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if concerns(optimizer):
-                self._weights.publish()
+                self._weights.copy_masters_to_model()
 
         handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
         try:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel, ProcessorMixin
 
+from shardtune.batch import IGNORED
 from shardtune.errors import ModelError
 from shardtune.models.adapter import WeightSource
 from shardtune.models.lora.attach import ADAPTER, lora_layers
@@ -41,13 +42,11 @@ class AutoProcessor:
         return load_processor(str(path), config, trust_remote_code=trusted)
 
 
-IGNORED = -100
-"""The target of a token that has none, as `torch.nn.functional.cross_entropy` takes it."""
-ENTERING, STANDING = "_shardtune_entering", "_shardtune_standing"
+ENTERING, RANK_CONTEXT = "_shardtune_entering", "_shardtune_standing"
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RankContext:
     """Where a module stands among the ranks, and what of a call is this rank's.
 
     Attributes:
@@ -137,12 +136,12 @@ class BaseTrainModule(nn.Module):
     @property
     def ranks(self) -> Ranks:
         """The ranks of the engine, seen from this one: `rank`, `data_rank`, `sum`, `gather`, …"""
-        return self._standing().ranks
+        return self._rank_context().ranks
 
     @property
     def device(self) -> torch.device:
         """The engine's device; a printed "cuda" means the same."""
-        if STANDING in vars(self):
+        if RANK_CONTEXT in vars(self):
             return self.ranks.device
         return next((p.device for p in self.parameters()), torch.device("cpu"))
 
@@ -156,17 +155,17 @@ class BaseTrainModule(nn.Module):
         Returns:
             The same number on every rank; its `backward()` gives the gradient of the mean over all ranks.
         """
-        standing = self._standing()
-        counted = 0.0 if standing.idle else 1.0
+        rank_context = self._rank_context()
+        counted = 0.0 if rank_context.idle else 1.0
         sums = torch.stack(
             [total.detach().double() * counted, torch.as_tensor(weight, device=total.device).double() * counted]
         )
-        if standing.ranks.mesh is not None:
+        if rank_context.ranks.mesh is not None:
             dist.all_reduce(sums)  # ranks that share matrices bring the same to both sums
-        mean, tensor = sums[0] / sums[1], standing.ranks.layout.tensor
+        mean, tensor = sums[0] / sums[1], rank_context.ranks.layout.tensor
         # Ranks that share sequences without sharing this one's tokens have the same rows, and bring them all.
         whole = float(sums[1]) / tensor
-        factor = counted / (whole * standing.share) if standing.share and whole else 0.0
+        factor = counted / (whole * rank_context.share) if rank_context.share and whole else 0.0
         return _Scaled.apply(total, mean.to(total.dtype) if whole else total.detach() * 0, factor)
 
     def next_tokens(self, input_ids: torch.Tensor, ignore_index: int = IGNORED) -> torch.Tensor:
@@ -176,20 +175,20 @@ class BaseTrainModule(nn.Module):
             input_ids: int64 [samples, tokens of this rank]; or labels, in the same form.
             ignore_index: for the last token, after which there is none.
         """
-        standing = self._standing()
+        rank_context = self._rank_context()
         following = input_ids.new_full((input_ids.shape[0], 1), ignore_index)
-        if standing.tokens is not None:
-            group = standing.tokens.ranks.get_group()
+        if rank_context.tokens is not None:
+            group = rank_context.tokens.ranks.get_group()
             first = input_ids[:, :1].contiguous()
-            firsts = [torch.empty_like(first) for _ in range(standing.tokens.ranks.size())]
+            firsts = [torch.empty_like(first) for _ in range(rank_context.tokens.ranks.size())]
             dist.all_gather(firsts, first, group=group)
-            here = standing.tokens.ranks.get_local_rank()
+            here = rank_context.tokens.ranks.get_local_rank()
             following = firsts[here + 1] if here + 1 < len(firsts) else following
         return torch.cat([input_ids[:, 1:], following], dim=1)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale the gradient so that its norm over all ranks is at most `max_norm`; returns the norm before that."""
-        weights = self._standing().weights
+        weights = self._rank_context().weights
         norm = weights.gradient_norm()
         weights.scale_gradients(min(1.0, max_norm / (norm + 1e-6)))
         return norm
@@ -200,32 +199,32 @@ class BaseTrainModule(nn.Module):
         vars(self)[ENTERING] = True
         return super().__call__(*args, **kwargs)
 
-    def _standing(self) -> Standing:
-        standing = vars(self).get(STANDING)
-        if standing is None:
+    def _rank_context(self) -> RankContext:
+        rank_context = vars(self).get(RANK_CONTEXT)
+        if rank_context is None:
             raise ModelError(
                 f"{type(self).__name__} is not built: there are no ranks yet",
                 remedy="use this in a method that an engine calls, after engine.build()",
             )
-        return standing
+        return rank_context
 
 
-def stand(module: BaseTrainModule, standing: Standing) -> None:
+def set_rank_context(module: BaseTrainModule, rank_context: RankContext) -> None:
     """Tell a module where it stands, and from now on refuse `self.forward(...)`."""
-    vars(module)[STANDING] = standing
+    vars(module)[RANK_CONTEXT] = rank_context
     if "forward" not in vars(module):
         vars(module)["forward"] = _guarded(module, module.forward)
 
 
 @contextmanager
-def standing(module: BaseTrainModule, **changes: Any) -> Iterator[Standing]:
+def rank_context(module: BaseTrainModule, **changes: Any) -> Iterator[RankContext]:
     """Inside, the module stands otherwise."""
-    before: Standing = vars(module)[STANDING]
-    vars(module)[STANDING] = replace(before, **changes)
+    before: RankContext = vars(module)[RANK_CONTEXT]
+    vars(module)[RANK_CONTEXT] = replace(before, **changes)
     try:
-        yield vars(module)[STANDING]
+        yield vars(module)[RANK_CONTEXT]
     finally:
-        vars(module)[STANDING] = before
+        vars(module)[RANK_CONTEXT] = before
 
 
 def _guarded(module: BaseTrainModule, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,14 +22,14 @@ from shardtune.engine.cuda_alias import PrintedDevice
 from shardtune.engine.full_state import full_state, save_directory
 from shardtune.engine.gradients import Gradients
 from shardtune.engine.initial_weights import load_first_weights
-from shardtune.engine.nn import BaseTrainModule, Standing, stand, standing, unwrapped
+from shardtune.engine.nn import BaseTrainModule, RankContext, rank_context, set_rank_context, unwrapped
 from shardtune.engine.offload import Memory
 from shardtune.engine.pickling import detached
 from shardtune.engine.sequence_parallel import SequenceForward
 from shardtune.engine.split_arguments import Part
 from shardtune.errors import ModelError
 from shardtune.parallel.fsdp2 import MASTER_DTYPE, Weights
-from shardtune.parallel.model_parallel import Spread, spread
+from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard import shard_model
 from shardtune.parallel.shard_units import choose_units
@@ -71,7 +71,7 @@ def trains(kind: type[BaseTrainModule]) -> bool:
     return kind.on_weights_materialized is not BaseTrainModule.on_weights_materialized
 
 
-class Resident:
+class RankModule:
     """A module on one rank; every method is called on all ranks alike.
 
     Args:
@@ -90,7 +90,7 @@ class Resident:
             self._module.requires_grad_(False)
         share_values(self._module, ranks)
         sequence = self._sequence_forward()
-        spread_ = self._spread()
+        model_parallel = self._apply_model_parallel()
         units = self._units()
         precision, layout = order.precision, order.layout
         master = MASTER_DTYPE[precision]
@@ -100,22 +100,24 @@ class Resident:
         # An optimizer of the user's has the module's own parameters: none of them has a master beside it.
         in_full = "fp64" if master == torch.float64 else "fp32"
         self._weights = (
-            hold(self._module, partial=spread_.partial)
+            hold(self._module, partial=model_parallel.partial)
             if layout.flat and ranks.mesh is not None
-            else Weights(self._module, self._module, in_full, ranks, partial=spread_.partial)
+            else Weights(self._module, self._module, in_full, ranks, partial=model_parallel.partial)
         )
         if layout.tensor > 1:
             _quieten()
-        self._gradients = Gradients(self._weights, ranks, spread_.partial)
+        self._gradients = Gradients(self._weights, ranks, model_parallel.partial)
         self._sequence = sequence
-        stand(self._module, Standing(ranks, self._weights, 1.0 / (layout.num_data_ranks * layout.sequence)))
+        set_rank_context(
+            self._module, RankContext(ranks, self._weights, 1.0 / (layout.num_data_ranks * layout.sequence))
+        )
         if sequence is not None:
-            sequence.prove(ranks.device, next(d for d, name in PRECISIONS.items() if name == precision))
-            self._weights.publish()
+            sequence.probe_assumptions(ranks.device, next(d for d, name in PRECISIONS.items() if name == precision))
+            self._weights.copy_masters_to_model()
         self._module.train(trained)
         with self._as_printed():
             self._module.on_weights_materialized()
-        self._weights.publish()
+        self._weights.copy_masters_to_model()
 
     def _sequence_forward(self) -> SequenceForward | None:
         if self._ranks.layout.sequence == 1:
@@ -123,12 +125,14 @@ class Resident:
         assert self._ranks.sequence_mesh is not None
         return SequenceForward(self._module, self._ranks.sequence_mesh)
 
-    def _spread(self) -> Spread:
+    def _apply_model_parallel(self) -> ModelParallel:
         layout = self._ranks.layout
         heads = _heads(self._module) if layout.tensor > 1 or layout.sequence > 1 else None
         if heads is not None:
             check_heads(heads, layout.tensor, layout.sequence)
-        return spread(self._module, self._module.tensor_plan, {}, self._ranks, heads if layout.tensor > 1 else None)
+        return apply_model_parallel(
+            self._module, self._module.tensor_plan, {}, self._ranks, heads if layout.tensor > 1 else None
+        )
 
     def _units(self) -> list[nn.Module]:
         """The modules that are gathered as one: what the class says, or what is found."""
@@ -161,7 +165,7 @@ class Resident:
                 stack.enter_context(self._as_printed())
                 stack.enter_context(self._gradients.counted(part.share))
                 stack.enter_context(self._gradients.stepping())
-                stack.enter_context(standing(self._module, share=part.share, idle=part.idle, tokens=share))
+                stack.enter_context(rank_context(self._module, share=part.share, idle=part.idle, tokens=share))
                 if share is not None and self._sequence is not None:
                     stack.enter_context(self._sequence.sharing(share))
                 if self._module.training:
@@ -172,7 +176,7 @@ class Resident:
                 method = self._module if name == "forward" else getattr(self._module, name)
                 value = detached(method(*part.args, **kwargs), copy=copy)
         finally:
-            self._weights.publish()  # what the method did to weights reaches the next forward
+            self._weights.copy_masters_to_model()  # what the method did to weights reaches the next forward
         return None if part.idle else value
 
     def recover(self) -> None:
@@ -180,13 +184,13 @@ class Resident:
         if isinstance(self._module, FSDPModule):
             with suppress(AttributeError):  # before a first forward there is nothing to reset, which torch trips over
                 self._module.reset_iter_state()
-        self._weights.publish()
+        self._weights.copy_masters_to_model()
 
     def train(self, mode: bool) -> None:
         self._module.train(mode)
 
     def sleep(self) -> None:
-        self._weights.publish()
+        self._weights.copy_masters_to_model()
         self._memory.leave()
 
     def to_host(self) -> None:

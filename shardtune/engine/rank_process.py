@@ -14,7 +14,7 @@ import torch.distributed as dist
 from shardtune.config.rank_layout import Layout
 from shardtune.data.loader.order import derive_seed
 from shardtune.engine.pickling import pack, unpack
-from shardtune.engine.rank_module import Order, Resident
+from shardtune.engine.rank_module import Order, RankModule
 from shardtune.errors import ParallelError
 from shardtune.launch.local import lost_a_peer
 from shardtune.parallel.ranks import COLLECTIVE_TIMEOUT, Ranks, choose_device, lay_out
@@ -27,7 +27,7 @@ class Request:
 
     Attributes:
         engine: whose module is meant.
-        action: "build", "end", or a method of `Resident`.
+        action: "build", "end", or a method of `RankModule`.
         arguments: of it.
         of_first: only rank 0's answer is wanted.
     """
@@ -98,7 +98,7 @@ class Host:
 
     def __init__(self, rank: int, world_size: int, device: torch.device, *, copies: bool = False) -> None:
         self._rank, self._world_size, self._device, self._copies = rank, world_size, device, copies
-        self._residents: dict[str, Resident] = {}
+        self._modules: dict[str, RankModule] = {}
         self._in_own_group: set[str] = set()
 
     @classmethod
@@ -123,11 +123,11 @@ class Host:
         """Do what is asked; the exceptions of a user's method come out as they are."""
         if request.action == "build":
             (order,) = request.arguments
-            self._residents[request.engine] = self._build(request.engine, order)
-            return self._residents[request.engine].notes
+            self._modules[request.engine] = self._build(request.engine, order)
+            return self._modules[request.engine].notes
         if request.action == "end":
             return self._end(request.engine)
-        resident = self._residents[request.engine]
+        resident = self._modules[request.engine]
         if request.action == "call":
             try:
                 return resident.call(*request.arguments, copy=self._copies)
@@ -146,18 +146,18 @@ class Host:
 
     def _end(self, engine: str) -> Any:
         """Let go of an engine, and with the last one that uses it of the group that was opened for them."""
-        resident = self._residents.pop(engine, None)
+        resident = self._modules.pop(engine, None)
         ended = resident.end() if resident is not None else None
         if self._in_own_group == {engine}:
             dist.destroy_process_group()
         self._in_own_group.discard(engine)
         return ended
 
-    def _build(self, engine: str, order: Order) -> Resident:
+    def _build(self, engine: str, order: Order) -> RankModule:
         ranks = self._ranks(engine, order)
         if self._world_size > 1:
             torch.manual_seed(derive_seed(order.seed, ranks.draws_rank, "engine"))
-        return Resident(order, ranks)
+        return RankModule(order, ranks)
 
     def _ranks(self, engine: str, order: Order) -> Ranks:
         if self._world_size > 1:

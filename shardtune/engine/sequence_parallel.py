@@ -71,7 +71,7 @@ class SequenceForward:
             model.set_attn_implementation(self._own)
 
     @torch.no_grad()
-    def prove(self, device: torch.device, dtype: torch.dtype) -> None:
+    def probe_assumptions(self, device: torch.device, dtype: torch.dtype) -> None:
         """Compare the logits of some tokens with the model's own forward on all of them; every rank calls it.
 
         Raises:

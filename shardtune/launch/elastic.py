@@ -35,7 +35,7 @@ def run_elastic(
     left: Callable[[list[int], int], int],
     fits: Callable[[int], bool],
     stop: StopSignal,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> None:
     """Start ranks; after a loss start those that are left, from the last checkpoint, as often as may be.
 
@@ -45,7 +45,7 @@ def run_elastic(
         left: which of these numbers of ranks can be started (the largest first) where so many were not lost; 0: none.
         fits: whether a number of ranks can have the layout that is asked for.
         stop: asked between two starts.
-        say: tells the user.
+        report: tells the user.
 
     Raises:
         RankLost: once too often, or too few are left.
@@ -68,7 +68,7 @@ def run_elastic(
                     f"{lost}\n{few}; the same command goes on from the last checkpoint", lost.ranks
                 ) from None
             noun = "worker" if workers == 1 else "workers"
-            say(f"{lost}; restart {again + 1} of {restarts.most}, from the last checkpoint, on {workers} {noun}")
+            report(f"{lost}; restart {again + 1} of {restarts.most}, from the last checkpoint, on {workers} {noun}")
 
 
 def _exhausted(lost: RankLost, restarts: Restarts) -> RankLost:

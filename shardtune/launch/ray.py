@@ -161,7 +161,7 @@ def run_ranks_on_ray(
     environment: Mapping[str, str],
     *,
     stop: StopSignal,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
     bare: bool = False,
 ) -> None:
     """Run `python -m shardtune <arguments>` as so many ranks on the cluster, and wait for all of them.
@@ -173,7 +173,7 @@ def run_ranks_on_ray(
         workers: how many ranks.
         environment: what the ranks' holds besides.
         stop: passed on to the ranks.
-        say: told where the ranks are.
+        report: receives where the ranks are.
         bare: pass on rank 0's output as it is; every other line carries its rank.
 
     Raises:
@@ -187,7 +187,7 @@ def run_ranks_on_ray(
         ranks = _Ranks(ray, runner.lost_after, bare)
         try:
             ranks.make(cluster, group, workers)
-            ranks.start(arguments, recipe, environment, say)
+            ranks.start(arguments, recipe, environment, report)
             ranks.watch(stop)
         finally:
             ranks.end()
@@ -313,7 +313,7 @@ class _Ranks:
         return answers
 
     def start(
-        self, arguments: Sequence[str], recipe: Recipe, environment: Mapping[str, str], say: Callable[[str], None]
+        self, arguments: Sequence[str], recipe: Recipe, environment: Mapping[str, str], report: Callable[[str], None]
     ) -> None:
         if self.gone:
             return
@@ -330,7 +330,7 @@ class _Ranks:
             for rank, holder in enumerate(self._holders)
         ]
         on = ", ".join(f"{self._count(node)} on {self._host(node)}" for node in nodes)
-        say(f"Ray: {len(self._holders)} workers, {on}")
+        report(f"Ray: {len(self._holders)} workers, {on}")
         self._ask(started)
 
     def _count(self, node: str) -> int:

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from shardtune.batch import Batch, LossSum, Metric, PackedBatch, Prompt, Sample
+from shardtune.batch import IGNORED, Batch, LossSum, Metric, PackedBatch, Prompt, Sample
 from shardtune.config import Recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.data.encoder import Encoder, Row
@@ -28,11 +28,11 @@ from shardtune.models.options import NoOptions, read_options
 from shardtune.models.pretrained import recipe_tokenizer
 from shardtune.models.user_metrics import Measure, Prediction, checked, predicted_loss
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
-from shardtune.parallel.model_parallel import Spread, spread
+from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard_units import choose_units
 
-LABELS, IGNORED = "labels", -100
+LABELS = "labels"
 TERM = "loss"
 """The name of a loss that is the only one."""
 
@@ -158,11 +158,11 @@ class Adapter(ABC):
         if layout.sequence > 1:
             raise cannot_share_sequences(type(self).__name__, "it takes whole rows")
 
-    def spread_over(self, model: nn.Module, ranks: Ranks) -> Spread:
+    def apply_model_parallel(self, model: nn.Module, ranks: Ranks) -> ModelParallel:
         """Spread the model over the ranks that work on the same rows, before it is sharded."""
         declared = model if isinstance(model, PreTrainedModel) else None
         tensor_plan = self.tensor_plan or (declared.tp_plan if declared is not None else {})
-        return spread(model, tensor_plan, declared.ep_plan if declared is not None else {}, ranks, None)
+        return apply_model_parallel(model, tensor_plan, declared.ep_plan if declared is not None else {}, ranks, None)
 
     def set_execution(self, model: nn.Module) -> None:
         """Apply `actor.model.gradient_checkpointing` and `actor.model.compile`, by default to what shards together."""
@@ -264,7 +264,7 @@ class Adapter(ABC):
         """Whether a micro-batch may hold several rows where they have the same number of tokens."""
         return False
 
-    def prove(
+    def probe_assumptions(
         self, root: AdapterRoot, samples: Sequence[Sample], device: torch.device, dtype: torch.dtype
     ) -> list[str]:
         """Prove on real rows what the adapter relies on; returns what had to be given up, a sentence each."""
@@ -273,7 +273,7 @@ class Adapter(ABC):
     def check_rows(self, lengths: np.ndarray, locate: Callable[[int], str]) -> None:  # noqa: B027 (may stay empty)
         """Refuse rows that the model cannot take; `lengths` is int32 [rows], `locate` says where a row comes from."""
 
-    def hand_back(self, model: nn.Module) -> None:  # noqa: B027 (may stay empty)
+    def restore_model(self, model: nn.Module) -> None:  # noqa: B027 (may stay empty)
         """Undo what `build` changed in a model that its caller goes on using."""
 
 

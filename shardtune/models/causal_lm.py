@@ -49,7 +49,7 @@ from shardtune.models.pretrained import model_directory
 from shardtune.models.user_metrics import Measure, Prediction
 from shardtune.parallel.collectives import sum_over
 from shardtune.parallel.meta_init import init_empty_weights
-from shardtune.parallel.model_parallel import Spread, spread
+from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.sequence_parallel import TokenShare
 from shardtune.parallel.shard_units import choose_units, outermost
@@ -147,7 +147,7 @@ class CausalLM(LanguageModel):
     def set_execution(self, model: nn.Module) -> None:
         """`build` has done it."""
 
-    def hand_back(self, model: nn.Module) -> None:
+    def restore_model(self, model: nn.Module) -> None:
         """Undo what `build` changed in a model that its caller goes on using."""
         if model is not self._model:
             return
@@ -270,7 +270,7 @@ class CausalLM(LanguageModel):
         size = int(values.get("head_dim") or values["hidden_size"] // query)
         return Heads(query, int(values.get("num_key_value_heads") or query), size)
 
-    def spread_over(self, model: nn.Module, ranks: Ranks) -> Spread:
+    def apply_model_parallel(self, model: nn.Module, ranks: Ranks) -> ModelParallel:
         """Spread the model over the ranks that work on the same rows, by the plans that transformers has for it."""
         layout = ranks.layout
         if layout.sequence > 1:
@@ -279,7 +279,7 @@ class CausalLM(LanguageModel):
                     f"{type(model).__name__} with attn_implementation {self._attention}", "attention is not ours"
                 )
             self._sequence = ranks.sequence_mesh
-        return spread(
+        return apply_model_parallel(
             model, _hf(model).tp_plan, _hf(model).ep_plan, ranks, self._heads() if layout.tensor > 1 else None
         )
 
@@ -289,7 +289,7 @@ class CausalLM(LanguageModel):
     def shard_units(self, model: nn.Module) -> tuple[list[nn.Module], str]:
         return choose_units(model, wrap=self._wrap)
 
-    def prove(
+    def probe_assumptions(
         self, root: AdapterRoot, samples: Sequence[Sample], device: torch.device, dtype: torch.dtype
     ) -> list[str]:
         """Prove, on real rows, that packing is exact for this model; otherwise do without."""

@@ -50,6 +50,9 @@ from shardtune.parallel.shard_units import choose_units
 
 GIVE_EYES = "give the directory of a vision-language model (its config.json names such an architecture)"
 
+OWN_CONFIGS = {OpenVLAConfig.model_type: OpenVLAConfig}
+"""Config classes of models that transformers does not have, by the `model_type` of their config.json."""
+
 MODEL_TYPES = {
     "causal_lm": "any causal language model of transformers, by its config.json",
     "vision_language": "any model of transformers that takes images and text, by its config.json and processor",
@@ -220,7 +223,7 @@ def causal_lm(
         data: the section `data`; not needed to build the model.
     """
     make = None if model is not None else _registered_model(config)
-    loaded = load_config(config, overrides) if model is None else model.config
+    loaded = load_config(config, overrides, OWN_CONFIGS) if model is None else model.config
     covered = type(loaded) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (
         loaded.to_dict().get("auto_map") or {}
     )
@@ -277,7 +280,7 @@ def _config_and_processor(
     processor_path: str | None,
 ) -> tuple[PreTrainedConfig, ProcessorMixin]:
     """Of a model with eyes."""
-    loaded = load_config(config, overrides) if model is None else model.config
+    loaded = load_config(config, overrides, OWN_CONFIGS) if model is None else model.config
     path = processor_path or config.model_path
     if path is None:
         raise no_model_path()
@@ -378,7 +381,10 @@ def get_model_config_and_processor(
         raise no_model_path()
     at = model if model.model_path is not None else model.model_copy(update={"model_path": source})
     if model.model_type == "causal_lm":
-        config, processor = load_config(at), load_tokenizer(source, trust_remote_code=model.trust_remote_code)
+        config, processor = (
+            load_config(at, classes=OWN_CONFIGS),
+            load_tokenizer(source, trust_remote_code=model.trust_remote_code),
+        )
         tokenizer, images = processor, None
     else:
         config, processor = _config_and_processor(at, None, None, source)

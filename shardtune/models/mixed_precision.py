@@ -27,13 +27,13 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     def into(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    def give_back(_module: nn.Module, _args: Any, outputs: Any) -> Any:
+    def restore_model(_module: nn.Module, _args: Any, outputs: Any) -> Any:
         return tree_map_only(torch.Tensor, lambda tensor: tensor.float() if tensor.dtype in HALF else tensor, outputs)
 
     for module in (model, *_layers(model)):
         module.register_forward_pre_hook(cast, with_kwargs=True)
     if dtype in HALF:
-        model.register_forward_hook(give_back)
+        model.register_forward_hook(restore_model)
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from huggingface_hub import snapshot_download
@@ -13,7 +14,6 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 
 from shardtune.config import ModelConfig, Recipe
 from shardtune.errors import ConfigError, ModelError
-from shardtune.models.action.openvla import OpenVLAConfig, is_openvla
 from shardtune.models.new_tokens import add_new_tokens
 
 MODEL_PATH = "actor.model.model_path"
@@ -26,15 +26,29 @@ SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
 """What of a Hub model is fetched besides weights."""
 
 
-def load_config(config: ModelConfig, overrides: Mapping[str, Any] | None = None) -> PreTrainedConfig:
-    """The model's own config with `actor.model.config_overrides`."""
+def load_config(
+    config: ModelConfig,
+    overrides: Mapping[str, Any] | None = None,
+    classes: Mapping[str, type[PreTrainedConfig]] = MappingProxyType({}),
+) -> PreTrainedConfig:
+    """The model's own config with `actor.model.config_overrides`.
+
+    Args:
+        config: the recipe's `actor.model`.
+        overrides: further settings over those of the recipe.
+        classes: config classes by `model_type` that take precedence over those of transformers.
+    """
     path = config.model_path
     if path is None:
         raise no_model_path()
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ModelError(f"{path} holds no config.json, so it is no model", where=MODEL_PATH, remedy=GIVE_A_MODEL)
     try:
-        loaded = _read_config(path, trust_remote_code=config.trust_remote_code)
+        kind = classes.get(PreTrainedConfig.get_config_dict(path)[0].get("model_type", ""))
+        if kind is not None:
+            loaded = kind.from_pretrained(path)
+        else:
+            loaded = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ModelError(
             f"{path} holds no config.json that transformers knows: {_first_line(error)}",
@@ -43,12 +57,6 @@ def load_config(config: ModelConfig, overrides: Mapping[str, Any] | None = None)
         ) from error
     _override(loaded, {**config.config_overrides, **(overrides or {})})
     return loaded
-
-
-def _read_config(path: str, *, trust_remote_code: bool) -> PreTrainedConfig:
-    if is_openvla(PreTrainedConfig.get_config_dict(path)[0]):
-        return OpenVLAConfig.from_pretrained(path)
-    return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
 def _override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:

@@ -1,0 +1,1 @@
+"""How weights and sequences lie on ranks."""

@@ -62,7 +62,7 @@ class FlatWeights(Weights):
         model: nn.Module,
         *,
         reduce_each: bool = False,
-        elsewhere: Collection[str] = (),
+        excluded_from_checkpoint: Collection[str] = (),
     ) -> None:
         mesh = sharding.ranks.shard_mesh
         assert mesh is not None
@@ -75,9 +75,14 @@ class FlatWeights(Weights):
         self._root_shell = self._flattened.wrapped[-1]
         self._pieces = self._measure(self._flattened.places, self._flattened.shapes)
         super().__init__(
-            sharding.root, model, sharding.precision, sharding.ranks, reduce_each=reduce_each, elsewhere=elsewhere
+            sharding.root,
+            model,
+            sharding.precision,
+            sharding.ranks,
+            reduce_each=reduce_each,
+            excluded_from_checkpoint=excluded_from_checkpoint,
         )
-        self.settles = self.on_ranks
+        self.replicates = self.on_ranks
         self.shapes |= self._flattened.shapes
         self.starts |= {name: piece.numbers[rank_in(self._mesh)][0] for name, piece in self._pieces.items()}
         with self._root_shell.no_sync():  # now FSDP1 looks around, as it does before a first forward
@@ -137,7 +142,7 @@ class FlatWeights(Weights):
             flat.grad.data = held.add_(flat.grad)
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def sync_replicated_gradients(self) -> None:
         self._quiet.close()
         names = [name for name in self._pieces if self.parameters[name].requires_grad]
         self._check_reduced()
@@ -151,7 +156,7 @@ class FlatWeights(Weights):
                 parameter.grad = None
             elif parameter.grad is None:  # none of its numbers are here; the optimizer's state of it has no size
                 parameter.grad = torch.zeros_like(parameter)
-        super().settle()
+        super().sync_replicated_gradients()
 
     def _check_reduced(self) -> None:
         """FSDP1 reduces where a backward pass comes by, and only there."""
@@ -166,12 +171,12 @@ class FlatWeights(Weights):
         )
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def copy_masters_to_model(self) -> None:
         for shell in self._flattened.wrapped:
             if shell._handle is not None:
                 shell._handle.reshard(free_unsharded_flat_param=True)
                 shell._handle.post_reshard()
-        super().publish()
+        super().copy_masters_to_model()
 
     def zero_gradients(self) -> None:
         super().zero_gradients()
@@ -179,13 +184,13 @@ class FlatWeights(Weights):
         for shell in self._flattened.shells:
             shell.used.clear()
 
-    def give_back(self) -> None:
-        super().give_back()
+    def restore_model(self) -> None:
+        super().restore_model()
         self._flattened.undo()
 
     # Rows.
 
-    def stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def to_checkpoint_layout(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         piece = self._pieces.get(name)
         if piece is None or tensor.shape != self.parameters[name].shape:
             return tensor
@@ -194,7 +199,7 @@ class FlatWeights(Weights):
         local = self._move(tensor, piece.numbers, piece.rows)
         return rows(local.view(-1, *piece.shape[1:]), self._mesh, piece.shape, requires_grad=False)
 
-    def kept(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def from_checkpoint_layout(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         piece = self._pieces.get(name)
         if piece is None or not isinstance(tensor, DTensor) or tensor.shape != piece.shape:
             return tensor
@@ -211,12 +216,12 @@ class FlatWeights(Weights):
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
             if name in self._pieces:
-                self.parameters[name].copy_(self.kept(name, tensor))
+                self.parameters[name].copy_(self.from_checkpoint_layout(name, tensor))
         super().take(tensors)
 
     @contextmanager
     def in_rows(self) -> Iterator[None]:
-        swapped = {name: self.stored(name, self.parameters[name]) for name in self._pieces}
+        swapped = {name: self.to_checkpoint_layout(name, self.parameters[name]) for name in self._pieces}
         before = {name: self.parameters[name] for name in self._pieces}
         for name, parameter in swapped.items():
             assert isinstance(parameter, nn.Parameter)

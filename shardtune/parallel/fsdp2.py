@@ -148,12 +148,12 @@ class Weights:
         ranks: Ranks,
         *,
         reduce_each: bool = False,
-        elsewhere: Collection[str] = (),
+        excluded_from_checkpoint: Collection[str] = (),
         partial: Collection[str] = (),
     ) -> None:
         self._root = root
         self._partial = partial
-        self._elsewhere = elsewhere
+        self._excluded_from_checkpoint = excluded_from_checkpoint
         self._ranks = ranks
         self._reduce_each = reduce_each
         self._buffers = Buffers(model, ranks)
@@ -165,7 +165,7 @@ class Weights:
         self._whole = [name for name, parameter in self._computed.items() if self._is_whole(name, parameter)]
         self.on_ranks = ranks.mesh is not None
         shared = ranks.layout.tensor > 1 and bool(partial)
-        self.settles = self.on_ranks and bool(self._whole or shared or self._buffers.tensors())
+        self.replicates = self.on_ranks and bool(self._whole or shared or self._buffers.tensors())
         self.parameters: dict[str, nn.Parameter] = dict(self._computed)
         self._apart: list[str] = []
         self._narrowed: list[str] = []
@@ -194,24 +194,27 @@ class Weights:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers by name, as checkpoints hold them; all ranks call it."""
-        return {name: self.stored(name, tensor) for name, tensor in self._own().items()}
+        return {name: self.to_checkpoint_layout(name, tensor) for name, tensor in self._own().items()}
 
     def checkpointed(self) -> dict[str, torch.Tensor]:
         """What a checkpoint of the model holds: `tensors` without those that come from elsewhere."""
-        return {name: self.stored(name, tensor) for name, tensor in self._own(self._elsewhere).items()}
+        return {
+            name: self.to_checkpoint_layout(name, tensor)
+            for name, tensor in self._own(self._excluded_from_checkpoint).items()
+        }
 
     def checkpointed_bytes(self) -> int:
         """The size of that on all ranks together."""
-        sizes = self._own(self._elsewhere)
+        sizes = self._own(self._excluded_from_checkpoint)
         return sum(self.shapes.get(name, t.shape).numel() * t.element_size() for name, t in sizes.items())
 
     # How checkpoints hold what lies as a parameter does: itself, its gradient, a moment. Here: as it is.
 
-    def stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def to_checkpoint_layout(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Such a tensor as checkpoints hold it, a DTensor of rows or whole on every rank; all ranks call it."""
         return tensor
 
-    def kept(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def from_checkpoint_layout(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The way back."""
         return tensor
 
@@ -221,7 +224,7 @@ class Weights:
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take new values from what `checkpointed` gave, once it has been filled; all ranks call it."""
-        self.publish()
+        self.copy_masters_to_model()
 
     def in_rows(self) -> AbstractContextManager[None]:
         """Inside, the model's parameters have their whole shapes, and `tensors` gives them; all ranks enter it."""
@@ -233,13 +236,13 @@ class Weights:
 
     def begin_micro_batch(self, last: bool) -> None:
         """Say, before its forward, whether a micro-batch is the step's last, after which gradients are reduced."""
-        if self.settles:
+        if self.replicates:
             self._buffers.watch()
         if isinstance(self._root, FSDPModule):
             self._root.set_requires_gradient_sync(last or self._reduce_each)
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def sync_replicated_gradients(self) -> None:
         """Make what ranks hold whole the same on all of them, after the backward pass of a step's last micro-batch.
 
         That is: sum the gradients of whole parameters, and agree on the buffers that forwards have changed. Once per
@@ -276,7 +279,7 @@ class Weights:
             grad.copy_(piece.view_as(grad))
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def copy_masters_to_model(self) -> None:
         """Hand changed weights to the model; to be called after each change of `parameters`.
 
         After a forward without a backward (the probe, an evaluation) FSDP2 keeps the root's weights gathered, and the
@@ -288,7 +291,7 @@ class Weights:
         for name in self._apart:
             self._computed[name].copy_(self.parameters[name])
 
-    def give_back(self) -> None:
+    def restore_model(self) -> None:
         """Leave the model with its weights in full precision, and nothing of this object attached to it."""
         for hook in self._hooks:
             hook.remove()

@@ -18,7 +18,7 @@ WHERE = "actor.parallel.expert"
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class ModelParallel:
     """What sharding has to know of a model that is spread already.
 
     Attributes:
@@ -30,7 +30,9 @@ class Spread:
     experts: tuple[nn.Module, ...] = ()
 
 
-def spread(model: nn.Module, tensor_plan: Plan, expert_plan: Plan, ranks: Ranks, heads: Heads | None) -> Spread:
+def apply_model_parallel(
+    model: nn.Module, tensor_plan: Plan, expert_plan: Plan, ranks: Ranks, heads: Heads | None
+) -> ModelParallel:
     """Spread a model in place, as far as the layout asks for it.
 
     Args:
@@ -46,7 +48,7 @@ def spread(model: nn.Module, tensor_plan: Plan, expert_plan: Plan, ranks: Ranks,
     layout = ranks.layout
     partial = parallelise(model, without_experts(tensor_plan), ranks.tensor_mesh, heads) if layout.tensor > 1 else []
     experts = _spread_experts(model, expert_plan, ranks) if layout.expert > 1 else []
-    return Spread(tuple(partial), tuple(experts))
+    return ModelParallel(tuple(partial), tuple(experts))
 
 
 def _spread_experts(model: nn.Module, plan: Mapping[str, str], ranks: Ranks) -> list[nn.Module]:

@@ -21,7 +21,7 @@ class Hold(Protocol):
         model: nn.Module,
         *,
         reduce_each: bool = False,
-        elsewhere: Collection[str] = (),
+        excluded_from_checkpoint: Collection[str] = (),
         partial: Collection[str] = (),
     ) -> Weights: ...
 
@@ -67,11 +67,19 @@ def shard_model(
         model: nn.Module,
         *,
         reduce_each: bool = False,
-        elsewhere: Collection[str] = (),
+        excluded_from_checkpoint: Collection[str] = (),
         partial: Collection[str] = (),
     ) -> Weights:
         if flat is not None:
-            return FlatWeights(flat, model, reduce_each=reduce_each, elsewhere=elsewhere)
-        return Weights(root, model, precision, ranks, reduce_each=reduce_each, elsewhere=elsewhere, partial=partial)
+            return FlatWeights(flat, model, reduce_each=reduce_each, excluded_from_checkpoint=excluded_from_checkpoint)
+        return Weights(
+            root,
+            model,
+            precision,
+            ranks,
+            reduce_each=reduce_each,
+            excluded_from_checkpoint=excluded_from_checkpoint,
+            partial=partial,
+        )
 
     return hold

@@ -2,7 +2,7 @@
 
 The styles of a plan and the layers that carry them out are transformers' own (`transformers.distributed`). Its way of
 summing the gradients of replicated parameters is not used: it sums at each backward pass, what earlier micro-batches
-have summed included (`Weights.settle` does it, once per step).
+have summed included (`Weights.sync_replicated_gradients` does it, once per step).
 """
 
 from __future__ import annotations

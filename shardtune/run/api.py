@@ -37,7 +37,7 @@ from shardtune.run.directory import (
 )
 from shardtune.run.display import Display
 from shardtune.run.preflight import is_one_of_several, read_together
-from shardtune.run.prompts import Asker
+from shardtune.run.prompts import PromptBuilder
 from shardtune.run.resume_check import check_same_data
 from shardtune.run.train_rank import train_rank
 from shardtune.training.callbacks import load_callbacks
@@ -87,7 +87,7 @@ def train(
     plan = plan_run(loaded)
     check_unlocked(plan.run_dir)
     if plan.finished:
-        display.say(f"{plan.run_dir} is finished; its result is {plan.run_dir / FINAL}")
+        display.report(f"{plan.run_dir} is finished; its result is {plan.run_dir / FINAL}")
         return Run(plan.run_dir)
     by_ray = loaded.runner.launcher == "ray"
     if by_ray or loaded.runner.nproc_per_node > 1:
@@ -116,7 +116,7 @@ def _launch(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal) -
     choose_device(recipe.runner.device, recipe.runner.nproc_per_node - 1)
     # A worker of the user's own is made in the ranks alone: it may hold what cannot be shared.
     if issubclass(worker_class(recipe), SFTWorker):
-        worker = make_worker(recipe, say=display.say)
+        worker = make_worker(recipe, report=display.report)
         worker.check()
         if plan.resume_from is not None:
             check_same_data(plan.resume_from, worker.data_files(), recipe.runner.allow_changes)
@@ -131,7 +131,7 @@ def _launch(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal) -
         def left(numbers: Sequence[int], survivors: int) -> int:
             return next((number for number in numbers if number <= survivors), min(numbers, default=0))
 
-        run_elastic(start, _restarts(recipe), left=left, fits=_fits(recipe), stop=stop, say=display.say)
+        run_elastic(start, _restarts(recipe), left=left, fits=_fits(recipe), stop=stop, report=display.report)
 
 
 def _launch_on_ray(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal) -> None:
@@ -141,12 +141,14 @@ def _launch_on_ray(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSi
     with connected(recipe.runner) as cluster:
 
         def start(workers: int, environment: Mapping[str, str]) -> None:
-            run_ranks_on_ray(cluster, ["train", "RECIPE"], recipe, workers, environment, stop=stop, say=display.say)
+            run_ranks_on_ray(
+                cluster, ["train", "RECIPE"], recipe, workers, environment, stop=stop, report=display.report
+            )
 
         def left(numbers: Sequence[int], survivors: int) -> int:
             return reserve_for_the_rest(cluster, numbers, stop)
 
-        run_elastic(start, _restarts(recipe), left=left, fits=_fits(recipe), stop=stop, say=display.say)
+        run_elastic(start, _restarts(recipe), left=left, fits=_fits(recipe), stop=stop, report=display.report)
 
 
 def _restarts(recipe: Recipe) -> Restarts:
@@ -204,7 +206,7 @@ class Run:
         path = self.dir / FINAL if checkpoint == "final" else None
         if path is None:
             weights = CheckpointStore(self.dir / "checkpoints").resolve(checkpoint)
-            worker = make_worker(recipe, Objects(eval_data=eval_data), training=False, say=silent)
+            worker = make_worker(recipe, Objects(eval_data=eval_data), training=False, report=silent)
             worker.setup_evaluation(weights)
             return worker
         if not path.is_dir():
@@ -213,7 +215,7 @@ class Run:
                 where="--checkpoint final",
                 remedy="finish the run, or take a checkpoint of it: --checkpoint latest",
             )
-        worker = make_worker(over_directory(recipe, path), Objects(eval_data=eval_data), training=False, say=silent)
+        worker = make_worker(over_directory(recipe, path), Objects(eval_data=eval_data), training=False, report=silent)
         worker.weights_directory = path
         worker.setup_evaluation()
         return worker
@@ -266,7 +268,7 @@ class Run:
             )
         worker = answering(self, checkpoint)
         encoder = worker.chat_encoder().at(Path.cwd() if folder is None else Path(folder).absolute())
-        asker = Asker(encoder, str(self.dir))
+        asker = PromptBuilder(encoder, str(self.dir))
         encoded = [
             asker.text(str(prompt), images) if raw else asker.turns(_conversation(prompt, system), images)
             for prompt, images in zip(asked, shown, strict=True)
@@ -281,7 +283,7 @@ class Run:
         dtype: str = "auto",
         merge: bool = False,
         check: bool = True,
-        say: Callable[[str], None] = silent,
+        report: Callable[[str], None] = silent,
     ) -> Path:
         """Write a checkpoint as a directory that others load, then load it in a fresh process and compare.
 
@@ -294,7 +296,7 @@ class Run:
             dtype: auto (the base model's) | fp32 | bf16 | fp16.
             merge: add the adapter to the base model's weights, in full precision, and write the whole model.
             check: whether to compare.
-            say: is told what was compared.
+            report: is told what was compared.
 
         Raises:
             CheckpointError: the directory is not empty, or holds another model than the trained one.
@@ -317,8 +319,8 @@ class Run:
         try:
             worker.export(temporary, dtype, merge=merge)
             if check:
-                worker.weights.give_back()
-                say(f"{target}: {check_reload(worker.inner_model(), temporary)}")
+                worker.weights.restore_model()
+                report(f"{target}: {check_reload(worker.inner_model(), temporary)}")
             if target.exists():
                 target.rmdir()
             publish(temporary, target)
@@ -349,7 +351,7 @@ def evaluate(target: str | Path, *overrides: str, checkpoint: str = "final") -> 
         worker = load_run(target).worker(checkpoint, *overrides)
     else:
         import_plugins(recipe.plugins)
-        worker = make_worker(recipe, training=False, say=Display().say)
+        worker = make_worker(recipe, training=False, report=Display().report)
         worker.setup_evaluation()
     if not worker.evaluates:
         raise _nothing_to_evaluate()
@@ -359,7 +361,7 @@ def evaluate(target: str | Path, *overrides: str, checkpoint: str = "final") -> 
     _keep_episodes(worker, episodes)
     if worker.ranks.is_main:
         model = f"{target}, checkpoint {checkpoint}" if is_run else str(recipe.actor.model.model_path)
-        Display().say(f"evaluating {model} on {_evaluated_on(worker, episodes)}")
+        Display().report(f"evaluating {model} on {_evaluated_on(worker, episodes)}")
     metrics = worker.run_eval()
     leave_ranks(worker.ranks)  # only if all went well: otherwise the other ranks may be waiting elsewhere
     if peers is not None:
@@ -394,7 +396,7 @@ def _evaluate_on_ranks(arguments: list[str], recipe: Recipe, *, is_run: bool) ->
 
     arguments[1] = str(Path(arguments[1]).absolute()) if is_run else "RECIPE"
     with listening() as stop, connected(runner) as cluster:
-        run_ranks_on_ray(cluster, arguments, recipe, runner.workers, {}, stop=stop, say=silent, bare=True)
+        run_ranks_on_ray(cluster, arguments, recipe, runner.workers, {}, stop=stop, report=silent, bare=True)
 
 
 def answering(run: Run, checkpoint: str) -> SFTWorker:

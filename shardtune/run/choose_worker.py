@@ -56,7 +56,7 @@ NOTHING = Objects()
 
 
 def make_worker(
-    recipe: Recipe, objects: Objects = NOTHING, *, training: bool = True, say: Callable[[str], None] = print
+    recipe: Recipe, objects: Objects = NOTHING, *, training: bool = True, report: Callable[[str], None] = print
 ) -> FSDPSftWorker:
     """The worker of a recipe.
 
@@ -64,7 +64,7 @@ def make_worker(
         recipe: of the run; its plugins are imported.
         objects: in memory; for `SFTWorker` and what derives from it.
         training: False for a worker that only evaluates and answers.
-        say: told what is found while the data is prepared.
+        report: receives what is found while the data is prepared.
     """
     kind = worker_class(recipe)
     if issubclass(kind, SFTWorker):
@@ -75,7 +75,7 @@ def make_worker(
             train_data=objects.train_data,
             eval_data=objects.eval_data,
             training=training,
-            say=say,
+            report=report,
         )
     if objects != NOTHING:
         raise ConfigError(

@@ -6,7 +6,6 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,48 +20,12 @@ from transformers import PreTrainedTokenizerBase
 
 from shardtune.batch import Sample
 from shardtune.data.images.images import IMAGE_FIELDS, SIZES, SPANS
+from shardtune.training.run_summary import RunSummary
 
 PLAIN_SECONDS = 10.0
 """Without a terminal, a line at most this often."""
 PREVIEW_TOKENS = 400
 SHOWN_PATTERNS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What the first screen tells.
-
-    Attributes:
-        model: the model's class.
-        parameters: how many, and how many of them are trained.
-        trainable: of them, how many are trained.
-        dtypes: what weights, computation and optimizer are held in.
-        ranks: and where they compute.
-        attention: how rows share a forward; "" where that says nothing.
-        rows: of an epoch.
-        tokens: of an epoch; None where rows are no tokens.
-        targets: of an epoch.
-        steps_per_epoch: optimizer steps of the first epoch.
-        total_steps: the horizon.
-        evaluation: rows of each evaluation set; None where that is not known.
-        notes: what is worth saying besides.
-        trained: where not all parameters are: (name with numbers as *, tensors, parameters).
-    """
-
-    model: str
-    parameters: int
-    trainable: int
-    dtypes: str
-    ranks: str
-    attention: str
-    rows: int
-    tokens: int | None
-    targets: float
-    steps_per_epoch: int
-    total_steps: int
-    evaluation: Mapping[str, int | None]
-    notes: Sequence[str] = ()
-    trained: Sequence[tuple[str, int, int]] = ()
 
 
 def trained_text(sample: Sample, tokenizer: PreTrainedTokenizerBase | None, *, color: bool) -> Text:
@@ -142,37 +105,41 @@ class Display:
         self._began = time.monotonic()
         self._began_at = 0
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         self.console.print(Text(text))
 
-    said = say
+    log = report
 
     def first_screen(
-        self, facts: Facts, sample: Sample | None, tokenizer: PreTrainedTokenizerBase | None, run_dir: Path
+        self, summary: RunSummary, sample: Sample | None, tokenizer: PreTrainedTokenizerBase | None, run_dir: Path
     ) -> None:
         table = Table.grid(padding=(0, 2))
-        share = facts.trainable / max(1, facts.parameters)
-        tokens = f"{facts.tokens:,} tokens ({facts.targets:,.0f} trained), " if facts.tokens is not None else ""
+        share = summary.trainable / max(1, summary.parameters)
+        tokens = f"{summary.tokens:,} tokens ({summary.targets:,.0f} trained), " if summary.tokens is not None else ""
         lines = [
-            ("model", f"{facts.model}, {count(facts.parameters)} parameters, {share:.2%} trained"),
+            ("model", f"{summary.model}, {count(summary.parameters)} parameters, {share:.2%} trained"),
             *(
                 ("trained" if number == 0 else "", f"{name}: {tensors:,} tensors, {count(parameters)}")
-                for number, (name, tensors, parameters) in enumerate(facts.trained[:SHOWN_PATTERNS])
+                for number, (name, tensors, parameters) in enumerate(summary.trained[:SHOWN_PATTERNS])
             ),
-            *([("", f"and {more} others: manifest.json")] if (more := len(facts.trained) - SHOWN_PATTERNS) > 0 else []),
-            ("numbers", facts.dtypes),
-            ("ranks", facts.ranks),
-            *([("packing", facts.attention)] if facts.attention else []),
-            ("epoch", f"{facts.rows:,} rows, {tokens}{facts.steps_per_epoch:,} steps"),
-            ("training", f"{facts.total_steps:,} steps"),
+            *(
+                [("", f"and {more} others: manifest.json")]
+                if (more := len(summary.trained) - SHOWN_PATTERNS) > 0
+                else []
+            ),
+            ("numbers", summary.dtypes),
+            ("ranks", summary.ranks),
+            *([("packing", summary.attention)] if summary.attention else []),
+            ("epoch", f"{summary.rows:,} rows, {tokens}{summary.steps_per_epoch:,} steps"),
+            ("training", f"{summary.total_steps:,} steps"),
         ]
         sets = ", ".join(
             f"{name or 'eval'} {rows:,} rows" if rows is not None else name or "eval"
-            for name, rows in facts.evaluation.items()
+            for name, rows in summary.evaluation.items()
         )
         if sets:
             lines.append(("evaluation", sets))
-        lines += [("note", note) for note in facts.notes]
+        lines += [("note", note) for note in summary.notes]
         lines.append(("run", str(run_dir)))
         for name, value in lines:
             table.add_row(Text(name, style="bold"), Text(value))
@@ -224,14 +191,14 @@ class Display:
         self._spoken = now
         done = step - self._began_at
         left = f"  {duration((now - self._began) / done * max(0, self._total - step))} to go" if done else ""
-        self.say(f"step {step}/{self._total}  {text}{left}")
+        self.report(f"step {step}/{self._total}  {text}{left}")
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         values = "  ".join(f"{key.removeprefix('eval/')} {shown(key, value)}" for key, value in metrics.items())
-        self.say(f"step {step}: evaluation  {values}")
+        self.report(f"step {step}: evaluation  {values}")
 
     def saved(self, step: int, path: Path) -> None:
-        self.say(f"step {step}: saved {path}")
+        self.report(f"step {step}: saved {path}")
 
     def finished(self) -> None:
         if self._progress is not None:

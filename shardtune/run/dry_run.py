@@ -47,29 +47,31 @@ def dry_run(recipe: str | Path | Mapping[str, Any] | DictConfig | None, *overrid
     load_callbacks(loaded.runner.callbacks)
     display = Display()
     plan = plan_run(loaded)
-    worker = make_worker(loaded, say=display.say)
-    worker.say = display.say
+    worker = make_worker(loaded, report=display.report)
+    worker.report = display.report
     worker.notes += unused_workers(loaded, worker)
     try:
         worker.setup()
         if isinstance(worker.loader, BatchLoader):
             worker.loader.check_ranks(num_ranks(loaded.runner))
-        display.first_screen(worker.facts(), *_first_row(worker), plan.run_dir)
+        display.first_screen(worker.summary(), *_first_row(worker), plan.run_dir)
         _show_further_rows(display, worker)
         metrics = worker.run_training()
-        display.say("before training:")
+        display.report("before training:")
         for line in checklist(worker, metrics):
-            display.say(line)
+            display.report(line)
         tokens = count(metrics["train/tokens"] * worker.total_steps())
-        display.say(
+        display.report(
             f"one step: loss {metrics['train/loss']:.4f}, gradient norm {metrics['train/grad_norm']:.3f}, "
             f"{metrics['train/tokens']:,.0f} tokens; to come: {worker.total_steps():,} steps, about {tokens} tokens"
         )
         for note in plan.notes:
-            display.say(note)
-        if isinstance(worker, SFTWorker) and not worker.answers:
-            display.say("shardtune verify adapter RECIPE proves that the adapter's sums, weights and masks are right")
-        display.say("dry run: nothing was written but the cache of encoded rows")
+            display.report(note)
+        if isinstance(worker, SFTWorker) and not worker.can_generate:
+            display.report(
+                "shardtune verify adapter RECIPE proves that the adapter's sums, weights and masks are right"
+            )
+        display.report("dry run: nothing was written but the cache of encoded rows")
         _require_a_step(worker, metrics)
         return metrics
     finally:
@@ -93,11 +95,11 @@ def checklist(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> list[str]:
         worker: set up, one step done; the first batch of each evaluation set goes through it here.
         metrics: of the step.
     """
-    model, facts = worker.recipe.actor.model, worker.facts()
+    model, summary = worker.recipe.actor.model, worker.summary()
     where = model.model_path if model.model_path and not model.from_scratch else "drawn from the seed"
     lines = [
-        f"✓ model weights: {facts.model} of {count(facts.parameters)} parameters, {where}",
-        f"✓ training data: {facts.rows:,} rows in {facts.steps_per_epoch:,} steps",
+        f"✓ model weights: {summary.model} of {count(summary.parameters)} parameters, {where}",
+        f"✓ training data: {summary.rows:,} rows in {summary.steps_per_epoch:,} steps",
         f"✓ format: {_format(worker)}",
         f"✓ supervision target: a loss of {metrics['train/loss']:.4f} over {_targets(worker, metrics)} of the first "
         f"step, with a gradient of norm {metrics['train/grad_norm']:.3f}",
@@ -193,13 +195,13 @@ def preview(
     display = Display()
     adapter = find_adapter(loaded)
     prepared: PreparedData = prepare_data(
-        loaded, lambda with_prompts: adapter.encoder(with_prompts=with_prompts), say=display.say
+        loaded, lambda with_prompts: adapter.encoder(with_prompts=with_prompts), report=display.report
     )
     data = prepared.train
     assert data is not None
-    display.say(f"training rows: {describe(data)}")
+    display.report(f"training rows: {describe(data)}")
     for name, evaluation in prepared.evals.items():
-        display.say(f"evaluation set {name or 'eval'}: {describe(evaluation)}")
+        display.report(f"evaluation set {name or 'eval'}: {describe(evaluation)}")
     if start >= len(data):
         raise ConfigError(
             f"there is no row {start}: the data has {len(data):,} rows",

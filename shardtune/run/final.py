@@ -48,7 +48,7 @@ def write_final(recipe: Recipe, run_dir: Path, worker: FSDPSftWorker) -> FinalSc
     score = FinalScore()
     if measured:
         fresh = worker.reopened(temporary)
-        fresh.say = silent
+        fresh.report = silent
         fresh.setup_evaluation()
         score = FinalScore(fresh.run_eval(), fresh.samples)
         fresh.release()

@@ -13,7 +13,7 @@ from shardtune.data.images.chat_encoder import ImageChatEncoder
 from shardtune.errors import DataError, ModelError
 
 
-class Asker:
+class PromptBuilder:
     """Makes prompts of questions, and errors of what cannot be asked.
 
     Args:

@@ -63,10 +63,10 @@ def train_rank(recipe: Recipe, objects: Objects = NOTHING, peers: PeerWatch | No
                 tidy(run_dir)
             # Every rank finds the mistakes that can be found here, so that none waits for another that has ended.
             plan = plan_run(recipe)
-            tell = display.say if display else silent
+            tell = display.report if display else silent
             with connecting():
-                worker = make_worker(recipe, objects, say=silent if _is_told(recipe) else tell)
-            worker.say = tell
+                worker = make_worker(recipe, objects, report=silent if _is_told(recipe) else tell)
+            worker.report = tell
             if worker.ranks.world_size > 1:
                 try_collective(worker.device)
             with _together(worker):
@@ -142,14 +142,14 @@ def _train(
             runner.on_start = lambda: _show_start(display, plan, worker)
         runner.run()
         if display is not None:
-            display.say(f"writing {plan.run_dir / 'final'}")
+            display.report(f"writing {plan.run_dir / 'final'}")
         score = write_final(recipe, plan.run_dir, worker)
     except BaseException:
         held[0].release()
         worker.release()
         raise
     if display is not None:
-        _show_end(display, plan.run_dir, score, answers=worker.answers)
+        _show_end(display, plan.run_dir, score, answers=worker.can_generate)
     return held[0]
 
 
@@ -181,9 +181,9 @@ def _name(dtype: torch.dtype) -> str:
 
 def _show_start(display: Display, plan: RunPlan, worker: FSDPSftWorker) -> None:
     for note in plan.notes:
-        display.say(note)
+        display.report(note)
     rows = worker.prepared.train if isinstance(worker, SFTWorker) else None
-    display.first_screen(worker.facts(), rows.row(0) if rows is not None else None, worker.tokenizer, plan.run_dir)
+    display.first_screen(worker.summary(), rows.row(0) if rows is not None else None, worker.tokenizer, plan.run_dir)
 
 
 def _show_end(display: Display, run_dir: Path, score: FinalScore, *, answers: bool) -> None:

@@ -130,12 +130,12 @@ class SFTRunner:
         self._line = dict(state["line"])
         if self._is_own(checkpoint):
             self._saver.saved_at = actor.step
-        self._observer.said(f"continuing after step {actor.step} ({checkpoint})")
+        self._observer.log(f"continuing after step {actor.step} ({checkpoint})")
         before, now = state["total_steps"], actor.total_steps()
         if before == now:  # a longer run is not to stop where the shorter one was asked to
             self._asked = Ask(state.get("asked", 0))
         else:
-            self._observer.said(f"the schedule's horizon moves from {before} to {now} steps")
+            self._observer.log(f"the schedule's horizon moves from {before} to {now} steps")
 
     def _is_own(self, checkpoint: Path) -> bool:
         return checkpoint.resolve().parent == self.store.folder.resolve()
@@ -224,7 +224,7 @@ class SFTRunner:
             self._step()
         if Ask.STOP in self._asked:
             by = " and ".join(self._callbacks.stopped_by) or "a callback"
-            self._observer.said(f"stopping after step {actor.step}: {by} asked for it")
+            self._observer.log(f"stopping after step {actor.step}: {by} asked for it")
         if not actor.step and actor.skipped_steps:
             raise ModelError(
                 f"nothing was trained: all {actor.skipped_steps} steps were passed over, the last as {actor.problem}",
@@ -243,9 +243,9 @@ class SFTRunner:
             self._line = metrics
             trace = self._profile.after(actor.step)
             if trace is not None:
-                self._observer.said(f"the profile is in {trace}")
+                self._observer.log(f"the profile is in {trace}")
         else:
-            self._observer.said(f"after step {step}: {actor.problem}, its rows are passed over: {actor.passed_over}")
+            self._observer.log(f"after step {step}: {actor.problem}, its rows are passed over: {actor.passed_over}")
         self._observer.stepped(actor.step, metrics)
         self._tell(StepEnd, metrics=metrics, updated=advanced)
         self._after_step(epoch_ended=actor.data_state.epoch != epoch, advanced=advanced)
@@ -303,7 +303,7 @@ class SFTRunner:
     def _keep(self, saying: str) -> None:
         """Save where training stands, in the middle of a step too; before the first there is nothing to save."""
         if self._actor.step:
-            self._observer.said(saying)
+            self._observer.log(saying)
             self._saver.save(self._state())
             self._saver.finish()
 

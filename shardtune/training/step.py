@@ -38,7 +38,7 @@ class LossScale:
     def halve(self) -> None:
         self.value, self.quiet = self.value / 2, 0
 
-    def settle(self) -> None:
+    def adjust(self) -> None:
         self.quiet += 1
         if self.quiet >= self.growth_interval:
             self.value, self.quiet = self.value * 2, 0
@@ -66,7 +66,7 @@ class StepResult:
         return sum(self.losses.values())
 
 
-def set_draws(seed: int, step: int, micro_batch: int, rank: int, stage: str) -> None:
+def seed_rng(seed: int, step: int, micro_batch: int, rank: int, stage: str) -> None:
     """Make the random draws of a forward a function of where it stands, so that there is no generator state to lose."""
     torch.manual_seed(derive_seed(seed, step, micro_batch, rank, stage))
 
@@ -122,7 +122,7 @@ def accumulate(
     for number, batch in enumerate(micro_batches):
         if weights.on_ranks:
             weights.begin_micro_batch(last=number == len(micro_batches) - 1)
-        set_draws(seed, step, number, rank, "train")
+        seed_rng(seed, step, number, rank, "train")
         losses = forward(batch)
         check_weights(losses, batch.weights)
         objective(losses, denominators, scale).backward()
@@ -156,8 +156,8 @@ def optimizer_step(
         scale = loss_scale.value if loss_scale else 1.0
         weights.zero_gradients()
         totals = accumulate(forward, micro_batches, denominators, weights, draws=draws, scale=scale)
-        if weights.settles:
-            weights.settle()
+        if weights.replicates:
+            weights.sync_replicated_gradients()
         norm = weights.gradient_norm() / scale
         if math.isfinite(norm) or loss_scale is None:
             break
@@ -175,8 +175,8 @@ def optimizer_step(
     factor = 1.0 if clip is None else min(1.0, clip / (norm + CLIP_EPSILON))
     weights.scale_gradients(factor / scale)
     optimizer.step()
-    weights.publish()
+    weights.copy_masters_to_model()
     weights.zero_gradients()
     if loss_scale:
-        loss_scale.settle()
+        loss_scale.adjust()
     return StepResult(losses, norm, updated=True)

@@ -13,7 +13,7 @@ from shardtune.errors import ModelError
 from shardtune.models.adapter import WholeStepAdapter, named
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
-from shardtune.training.step import check_weights, objective, set_draws
+from shardtune.training.step import check_weights, objective, seed_rng
 
 Outputs = Mapping[str, torch.Tensor]
 
@@ -53,7 +53,7 @@ class WholeStep:
         seed, step, rank = draws
         with torch.no_grad():
             for number, batch in enumerate(micro_batches):
-                set_draws(seed, step, number, rank, "train")
+                seed_rng(seed, step, number, rank, "train")
                 found.append(_real(forward(batch), batch))
         mine = _joined(found)
         everyone, start = self._gather(mine)
@@ -65,7 +65,7 @@ class WholeStep:
         slopes = dict(zip(leaves, torch.autograd.grad(whole, list(leaves.values()), allow_unused=True), strict=True))
         for number, batch in enumerate(micro_batches):
             weights.begin_micro_batch(last=number == len(micro_batches) - 1)
-            set_draws(seed, step, number, rank, "train")
+            seed_rng(seed, step, number, rank, "train")
             outputs = forward(batch)
             _backward(outputs, slopes, start, batch)
             start += batch.num_rows

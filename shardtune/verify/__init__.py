@@ -1,0 +1,1 @@
+"""How a promise is checked: the conformance kit for adapters."""

@@ -77,7 +77,7 @@ def verify_adapter(
     *overrides: str,
     only: Collection[str] = (),
     processes: bool = True,
-    say: Callable[[str], None] = print,
+    report: Callable[[str], None] = print,
 ) -> Report:
     """Check an adapter.
 
@@ -87,13 +87,13 @@ def verify_adapter(
         overrides: `key=value` over the recipe.
         only: names of checks; all of them by default.
         processes: False leaves out what needs other processes (two ranks, a fresh one), and is quicker.
-        say: told a line per check.
+        report: receives a line per check.
 
     Raises:
         ShardtuneError: there is no such adapter or check, the recipe is wrong, or there are no rows.
     """
     with open_kit(adapter, recipe, *overrides, only=only, processes=processes) as (kit, checks):
-        return Report(str(adapter), list(_run_all(kit, checks, say)))
+        return Report(str(adapter), list(_run_all(kit, checks, report)))
 
 
 @contextmanager
@@ -141,10 +141,10 @@ def chosen(only: Collection[str]) -> list[Check]:
     return [check for check in CHECKS if not only or check.name in only]
 
 
-def _run_all(kit: Kit, checks: Sequence[Check], say: Callable[[str], None]) -> Iterator[Result]:
+def _run_all(kit: Kit, checks: Sequence[Check], report: Callable[[str], None]) -> Iterator[Result]:
     for number, check in enumerate(checks, 1):
         result = run_check(kit, check)
-        say(f"{number:2}/{len(checks)} {check.name:<9} {result.outcome:<8} {result.seconds:5.1f} s  {check.title}")
+        report(f"{number:2}/{len(checks)} {check.name:<9} {result.outcome:<8} {result.seconds:5.1f} s  {check.title}")
         yield result
 
 

@@ -51,7 +51,7 @@ def adapter(
     from shardtune.verify.adapter import verify_adapter
     from shardtune.verify.report import show
 
-    report = verify_adapter(name, recipe, *overrides, only=only or (), say=typer.echo)
+    report = verify_adapter(name, recipe, *overrides, only=only or (), report=typer.echo)
     show(report)
     raise typer.Exit(0 if report.passed else 1)
 

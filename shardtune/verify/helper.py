@@ -95,10 +95,12 @@ def _first_gradient(worker: SFTWorker) -> dict[str, torch.Tensor]:
         draws=(0, 0, worker.ranks.draws_rank),
         scale=1.0,
     )
-    weights.settle()
+    weights.sync_replicated_gradients()
     found = {}
     for name, parameter in weights.trainable().items():
-        gradient = weights.stored(name, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        gradient = weights.to_checkpoint_layout(
+            name, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        )
         whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
         found[name] = whole.detach().clone().contiguous()
     weights.zero_gradients()
@@ -108,7 +110,7 @@ def _first_gradient(worker: SFTWorker) -> dict[str, torch.Tensor]:
 def _load(recipe: Recipe, checkpoint: Path, final: Path) -> dict[str, Any]:
     """The samples of rows; their losses with the weights of a checkpoint, and with those of an exported model."""
     samples = digests(find_adapter(recipe), recipe, backwards=True)
-    worker = SFTWorker(recipe, say=silent)
+    worker = SFTWorker(recipe, report=silent)
     worker.setup_evaluation(checkpoint)
     found = {"checkpoint": Trial(worker).row_losses()}
     reopened = worker.reopened(final)

@@ -87,7 +87,7 @@ def _reopened(worker: SFTWorker, directory: Path) -> list[dict[str, str]]:
 def _merged(kit: Kit, directory: Path) -> list[dict[str, str]]:
     """The losses of a whole model that an adapter was merged into."""
     try:
-        other = SFTWorker(over_directory(kit.case.variant(PARITY), directory), say=silent)
+        other = SFTWorker(over_directory(kit.case.variant(PARITY), directory), report=silent)
         other.weights_directory = directory
         other.setup_evaluation()
     except ShardtuneError as error:

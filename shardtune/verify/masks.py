@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardtune.batch import Sample
-from shardtune.models.adapter import IGNORED, LABELS
+from shardtune.batch import IGNORED, Sample
+from shardtune.models.adapter import LABELS
 
 Weigh = Callable[[Sample], Mapping[str, float]]
 

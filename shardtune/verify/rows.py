@@ -93,7 +93,7 @@ def _training_rows(recipe: Recipe, frames: FrameOptions | None) -> Iterator[Row]
     """Rows as the encoder takes them, those left out that cannot even be read."""
     data = recipe.data
     sources = resolve_sources(
-        data.train_data_paths, data, name_format=lambda row: "rows", frames=frames, say=lambda text: None
+        data.train_data_paths, data, name_format=lambda row: "rows", frames=frames, report=lambda text: None
     )
     for source in sources:
         for file in source.files:

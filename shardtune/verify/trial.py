@@ -18,7 +18,7 @@ from shardtune.data.prepare import WeighedRows
 from shardtune.models.adapter import Adapter, AdapterRoot, WholeStepAdapter, named
 from shardtune.parallel.buffers import statistical_norms
 from shardtune.parallel.fsdp2 import local
-from shardtune.training.step import Accumulate, accumulate, objective, set_draws
+from shardtune.training.step import Accumulate, accumulate, objective, seed_rng
 from shardtune.training.whole_step_loss import WholeStep
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.verify.result import Failed
@@ -60,7 +60,7 @@ class Trajectory:
 
 def set_up(recipe: Recipe) -> SFTWorker:
     """The worker that trains on the rows of a case, ready for its first step."""
-    worker = SFTWorker(recipe, say=silent)
+    worker = SFTWorker(recipe, report=silent)
     worker.setup()
     return worker
 
@@ -123,7 +123,7 @@ class Trial:
         hooks = [unit.register_forward_pre_hook(partial(_note, called, names[unit])) for unit in units]
         try:
             with torch.no_grad():
-                set_draws(0, 0, 0, 0, "verify")
+                seed_rng(0, 0, 0, 0, "verify")
                 self.root(batch)
         finally:
             for hook in hooks:
@@ -180,7 +180,7 @@ class Trial:
 
     def losses(self, batch: Batch, seed: int = 0) -> dict[str, LossSum]:
         """The terms of one micro-batch's loss, with their graph; a whole step's loss as if it were all of the step."""
-        set_draws(seed, 0, 0, 0, "verify")
+        seed_rng(seed, 0, 0, 0, "verify")
         if isinstance(self.adapter, WholeStepAdapter):
             return named(self.adapter.step_loss(self.root(batch)))
         return dict(self.root(batch))

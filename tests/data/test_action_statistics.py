@@ -64,7 +64,7 @@ def of(data):
     """The statistics of what a recipe names."""
 
     def run(spec, **options):
-        sources = resolve_sources(spec, data, frames=FrameOptions(3), say=lambda text: None)
+        sources = resolve_sources(spec, data, frames=FrameOptions(3), report=lambda text: None)
         return source_statistics(sources, cache_dir=data.cache_dir, **options)
 
     return run
@@ -128,7 +128,7 @@ class TestSources:
             str(folder / "a"),
             type("D", (), {"columns": {}, "transform": None, "cache_dir": None, "on_bad_row": "fail"})(),
             frames=FrameOptions(),
-            say=sources.append,
+            report=sources.append,
         )
         monkeypatch.setattr("shardtune.data.robot.frames.image_record", refuse)
         assert source_statistics(found, cache_dir=folder / "cache")["a"].frames == 36

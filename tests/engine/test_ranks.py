@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from shardtune import NeedParallel, TrainEngine
+from shardtune.batch import IGNORED
 from shardtune.engine import ranks_local
-from shardtune.engine.nn import IGNORED
 from shardtune.errors import DataError, ParallelError
 from tests.support.engine_modules import SAMPLES, Trained, apart, make, plain, steps
 

@@ -18,7 +18,7 @@ KEYS = ("eval.generate=true", "eval.max_new_tokens=6", "eval.answer_pattern='###
 def evaluate(recipe: str, *keys: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Metrics and samples of the untrained model; each rank's samples hold all answers."""
     adapter_worker.GENERATION_ROWS = 2  # 5 rows are 3 batches: two ranks have one without a batch in the last round
-    worker = adapter_worker.SFTWorker(load_recipe(recipe, keys), training=False, say=lambda text: None)
+    worker = adapter_worker.SFTWorker(load_recipe(recipe, keys), training=False, report=lambda text: None)
     worker.setup_evaluation()
     return worker.run_eval(), worker.samples
 

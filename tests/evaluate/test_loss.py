@@ -24,7 +24,7 @@ EVALUATION_ROWS = 11
 
 
 def evaluate(values: dict) -> dict[str, float]:
-    worker = SFTWorker(load_recipe(values), say=quiet)
+    worker = SFTWorker(load_recipe(values), report=quiet)
     worker.setup()
     return worker.run_eval()
 
@@ -112,7 +112,7 @@ def test_a_loss_that_draws_is_measured_alike_each_time(tmp_path) -> None:
         load_recipe(values, in_memory=("data.train_data_paths", "data.eval_data_paths")),
         train_data=rows,
         eval_data={"first": rows, "second": rows},
-        say=quiet,
+        report=quiet,
     )
     worker.setup()
     found = []

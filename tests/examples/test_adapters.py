@@ -161,6 +161,6 @@ def test_a_resumed_run_ends_with_the_same_bits(name: str, made: Path):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_kit_finds_nothing_wrong(name: str, made: Path):
     """Two ranks and a fresh process, which take the kit the longest, are what the tests above are about."""
-    report = verify_adapter(made / name / "recipe.yaml", processes=False, say=quiet)
+    report = verify_adapter(made / name / "recipe.yaml", processes=False, report=quiet)
     assert not report.failures, "\n".join(map(str, report.failures))
     assert sum(result.outcome == "passed" for result in report.results) >= 10

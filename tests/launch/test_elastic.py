@@ -39,7 +39,7 @@ def run(start: Start, restarts: Restarts, *, multiple_of: int = 1, stop: StopSig
         left=lambda numbers, survivors: next((number for number in numbers if number <= survivors), 0),
         fits=lambda workers: workers % multiple_of == 0,
         stop=stop or StopSignal(),
-        say=said.append,
+        report=said.append,
     )
     return said
 

@@ -116,14 +116,14 @@ def test_frozen_weights_stay_and_have_no_optimizer_state(folder: Path) -> None:
 def test_freezing_by_a_pattern_that_fits_nothing_or_all_is_refused(folder: Path) -> None:
     for patterns in (["lm_haed"], ["."]):
         with pytest.raises(ConfigError, match="freeze"):
-            SFTWorker(load_recipe(values_of(folder, "dense", actor__model__freeze=patterns)), say=quiet).setup()
+            SFTWorker(load_recipe(values_of(folder, "dense", actor__model__freeze=patterns)), report=quiet).setup()
 
 
 def resumed(values: dict[str, Any], checkpoint: str) -> list[float]:
     """The losses after the second step, once straight on and once from a checkpoint."""
     losses: list[float] = []
     for again in (False, True):
-        worker = SFTWorker(load_recipe(values), say=quiet)
+        worker = SFTWorker(load_recipe(values), report=quiet)
         worker.setup()
         if again:
             worker.load_checkpoint(checkpoint)
@@ -172,7 +172,7 @@ def test_fp16_scales_its_loss_and_learns(folder: Path) -> None:
 
 
 def test_tied_embeddings_stay_one_weight(folder: Path) -> None:
-    worker = SFTWorker(load_recipe(values_of(folder, "dense", actor__model__precision="bf16")), say=quiet)
+    worker = SFTWorker(load_recipe(values_of(folder, "dense", actor__model__precision="bf16")), report=quiet)
     worker.setup()
     worker.run_training()
     model = worker.inner_model()
@@ -183,4 +183,4 @@ def test_tied_embeddings_stay_one_weight(folder: Path) -> None:
 def test_a_wrapped_list_of_modules_is_refused_by_name(folder: Path) -> None:
     values = values_of(folder, "dense", actor__fsdp_config__wrap=["ModuleList"])
     with pytest.raises(ModelError, match="names a list of modules"):
-        SFTWorker(load_recipe(values), say=quiet).setup()
+        SFTWorker(load_recipe(values), report=quiet).setup()

@@ -95,9 +95,9 @@ def test_rows_may_not_be_longer_than_learned_positions(tmp_path: Path) -> None:
     sizes.save_pretrained(work / "model")
     recipe = load_recipe(work / "recipe.yaml", ["actor.model.from_scratch=true"])
     with pytest.raises(ModelError, match=r"(?s)the model takes 48 \(n_positions\).*train.jsonl.*max_length to 48"):
-        SFTWorker(recipe, say=lambda text: None)
+        SFTWorker(recipe, report=lambda text: None)
     short = load_recipe(work / "recipe.yaml", ["actor.model.from_scratch=true", "data.max_length=48"])
-    assert SFTWorker(short, say=lambda text: None, train_data=rows(2)).prepared.train is not None
+    assert SFTWorker(short, report=lambda text: None, train_data=rows(2)).prepared.train is not None
 
 
 def test_architectures_are_known_by_their_model_type() -> None:

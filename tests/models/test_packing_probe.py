@@ -79,7 +79,7 @@ def test_wrong_attention_is_caught_and_training_goes_row_by_row(
 @pytest.mark.parametrize("kind", ["dense", "mixtral", "gemma", "mistral"])
 def test_right_models_are_left_alone(tmp_path: Path, kind: str, precision: str) -> None:
     model, rows = save_model(kind, tmp_path / "model"), rows_of(tmp_path)
-    worker = SFTWorker(load_recipe(recipe(model, rows, actor__model__precision=precision)), say=quiet)
+    worker = SFTWorker(load_recipe(recipe(model, rows, actor__model__precision=precision)), report=quiet)
     worker.setup()
     assert worker.notes == []
     assert worker.adapter.packs
@@ -136,7 +136,7 @@ def test_a_users_own_model_trains_with_the_numbers_of_plain_torch(
     folder, rows = save_model("dense", tmp_path / "model"), rows_of(tmp_path)
     values = recipe(folder, rows, runner__max_steps=STEPS)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    worker = SFTWorker(load_recipe(values), model=make(folder), tokenizer=tokenizer, say=quiet)
+    worker = SFTWorker(load_recipe(values), model=make(folder), tokenizer=tokenizer, report=quiet)
     worker.setup()
     assert worker.notes == notes
     flat = flat_script()
@@ -163,7 +163,7 @@ def test_the_longest_rows_are_looked_at_wherever_they_stand(attention: Callable,
         lines.write(json.dumps(long) + "\n")
     attention(without_window)
     values = recipe(model, rows)
-    worker = SFTWorker(load_recipe(values), say=quiet)
+    worker = SFTWorker(load_recipe(values), report=quiet)
     worker.setup()
     assert worker.notes == ["its attention over packed rows differs from its own: one row per forward", BY_LENGTH]
 
@@ -179,7 +179,7 @@ def test_rows_of_one_length_share_a_forward_where_packing_is_not_exact(
     rows.write_text("".join(json.dumps({"messages": both}) + "\n" for both in messages))
     values = recipe(model, rows, runner__max_steps=STEPS, actor__micro_batch_size=4, actor__global_batch_size=12)
     attention(leaking)
-    worker = SFTWorker(load_recipe(values), say=quiet)
+    worker = SFTWorker(load_recipe(values), report=quiet)
     worker.setup()
     assert worker.notes[-1] == BY_LENGTH
     step = next(worker.loader.steps(worker.data_state))

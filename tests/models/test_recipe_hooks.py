@@ -109,7 +109,7 @@ def trained(recipes: list[dict[str, Any]]) -> list[Numbers]:
     """The losses, final weights and evaluation of each recipe, on every rank of a process group alike."""
     found: list[Numbers] = []
     for values in recipes:
-        worker = SFTWorker(load_recipe(values), say=quiet)
+        worker = SFTWorker(load_recipe(values), report=quiet)
         worker.setup()
         losses = []
         while not worker.finished:
@@ -226,7 +226,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(folder: Path, changes:
     if "actor__loss" in changes:
         changes["actor__loss"] = f"{folder}/{changes['actor__loss']}"
     with pytest.raises(ConfigError, match=said):
-        SFTWorker(load_recipe(settings(folder, **changes)), say=quiet).check()
+        SFTWorker(load_recipe(settings(folder, **changes)), report=quiet).check()
 
 
 def test_a_metric_that_gives_no_pair_is_named(folder: Path) -> None:
@@ -308,7 +308,7 @@ def adapted(folder: Path, kind: type[Adapter], **changes: Any) -> SFTWorker:
         folder, actor__model={"adapter": f"{__file__}:{kind.__name__}", "precision": "fp64"}, actor__micro_batch_size=2,
         data__train_data_paths=str(file), data__eval_data_paths=str(file), **changes,
     )  # fmt: skip
-    return SFTWorker(load_recipe(values), say=quiet)
+    return SFTWorker(load_recipe(values), report=quiet)
 
 
 def steps(worker: SFTWorker, number: int = STEPS) -> tuple[list[float], dict[str, float]]:

@@ -230,7 +230,7 @@ def skip_a_unit(precision: str, reduce_each: bool) -> str:
         weights.begin_micro_batch(last=number == 1)
         model(torch.ones(rows, 3, dtype=dtype)).total.backward()
     try:
-        weights.settle()
+        weights.sync_replicated_gradients()
     except ModelError as error:
         return str(error)
     used = weights.parameters["blocks.1.matrix.weight"].grad
@@ -285,7 +285,7 @@ class Done:
 
 
 def do(run: Run) -> Done:
-    worker = SFTWorker(load_recipe(run.values), say=quiet)
+    worker = SFTWorker(load_recipe(run.values), report=quiet)
     worker.setup()
     if run.load is not None:
         worker.load_checkpoint(run.load)
@@ -300,7 +300,7 @@ def do(run: Run) -> Done:
         worker.save_checkpoint(run.save, run.steps)
     if run.export is not None:
         worker.export(run.export, "auto", merge=run.merge)
-    facts = worker.facts()
+    facts = worker.summary()
     done = Done(
         isinstance(worker.weights, FlatWeights),
         losses,
@@ -426,7 +426,7 @@ def test_adapters_are_trained_saved_and_merged(workspace: Workspace, tmp_path: P
 
 def held_while_cut(values: dict[str, Any]) -> tuple[list[int], int, int]:
     """How much of the parameters is here before each unit is cut and in the end; all of them, and the largest unit."""
-    worker = SFTWorker(load_recipe(values), say=quiet)
+    worker = SFTWorker(load_recipe(values), report=quiet)
     worker._build()
     parameters = list(worker.model.parameters())
     units = [sum(p.numel() for p in unit.parameters()) for unit in worker.shard_units(worker.inner_model())]

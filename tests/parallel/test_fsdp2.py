@@ -176,7 +176,7 @@ def changed_after_a_forward() -> tuple[float, float]:
         before = float(model(x).total)
         for parameter in weights.parameters.values():
             parameter.zero_()
-        weights.publish()
+        weights.copy_masters_to_model()
         return before, float(model(x).total)
 
 

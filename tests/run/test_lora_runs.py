@@ -90,7 +90,7 @@ def test_it_evaluates_and_answers_without_merging(run: Run) -> None:
 def test_merged_it_computes_the_same(tiny: Tiny, run: Run, tmp_path: Path) -> None:
     told: list[str] = []
     run.export(tmp_path / "adapter", check=False)
-    run.export(tmp_path / "merged", merge=True, say=told.append)
+    run.export(tmp_path / "merged", merge=True, report=told.append)
     assert len(told) == 1
     base = AutoModelForCausalLM.from_pretrained(tiny.folder / "model")
     adapted = logits(peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).get_base_model())
@@ -310,7 +310,7 @@ def test_an_export_in_half_precision_is_compared_with_what_was_rounded(
     run: Run, tmp_path: Path, dtype: str, merge: bool
 ) -> None:
     told: list[str] = []
-    run.export(tmp_path / "out", dtype=dtype, merge=merge, say=told.append)
+    run.export(tmp_path / "out", dtype=dtype, merge=merge, report=told.append)
     assert "gives the same logits" in told[0]
     file = tmp_path / "out" / ("model.safetensors" if merge else "adapter_model.safetensors")
     wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]

@@ -14,7 +14,7 @@ from shardtune.data.images.chat_encoder import ImageChatEncoder
 from shardtune.data.images.images import PROMPT_IMAGES, from_fields
 from shardtune.data.images.placeholders import ImageText
 from shardtune.errors import DataError, ModelError
-from shardtune.run.prompts import Asker
+from shardtune.run.prompts import PromptBuilder
 from tests.support.vision import FAMILIES, PARTS
 from tests.support.workspace import CHATML, make_tokenizer
 
@@ -27,11 +27,11 @@ def images() -> ImageText:
 
 
 @pytest.fixture
-def asker(images: ImageText, tmp_path: Path) -> Asker:
+def asker(images: ImageText, tmp_path: Path) -> PromptBuilder:
     """Beside red.png and blue.png."""
     for name, colour in (("red", RED), ("blue", BLUE)):
         Image.new("RGB", (40, 30), colour).save(tmp_path / f"{name}.png")
-    return Asker(ImageChatEncoder(images, PARTS.replace("IMAGE", "<image>"), folder=tmp_path), "runs/demo")
+    return PromptBuilder(ImageChatEncoder(images, PARTS.replace("IMAGE", "<image>"), folder=tmp_path), "runs/demo")
 
 
 def shown(prompt: Prompt, images: ImageText) -> tuple[str, list[Any]]:
@@ -65,17 +65,17 @@ OPENED = "<|im_end|>\n<|im_start|>assistant\n"
         ),
     ],
 )
-def test_turns(turns: Any, given: Any, text: str, found: Any, asker: Asker, images: ImageText) -> None:
+def test_turns(turns: Any, given: Any, text: str, found: Any, asker: PromptBuilder, images: ImageText) -> None:
     assert shown(asker.turns(turns, given), images) == (text + OPENED, found)
 
 
-def test_texts_to_go_on_from(asker: Asker, images: ImageText) -> None:
+def test_texts_to_go_on_from(asker: PromptBuilder, images: ImageText) -> None:
     assert shown(asker.text("This <image> is", ["red.png"]), images) == ("This ▣ is", [RED])
     assert shown(asker.text("This is", ["red.png", "blue.png"]), images) == ("▣▣This is", [RED, BLUE])
     assert shown(asker.text("This is"), images) == ("This is", [])
 
 
-def test_what_cannot_be_asked(asker: Asker) -> None:
+def test_what_cannot_be_asked(asker: PromptBuilder) -> None:
     asker.turns([user("?")])
     for turns, given, says in (
         ([user("?")], ["green.png"], "'green.png' does not exist"),
@@ -92,7 +92,7 @@ def test_what_cannot_be_asked(asker: Asker) -> None:
 
 def test_a_model_of_text_sees_no_images() -> None:
     encoder = ChatEncoder(make_tokenizer(), CHATML)
-    asker = Asker(encoder, "runs/demo")
+    asker = PromptBuilder(encoder, "runs/demo")
     for turns, given in (([user("?")], ["red.png"]), ([user(PARTS_OF_A_TURN)], [])):
         with pytest.raises(ModelError, match="takes text and no images") as told:
             asker.turns(turns, given)

@@ -65,7 +65,7 @@ def test_the_loss_falls(comparison: Comparison) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_export_loads_and_gives_the_same_logits_bitwise(comparison: Comparison, kind: str, tmp_path) -> None:
     values = recipe(comparison.model(kind), comparison.rows, actor__model__precision="fp32", runner__max_steps=2)
-    worker = SFTWorker(load_recipe(values), say=quiet)
+    worker = SFTWorker(load_recipe(values), report=quiet)
     worker.setup()
     while not worker.finished:
         worker.run_training()

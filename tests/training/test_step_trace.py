@@ -67,7 +67,7 @@ def traces(recipes: list[dict[str, Any]]) -> list[Trace]:
 
 
 def _trace(recipe: dict[str, Any]) -> Trace:
-    worker = SFTWorker(load_recipe(recipe), say=quiet)
+    worker = SFTWorker(load_recipe(recipe), report=quiet)
     worker.setup()
     worker.run_training()
     with traced() as everything:

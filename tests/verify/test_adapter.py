@@ -26,7 +26,7 @@ HEALTHY, BROKEN = HERE.parent / "support" / "healthy_adapters.py", HERE.parent /
 
 
 def verify(file: Path, name: str, *only: str, processes: bool = False) -> Report:
-    return verify_adapter(f"{file}:{name}", only=only, processes=processes, say=lambda text: None)
+    return verify_adapter(f"{file}:{name}", only=only, processes=processes, report=lambda text: None)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_rows_come_from_examples_or_a_recipe(tmp_path: Path) -> None:
         verify(file, "Rowless", "encode")
     (tmp_path / "rows.jsonl").write_text('{"x": 1}\n{"y": 2}\n{"x": 3}\n')
     recipe = {"data": {"train_data_paths": str(tmp_path / "rows.jsonl")}}
-    report = verify_adapter(f"{file}:Rowless", recipe, only=["encode"], processes=False, say=lambda text: None)
+    report = verify_adapter(f"{file}:Rowless", recipe, only=["encode"], processes=False, report=lambda text: None)
     assert report["encode"].text.startswith("2 rows")  # the row without x is passed over
     (tmp_path / "rows.jsonl").write_text('{"y": 1}\n{"y": 2}\n')
     with pytest.raises(DataError, match="0 of the first 2 rows can be used: the row has no 'x'"):
@@ -215,7 +215,7 @@ def test_a_registered_name_is_found_through_plugins(tmp_path: Path) -> None:
         "data": {"train_data_paths": str(rows)},
     }
     only = ["encode", "gradient", "resume", "lora"]
-    report = verify_adapter("of_bytes", recipe, only=only, processes=False, say=lambda text: None)
+    report = verify_adapter("of_bytes", recipe, only=only, processes=False, report=lambda text: None)
     assert report.passed, "\n".join(map(str, report.failures))
     assert "reaches 2 parameters" in report["gradient"].text
     assert report["lora"].text.startswith("8 parameters")  # of 1 x 1, at rank 4

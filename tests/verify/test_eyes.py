@@ -34,6 +34,6 @@ def test_the_kit_finds_nothing_wrong(does: str, kind: str, tmp_path: Path) -> No
         "data": {"train_data_paths": str(rows_that(does, tmp_path)), "cache_dir": str(tmp_path / "cache")},
     }
     (tmp_path / "recipe.yaml").write_text(OmegaConf.to_yaml(recipe))
-    report = verify_adapter(tmp_path / "recipe.yaml", processes=False, say=quiet)
+    report = verify_adapter(tmp_path / "recipe.yaml", processes=False, report=quiet)
     assert not report.failures, "\n".join(map(str, report.failures))
     assert sum(result.outcome == "passed" for result in report.results) >= 12

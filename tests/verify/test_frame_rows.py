@@ -23,7 +23,7 @@ def test_frames_are_kept_and_read_again(tmp_path):
     rows = rows_for(SimpleNamespace(encoder=lambda with_prompts: encoder), recipe)
     assert len(rows) == WANTED
     file = keep_rows(rows, tmp_path)
-    (source,) = resolve_sources(file, recipe.data, frames=encoder.frames, say=lambda text: None)
+    (source,) = resolve_sources(file, recipe.data, frames=encoder.frames, report=lambda text: None)
     trained = [row for _, row in source.rows(source.files[0])]
     for row, kept, again in zip(rows, kept_rows(file), trained, strict=True):
         fields = encoder.encode(row).fields

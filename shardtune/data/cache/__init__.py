@@ -1,1 +1,5 @@
 """Encoded rows on disk."""
+
+from shardtune.data.cache.cache import build_dataset
+
+__all__ = ["build_dataset"]

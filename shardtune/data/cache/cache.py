@@ -35,7 +35,7 @@ def build_dataset(
     num_workers: int = 0,
     on_bad_row: Literal["fail", "skip"] = "fail",
     max_bad_rows: int = 100,
-    say: Callable[[str], None] = print_line,
+    report: Callable[[str], None] = print_line,
 ) -> TokenDataset:
     """The rows of all sources, tokenised; what the cache already holds is only opened.
 
@@ -46,7 +46,7 @@ def build_dataset(
         num_workers: processes that encode; below 2 and for small files this one does.
         on_bad_row: `fail` raises `DataError` at the first bad row, `skip` notes up to `max_bad_rows` over all files.
     """
-    cache = EntryCache(cache_root(cache_dir), num_workers, max_bad_rows if on_bad_row == "skip" else None, say)
+    cache = EntryCache(cache_root(cache_dir), num_workers, max_bad_rows if on_bad_row == "skip" else None, report)
     parts: list[Part] = []
     for source in sources:
         room = source.max_samples
@@ -73,14 +73,14 @@ class EntryCache:
         root: the cache directory.
         num_workers: processes per build.
         max_bad_rows: how many bad rows over all files are skipped; None: the first is an error.
-        say: told what is built and what is waited for.
+        report: receives what is built and what is waited for.
     """
 
-    def __init__(self, root: Path, num_workers: int, max_bad_rows: int | None, say: Callable[[str], None]) -> None:
+    def __init__(self, root: Path, num_workers: int, max_bad_rows: int | None, report: Callable[[str], None]) -> None:
         self._root = root
         self._num_workers = num_workers
         self._bad_left = max_bad_rows
-        self._say = say
+        self._report = report
 
     def open(self, source: Source, file: SourceFile, encoder: Encoder, limit: int | None) -> Entry:
         """The entry of `file`, built if it is not there; at most `limit` rows of it."""
@@ -117,7 +117,7 @@ class EntryCache:
         locks = writable(self._root / "locks")
         writable(folder.parent)
         lock = HeartbeatLock(locks / folder.name)
-        waiting = _Waiting(task.file.label, self._say)
+        waiting = _Waiting(task.file.label, self._report)
         with lock.hold(lambda: _open_entry(folder) is not None, waiting) as held:
             if held and _open_entry(folder) is None:
                 self._build_locked(task, folder)
@@ -134,7 +134,7 @@ class EntryCache:
         partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
         partial.mkdir()
         try:
-            with show_progress(Path(task.file.label).name, self._say) as progress:
+            with show_progress(Path(task.file.label).name, self._report) as progress:
                 build_entry(task, partial, self._num_workers, progress)
             with suppress(FileExistsError):
                 partial.rename(folder)
@@ -146,15 +146,15 @@ class EntryCache:
 class _Waiting:
     """Says that another process builds, first at once and then now and then."""
 
-    def __init__(self, label: str, say: Callable[[str], None]) -> None:
+    def __init__(self, label: str, report: Callable[[str], None]) -> None:
         self._label = label
-        self._say = say
+        self._report = report
         self._next = 0.0
 
     def __call__(self, holder: str, seconds: float) -> None:
         if seconds >= self._next:
             self._next = seconds + _WAIT_LINE_SECONDS
-            self._say(f"data: waiting for {holder} to tokenise {self._label} ({seconds:.0f} s)")
+            self._report(f"data: waiting for {holder} to tokenise {self._label} ({seconds:.0f} s)")
 
 
 def entry_key(source: Source, file: SourceFile, encoder: Encoder, limit: int | None, root: Path) -> str:

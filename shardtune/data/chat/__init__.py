@@ -1,1 +1,5 @@
-"""Conversations as tokens."""
+"""Conversations as tokens, and which of them are trained."""
+
+from shardtune.data.chat.encoder import ChatEncoder
+
+__all__ = ["ChatEncoder"]

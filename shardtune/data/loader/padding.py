@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardtune.batch import Batch, Sample
+from shardtune.batch import IGNORED, Batch, Sample
 from shardtune.data.loader.packing import stack
 from shardtune.data.loader.step_loader import Companion
-from shardtune.data.user_loader.batch import IGNORED
 
 INPUT_IDS = "target_combined_input_ids"
 ATTENTION_MASK = "target_combined_attention_mask"

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardtune.data.loader.shared_memory import Parcel, packed
+from shardtune.data.loader.shared_memory import SharedMemoryMessage, packed
 from shardtune.errors import DataError
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ def computed_ahead(function: Callable[[T], R], items: Iterable[T], num_processes
     if not num_processes:
         yield from map(function, items)
         return
-    pending, waiting = enumerate(items), deque[Future[Parcel]]()
+    pending, waiting = enumerate(items), deque[Future[SharedMemoryMessage]]()
     # Forked, so that nothing has to be sent to it that this process knows.
     context = multiprocessing.get_context("fork")
     started = context.SimpleQueue()
@@ -80,9 +80,9 @@ def kill_started(processes: SimpleQueue[int]) -> None:
             os.kill(processes.get(), signal.SIGKILL)
 
 
-def _received(parcel: Parcel) -> Any:
+def _received(message: SharedMemoryMessage) -> Any:
     try:
-        return parcel.opened()
+        return message.opened()
     except FileNotFoundError as error:  # its process is gone, and so is the memory
         raise BrokenProcessPool(str(error)) from error
     except OSError as error:
@@ -103,18 +103,18 @@ class _Worker:
     most: int
     kept: deque[tuple[int, int]]
 
-    def work(self, number: int, item: Any) -> Parcel:
+    def work(self, number: int, item: Any) -> SharedMemoryMessage:
         # A piece is given out when the one that is `most` before it has been opened.
         while self.kept and self.kept[0][0] <= number - self.most:
             os.close(self.kept.popleft()[1])
         found = self.function(item)
         try:
-            parcel = packed(found)
+            message = packed(found)
         except OSError as error:
             raise _not_shared(error) from error
-        if parcel.file is not None:
-            self.kept.append((number, parcel.file))
-        return parcel
+        if message.file is not None:
+            self.kept.append((number, message.file))
+        return message
 
 
 _worker: _Worker | None = None
@@ -137,7 +137,7 @@ def _follow(parent: int) -> None:
     os._exit(1)
 
 
-def _work(number: int, item: Any) -> Parcel:
+def _work(number: int, item: Any) -> SharedMemoryMessage:
     assert _worker is not None
     return _worker.work(number, item)
 

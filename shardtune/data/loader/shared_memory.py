@@ -19,7 +19,7 @@ _MOST_AT_ONCE = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class SharedMemoryMessage:
     """An object under way, as its sender describes it; it holds its memory open until it closes the file.
 
     Attributes:
@@ -51,7 +51,7 @@ class Parcel:
         return pickle.loads(self.object, buffers=[whole[start:stop] for start, stop in self.places])
 
 
-def packed(value: Any) -> Parcel:
+def packed(value: Any) -> SharedMemoryMessage:
     """An object as a parcel; the file is the caller's to close."""
     large: list[memoryview] = []
 
@@ -66,14 +66,14 @@ def packed(value: Any) -> Parcel:
     shares = sys.platform == "linux"  # elsewhere there is no memory without a name; all goes through the pipe
     _Packer(sink, protocol=5, buffer_callback=is_small if shares else None).dump(value)
     if not large:
-        return Parcel(sink.getvalue(), (), os.getpid(), None)
+        return SharedMemoryMessage(sink.getvalue(), (), os.getpid(), None)
     file = os.memfd_create("shardtune")
     try:
         places = _laid(file, large)
     except BaseException:
         os.close(file)
         raise
-    return Parcel(sink.getvalue(), places, os.getpid(), file)
+    return SharedMemoryMessage(sink.getvalue(), places, os.getpid(), file)
 
 
 def _laid(file: int, pieces: Sequence[memoryview]) -> tuple[tuple[int, int], ...]:

@@ -1,0 +1,1 @@
+"""Robot data: episodes of frames, read from tables and LeRobot data sets."""

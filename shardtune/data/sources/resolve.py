@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 
 from pydantic import BaseModel
 
-from shardtune.data.cache_directory import cache_root, print_line, spool_rows
+from shardtune.data.cache_directory import cache_root, print_line
 from shardtune.data.encoder import FrameOptions, Row, RowError, bad_row
 from shardtune.data.robot.frames import Origin, describe_frame
 from shardtune.data.robot.lerobot import is_lerobot, open_lerobot
@@ -25,6 +25,7 @@ from shardtune.data.row_files import SUPPORTED, Chunk, NumberedRow, kind_of, rea
 from shardtune.data.row_formats import FORMATS_BY_NAME, in_format, read_example, recognise, rename_columns
 from shardtune.data.sources import hub
 from shardtune.data.sources.hub import Purpose, Wanted
+from shardtune.data.sources.memory_rows import spool_rows
 from shardtune.errors import DataError
 
 LEROBOT = "lerobot"
@@ -128,7 +129,7 @@ def resolve_sources(
     purpose: Purpose = "train",
     name_format: Callable[[Row], str] | None = None,
     frames: FrameOptions | None = None,
-    say: Callable[[str], None] = print_line,
+    report: Callable[[str], None] = print_line,
 ) -> list[Source]:
     """The sources that `data.train_data_paths` or `data.eval_data_paths` names, each checked by its first rows.
 
@@ -138,7 +139,7 @@ def resolve_sources(
         purpose: which split is taken where several exist and none is named.
         name_format: names a row's format for the log, raising `RowError`; by default the formats of `formats`.
         frames: how robot data become rows; None: what is named are no robot data.
-        say: told one line per source.
+        report: receives one line per source.
     """
     transform = load_transform(data.transform) if data.transform else None
     entries = [_entry(item) for item in _items(spec)]
@@ -162,7 +163,7 @@ def resolve_sources(
         _check_kind(source)
         title = _check_first_rows(source, name_format or _title(source), data.on_bad_row)
         sources.append(replace(source, title=title))
-        say(f"data: {name}: {title}, {len(files)} file{'s' if len(files) > 1 else ''} ({files[0].label})")
+        report(f"data: {name}: {title}, {len(files)} file{'s' if len(files) > 1 else ''} ({files[0].label})")
     return sources
 
 

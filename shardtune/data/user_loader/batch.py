@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardtune.batch import Metric
+from shardtune.batch import IGNORED, Metric
 from shardtune.errors import DataError
 
-IGNORED = -100
-"""The label of what is no target."""
 LABELS = "labels"
 COUNTING = (LABELS, "input_ids")
 MASKS = ("attention_mask", "target_combined_attention_mask")

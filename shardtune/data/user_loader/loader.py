@@ -23,7 +23,7 @@ from shardtune.data.user_loader.errors import (
     wrong_length,
 )
 from shardtune.data.user_loader.position import LoaderRecord, merged, of_rank
-from shardtune.data.user_loader.rng import LoaderDraws
+from shardtune.data.user_loader.rng import LoaderRng
 from shardtune.data.user_loader.state_json import NotPlain, StatefulLoader, decode, encode
 from shardtune.errors import ConfigError, DataError
 from shardtune.parallel.ranks import Ranks
@@ -56,7 +56,7 @@ class BatchLoader:
         sharded: whether the loader yields this rank's batches alone.
         num_samples: of the data, where that is known.
         seed: of the run; what a loader draws is a function of it, the epoch and the batch's number.
-        say: told what is worth knowing.
+        report: receives what is worth knowing.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class BatchLoader:
         sharded: bool = False,
         num_samples: int | None = None,
         seed: int = 0,
-        say: Callable[[str], None] = print,
+        report: Callable[[str], None] = print,
     ) -> None:
         self._loader = loader
         self._ranks = ranks
@@ -78,8 +78,8 @@ class BatchLoader:
         self._weigh = weigh
         self._sharded = sharded
         self._num_samples = num_samples
-        self._draws = LoaderDraws(loader, seed)
-        self._say = say
+        self._draws = LoaderRng(loader, seed)
+        self._report = report
         # In turns: a batch of the loader each, on all ranks at once where it is sharded.
         self._turns_per_step = batches_per_rank if sharded else batches_per_rank * ranks.num_data_ranks
         self._rows_per_turn = rows_per_batch * ranks.num_data_ranks if sharded else rows_per_batch
@@ -103,7 +103,7 @@ class BatchLoader:
         micro_batch_size: int | None,
         weigh: Weigh,
         seed: int,
-        say: Callable[[str], None] = print,
+        report: Callable[[str], None] = print,
     ) -> BatchLoader:
         """A user's loader under a recipe; sizes that do not divide are refused with the nearest that do."""
         if not isinstance(loader, SizedLoader):
@@ -125,7 +125,7 @@ class BatchLoader:
             raise indivisible(global_batch_size, micro_batch_size, ranks.num_data_ranks)
         batches_per_rank = max(1, round(global_batch_size / unit))
         if batches_per_rank * unit != global_batch_size:
-            say(f"a step holds {batches_per_rank * unit} rows, the nearest to {global_batch_size} that divides")
+            report(f"a step holds {batches_per_rank * unit} rows, the nearest to {global_batch_size} that divides")
         return cls(
             loader,
             ranks,
@@ -135,7 +135,7 @@ class BatchLoader:
             sharded=sharded,
             num_samples=info.get("num_samples"),
             seed=seed,
-            say=say,
+            report=report,
         )
 
     def check_ranks(self, num_ranks: int) -> None:
@@ -257,13 +257,15 @@ class BatchLoader:
         if size is not None and size > self._rows:
             raise too_large(size, self._rows)
         if size is not None and size < self._rows and self._turns > 1:
-            self._say(f"the loader yields batches of {size} rows, actor.micro_batch_size is {self._rows}")
+            self._report(f"the loader yields batches of {size} rows, actor.micro_batch_size is {self._rows}")
         hashes = self._ranks.gather(fingerprint(batches[0]) if batches else "")
         alike = len(set(hashes)) == 1
         if not self._sharded and not alike:
             raise ranks_differ()
         if self._sharded and alike and len(hashes) > 1:
-            self._say("the loader is said to be sharded, and begins with the same batch on every rank: rows come twice")
+            self._report(
+                "the loader is said to be sharded, and begins with the same batch on every rank: rows come twice"
+            )
 
     # Resuming.
 
@@ -291,7 +293,9 @@ class BatchLoader:
         try:
             return encode(self._loader.state_dict())
         except NotPlain as problem:
-            self._say(f"the loader's own state is not kept ({problem}): a resumed run goes through its batches again")
+            self._report(
+                f"the loader's own state is not kept ({problem}): a resumed run goes through its batches again"
+            )
             return None
 
     def resume(self, state: DataState, saved: LoaderRecord, *, allow_changed: bool) -> None:
@@ -319,15 +323,17 @@ class BatchLoader:
         self._first = of_rank(firsts, rank) if firsts else ""
         done, left_over = divmod(state.rows_consumed, self._rows_per_turn)
         if left_over or (saved.sharded and not alike):
-            self._say("batches or ranks are cut otherwise now: some rows of this epoch may come twice or not at all")
+            self._report("batches or ranks are cut otherwise now: some rows of this epoch may come twice or not at all")
         if alike and len(saved.own_seeds) in (1, now.ranks) and of_rank(saved.own_seeds, rank) != self._draws.own_seeds:
-            self._say("a generator that the loader holds was seeded otherwise: what it draws from here on is new")
+            self._report("a generator that the loader holds was seeded otherwise: what it draws from here on is new")
         if states is not None and not changes and isinstance(self._loader, StatefulLoader):
             self._restore(decode(of_rank(states, rank)), done)
             self._seen = of_rank(seen, rank) if seen else ""
             self._ready = state.epoch, done, self._pass(state.epoch, done)
         elif done:
-            self._say(f"the loader keeps no state: going through the first {done} batches of epoch {state.epoch} again")
+            self._report(
+                f"the loader keeps no state: going through the first {done} batches of epoch {state.epoch} again"
+            )
             self._replay(state.epoch, done, of_rank(seen, rank) if seen and not changes else "")
         self._resumed = replace(now, first_batch=firsts, seen=seen, own_seeds=saved.own_seeds, states=states)
 
@@ -340,7 +346,9 @@ class BatchLoader:
         if not done:  # the pass that the state ended; the next one's order comes from the epoch, not from the state
             iter(self._loader)
         if self._loader.num_workers and (done or self._loader.persistent_workers):
-            self._say("the loader's state does not hold what its processes draw: a random transform goes on otherwise")
+            self._report(
+                "the loader's state does not hold what its processes draw: a random transform goes on otherwise"
+            )
 
     def _first_now(self) -> str:
         """A hash of what is now the first batch of the first epoch."""

@@ -24,7 +24,7 @@ class EpochAware(Protocol):
     def set_epoch(self, epoch: int) -> None: ...
 
 
-class LoaderDraws:
+class LoaderRng:
     """Seeds all that a loader draws from.
 
     That is the generators of the process itself, and those that a torch loader, its samplers and its data set hold.

@@ -17,6 +17,7 @@ from transformers import initialization as init
 from transformers.configuration_utils import SubConfigSpec
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from shardtune.batch import IGNORED
 from shardtune.errors import ModelError
 from shardtune.models.action.policy import SETTINGS, ActionBatch, ActionPolicy, ActionSettings
 from shardtune.models.action.timm_vit import LayerScale, TimmVit, VitShape, shape_of
@@ -28,7 +29,6 @@ EMPTY_TOKEN = 29871
 """Llama 2's token of an empty piece of text, which ended every prompt in OpenVLA's training."""
 LLAMA2 = 32000
 """The size of Llama 2's vocabulary."""
-IGNORED = -100
 
 
 @strict
@@ -366,8 +366,3 @@ def ending_empty(input_ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Ten
     longer = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
     shifted = torch.cat([torch.zeros_like(mask[:, :1]), mask], dim=1)
     return torch.where(has, ids, rolled), torch.where(has, shifted, longer)
-
-
-def is_openvla(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is one of OpenVLA's."""
-    return config.get("model_type") == OpenVLAConfig.model_type

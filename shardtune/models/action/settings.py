@@ -112,7 +112,7 @@ def _first_cameras(source: Source) -> tuple[str, ...] | None:
 def _sources(recipe: Recipe, spec: Any) -> list[Source]:
     """The training rows as frames."""
     frames = FrameOptions(recipe.actor.model.action_chunks_len)
-    return resolve_sources(spec, recipe.data, frames=frames, say=lambda _: None)
+    return resolve_sources(spec, recipe.data, frames=frames, report=lambda _: None)
 
 
 def _computed(recipe: Recipe, stored: ActionSettings | None) -> dict[str, Any] | None:

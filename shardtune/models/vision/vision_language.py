@@ -32,7 +32,7 @@ from shardtune.models.adapter import AdapterRoot, LanguageRoot, cannot_share_seq
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.vision.processors import image_text
 from shardtune.parallel.meta_init import init_empty_weights
-from shardtune.parallel.model_parallel import Spread
+from shardtune.parallel.model_parallel import ModelParallel
 from shardtune.parallel.ranks import Ranks
 
 CLOSED_EYES = "its projector is all zeros, so images change nothing until it is trained, and packing cannot be proved"
@@ -168,13 +168,13 @@ class VisionLanguage(CausalLM):
             tokens[row, longest - len(prompt.tokens) :] = prompt.tokens
         return self.images.numbers(self._fields(tokens, stored))
 
-    def spread_over(self, model: nn.Module, ranks: Ranks) -> Spread:
+    def apply_model_parallel(self, model: nn.Module, ranks: Ranks) -> ModelParallel:
         self.check_layout(ranks.layout)
-        return super().spread_over(model, ranks)
+        return super().apply_model_parallel(model, ranks)
 
     # -- probes ----------------------------------------------------------------------------------------------------
 
-    def prove(
+    def probe_assumptions(
         self, root: AdapterRoot, samples: Sequence[Sample], device: torch.device, dtype: torch.dtype
     ) -> list[str]:
         """Prove that packing is exact, and that what an image shows changes what is predicted behind it."""
@@ -183,7 +183,7 @@ class VisionLanguage(CausalLM):
         if closed and self.packs:
             # All images are alike yet, and so are many ways of attention over their tokens.
             self.one_row_per_forward(root.model)
-        notes = super().prove(root, samples, device, dtype)
+        notes = super().probe_assumptions(root, samples, device, dtype)
         if closed:
             return [CLOSED_EYES, *notes]
         seen = next((sample for sample in samples if len(sample.fields[ENDS])), None)

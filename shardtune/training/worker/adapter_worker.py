@@ -46,11 +46,11 @@ from shardtune.models.pretrained import has_tokenizer, model_directory
 from shardtune.models.recipe_hooks import Hooks
 from shardtune.optim.build import build_optimizer, check_optimizer
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
-from shardtune.parallel.model_parallel import Spread
+from shardtune.parallel.model_parallel import ModelParallel
 from shardtune.parallel.ranks import num_ranks
-from shardtune.run.display import Facts
 from shardtune.training.build.lora import adapt, check_stored, is_adapter
 from shardtune.training.build.model import build_empty, freeze
+from shardtune.training.run_summary import RunSummary
 from shardtune.training.step import Accumulate, accumulate
 from shardtune.training.whole_step_loss import WholeStep
 from shardtune.training.worker.base import FSDPSftWorker
@@ -91,7 +91,7 @@ class SFTWorker(FSDPSftWorker):
         eval_data: rows in memory, or named sets of them.
         prepared: data that is tokenised already.
         training: False for a worker that only evaluates and answers.
-        say: told what is found while the data is prepared.
+        report: receives what is found while the data is prepared.
 
     Attributes:
         episodes_dir: where the table and the videos of episodes are kept; None: in `samples_dir`, by their step.
@@ -109,7 +109,7 @@ class SFTWorker(FSDPSftWorker):
         eval_data: Any = None,
         prepared: PreparedData | None = None,
         training: bool = True,
-        say: Callable[[str], None] = print,
+        report: Callable[[str], None] = print,
     ) -> None:
         recipe = cfg if isinstance(cfg, Recipe) else load_recipe(cfg)
         if tokenizer is not None:
@@ -127,7 +127,7 @@ class SFTWorker(FSDPSftWorker):
         check_optimizer(recipe.actor.optim, num_ranks(recipe.runner))
         self._matcher = make_matcher(recipe.eval)
         self.prepared: PreparedData = prepared or prepare_data(
-            recipe, self._encoder, train_data=train_data, eval_data=eval_data, training=training, say=say
+            recipe, self._encoder, train_data=train_data, eval_data=eval_data, training=training, report=report
         )
         for rows in (self.prepared.train, *self.prepared.evals.values()):
             if rows is not None:
@@ -142,7 +142,7 @@ class SFTWorker(FSDPSftWorker):
             self.processor = self.adapter.processor
         elif has_tokenizer(recipe):
             self.tokenizer = self.adapter.tokenizer
-        self.say = say
+        self.report = report
 
     def _encoder(self, with_prompts: bool) -> Encoder:
         return self.adapter.encoder(with_prompts=with_prompts)
@@ -174,12 +174,12 @@ class SFTWorker(FSDPSftWorker):
         digest = hashlib.sha256(template.encode()).hexdigest() if template else None
         return {**self.prepared.describe(), "template_hash": digest}
 
-    def facts(self) -> Facts:
+    def summary(self) -> RunSummary:
         rows, loader = self.prepared.train, self.loader
         assert rows is not None
         share = loader.rows_per_epoch / len(rows)
         told = replace(
-            super().facts(), evaluation={name: len(evaluated) for name, evaluated in self.prepared.evals.items()}
+            super().summary(), evaluation={name: len(evaluated) for name, evaluated in self.prepared.evals.items()}
         )
         if not isinstance(self.adapter, LanguageModel):
             return told
@@ -197,12 +197,12 @@ class SFTWorker(FSDPSftWorker):
         base = self._in_memory if is_adapter(directory) else None
         if base is not None:
             detach_adapter(base)
-        fresh = type(self)(recipe, model=base, prepared=self.prepared, training=False, say=silent)
+        fresh = type(self)(recipe, model=base, prepared=self.prepared, training=False, report=silent)
         fresh.weights_directory = directory
         return fresh
 
     @property
-    def answers(self) -> bool:
+    def can_generate(self) -> bool:
         return isinstance(self.adapter, LanguageModel) and not isinstance(self.adapter, ActingAdapter)
 
     def chat_encoder(self) -> ChatEncoder:
@@ -264,8 +264,8 @@ class SFTWorker(FSDPSftWorker):
             self.notes.append(note)
         return units
 
-    def spread_over_ranks(self, model: nn.Module) -> Spread:
-        return self.adapter.spread_over(model, self.ranks)
+    def apply_model_parallel(self, model: nn.Module) -> ModelParallel:
+        return self.adapter.apply_model_parallel(model, self.ranks)
 
     def evaluation_sets(self) -> dict[str, list[str]]:
         return {name: [] for name in self.prepared.evals}
@@ -275,10 +275,10 @@ class SFTWorker(FSDPSftWorker):
         named = [self.prepared.train.locate(int(row)) for row in step.rows[:NAMED_ROWS]]
         return ", ".join(named) + (f" and {len(step.rows) - NAMED_ROWS} more" if len(step.rows) > NAMED_ROWS else "")
 
-    def hand_back(self) -> None:
-        self.adapter.hand_back(self.inner_model())
+    def restore_model(self) -> None:
+        self.adapter.restore_model(self.inner_model())
 
-    def prove(self) -> None:
+    def probe_assumptions(self) -> None:
         """Prove, on two real rows, what the adapter relies on; otherwise do without."""
         rows = next((rows for rows in (self.prepared.train, *self.prepared.evals.values()) if rows is not None), None)
         if rows is None:
@@ -286,7 +286,7 @@ class SFTWorker(FSDPSftWorker):
         longest = np.argpartition(rows.lengths, -min(2, len(rows)))[-2:]
         samples = [rows.row(int(index)) for index in longest]
         dtype = COMPUTE_DTYPE[self.recipe.actor.model.precision]
-        self.notes += self.adapter.prove(self.root, samples, self.device, dtype)
+        self.notes += self.adapter.probe_assumptions(self.root, samples, self.device, dtype)
 
     def build_dataloader(self, data_paths: list[str], eval_dataset: bool = False) -> tuple[Any, dict[str, Any]]:
         """The training rows in steps. (Evaluation sets are built by name.)"""
@@ -411,7 +411,7 @@ class SFTWorker(FSDPSftWorker):
         self.samples = answers.samples
         warning = answers.warning(config.answer_pattern)
         if warning and self.ranks.is_main:
-            self.say(warning)
+            self.report(warning)
         if self.samples_dir is not None and self.ranks.is_main:
             answers.keep(self.samples_dir, self.step, name)
         self.answered(name, [prompt.tokens for prompt in prompts], written)

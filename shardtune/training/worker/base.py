@@ -20,15 +20,15 @@ from shardtune.data.sources.fingerprint import fingerprints
 from shardtune.data.user_loader.batch import with_names
 from shardtune.data.user_loader.errors import built
 from shardtune.data.user_loader.loader import BatchLoader
-from shardtune.data.user_loader.rng import LoaderDraws
+from shardtune.data.user_loader.rng import LoaderRng
 from shardtune.errors import ShardtuneError
 from shardtune.models.lora.attach import trainable_patterns
 from shardtune.models.pretrained import has_tokenizer, recipe_tokenizer
 from shardtune.optim.build import set_learning_rate
 from shardtune.parallel.ranks import Ranks, leave_ranks
-from shardtune.run.display import Facts
 from shardtune.training.build.initial_weights import seeded
-from shardtune.training.step import Accumulate, accumulate, optimizer_step, set_draws
+from shardtune.training.run_summary import RunSummary
+from shardtune.training.step import Accumulate, accumulate, optimizer_step, seed_rng
 from shardtune.training.step_metrics import step_metrics
 from shardtune.training.worker.data_position import TrainedOnData
 from shardtune.training.worker.model_state import over_directory
@@ -57,7 +57,7 @@ class FSDPSftWorker(TrainedOnData, ABC):
         data_iter: this rank's batches, one by one, from where training stands; what is taken from it counts as seen.
         step: optimizer steps done.
         notes: what is worth saying once, before the first step.
-        say: tells it to whoever looks on.
+        report: tells it to whoever looks on.
         samples: answers of the last evaluation, where the task gives any.
         samples_dir: where they are written.
     """
@@ -67,7 +67,7 @@ class FSDPSftWorker(TrainedOnData, ABC):
         self.samples: list[dict[str, Any]] = []
         self.samples_dir: Path | None = None
         self.poll: Callable[[], None] = _nothing  # the runner's: called where all ranks may stop together
-        self._eval_draws: dict[int, LoaderDraws] = {}  # of each loader of evaluations, by its id
+        self._eval_rng: dict[int, LoaderRng] = {}  # of each loader of evaluations, by its id
         self._told: set[str] = set()
         self._files: list[dict[str, Any]] | None = None
 
@@ -158,7 +158,7 @@ class FSDPSftWorker(TrainedOnData, ABC):
             micro_batch_size=actor.micro_batch_size,
             weigh=BatchWeights(self.loss_weights, self._measure, self.ranks),
             seed=self.recipe.runner.seed,
-            say=lambda text: self.say(text),
+            report=lambda text: self.report(text),
         )
 
     def evaluation_sets(self) -> dict[str, list[str]]:
@@ -274,7 +274,7 @@ class FSDPSftWorker(TrainedOnData, ABC):
             for name, (loader, info) in self.eval_loaders.items():
                 prefix = f"eval/{name}/" if name else "eval/"
                 # A loss that draws (noise, a time) draws the same each time, so that evaluations can be compared.
-                set_draws(self.recipe.runner.seed, 0, 0, self.ranks.draws_rank, prefix)
+                seed_rng(self.recipe.runner.seed, 0, 0, self.ranks.draws_rank, prefix)
                 metrics |= {prefix + key: value for key, value in self.evaluate_set(name, loader, info).items()}
         finally:
             self.model.train()
@@ -290,20 +290,20 @@ class FSDPSftWorker(TrainedOnData, ABC):
             num_samples=info.get("num_samples"),
             name=name or "eval",
             poll=self.poll,
-            draws=self.eval_draws(loader),
-            say=self.say_once,
+            draws=self.eval_rng(loader),
+            report=self.report_once,
         )
         return {key: metric.mean for key, metric in evaluated.items()}
 
-    def say_once(self, text: str) -> None:
+    def report_once(self, text: str) -> None:
         """Tell something that each evaluation finds again."""
         if text not in self._told:
             self._told.add(text)
-            self.say(text)
+            self.report(text)
 
-    def eval_draws(self, loader: Any) -> LoaderDraws:
+    def eval_rng(self, loader: Any) -> LoaderRng:
         """What seeds an evaluation loader of the task's own, the same each time."""
-        return self._eval_draws.setdefault(id(loader), LoaderDraws(loader, self.recipe.runner.seed))
+        return self._eval_rng.setdefault(id(loader), LoaderRng(loader, self.recipe.runner.seed))
 
     # What is told of a run.
 
@@ -319,17 +319,17 @@ class FSDPSftWorker(TrainedOnData, ABC):
         return {"train": self.data_files(), "rows_per_epoch": self.loader.rows_per_epoch}
 
     @property
-    def answers(self) -> bool:
+    def can_generate(self) -> bool:
         """Whether the model answers prompts."""
         return False
 
-    def facts(self) -> Facts:
+    def summary(self) -> RunSummary:
         """What the first screen tells, once all is set up."""
         notes, parameters = list(self.notes), dict(self.inner_model().named_parameters())
         shapes = self.weights.shapes
         if self.recipe.runner.deterministic:
             notes.append("deterministic kernels: bitwise repeatable, and on CUDA slower than those left out")
-        return Facts(
+        return RunSummary(
             model=type(self.inner_model()).__name__.removeprefix("FSDP"),
             parameters=sum(self.sizes().values()),
             trainable=sum(shapes[name].numel() for name in self.weights.trainable()),

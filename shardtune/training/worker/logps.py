@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from shardtune.data.user_loader.batch import IGNORED
+from shardtune.batch import IGNORED
 from shardtune.models.loss import accumulation_dtype
 
 

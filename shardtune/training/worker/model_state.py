@@ -39,7 +39,7 @@ from shardtune.models.options import NoOptions, read_options
 from shardtune.optim.build import build_optimizer, check_optimizer
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, Weights
 from shardtune.parallel.meta_init import materialise
-from shardtune.parallel.model_parallel import Spread, spread
+from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
 from shardtune.parallel.ranks import Ranks, join_ranks, num_ranks
 from shardtune.parallel.shard import shard_model
 from shardtune.parallel.shard_units import choose_units
@@ -76,7 +76,7 @@ class TrainedModel:
         self.step = 0
         self.skipped_steps = 0
         self.notes: list[str] = []
-        self.say: Callable[[str], None] = print if self.ranks.is_main else silent
+        self.report: Callable[[str], None] = print if self.ranks.is_main else silent
         self.weights_directory: Path | None = None  # one that `export` wrote, instead of the initial weights
         self._loss_scale = LossScale() if self.recipe.actor.model.precision == "fp16" else None
         self._groups: list[dist.ProcessGroup | None] = []
@@ -107,22 +107,22 @@ class TrainedModel:
         """The modules that are gathered as one."""
         return choose_units(model, wrap=self.recipe.actor.fsdp_config.wrap)[0]
 
-    def spread_over_ranks(self, model: nn.Module) -> Spread:
+    def apply_model_parallel(self, model: nn.Module) -> ModelParallel:
         """Spread the inner model over the ranks that work on the same rows (tensor, expert), before it is sharded."""
         if self.ranks.layout.sequence > 1:
             raise cannot_share_sequences(type(self).__name__, "it makes its batches itself")
         declared = model if isinstance(model, PreTrainedModel) else None
         plans = ({}, {}) if declared is None else (declared.tp_plan, declared.ep_plan)
-        return spread(model, *plans, self.ranks, None)
+        return apply_model_parallel(model, *plans, self.ranks, None)
 
     def inner_model(self) -> nn.Module:
         """The model inside `self.model`, whose names checkpoints use."""
         return self.model
 
-    def prove(self) -> None:
+    def probe_assumptions(self) -> None:
         """Prove what the task relies on, once the weights are there; by default nothing."""
 
-    def hand_back(self) -> None:
+    def restore_model(self) -> None:
         """Undo what the task changed in the model besides its weights; by default nothing."""
 
     @property
@@ -156,14 +156,14 @@ class TrainedModel:
             self.sizes(),
         )
         self.model.train()
-        self.prove()
+        self.probe_assumptions()
 
     def build_for_evaluation(self, checkpoint: Path | None) -> None:
         """The sharded model with the weights of a checkpoint, or with those that training would start from."""
         self._build()
         self._fill(checkpoint)
         self.model.eval()
-        self.prove()
+        self.probe_assumptions()
 
     def sizes(self) -> dict[nn.Parameter, int]:
         """How many weights each parameter of the inner model stands for, on all ranks together."""
@@ -178,8 +178,8 @@ class TrainedModel:
         share_values(inner, self.ranks)
         self.notes += adapt(inner, self.recipe, self.tokenizer, self.initial_weights)
         freeze(inner, actor.model.freeze)
-        self._spread = self.spread_over_ranks(inner)
-        self._hold = shard_model(
+        self._model_parallel = self.apply_model_parallel(inner)
+        self._make_weights = shard_model(
             self.model,
             self.shard_units(inner),
             self.ranks,
@@ -187,7 +187,7 @@ class TrainedModel:
             reshard_after_forward=actor.fsdp_config.reshard_after_forward,
             prefetch=actor.fsdp_config.prefetch,
             entry_points=self.model.entry_points if isinstance(self.model, AdapterRoot) else (),
-            experts=self._spread.experts,
+            experts=self._model_parallel.experts,
             offload=actor.fsdp_config.cpu_offload,
         )
 
@@ -197,7 +197,7 @@ class TrainedModel:
         dtype = MASTER_DTYPE[actor.model.precision]
         inner = self.inner_model()
         left_out = from_elsewhere(inner)
-        self._left_out: dict[str, str] = {}
+        self._excluded_from_checkpoint: dict[str, str] = {}
         if checkpoint is None or left_out:
             empty = any(base.tensor.is_meta for base in base_tensors(inner))
             directory = None if is_adapted(inner) else self.weights_directory
@@ -215,15 +215,15 @@ class TrainedModel:
             )
             if left_out:
                 form = f"{actor.model.lora.base_dtype} {frozen_dtype(actor.model)}"
-                self._left_out = {"form": form, "hash": fingerprint(inner, left_out, self.ranks)}
+                self._excluded_from_checkpoint = {"form": form, "hash": fingerprint(inner, left_out, self.ranks)}
             begin_adapter(inner, actor.model, self.recipe.runner.seed)
         else:
             materialise(self.model, dtype=dtype, device=self.device)
-        self.weights: Weights = self._hold(
+        self.weights: Weights = self._make_weights(
             inner,
             reduce_each=actor.fsdp_config.reduce == "every",
-            elsewhere=left_out,
-            partial=self._spread.partial,
+            excluded_from_checkpoint=left_out,
+            partial=self._model_parallel.partial,
         )
         if checkpoint is not None:
             state = self.load_model(checkpoint)
@@ -241,8 +241,8 @@ class TrainedModel:
         A model that its caller holds too is whole again: in full precision, and as it was but for what it has learned.
         """
         if "weights" in vars(self):
-            self.weights.give_back()
-            self.hand_back()
+            self.weights.restore_model()
+            self.restore_model()
         for name in {"model", "weights", "optimizer"} & vars(self).keys():
             delattr(self, name)
 
@@ -255,7 +255,7 @@ class TrainedModel:
             "skipped_steps": self.skipped_steps,
             "loss_scale": asdict(self._loss_scale) if self._loss_scale else None,
             "world_size": self.ranks.world_size,
-            "left_out": self._left_out,
+            "left_out": self._excluded_from_checkpoint,
         }
 
     def restore_state(self, state: dict[str, Any]) -> None:
@@ -298,9 +298,9 @@ class TrainedModel:
     def _check_left_out(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """Refuse to put trained weights on other frozen ones than those they were trained with."""
         stored, key = state.get("left_out") or {}, "actor.model.model_path"
-        comparable = stored.get("form") == self._left_out.get("form")
+        comparable = stored.get("form") == self._excluded_from_checkpoint.get("form")
         allowed = any(f"{key}.".startswith(f"{name}.") for name in self.recipe.runner.allow_changes)
-        if not comparable or stored == self._left_out or allowed:
+        if not comparable or stored == self._excluded_from_checkpoint or allowed:
             return
         raise CheckpointError(
             "the frozen weights, which checkpoints leave out, are not those that this checkpoint was trained with: "

@@ -26,7 +26,7 @@ from shardtune.evaluate.loss import BLOCK_MICRO_BATCHES, evaluation_blocks, sum_
 from shardtune.models.adapter import LanguageRoot
 from shardtune.models.causal_lm import TOKENS, CausalLM
 from shardtune.parallel.meta_init import init_empty_weights
-from shardtune.run.display import Facts
+from shardtune.training.run_summary import RunSummary
 from shardtune.training.worker.adapter_worker import EvaluationSet, SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.training.worker.logps import get_batch_logps, target_weight
@@ -63,7 +63,7 @@ class SFTTrainer(SFTWorker):
         eval_data: rows in memory, or named sets of them.
         prepared: data that is tokenised already.
         training: False for a worker that only evaluates and answers.
-        say: told what is found while the data is prepared.
+        report: receives what is found while the data is prepared.
     """
 
     use_reference_model: ClassVar[bool] = False
@@ -81,7 +81,7 @@ class SFTTrainer(SFTWorker):
         eval_data: Any = None,
         prepared: PreparedData | None = None,
         training: bool = True,
-        say: Callable[[str], None] = print,
+        report: Callable[[str], None] = print,
     ) -> None:
         held = {
             "actor.model.model_path": model,
@@ -103,7 +103,7 @@ class SFTTrainer(SFTWorker):
             eval_data=eval_data if eval_dataset is None else {},
             prepared=prepared,
             training=training and train_dataset is None,
-            say=say,
+            report=report,
         )
         _require_causal_lm(self)
 
@@ -201,8 +201,8 @@ class SFTTrainer(SFTWorker):
                 num_samples=info.get("num_samples"),
                 name=name or "eval",
                 poll=self.poll,
-                draws=self.eval_draws(loader),
-                say=self.say_once,
+                draws=self.eval_rng(loader),
+                report=self.report_once,
             )
         metrics = summarize(self._taken(name, sums, "eval"))
         if self.recipe.eval.generate and isinstance(loader, EvaluationSet):
@@ -244,7 +244,7 @@ class SFTTrainer(SFTWorker):
         self.adapter.one_row_per_forward(model)  # the model's own attention, which reads the mask
         return PaddedRoot(self.adapter, model)
 
-    def prove(self) -> None:
+    def probe_assumptions(self) -> None:
         """Nothing: rows side by side do not rely on anything."""
 
     # The data: rows from the cache, padded, or batches that the caller gave.
@@ -283,8 +283,8 @@ class SFTTrainer(SFTWorker):
         fresh._eval_dataset = self._eval_dataset
         return fresh
 
-    def facts(self) -> Facts:
-        own = super().facts() if self._train_dataset is None else FSDPSftWorker.facts(self)
+    def summary(self) -> RunSummary:
+        own = super().summary() if self._train_dataset is None else FSDPSftWorker.summary(self)
         return replace(own, attention="rows padded side by side, under the model's own attention")
 
 

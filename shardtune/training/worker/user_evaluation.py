@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from shardtune.batch import Metric
 from shardtune.data.user_loader.batch import SameFields, rows_of, with_names
-from shardtune.data.user_loader.rng import LoaderDraws
+from shardtune.data.user_loader.rng import LoaderRng
 from shardtune.errors import DataError, ModelError
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.worker.user_errors import explaining
@@ -31,8 +31,8 @@ def sum_user_batches(
     num_samples: int | None,
     name: str,
     poll: Callable[[], None],
-    draws: LoaderDraws | None = None,
-    say: Callable[[str], None] = print,
+    draws: LoaderRng | None = None,
+    report: Callable[[str], None] = print,
 ) -> dict[str, Metric]:
     """Sum what a user's own method measures over the batches of a user's own loader.
 
@@ -45,7 +45,7 @@ def sum_user_batches(
         name: of the evaluation set.
         poll: called before each batch, by all ranks alike.
         draws: seeds what the batches draw, so that every evaluation sees the same; None: nothing does.
-        say: told what is worth knowing.
+        report: receives what is worth knowing.
     """
     require_all_samples(batches, name)
     sums: dict[str, Metric] = {}
@@ -66,7 +66,7 @@ def sum_user_batches(
     if num_samples is not None and total < num_samples:
         raise _too_few(int(total), f"{num_samples} that build_dataloader announced", name)
     if num_samples is not None and total > num_samples:
-        say(
+        report(
             f"evaluation set {name}: {int(total)} samples were seen, {num_samples} announced, so some count more than "
             "once (torch's DistributedSampler repeats samples to fill up ranks); without sharded: true each counts once"
         )
@@ -127,7 +127,7 @@ def _too_few(seen: int, wanted: str, name: str) -> DataError:
     )
 
 
-def _seeded(batches: Iterable[Any], draws: LoaderDraws | None) -> Iterator[Any]:
+def _seeded(batches: Iterable[Any], draws: LoaderRng | None) -> Iterator[Any]:
     """The batches, what they draw the same each time."""
     if draws is None:
         yield from batches

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from shardtune.batch import LossSum, Metric
-from shardtune.data.user_loader.batch import IGNORED, LABELS, UserBatch, rows_of, targets_of
+from shardtune.batch import IGNORED, LossSum, Metric
+from shardtune.data.user_loader.batch import LABELS, UserBatch, rows_of, targets_of
 from shardtune.errors import ModelError
 from shardtune.parallel.ranks import Ranks
 

@@ -32,6 +32,6 @@ def check_adapter(
     """
     from shardtune.verify.adapter import verify_adapter
 
-    report = verify_adapter(adapter, recipe, *overrides, only=only, say=lambda text: None)
+    report = verify_adapter(adapter, recipe, *overrides, only=only, report=lambda text: None)
     if report.failures:
         raise AssertionError("\n\n".join([f"{report.adapter} does not conform", *map(str, report.failures)]))

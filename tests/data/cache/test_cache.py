@@ -81,7 +81,7 @@ def build(data, said):
     def run(spec, encoder=None, *, num_workers=0, max_bad_rows=100, **keys):
         for name, value in keys.items():
             setattr(data, name, value)
-        sources = resolve_sources(spec, data, name_format=lambda row: "words", say=said.append)
+        sources = resolve_sources(spec, data, name_format=lambda row: "words", report=said.append)
         return build_dataset(
             sources,
             encoder or WordEncoder(),
@@ -89,7 +89,7 @@ def build(data, said):
             num_workers=num_workers,
             on_bad_row=data.on_bad_row,
             max_bad_rows=max_bad_rows,
-            say=said.append,
+            report=said.append,
         )
 
     return run

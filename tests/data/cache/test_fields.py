@@ -82,14 +82,14 @@ def build(data):
     """Builds the data set of a path (or list), by a function from row number to sample."""
 
     def run(spec, make=mixed, *, num_workers=0, on_bad_row: Literal["fail", "skip"] = "fail"):
-        sources = resolve_sources(spec, data, name_format=lambda row: "arrays", say=lambda line: None)
+        sources = resolve_sources(spec, data, name_format=lambda row: "arrays", report=lambda line: None)
         return build_dataset(
             sources,
             ArrayEncoder(make, make.__name__),
             cache_dir=data.cache_dir,
             num_workers=num_workers,
             on_bad_row=on_bad_row,
-            say=lambda line: None,
+            report=lambda line: None,
         )
 
     return run

@@ -43,8 +43,8 @@ def write_rows(folder: Path, *colours: int) -> Path:
 
 def build(spec: Any, cache: Path, **options: Any) -> TokenDataset:
     maker = ImageChatEncoder(ImageText(FAMILIES["llava"]()[1]), TEMPLATE)
-    sources = resolve_sources(spec, Data(cache), name_format=maker.title, say=quiet)
-    return build_dataset(sources, maker, cache_dir=cache, say=quiet, **options)
+    sources = resolve_sources(spec, Data(cache), name_format=maker.title, report=quiet)
+    return build_dataset(sources, maker, cache_dir=cache, report=quiet, **options)
 
 
 def grey(rows: TokenDataset) -> list[int]:

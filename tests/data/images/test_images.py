@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from shardtune.data.cache_directory import spool_rows
 from shardtune.data.encoder import RowError
 from shardtune.data.images.images import ENDS, ImageKind, encode_picture, from_fields, read_image, to_fields
+from shardtune.data.sources.memory_rows import spool_rows
 from shardtune.errors import DataError
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (20, 30, 3), np.uint8)

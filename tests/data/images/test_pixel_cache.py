@@ -182,7 +182,7 @@ def a_worker(folder: Path, **changes: Any) -> SFTWorker:
         save_vision_model("qwen3_vl", folder / "model")
         save_image_rows(folder, 12)
     values = a_recipe(folder / "model", folder / "rows.jsonl", data__eval_data_paths=None, **changes)
-    worker = SFTWorker(load_recipe(values), say=quiet)
+    worker = SFTWorker(load_recipe(values), report=quiet)
     worker.setup()
     return worker
 

@@ -184,7 +184,7 @@ class TestDataSets:
         encoder = FramesEncoder()
 
         def build(on_bad_row):
-            sources = resolve_sources(folder, data, frames=encoder.frames, say=lambda text: None)
+            sources = resolve_sources(folder, data, frames=encoder.frames, report=lambda text: None)
             return build_dataset(sources, encoder, cache_dir=data.cache_dir, on_bad_row=on_bad_row)
 
         if video.name == "file-000.mp4":
@@ -197,7 +197,7 @@ class TestDataSets:
         encoder = FramesEncoder()
 
         def fingerprint():
-            sources = resolve_sources(folder, data, frames=encoder.frames, say=lambda text: None)
+            sources = resolve_sources(folder, data, frames=encoder.frames, report=lambda text: None)
             return build_dataset(sources, encoder, cache_dir=data.cache_dir).fingerprint
 
         before = fingerprint()
@@ -209,5 +209,5 @@ class TestDataSets:
     def test_without_pyav(self, folder, data, monkeypatch):
         monkeypatch.setitem(__import__("sys").modules, "av", None)
         with pytest.raises(DataError, match="PyAV") as caught:
-            resolve_sources(folder, data, frames=FrameOptions(), say=lambda text: None)
+            resolve_sources(folder, data, frames=FrameOptions(), report=lambda text: None)
         assert "shardtune[video]" in str(caught.value)

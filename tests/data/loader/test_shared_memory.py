@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardtune.data.loader.shared_memory import Parcel, packed
+from shardtune.data.loader.shared_memory import SharedMemoryMessage, packed
 
 OBJECTS: dict[str, Any] = {
     "float": torch.randn(300, 7),
@@ -26,12 +26,12 @@ OBJECTS: dict[str, Any] = {
 
 
 def sent(value: Any) -> Any:
-    parcel = packed(value)
+    message = packed(value)
     try:
-        return parcel.opened()
+        return message.opened()
     finally:
-        if parcel.file is not None:
-            os.close(parcel.file)
+        if message.file is not None:
+            os.close(message.file)
 
 
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
@@ -73,9 +73,9 @@ def test_memory_goes_with_the_last_tensor() -> None:
 
 
 def test_a_sender_that_is_gone_is_noticed() -> None:
-    parcel = packed(torch.ones(5000))
-    assert parcel.file is not None
-    os.close(parcel.file)
-    gone = Parcel(parcel.object, parcel.places, parcel.process, 1_000_000)
+    message = packed(torch.ones(5000))
+    assert message.file is not None
+    os.close(message.file)
+    gone = SharedMemoryMessage(message.object, message.places, message.process, 1_000_000)
     with pytest.raises(FileNotFoundError):
         gone.opened()

@@ -74,7 +74,7 @@ def read(data) -> Callable[..., list[Any]]:
     """All rows of what a recipe names; a `RowError` is raised."""
 
     def run(spec: Any, chunk: int = 1, **options: Any) -> list[Any]:
-        sources = resolve_sources(spec, data, frames=FrameOptions(chunk), say=lambda text: None, **options)
+        sources = resolve_sources(spec, data, frames=FrameOptions(chunk), report=lambda text: None, **options)
         rows = [row for source in sources for file in source.files for _, row in source.rows(file)]
         for row in rows:
             if isinstance(row, RowError):

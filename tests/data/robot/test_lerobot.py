@@ -51,7 +51,7 @@ class TestRoundTrip:
         assert next(rows, None) is None
 
     def test_numbers_count_frames_from_1(self, written, data):
-        (source,) = resolve_sources(written[0], data, frames=FrameOptions(), say=lambda text: None)
+        (source,) = resolve_sources(written[0], data, frames=FrameOptions(), report=lambda text: None)
         numbers = [number for number, _ in source.rows(source.files[0])]
         assert numbers == list(range(1, sum(LENGTHS) + 1))
 
@@ -401,7 +401,7 @@ class TestBadData:
         def run(spec, chunk=2, on_bad_row="fail"):
             data.on_bad_row = on_bad_row
             encoder = FramesEncoder(chunk)
-            sources = resolve_sources(spec, data, frames=encoder.frames, say=lambda text: None)
+            sources = resolve_sources(spec, data, frames=encoder.frames, report=lambda text: None)
             return build_dataset(sources, encoder, cache_dir=data.cache_dir, on_bad_row=on_bad_row)
 
         return run
@@ -525,7 +525,7 @@ class TestCache:
     def build(self, data):
         def run(spec, chunk=2, workers=0):
             encoder = FramesEncoder(chunk)
-            sources = resolve_sources(spec, data, frames=encoder.frames, say=lambda text: None)
+            sources = resolve_sources(spec, data, frames=encoder.frames, report=lambda text: None)
             return build_dataset(sources, encoder, cache_dir=data.cache_dir, num_workers=workers)
 
         return run
@@ -583,7 +583,7 @@ class TestCache:
     def test_a_row_error_has_a_place(self, foreign, data):
         change_frame(foreign, 0, 0, action=[float("nan"), 0.0])
         data.on_bad_row = "skip"
-        (source,) = resolve_sources(foreign, data, frames=FrameOptions(), say=lambda text: None)
+        (source,) = resolve_sources(foreign, data, frames=FrameOptions(), report=lambda text: None)
         errors = [row for _, row in source.rows(source.files[0]) if isinstance(row, RowError)]
         assert [error.reason for error in errors] == [
             "episode 0, frame 0 (data/chunk-000/episode_000000.parquet): the action is [nan, 0.0]"

@@ -39,7 +39,7 @@ def all_rows(data):
 
     def run(path, chunk=2, **entry):
         data.on_bad_row = "skip"
-        (source,) = resolve_sources({"path": path, **entry}, data, frames=FrameOptions(chunk), say=lambda text: None)
+        (source,) = resolve_sources({"path": path, **entry}, data, frames=FrameOptions(chunk), report=lambda text: None)
         return [
             (number, row.reason if isinstance(row, RowError) else row) for number, row in source.rows(source.files[0])
         ]
@@ -237,7 +237,7 @@ def test_encoded(tmp_path, data, monkeypatch):
 
     def build(workers):
         data.cache_dir = str(tmp_path / f"cache{workers}")
-        sources = resolve_sources(path, data, frames=encoder.frames, say=lambda text: None)
+        sources = resolve_sources(path, data, frames=encoder.frames, report=lambda text: None)
         return build_dataset(sources, encoder, cache_dir=data.cache_dir, num_workers=workers)
 
     alone = build(0)

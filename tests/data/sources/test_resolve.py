@@ -94,7 +94,7 @@ def said():
 @pytest.fixture
 def resolve(data, said):
     def run(spec, **options):
-        return resolve_sources(spec, data, say=said.append, **options)
+        return resolve_sources(spec, data, report=said.append, **options)
 
     return run
 

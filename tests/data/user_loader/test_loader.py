@@ -65,7 +65,7 @@ def loader(
         micro_batch_size=ROWS,
         weigh=weigh,
         seed=3,
-        say=told.append,
+        report=told.append,
     )
 
 

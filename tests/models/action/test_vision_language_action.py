@@ -262,7 +262,7 @@ def observations(count: int) -> list[Observation]:
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", pytest.param("openvla", marks=pytest.mark.slow)])
 def test_the_policy_answers_a_batch_as_each_alone(folder: Path, kind: str) -> None:
-    worker = SFTWorker(load_recipe(recipe(folder, kind, f"policy-{kind}")), training=False, say=lambda _: None)
+    worker = SFTWorker(load_recipe(recipe(folder, kind, f"policy-{kind}")), training=False, report=lambda _: None)
     worker.setup_evaluation()
     adapter = worker.adapter
     assert isinstance(adapter, VisionLanguageAction)
@@ -283,7 +283,7 @@ def test_the_policy_answers_a_batch_as_each_alone(folder: Path, kind: str) -> No
 
 def test_metrics_are_those_of_what_the_policy_would_choose(folder: Path) -> None:
     """One row at a time, by the model's own logits for the true tokens before."""
-    worker = SFTWorker(load_recipe(recipe(folder, "llava", "metrics")), training=False, say=lambda _: None)
+    worker = SFTWorker(load_recipe(recipe(folder, "llava", "metrics")), training=False, report=lambda _: None)
     worker.setup_evaluation()
     adapter, model = worker.adapter, worker.inner_model()
     assert isinstance(adapter, VisionLanguageAction)
@@ -327,7 +327,7 @@ def test_settings_stay_as_they_are(folder: Path) -> None:
 
 def test_other_cameras_than_those_of_the_data_are_refused(folder: Path) -> None:
     """Their names are kept with the model, and an observation has to show these and no others."""
-    worker = SFTWorker(load_recipe(recipe(folder, "llava", "cameras")), training=False, say=lambda _: None)
+    worker = SFTWorker(load_recipe(recipe(folder, "llava", "cameras")), training=False, report=lambda _: None)
     adapter = worker.adapter
     assert isinstance(adapter, VisionLanguageAction)
     assert adapter.settings.cameras == ("wrist",)
@@ -344,7 +344,7 @@ def test_other_cameras_than_those_of_the_data_are_refused(folder: Path) -> None:
 
 def trained_and_asked(folder: str, changes: Values) -> tuple[list[float], np.ndarray, float]:
     """Losses of two steps, the policy's answers, and how far they are off."""
-    worker = SFTWorker(load_recipe(recipe(Path(folder), "llava", "ranks", **changes)), say=lambda _: None)
+    worker = SFTWorker(load_recipe(recipe(Path(folder), "llava", "ranks", **changes)), report=lambda _: None)
     worker.setup()
     losses = [worker.run_training()["train/loss"] for _ in range(2)]
     adapter = worker.adapter
@@ -377,7 +377,7 @@ def test_a_value_head_that_is_there_stays(folder: Path, tmp_path: Path) -> None:
     first.processor.save_pretrained(tmp_path / "base")
     values = recipe(folder, "llava", "valued", model__model_path=str(tmp_path / "base"), model__action_tokens="auto")
     values["actor"]["optim"] = {**values["actor"]["optim"], "groups": [{"pattern": "value_head", "lr": 0.25}]}
-    worker = SFTWorker(load_recipe(values), say=lambda _: None)
+    worker = SFTWorker(load_recipe(values), report=lambda _: None)
     worker.setup()
     worker.run_training()
     stored = {id(tensor): name for name, tensor in worker.weights.trainable().items()}
@@ -399,7 +399,7 @@ def test_every_family_trains_and_acts(tmp_path: Path, family: str) -> None:
     save_vision_model(family, tmp_path / family)
     save_episodes(tmp_path / "light")
     save_episodes(tmp_path / "other", 3, seed=9)
-    worker = SFTWorker(load_recipe(recipe(tmp_path, family, family)), say=lambda _: None)
+    worker = SFTWorker(load_recipe(recipe(tmp_path, family, family)), report=lambda _: None)
     worker.setup()
     assert np.isfinite([worker.run_training()["train/loss"] for _ in range(2)]).all()
     torch.manual_seed(0)

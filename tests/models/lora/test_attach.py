@@ -345,7 +345,7 @@ def test_frozen_weights_need_no_second_copy(tmp_path: Path) -> None:
     frozen = {name: tensor for name, tensor in weights.parameters.items() if name not in trained}
     assert all(tensor.dtype == torch.bfloat16 for tensor in frozen.values())
     assert all(tensor is weights._computed[name] for name, tensor in frozen.items())
-    weights.give_back()
+    weights.restore_model()
     assert all(tensor.dtype == torch.float32 for tensor in frozen.values()), "as it was"
 
 

@@ -35,7 +35,7 @@ def a_worker(places: tuple[Path, Path], family: str, **changes: Any) -> SFTWorke
     folder, rows = places
     if not (folder / family).exists():
         save_vision_model(family, folder / family)
-    worker = SFTWorker(load_recipe(a_recipe(folder / family, rows, **changes)), say=quiet)
+    worker = SFTWorker(load_recipe(a_recipe(folder / family, rows, **changes)), report=quiet)
     worker.setup()
     return worker
 
@@ -45,7 +45,7 @@ def test_packing_is_kept_where_it_is_exact(places: tuple[Path, Path], family: st
     """Rows with images and without in one forward give the logits that each has alone; Gemma's image tokens look ahead
     of themselves, which no packed row may."""
     worker = a_worker(places, family, data__eval_data_paths=None)
-    worker.prove()
+    worker.probe_assumptions()
     assert isinstance(worker.adapter, VisionLanguage)
     assert worker.adapter.rows_share_forwards == (family != "gemma3"), worker.notes
     assert any(ALONE in note for note in worker.notes) == (family == "gemma3")
@@ -58,7 +58,7 @@ def test_a_model_whose_projector_is_zero_is_not_packed(places: tuple[Path, Path]
     with torch.no_grad():
         worker.inner_model().get_parameter("model.visual.merger.mlp.2.weight").zero_()
     worker.notes.clear()
-    worker.prove()
+    worker.probe_assumptions()
     assert worker.notes[0] == CLOSED_EYES
     assert not worker.adapter.rows_share_forwards
     worker.release()
@@ -70,7 +70,7 @@ def test_a_model_that_does_not_see_is_refused(places: tuple[Path, Path]) -> None
         worker.inner_model().get_parameter("model.multi_modal_projector.linear_2.weight").fill_(1e-30)
         worker.inner_model().get_parameter("model.multi_modal_projector.linear_1.weight").fill_(1e-300)
     with pytest.raises(ModelError, match="it does not see"):
-        worker.prove()
+        worker.probe_assumptions()
     worker.release()
 
 
@@ -175,14 +175,14 @@ def test_a_text_model_is_no_vision_model(places: tuple[Path, Path], tmp_path: Pa
 
     folder = save_model("dense", tmp_path / "text")
     with pytest.raises(ModelError, match="takes no images and text") as caught:
-        SFTWorker(load_recipe(a_recipe(folder, places[1])), say=quiet)
+        SFTWorker(load_recipe(a_recipe(folder, places[1])), report=quiet)
     assert "causal_lm" in str(caught.value.remedy)
 
 
 def test_a_tokenizer_in_memory_is_refused(places: tuple[Path, Path]) -> None:
     worker = a_worker(places, "llava", data__eval_data_paths=None)
     with pytest.raises(ConfigError, match="comes with its processor"):
-        SFTWorker(worker.recipe, tokenizer=worker.tokenizer, say=quiet)
+        SFTWorker(worker.recipe, tokenizer=worker.tokenizer, report=quiet)
     worker.release()
 
 

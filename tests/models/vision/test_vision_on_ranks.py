@@ -47,7 +47,7 @@ def a_recipe(directory: Path, rows: Path, **changes: Any) -> dict[str, Any]:
 
 def order(values: dict[str, Any]) -> list[list[int]]:
     """The rows of each step."""
-    worker = SFTWorker(load_recipe(values), say=quiet)
+    worker = SFTWorker(load_recipe(values), report=quiet)
     worker.setup()
     states, steps = worker.loader.steps(worker.data_state), []
     steps = [next(states).rows.tolist() for _ in range(STEPS)]
@@ -78,7 +78,7 @@ def test_one_and_two_ranks_give_the_numbers_of_plain_transformers(family: str, t
 
 def answered(values: dict[str, Any]) -> list[list[int]]:
     """What a model writes on the prompts of its rows, some with images and some without."""
-    worker = SFTWorker(load_recipe(values), say=quiet)
+    worker = SFTWorker(load_recipe(values), report=quiet)
     worker.setup()
     rows = next(iter(worker.prepared.evals.values()))
     every = [rows.row(index) for index in range(9)]

@@ -84,16 +84,16 @@ class Watched:
 class Loading(SFTWorker):
     """Builds and loads, and does not look at packing, for which units of the model are gathered."""
 
-    def prove(self) -> None: ...
+    def probe_assumptions(self) -> None: ...
 
 
 def load(values: dict[str, Any], small: dict[str, Any]) -> int:
     """The bytes that building and loading take at their peak on this rank."""
     torch.set_num_threads(1)
-    warm = SFTWorker(load_recipe(small), say=quiet)  # imports, connections and pools are no part of it
+    warm = SFTWorker(load_recipe(small), report=quiet)  # imports, connections and pools are no part of it
     warm.setup_evaluation()
     warm.release()
-    worker = Loading(load_recipe(values), say=quiet)
+    worker = Loading(load_recipe(values), report=quiet)
     with Watched() as watched:
         worker.build_for_evaluation(None)
     held = sum(local(tensor).nbytes for tensor in worker.weights.tensors().values())

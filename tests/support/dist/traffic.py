@@ -242,7 +242,7 @@ class Counted:
 
 def count(values: Mapping[str, Any]) -> Counted:
     """The second step of a recipe (the first finds the outermost weights gathered by the probe)."""
-    worker = SFTWorker(load_recipe(dict(values)), say=quiet)
+    worker = SFTWorker(load_recipe(dict(values)), report=quiet)
     worker.setup()
     worker.run_training()
     found = Counted()

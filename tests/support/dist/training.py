@@ -204,11 +204,11 @@ def quiet(text: str) -> None:
 
 def run_recipe(values: Mapping[str, Any]) -> Trace:
     """Train a recipe to its end; on every rank of a process group alike."""
-    worker = SFTWorker(load_recipe(dict(values)), say=quiet)
+    worker = SFTWorker(load_recipe(dict(values)), report=quiet)
     worker.setup()
     trace = Trace(notes=worker.notes)
     names = {id(parameter): name for name, parameter in worker.weights.parameters.items()}
-    with keeping_gradients(trace.gradients, names, worker.weights.stored):
+    with keeping_gradients(trace.gradients, names, worker.weights.to_checkpoint_layout):
         while not worker.finished:
             metrics = worker.run_training()
             trace.losses.append(metrics["train/loss"])

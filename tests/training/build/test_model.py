@@ -219,7 +219,7 @@ def moved_buffers() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     weights.begin_micro_batch(last=True)
     model(torch.full((ranks.rank + 1, WIDTH), float(ranks.rank + 1)))
     before = {name: tensor.clone() for name, tensor in model.named_buffers()}
-    weights.settle()
+    weights.sync_replicated_gradients()
     return before, {name: tensor.clone() for name, tensor in weights.tensors().items() if name in before}
 
 
@@ -230,7 +230,7 @@ def first_statistics() -> torch.Tensor:
     weights = Weights(model, model, "fp64", ranks)
     weights.begin_micro_batch(last=True)
     model(data()[0].chunk(2)[ranks.rank]).sum().backward()
-    weights.settle()
+    weights.sync_replicated_gradients()
     return weights.tensors()["layers.1.running_mean"].clone()
 
 

@@ -51,7 +51,7 @@ def settings(made: tuple[Path, Path], **changes: Any) -> dict[str, Any]:
 
 def trainer(made: tuple[Path, Path], **changes: Any) -> shardtune.SFTTrainer:
     """The trainer, set up, on one rank."""
-    worker = shardtune.SFTTrainer(load_recipe(settings(made, **changes)), say=quiet)
+    worker = shardtune.SFTTrainer(load_recipe(settings(made, **changes)), report=quiet)
     worker.setup()
     return worker
 
@@ -60,7 +60,7 @@ def follow(recipes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Of each recipe's run: the metrics of its steps, of evaluation at the end, and the weights."""
     found = []
     for values in recipes:
-        worker = make_worker(load_recipe(dict(values)), say=quiet)
+        worker = make_worker(load_recipe(dict(values)), report=quiet)
         worker.setup()
         steps = []
         while not worker.finished:
@@ -74,12 +74,12 @@ def follow(recipes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def resumed(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """As `follow`, stopped after two steps and continued by another worker."""
-    first = make_worker(load_recipe(dict(values)), say=quiet)
+    first = make_worker(load_recipe(dict(values)), report=quiet)
     first.setup()
     steps = [first.run_training() for _ in range(2)]
     first.save_checkpoint(folder, 2)
     first.release()
-    second = make_worker(load_recipe(dict(values)), say=quiet)
+    second = make_worker(load_recipe(dict(values)), report=quiet)
     second.setup()
     assert second.load_checkpoint(folder) == 2
     while not second.finished:
@@ -288,7 +288,7 @@ def test_iterables_of_batches_train_and_evaluate(made: tuple[Path, Path], tmp_pa
     values["runner"]["max_steps"] = 1
     del values["data"]["train_data_paths"]
     given = Batches([batches[0], masked, batches[1]])
-    own = shardtune.SFTTrainer(values, train_dataset=given, eval_dataset=given, say=quiet)
+    own = shardtune.SFTTrainer(values, train_dataset=given, eval_dataset=given, report=quiet)
     own.setup()
     before = own.run_eval()
     found = own.run_training()
@@ -297,7 +297,7 @@ def test_iterables_of_batches_train_and_evaluate(made: tuple[Path, Path], tmp_pa
     assert found["train/tokens"] == wanted["train/tokens"] + int(masked["target_combined_attention_mask"].sum())
     assert before["eval/loss"] == before["loss/eval"] == pytest.approx(wanted["train/loss"], rel=EXACT)
     own.release()
-    again = shardtune.SFTTrainer(own.recipe, train_dataset=given, eval_dataset=given, say=quiet)
+    again = shardtune.SFTTrainer(own.recipe, train_dataset=given, eval_dataset=given, report=quiet)
     assert shardtune.SFTRunner(own.recipe, again).run()["eval/loss"] < before["eval/loss"]
     assert again.step == 1
 
@@ -392,7 +392,7 @@ def test_keys_that_the_trainer_would_ignore_are_refused(tiny: Tiny, key: str, va
 def test_a_model_with_a_balance_loss_is_refused(tmp_path: Path, made: tuple[Path, Path]):
     moe = save_model("mixtral", tmp_path / "moe")
     with pytest.raises(ConfigError, match=r"balance loss(.|\n)*output_router_logits: false"):
-        shardtune.SFTTrainer(load_recipe(settings((moe, made[1]))), say=quiet)
+        shardtune.SFTTrainer(load_recipe(settings((moe, made[1]))), report=quiet)
 
 
 def test_an_unknown_monitor_is_refused_before_training(tiny: Tiny):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, RandomSampler
 
 from shardtune.batch import Metric
-from shardtune.data.user_loader.rng import LoaderDraws
+from shardtune.data.user_loader.rng import LoaderRng
 from shardtune.errors import DataError, ModelError
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.worker.user_evaluation import metrics_of, sum_user_batches
@@ -81,7 +81,7 @@ def test_samples_that_count_more_than_once_are_mentioned() -> None:
     said: list[str] = []
     batches = [{"rows": torch.arange(3)}] * 3
     told = sum_user_batches(
-        lambda batch: 1, batches, ALONE, sharded=True, num_samples=7, name="x", poll=lambda: None, say=said.append
+        lambda batch: 1, batches, ALONE, sharded=True, num_samples=7, name="x", poll=lambda: None, report=said.append
     )
     assert told == {"eval_accuracy": Metric(3.0, 9.0)}
     assert len(said) == 1
@@ -92,7 +92,7 @@ def test_every_evaluation_draws_the_same() -> None:
     rows: Any = list(range(20))
     own = torch.Generator().manual_seed(1)
     loader = DataLoader(rows, sampler=RandomSampler(rows, num_samples=4, generator=own), collate_fn=with_noise)
-    draws, seen = LoaderDraws(loader, 0), []
+    draws, seen = LoaderRng(loader, 0), []
     for _ in range(2):
         batches: list[Any] = []
         sum_user_batches(
