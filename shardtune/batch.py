@@ -106,6 +106,17 @@ class Batch:
         """Whether no row counts."""
         return self.num_rows == 0
 
+    @property
+    def counts(self) -> bool:
+        """Whether any row counts."""
+        return max(self.rows, default=-1) >= 0
+
+    @property
+    def metric_weight(self) -> float:
+        """How much a mean over the batch counts in a metric: its targets where there is one loss term, else rows."""
+        weight = next(iter(self.weights.values())) if len(self.weights) == 1 else 0.0
+        return weight or float(self.num_rows or 1)
+
     def widened(self) -> Batch:
         """The same with floating fields in fp64."""
         fields = {name: t.double() if t.is_floating_point() else t for name, t in self.fields.items()}

@@ -205,11 +205,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, total_steps: 
     """Set every group's rate for a step; returns that of `actor.optim.lr`."""
     factor = rate_factor(step, total_steps, config)
     in_warmup = step < (config.lr_warmup_steps or round(config.lr_warmup_steps_ratio * total_steps))
-
-    def rate(base: float) -> float:
-        floor = 0.0 if in_warmup else min(config.min_lr, base)
-        return floor + (base - floor) * factor
-
-    for group in optimizer.param_groups:
-        group["lr"] = rate(group["base_lr"])
-    return rate(config.lr)
+    bases = [*(group["base_lr"] for group in optimizer.param_groups), config.lr]
+    floors = [0.0 if in_warmup else min(config.min_lr, base) for base in bases]
+    *rates, rate = [floor + (base - floor) * factor for base, floor in zip(bases, floors, strict=True)]
+    for group, group_rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = group_rate
+    return rate

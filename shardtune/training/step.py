@@ -1,24 +1,66 @@
-"""One optimizer step: accumulate sums, divide once, clip by the global norm, update."""
+"""One optimizer step: accumulate sums, divide once, clip by the global norm, update; and its metrics."""
 
 from __future__ import annotations
 
 import math
+import resource
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
-from shardtune.batch import LossSum
+from shardtune.batch import Batch, LossSum, Metric
 from shardtune.data.loader.order import derive_seed
+from shardtune.data.loader.step_loader import Step
 from shardtune.errors import ModelError
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
+from shardtune.training.train_output import MicroBatch, read_train_output
+from shardtune.training.utilisation import Utilisation
 
-Accumulate = Callable[..., dict[str, torch.Tensor]]
-"""`accumulate`, or another way to the same gradients with its arguments."""
 MAX_HALVINGS = 40
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+TRAIN_METRICS = (
+    "train/loss",
+    "train/grad_norm",
+    "train/learning_rate",
+    "train/tokens",
+    "train/supervised_tokens",
+    "perf/tokens_per_second",
+    "perf/data_wait",
+    "perf/peak_memory_gb",
+)
+"""What every step measures."""
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What the micro-batches of one rank add up to.
+
+    Attributes:
+        losses: fp64 scalars by term.
+        metrics: returned beside the losses.
+    """
+
+    losses: Mapping[str, torch.Tensor]
+    metrics: Mapping[str, Metric]
+
+
+class Accumulate(Protocol):
+    """`accumulate`, or another way to the same gradients."""
+
+    def __call__(
+        self,
+        forward: Callable[..., object],
+        micro_batches: Sequence[MicroBatch],
+        denominators: Mapping[str, float],
+        weights: Weights,
+        *,
+        draws: tuple[int, int, int],
+        scale: float,
+    ) -> Totals: ...
 
 
 @dataclass(slots=True)
@@ -53,12 +95,14 @@ class StepResult:
         gradient_norm: before clipping, over all ranks.
         updated: False where no weight, optimizer state or learning rate has moved.
         problem: why that is so.
+        metrics: returned beside the losses, over all ranks.
     """
 
     losses: dict[str, float]
     gradient_norm: float
     updated: bool
     problem: str = ""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -79,6 +123,11 @@ def check_weights(losses: Mapping[str, LossSum], expected: Mapping[str, float]) 
             remedy="let weights(row) and loss(model, batch) name the same terms",
         )
     for name, term in losses.items():
+        if not isinstance(term, LossSum):
+            raise ModelError(
+                f"the loss term {name!r} is a {type(term).__name__}, not a LossSum",
+                remedy="return {term: LossSum(total, weight)}, or a mean loss alone",
+            )
         if not math.isclose(term.weight, expected[name], rel_tol=1e-5, abs_tol=1e-6):
             raise ModelError(
                 f"the loss term {name!r} reports weight {term.weight}, its rows have {expected[name]}",
@@ -96,44 +145,47 @@ def objective(losses: Mapping[str, LossSum], denominators: Mapping[str, float], 
 
 
 def accumulate(
-    forward: Callable[[Any], Mapping[str, LossSum]],
-    micro_batches: Sequence[Any],
+    forward: Callable[..., object],
+    micro_batches: Sequence[MicroBatch],
     denominators: Mapping[str, float],
     weights: Weights,
     *,
     draws: tuple[int, int, int],
     scale: float,
-) -> dict[str, torch.Tensor]:
+) -> Totals:
     """Forward and backward of every micro-batch; gradients of `sum of total / denominator` add up in the parameters.
 
     Args:
-        forward: a micro-batch to its loss terms.
+        forward: a micro-batch to its loss: a `TrainOutput`.
         micro_batches: this rank's.
         denominators: per term, the weight of the whole step on all ranks.
         weights: whose gradients are accumulated.
         draws: (seed, step, rank), of which the random draws are a function.
         scale: factor on the gradients.
-
-    Returns:
-        Per term, the sum of this rank's totals.
     """
     seed, step, rank = draws
     totals = {name: torch.zeros((), dtype=torch.float64) for name in denominators}
+    metrics: dict[str, Metric] = {}
     for number, batch in enumerate(micro_batches):
         if weights.on_ranks:
             weights.begin_micro_batch(last=number == len(micro_batches) - 1)
         seed_rng(seed, step, number, rank, "train")
-        losses = forward(batch)
-        check_weights(losses, batch.weights)
-        objective(losses, denominators, scale).backward()
-        for name, loss in losses.items():
+        output, beside = forward(batch), {}
+        # A model's own sums by term are taken as they are, but for those of a batch that only keeps ranks in step.
+        if type(output) is not dict or not isinstance(batch, Batch) or max(batch.rows) < 0:
+            output, beside = read_train_output(output, batch)
+        check_weights(output, batch.weights)
+        objective(output, denominators, scale).backward()
+        for name, loss in output.items():
             totals[name] = totals[name].to(loss.total.device) + loss.total.detach().double()
-    return totals
+        for name, metric in beside.items():
+            metrics[name] = metrics.get(name, Metric(0.0, 0.0)) + metric
+    return Totals(totals, metrics)
 
 
 def optimizer_step(
-    forward: Callable[[Any], Mapping[str, LossSum]],
-    micro_batches: Sequence[Any],
+    forward: Callable[..., object],
+    micro_batches: Sequence[MicroBatch],
     denominators: Mapping[str, float],
     weights: Weights,
     optimizer: torch.optim.Optimizer,
@@ -164,14 +216,15 @@ def optimizer_step(
         loss_scale.halve()
     else:
         raise ModelError("fp16 gradients overflow at any loss scale", remedy="use actor.model.precision: bf16")
-    sums = ranks.sum([float(total) for total in totals.values()])
+    *sums, measured = ranks.sum([*(float(total) for total in totals.losses.values()), float(len(totals.metrics))])
     losses = {
         name: value / denominators[name] if denominators[name] else 0.0
-        for name, value in zip(totals, sums, strict=True)
+        for name, value in zip(totals.losses, sums, strict=True)
     }
+    metrics = ranks.reduce_metrics(totals.metrics) if measured else {}
     if not math.isfinite(norm):
         weights.zero_gradients()
-        return StepResult(losses, norm, updated=False, problem="the gradient was not finite")
+        return StepResult(losses, norm, updated=False, problem="the gradient was not finite", metrics=metrics)
     factor = 1.0 if clip is None else min(1.0, clip / (norm + CLIP_EPSILON))
     weights.scale_gradients(factor / scale)
     optimizer.step()
@@ -179,4 +232,51 @@ def optimizer_step(
     weights.zero_gradients()
     if loss_scale:
         loss_scale.adjust()
-    return StepResult(losses, norm, updated=True)
+    return StepResult(losses, norm, updated=True, metrics=metrics)
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """The most memory this rank has used, in GB (1e9 bytes): of the device, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def step_metrics(
+    step: Step,
+    result: StepResult,
+    *,
+    rate: float,
+    seconds: float,
+    waited: float,
+    ranks: Ranks,
+    utilisation: Utilisation | None,
+) -> dict[str, float]:
+    """The metrics of a step, the same on every rank, which all call this.
+
+    Args:
+        step: what was trained on.
+        result: of it.
+        rate: the learning rate.
+        seconds: the duration of the step, waiting for data included.
+        waited: seconds of them for data.
+        ranks: of the run.
+        utilisation: where the peak of the devices is known.
+    """
+    metrics = {"train/loss": sum(result.losses.values())}
+    if len(result.losses) > 1:
+        metrics |= {f"train/loss/{name}": value for name, value in result.losses.items()}
+    metrics |= {
+        "train/grad_norm": result.gradient_norm,
+        "train/learning_rate": rate,
+        "train/tokens": float(step.num_tokens),
+        "train/supervised_tokens": float(step.num_targets),
+        "perf/tokens_per_second": step.num_tokens / seconds,
+        "perf/data_wait": waited,
+        "perf/peak_memory_gb": ranks.largest(peak_memory_gb(ranks.device)),
+    }
+    if utilisation is not None:
+        mean_length = step.num_tokens / max(1, len(step.rows))
+        metrics["perf/mfu"] = utilisation.of(step.num_tokens / seconds, mean_length)
+    return metrics

@@ -1,9 +1,7 @@
-"""What a step costs: memory and utilisation."""
+"""How much of what the devices can do a step uses."""
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -14,14 +12,6 @@ from transformers import PreTrainedModel
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12, "L4": 121e12}
 """Dense bf16 operations per second by the name of the device, from the vendors' data sheets."""
-
-
-def peak_memory_gb(device: torch.device) -> float:
-    """The most memory this rank has used, in GB (1e9 bytes): of the device, or resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

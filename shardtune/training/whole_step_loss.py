@@ -13,7 +13,7 @@ from shardtune.errors import ModelError
 from shardtune.models.adapter import WholeStepAdapter, named
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
-from shardtune.training.step import check_weights, objective, seed_rng
+from shardtune.training.step import Totals, check_weights, objective, seed_rng
 
 Outputs = Mapping[str, torch.Tensor]
 
@@ -40,14 +40,14 @@ class WholeStep:
 
     def accumulate(
         self,
-        forward: Callable[[Any], Outputs],
-        micro_batches: Sequence[Any],
+        forward: Callable[..., object],
+        micro_batches: Sequence[Batch],
         denominators: Mapping[str, float],
         weights: Weights,
         *,
         draws: tuple[int, int, int],
         scale: float,
-    ) -> dict[str, torch.Tensor]:
+    ) -> Totals:
         """As `step.accumulate`, where `forward` gives outputs; the totals are rank 0's, so that their sum is right."""
         found = []
         seed, step, rank = draws
@@ -70,7 +70,7 @@ class WholeStep:
             _backward(outputs, slopes, start, batch)
             start += batch.num_rows
         share = 1.0 if self._ranks.is_main else 0.0
-        return {name: loss.total.detach().double() * share for name, loss in losses.items()}
+        return Totals({name: loss.total.detach().double() * share for name, loss in losses.items()}, {})
 
     def evaluate(
         self, forward: Callable[[Any], Outputs], blocks: Iterator[Sequence[Batch]], *, poll: Callable[[], None]

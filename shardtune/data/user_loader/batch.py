@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import torch
 
-from shardtune.batch import IGNORED, Metric
+from shardtune.batch import IGNORED
 from shardtune.errors import DataError
 
 LABELS = "labels"
@@ -26,14 +26,17 @@ class UserBatch:
     Attributes:
         fields: as the loader yields it.
         weights: of each loss term over this batch.
-        metrics: what the train method returned beside its loss; filled in when it is called.
         counts: False for a batch that only stands in, to keep ranks in step; its weights are 0.
     """
 
     fields: Any
     weights: Mapping[str, float]
-    metrics: dict[str, Metric] = field(default_factory=dict)
     counts: bool = True
+
+    @property
+    def metric_weight(self) -> float:
+        """How much a mean over the batch counts in a metric: its targets, or its rows where it has no labels."""
+        return self.weights.get("loss") or float(rows_of(self.fields) or 1)
 
 
 class MissingField(DataError, KeyError):

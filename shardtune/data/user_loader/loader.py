@@ -242,7 +242,7 @@ class BatchLoader:
             state=state,
             after=after,
             rows=np.empty(0, dtype=np.int64),
-            micro_batches=tuple(replace(batch, metrics={}) for batch in made),
+            micro_batches=tuple(made),
             denominators=dict(zip(terms, sums, strict=True)),
             num_tokens=int(tokens),
             num_targets=sums[0] if len(terms) == 1 else 0.0,

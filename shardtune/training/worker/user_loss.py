@@ -1,4 +1,4 @@
-"""What a user's train method returns, as sums: how much its batches weigh, and how a mean becomes a sum."""
+"""How much the batches of a user's own loader weigh in the loss, known before the loss is computed."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ from typing import Any
 
 import torch
 
-from shardtune.batch import IGNORED, LossSum, Metric
-from shardtune.data.user_loader.batch import LABELS, UserBatch, rows_of, targets_of
+from shardtune.batch import IGNORED, LossSum
+from shardtune.data.user_loader.batch import LABELS, targets_of
 from shardtune.errors import ModelError
 from shardtune.parallel.ranks import Ranks
-
-TERM = "loss"
-"""The name of a loss that is the only one."""
-TRAIN = "get_train_model_output"
-TrainOutput = torch.Tensor | Sequence[torch.Tensor] | LossSum | Mapping[str, LossSum] | tuple[Any, Mapping[str, Any]]
-
+from shardtune.training.train_output import TERM, split_metrics
 
 class BatchWeights:
     """How much each batch weighs in each term of the loss, known before the loss is computed.
@@ -115,127 +110,14 @@ def _same_terms(told: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]
     return list(told)
 
 
-def losses_of(returned: Any, batch: UserBatch) -> dict[str, LossSum]:
-    """What a train method returned, as sums by term; its metrics go into the batch.
-
-    Args:
-        returned: a mean loss, a list or tuple of them, a `LossSum`, a dict of `LossSum`s; any of these with a dict of
-            metrics behind it.
-        batch: knows what its terms weigh; a mean loss counts as often as that.
-    """
-    output, metrics = _parted(returned)
-    if batch.counts:
-        weight = batch.weights.get(TERM) or float(rows_of(batch.fields) or 1)
-        batch.metrics.update({name: metric_of(name, value, weight) for name, value in metrics.items()})
-    if isinstance(output, LossSum):
-        losses = _by_term({TERM: output}, batch)
-    elif _is_sums(output):
-        losses = _by_term(dict(output), batch)
-    else:
-        losses = _mean_by_term(_mean(output), batch)
-    if batch.counts:
-        return losses
-    return {name: LossSum(loss.total * 0.0, 0.0) for name, loss in losses.items()}
-
-
-def _parted(returned: Any) -> tuple[Any, Mapping[str, Any]]:
-    """A loss, and the metrics beside it."""
-    if isinstance(returned, tuple) and not isinstance(returned, LossSum) and len(returned) == 2:
-        output, metrics = returned
-        if isinstance(metrics, Mapping) and not any(isinstance(item, LossSum) for item in metrics.values()):
-            return output, metrics
-    return returned, {}
-
-
-def _is_sums(value: Any) -> bool:
-    return isinstance(value, Mapping) and bool(value) and all(isinstance(item, LossSum) for item in value.values())
-
-
-def _by_term(sums: Mapping[str, LossSum], batch: UserBatch) -> dict[str, LossSum]:
-    """Sums under the names of their weights; one term of any name stands for the only one."""
-    if len(sums) == len(batch.weights) == 1:
-        sums = dict(zip(batch.weights, sums.values(), strict=True))
-    if set(sums) != set(batch.weights):
-        raise ModelError(
-            f"{TRAIN} returned the terms {sorted(sums)}, the batch was given weights for {sorted(batch.weights)}",
-            where=TRAIN,
-            remedy=f"write loss_weights(self, batch) -> {{{', '.join(f'{name!r}: …' for name in sums)}}}: how much a "
-            "batch weighs in each term, known before its loss",
-        )
-    for name, term in sums.items():
-        if not isinstance(term.total, torch.Tensor) or term.total.numel() != 1 or term.total.grad_fn is None:
-            raise _no_loss(term.total)
-        wanted = batch.weights[name]
-        if batch.counts and not math.isclose(term.weight, wanted, rel_tol=1e-5, abs_tol=1e-6):
-            raise ModelError(
-                f"{TRAIN} returned a sum of weight {term.weight:g}, the batch weighs {wanted:g}",
-                where=TRAIN,
-                remedy="write loss_weights(self, batch) -> {term: weight}: by default it is the number of labels that "
-                "are not -100, or of rows where there are no labels",
-            )
-    return {name: LossSum(term.total.reshape(()), term.weight) for name, term in sums.items()}
-
-
-def _mean_by_term(mean: torch.Tensor, batch: UserBatch) -> dict[str, LossSum]:
-    if len(batch.weights) > 1:
-        raise ModelError(
-            f"{TRAIN} returned one loss, loss_weights gives the terms {sorted(batch.weights)}",
-            where=TRAIN,
-            remedy="return a dict with a LossSum(total, weight) for each of them",
-        )
-    ((name, weight),) = batch.weights.items()
-    return {name: LossSum(mean * weight, weight)}
-
-
-def _mean(output: Any) -> torch.Tensor:
-    """A mean loss, or the mean of several."""
-    if isinstance(output, (list, tuple)) and output and all(isinstance(entry, torch.Tensor) for entry in output):
-        if any(entry.numel() != 1 for entry in output):
-            raise _no_loss(output)
-        output = torch.stack([entry.reshape(()) for entry in output]).mean()
-    if not isinstance(output, torch.Tensor) or output.numel() != 1 or output.grad_fn is None:
-        raise _no_loss(output)
-    return output.reshape(())
-
-
-def _no_loss(value: Any) -> ModelError:
-    return ModelError(
-        f"{TRAIN} returned {_describe(value)}, not a scalar loss with a graph",
-        where=TRAIN,
-        remedy="return outputs.loss (a mean), several of them in a list, (loss, {name: metric}), "
-        "LossSum(total, weight) or a dict of LossSums",
-    )
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {list(value.shape)}{'' if value.grad_fn else ' without a graph'}"
-    return f"a {type(value).__name__}"
-
-
-def metric_of(name: str, value: Any, weight: float) -> Metric:
-    """What stands beside a loss: a mean over a batch of this weight, or a sum with its own."""
-    if isinstance(value, Metric):
-        return value
-    given: list[Any] = [*value] if isinstance(value, (tuple, list)) else [value]
-    try:
-        first, *others = (float(item.detach() if isinstance(item, torch.Tensor) else item) for item in given)
-        return Metric(first, *others) if others else Metric(first * weight, weight)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ModelError(
-            f"{TRAIN} returned the metric {name!r} as {_describe(value)}, not as a number",
-            where=TRAIN,
-            remedy="give a number (a mean over the batch) or a pair (sum, weight)",
-        ) from error
-
-
-def measured(returned: Any) -> float:
+def measured(returned: object) -> float:
     """The loss in what a train method returned, as a number; NaN where there is none."""
-    output: Any = _parted(returned)[0]
+    output = split_metrics(returned)[0]
     if isinstance(output, LossSum):
-        output = output.total
+        entries: Sequence[object] = [output.total]
     elif isinstance(output, Mapping):
-        output = [term.total for term in output.values() if isinstance(term, LossSum)]
-    entries: list[Any] = [*output] if isinstance(output, (list, tuple)) else [output]
+        entries = [term.total for term in output.values() if isinstance(term, LossSum)]
+    else:
+        entries = output if isinstance(output, (list, tuple)) else [output]
     tensors = [entry for entry in entries if isinstance(entry, torch.Tensor) and entry.numel() == 1]
     return math.fsum(entry.item() for entry in tensors) if tensors else math.nan
