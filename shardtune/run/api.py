@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ from shardtune.training.callbacks import load_callbacks
 from shardtune.training.loggers import SAMPLES, read_metrics
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
-from shardtune.training.worker.model_state import over_directory, silent
+from shardtune.training.worker.model_state import over_directory
+from shardtune.training.worker.run_context import RunContext, silent
 
 
 def train(
@@ -117,9 +119,9 @@ def _launch(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal) -
     # A worker of the user's own is made in the ranks alone: it may hold what cannot be shared.
     if issubclass(worker_class(recipe), SFTWorker):
         worker = make_worker(recipe, report=display.report)
-        worker.check()
+        worker.task.check()
         if plan.resume_from is not None:
-            check_same_data(plan.resume_from, worker.data_files(), recipe.runner.allow_changes)
+            check_same_data(plan.resume_from, worker.task.data_files(), recipe.runner.allow_changes)
         del worker
     with tempfile.TemporaryDirectory(prefix="shardtune-") as folder:
         file = Path(folder) / "recipe.yaml"
@@ -191,15 +193,18 @@ class Run:
     def recipe(self) -> Recipe:
         return load_config(self.dir)
 
-    def worker(self, checkpoint: str = "final", *overrides: str, eval_data: Any = None) -> FSDPSftWorker:
+    def worker(
+        self, checkpoint: str = "final", *overrides: str, eval_data: Any = None, episodes_dir: Path | None = None
+    ) -> FSDPSftWorker:
         """The model of a checkpoint, ready to evaluate and to answer.
 
         Args:
             checkpoint: final, latest, best, a step, or a path.
             overrides: `key=value` over the run's recipe.
             eval_data: rows in memory instead of the recipe's evaluation sets.
+            episodes_dir: where the episodes of evaluations are written; None: nowhere.
         """
-        recipe = self.recipe
+        recipe, context = self.recipe, RunContext(report=silent, episodes_dir=episodes_dir)
         if overrides:
             recipe = load_recipe(recipe.to_dict(), overrides, in_memory=EVERYTHING, files_must_exist=False)
         import_plugins(recipe.plugins)
@@ -207,7 +212,7 @@ class Run:
         if path is None:
             weights = CheckpointStore(self.dir / "checkpoints").resolve(checkpoint)
             worker = make_worker(recipe, Objects(eval_data=eval_data), training=False, report=silent)
-            worker.setup_evaluation(weights)
+            worker.setup_evaluation(weights, context)
             return worker
         if not path.is_dir():
             raise CheckpointError(
@@ -216,16 +221,15 @@ class Run:
                 remedy="finish the run, or take a checkpoint of it: --checkpoint latest",
             )
         worker = make_worker(over_directory(recipe, path), Objects(eval_data=eval_data), training=False, report=silent)
-        worker.weights_directory = path
-        worker.setup_evaluation()
+        worker.setup_evaluation(context=replace(context, weights_directory=path))
         return worker
 
     def evaluate(self, checkpoint: str = "final", *overrides: str, eval_data: Any = None) -> dict[str, float]:
         """The evaluation metrics of a checkpoint, measured now."""
-        worker = self.worker(checkpoint, *overrides, eval_data=eval_data)
+        folder = self.dir / SAMPLES / Path(checkpoint).name
+        worker = self.worker(checkpoint, *overrides, eval_data=eval_data, episodes_dir=folder)
         if not worker.evaluates:
             raise _nothing_to_evaluate()
-        _keep_episodes(worker, self.dir / SAMPLES / Path(checkpoint).name)
         return worker.run_eval()
 
     def generate(
@@ -320,7 +324,7 @@ class Run:
             worker.export(temporary, dtype, merge=merge)
             if check:
                 worker.weights.restore_model()
-                report(f"{target}: {check_reload(worker.inner_model(), temporary)}")
+                report(f"{target}: {check_reload(worker.inner_model, temporary)}")
             if target.exists():
                 target.rmdir()
             publish(temporary, target)
@@ -347,18 +351,17 @@ def evaluate(target: str | Path, *overrides: str, checkpoint: str = "final") -> 
     if "RANK" in os.environ:
         end_with_parent()
     peers = read_together(lambda: recipe)[1] if is_one_of_several() else None
-    if is_run:
-        worker = load_run(target).worker(checkpoint, *overrides)
-    else:
-        import_plugins(recipe.plugins)
-        worker = make_worker(recipe, training=False, report=Display().report)
-        worker.setup_evaluation()
-    if not worker.evaluates:
-        raise _nothing_to_evaluate()
     logger = recipe.runner.logger
     own = Path(target) / SAMPLES / Path(checkpoint).name
     episodes = own if is_run else Path(logger.log_path) / f"{logger.experiment_name}-episodes"
-    _keep_episodes(worker, episodes)
+    if is_run:
+        worker = load_run(target).worker(checkpoint, *overrides, episodes_dir=episodes)
+    else:
+        import_plugins(recipe.plugins)
+        worker = make_worker(recipe, training=False, report=Display().report)
+        worker.setup_evaluation(context=RunContext(episodes_dir=episodes))
+    if not worker.evaluates:
+        raise _nothing_to_evaluate()
     if worker.ranks.is_main:
         model = f"{target}, checkpoint {checkpoint}" if is_run else str(recipe.actor.model.model_path)
         Display().report(f"evaluating {model} on {_evaluated_on(worker, episodes)}")
@@ -367,12 +370,6 @@ def evaluate(target: str | Path, *overrides: str, checkpoint: str = "final") -> 
     if peers is not None:
         peers.end()
     return metrics
-
-
-def _keep_episodes(worker: FSDPSftWorker, folder: Path) -> None:
-    """Let a worker keep what it plays, if it plays."""
-    if isinstance(worker, SFTWorker):
-        worker.episodes_dir = folder
 
 
 def _evaluated_on(worker: FSDPSftWorker, episodes: Path) -> str:

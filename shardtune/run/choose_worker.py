@@ -84,10 +84,7 @@ def make_worker(
             remedy="let its model_provider_func and build_dataloader return them",
         )
     check_keys(recipe, kind)
-    worker = kind(recipe.as_dict_config())
-    if worker.recipe == recipe:
-        worker.recipe = recipe  # which knows where its keys were written
-    return worker
+    return kind(recipe.as_dict_config())
 
 
 def worker_class(recipe: Recipe) -> type[FSDPSftWorker]:

@@ -31,6 +31,9 @@ from shardtune.run.display import Display, count
 from shardtune.training.callbacks import load_callbacks
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
+from shardtune.training.worker.cached_rows import EvaluationSet
+from shardtune.training.worker.run_context import RunContext
+from shardtune.training.worker.task import Evaluation
 from shardtune.training.worker.user_evaluation import require_all_samples
 
 SHOWN_ROWS = 2
@@ -48,26 +51,23 @@ def dry_run(recipe: str | Path | Mapping[str, Any] | DictConfig | None, *overrid
     display = Display()
     plan = plan_run(loaded)
     worker = make_worker(loaded, report=display.report)
-    worker.report = display.report
-    worker.notes += unused_workers(loaded, worker)
     try:
-        worker.setup()
-        if isinstance(worker.loader, BatchLoader):
-            worker.loader.check_ranks(num_ranks(loaded.runner))
+        worker.setup(RunContext(report=display.report, notes=unused_workers(loaded, worker)))
+        worker.loader.check_ranks(num_ranks(loaded.runner))
         display.first_screen(worker.summary(), *_first_row(worker), plan.run_dir)
         _show_further_rows(display, worker)
         metrics = worker.run_training()
         display.report("before training:")
         for line in checklist(worker, metrics):
             display.report(line)
-        tokens = count(metrics["train/tokens"] * worker.total_steps())
+        tokens = count(metrics["train/tokens"] * worker.position.horizon)
         display.report(
             f"one step: loss {metrics['train/loss']:.4f}, gradient norm {metrics['train/grad_norm']:.3f}, "
-            f"{metrics['train/tokens']:,.0f} tokens; to come: {worker.total_steps():,} steps, about {tokens} tokens"
+            f"{metrics['train/tokens']:,.0f} tokens; to come: {worker.position.horizon:,} steps, about {tokens} tokens"
         )
         for note in plan.notes:
             display.report(note)
-        if isinstance(worker, SFTWorker) and not worker.can_generate:
+        if worker.task.rows is not None and not worker.task.can_generate:
             display.report(
                 "shardtune verify adapter RECIPE proves that the adapter's sums, weights and masks are right"
             )
@@ -82,8 +82,8 @@ def _require_a_step(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> None
     if worker.step:
         return
     raise ModelError(
-        f"the first step would be passed over: {worker.problem}",
-        where=f"the rows {worker.passed_over}",
+        f"the first step would be passed over: {worker.position.problem}",
+        where=f"the rows {worker.position.passed_over}",
         remedy="look at what the loss of these rows is, and whether they have targets and finite values",
     )
 
@@ -105,7 +105,7 @@ def checklist(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> list[str]:
         f"step, with a gradient of norm {metrics['train/grad_norm']:.3f}",
     ]
     if not math.isfinite(metrics["train/loss"]) or not metrics["train/grad_norm"]:
-        lines[-1] = f"✗ supervision target: {worker.problem or 'the gradient of the first step is zero'}"
+        lines[-1] = f"✗ supervision target: {worker.position.problem or 'the gradient of the first step is zero'}"
     lines += [f"✓ evaluation data: {_evaluated(worker, name)}" for name in worker.eval_loaders]
     config = worker.recipe.eval
     if config.environment is not None:
@@ -129,37 +129,36 @@ def _format(worker: FSDPSftWorker) -> str:
     """What rows or batches hold."""
     if isinstance(worker.loader, BatchLoader):
         return f"a batch holds {describe_batch(worker.loader.last_batch)}"
-    assert isinstance(worker, SFTWorker)
-    assert worker.prepared.train is not None
-    return describe(worker.prepared.train)
+    return "" if worker.task.rows is None else describe(worker.task.rows)
 
 
 def _evaluated(worker: FSDPSftWorker, name: str) -> str:
     """One evaluation set: its rows, and what the first batches give where a method of the user's measures them."""
     loader, info = worker.eval_loaders[name]
     size = info.get("num_samples")
-    told = f"{name or 'eval'}{f', {size:,} rows' if size is not None else ''}"
-    if isinstance(worker, SFTWorker):
-        return told
+    found = f"{name or 'eval'}{f', {size:,} rows' if size is not None else ''}"
+    if isinstance(loader, EvaluationSet):
+        return found
     require_all_samples(loader, name or "eval")
     worker.model.eval()
     first = list(islice(iter(loader), worker.ranks.num_data_ranks))
-    found = worker.evaluate_set(name, first, {**info, "num_samples": None})
+    evaluation = Evaluation(worker.model, worker.ranks, worker.step, worker.context.poll, worker.report)
+    metrics = worker.task.evaluate_set(name, first, {**info, "num_samples": None}, evaluation).metrics
     worker.model.train()
-    return f"{told}; its first batch gives {', '.join(f'{key} {value:.4f}' for key, value in found.items())}"
+    return f"{found}; its first batch gives {', '.join(f'{key} {value:.4f}' for key, value in metrics.items())}"
 
 
 def _first_row(worker: FSDPSftWorker) -> tuple[Sample | None, PreTrainedTokenizerBase | None]:
     """A row to show, where the system itself makes rows."""
-    rows = worker.prepared.train if isinstance(worker, SFTWorker) else None
+    rows = worker.task.rows
     return (rows.row(0) if rows is not None else None), worker.tokenizer
 
 
 def _show_further_rows(display: Display, worker: FSDPSftWorker) -> None:
-    rows = worker.prepared.train if isinstance(worker, SFTWorker) else None
-    for index in range(1, min(SHOWN_ROWS, len(rows)) if rows is not None else 0):
-        assert rows is not None
-        display.show_row(rows.row(index), worker.tokenizer, rows.locate(index))
+    rows = worker.task.rows
+    if rows is not None:
+        for index in range(1, min(SHOWN_ROWS, len(rows))):
+            display.show_row(rows.row(index), worker.tokenizer, rows.locate(index))
 
 
 def describe(rows: TokenDataset) -> str:

@@ -6,9 +6,9 @@ import gc
 import os
 import shutil
 import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from shardtune.checkpoint.atomic import publish, write_json
 from shardtune.checkpoint.store import CheckpointStore
@@ -17,7 +17,7 @@ from shardtune.config import Recipe
 from shardtune.run.directory import FINAL, finish_run
 from shardtune.training.saver import on_main
 from shardtune.training.worker.base import FSDPSftWorker
-from shardtune.training.worker.model_state import silent
+from shardtune.training.worker.run_context import RunContext, silent
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class FinalScore:
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
-    samples: list[dict[str, Any]] = field(default_factory=list)
+    samples: Sequence[Mapping[str, object]] = field(default_factory=list)
 
 
 def write_final(recipe: Recipe, run_dir: Path, worker: FSDPSftWorker) -> FinalScore:
@@ -48,8 +48,7 @@ def write_final(recipe: Recipe, run_dir: Path, worker: FSDPSftWorker) -> FinalSc
     score = FinalScore()
     if measured:
         fresh = worker.reopened(temporary)
-        fresh.report = silent
-        fresh.setup_evaluation()
+        fresh.setup_evaluation(context=RunContext(report=silent, weights_directory=temporary))
         score = FinalScore(fresh.run_eval(), fresh.samples)
         fresh.release()
     on_main(ranks, lambda: _publish(run_dir, temporary, step, score.metrics))

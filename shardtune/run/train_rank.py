@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,11 @@ from shardtune.run.display import Display
 from shardtune.run.final import FinalScore, write_final
 from shardtune.run.preflight import connecting, try_collective
 from shardtune.run.resume_check import changed_code, check_same_data
-from shardtune.training.loggers import SAMPLES, first_metrics
+from shardtune.training.loggers import first_metrics
 from shardtune.training.runner import SFTRunner
 from shardtune.training.saver import on_main
-from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
-from shardtune.training.worker.model_state import silent
+from shardtune.training.worker.run_context import silent
 
 SHOWN_SAMPLES = 5
 
@@ -66,7 +66,6 @@ def train_rank(recipe: Recipe, objects: Objects = NOTHING, peers: PeerWatch | No
             tell = display.report if display else silent
             with connecting():
                 worker = make_worker(recipe, objects, report=silent if _is_told(recipe) else tell)
-            worker.report = tell
             if worker.ranks.world_size > 1:
                 try_collective(worker.device)
             with _together(worker):
@@ -124,11 +123,20 @@ def _train(
     lock: RunLock,
 ) -> RunLock:
     """Train to the end of the recipe; returns the lock on the run directory, which is held on rank 0."""
+    notes: list[str] = []
     if plan.resume_from is not None:
-        check_same_data(plan.resume_from, worker.data_files(), recipe.runner.allow_changes)
-        worker.notes += changed_code(plan.resume_from, user_code(recipe))
-    worker.notes += unused_workers(recipe, worker)
-    runner = SFTRunner(recipe, worker, run_dir=plan.run_dir, observer=display, stop=stop, resume_from=plan.resume_from)
+        check_same_data(plan.resume_from, worker.task.data_files(), recipe.runner.allow_changes)
+        notes = changed_code(plan.resume_from, user_code(recipe))
+    runner = SFTRunner(
+        recipe,
+        worker,
+        run_dir=plan.run_dir,
+        observer=display,
+        stop=stop,
+        resume_from=plan.resume_from,
+        notes=[*notes, *unused_workers(recipe, worker)],
+        on_start=None if display is None else partial(_show_start, display, plan, worker),
+    )
     runner.prepare()
     held = [lock]
 
@@ -137,9 +145,6 @@ def _train(
 
     on_main(worker.ranks, begin)
     try:
-        worker.samples_dir = plan.run_dir / SAMPLES
-        if display is not None:
-            runner.on_start = lambda: _show_start(display, plan, worker)
         runner.run()
         if display is not None:
             display.report(f"writing {plan.run_dir / 'final'}")
@@ -149,7 +154,7 @@ def _train(
         worker.release()
         raise
     if display is not None:
-        _show_end(display, plan.run_dir, score, answers=worker.can_generate)
+        _show_end(display, plan.run_dir, score, answers=worker.task.can_generate)
     return held[0]
 
 
@@ -157,7 +162,7 @@ def _manifest(recipe: Recipe, objects: Objects, worker: FSDPSftWorker) -> dict[s
     precision = recipe.actor.model.precision
     return {
         "versions": environment(),
-        "data": worker.describe_data(),
+        "data": _describe_data(worker),
         "worker": type(worker).__qualname__,
         "user_code": user_code(recipe),
         "in_memory": objects.keys(),
@@ -175,6 +180,10 @@ def _manifest(recipe: Recipe, objects: Objects, worker: FSDPSftWorker) -> dict[s
     }
 
 
+def _describe_data(worker: FSDPSftWorker) -> dict[str, object]:
+    return {**worker.task.describe_data(), "rows_per_epoch": worker.loader.rows_per_epoch}
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -182,7 +191,7 @@ def _name(dtype: torch.dtype) -> str:
 def _show_start(display: Display, plan: RunPlan, worker: FSDPSftWorker) -> None:
     for note in plan.notes:
         display.report(note)
-    rows = worker.prepared.train if isinstance(worker, SFTWorker) else None
+    rows = worker.task.rows
     display.first_screen(worker.summary(), rows.row(0) if rows is not None else None, worker.tokenizer, plan.run_dir)
 
 

@@ -66,12 +66,14 @@ class Watches:
 
     Attributes:
         early: for early stopping; None where it is off.
+        stop: whether the run has stopped improving.
         best: for the best checkpoint; None where none is kept.
     """
 
     def __init__(self, config: RunnerConfig) -> None:
         early, best = config.early_stop, config.best
         self._patience = early.patience
+        self.stop = False
         self.early: Watch | None = None
         if early.enabled:
             self.early = Watch(early.monitor, direction(early.mode, early.monitor), early.min_delta)
@@ -79,15 +81,11 @@ class Watches:
         if best.monitor is not None:
             self.best = Watch(best.monitor, direction(best.mode, best.monitor))
 
-    @property
-    def stop(self) -> bool:
-        """Whether the run has stopped improving."""
-        return self.early is not None and self.early.bad >= self._patience
-
     def update(self, metrics: Mapping[str, float], step: int) -> bool:
         """Take the values of a step; returns whether its checkpoint is the best so far."""
         if self.early is not None:
             self.early.update(metrics[self.early.monitor], step)
+            self.stop = self.early.bad >= self._patience
         return self.best is not None and self.best.update(metrics[self.best.monitor], step)
 
     def state(self) -> dict[str, Any]:
@@ -101,5 +99,6 @@ class Watches:
         """From a checkpoint."""
         if self.early is not None:
             self.early.restore(state.get("early"))
+            self.stop = self.early.bad >= self._patience
         if self.best is not None:
             self.best.restore(state.get("best"))

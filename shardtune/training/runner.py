@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -29,24 +29,27 @@ from shardtune.training.callbacks import (
     load_callbacks,
 )
 from shardtune.training.early_stopping import Watches
-from shardtune.training.loggers import Tracker, check_backends, open_tracker
+from shardtune.training.loggers import SAMPLES, Tracker, check_backends, open_tracker
 from shardtune.training.observer import Observer, Silent
 from shardtune.training.profiler import FOLDER, ProfileWindow
 from shardtune.training.saver import Saver, on_main
-from shardtune.training.step_metrics import TRAIN_METRICS
+from shardtune.training.step import TRAIN_METRICS
 from shardtune.training.worker.base import FSDPSftWorker
+from shardtune.training.worker.run_context import RunContext
 
 
 class SFTRunner:
-    """Runs a worker from wherever it stands to the end of its recipe.
+    """Runs a worker from its current step to the end of its recipe.
 
     Args:
         cfg: the recipe.
         actor: the worker; every rank has one.
-        run_dir: where the run's files go; None: as the recipe's logger section says.
-        observer: told how it goes, on rank 0.
+        run_dir: where the run's files go; None: as the recipe's logger section has it.
+        observer: receives progress events, on rank 0.
         stop: polled between steps and evaluation batches.
         resume_from: a checkpoint to continue.
+        notes: lines for the first screen, besides the worker's own.
+        on_start: called once all is built, before the first step.
     """
 
     def __init__(
@@ -58,6 +61,8 @@ class SFTRunner:
         observer: Observer | None = None,
         stop: StopSignal | None = None,
         resume_from: Path | None = None,
+        notes: Sequence[str] = (),
+        on_start: Callable[[], None] | None = None,
     ) -> None:
         self._recipe = cfg if isinstance(cfg, Recipe) else load_recipe(cfg)
         self._actor = actor
@@ -65,23 +70,31 @@ class SFTRunner:
         runner = self._recipe.runner
         self.run_dir = run_dir or Path(runner.logger.log_path) / str(runner.logger.experiment_name)
         self._observer: Observer = observer if observer is not None and self._ranks.is_main else Silent()
+        self._context = RunContext(
+            poll=self._poll,
+            report=None if observer is None else self._observer.log,
+            samples_dir=self.run_dir / SAMPLES,
+            notes=notes,
+        )
         self._stop = stop or StopSignal()
         self._resume_from = resume_from
         self.store = CheckpointStore(
             self.run_dir / "checkpoints", keep_last=runner.keep_last, keep_every=runner.keep_every
         )
         self._callbacks = Callbacks(load_callbacks(runner.callbacks), self._ranks)
+        self._tells_steps = self._callbacks.listen_to(StepEnd)
         self._asked = NOTHING  # by callbacks, and not done yet
         self._saver = Saver(
             self.store, actor, background=runner.async_save, observer=self._observer, on_saved=self._saved
         )
         self._watches = Watches(runner)
-        self._profile = ProfileWindow(runner.profile_steps, self.run_dir / FOLDER, self._ranks.rank)
+        window = ProfileWindow(runner.profile_steps, self.run_dir / FOLDER, self._ranks.rank)
+        self._profile = window if runner.profile_steps else None
         self._evaluated_at = -1
         self._last_eval: dict[str, float] = {}
         self._line: dict[str, float] = {}  # of the step that is not logged yet
         self._tracker = Tracker([])
-        self.on_start: Callable[[], None] = lambda: None  # called once all is built, before the first step
+        self._on_start = on_start
         self._prepared = False
 
     def prepare(self) -> None:
@@ -90,8 +103,9 @@ class SFTRunner:
             return
         actor = self._actor
         check_backends(self._recipe.runner.logger.logger_backends)
-        actor.setup()
-        known = actor.evaluation_metrics() if actor.evaluates else []
+        actor.setup(self._context)
+        self._model, self._position, self._evaluates = actor.state, actor.position, actor.evaluates
+        known = actor.task.metric_names() if self._evaluates else []
         check_monitors(self._recipe.runner, None if known is None else [*known, *TRAIN_METRICS])
         self._saver.require_space()
         self._callbacks.make()
@@ -115,7 +129,8 @@ class SFTRunner:
             try:
                 self._train()
             finally:
-                self._profile.close()
+                if self._profile is not None:
+                    self._profile.close()
                 self._observer.finished()
                 self._tracker.close()
         return self._last_eval
@@ -131,7 +146,7 @@ class SFTRunner:
         if self._is_own(checkpoint):
             self._saver.saved_at = actor.step
         self._observer.log(f"continuing after step {actor.step} ({checkpoint})")
-        before, now = state["total_steps"], actor.total_steps()
+        before, now = state["total_steps"], actor.position.horizon
         if before == now:  # a longer run is not to stop where the shorter one was asked to
             self._asked = Ask(state.get("asked", 0))
         else:
@@ -148,9 +163,9 @@ class SFTRunner:
         on_main(self._ranks, lambda: self._open_files(done))
         if self._watches.best is not None and not on_main(self._ranks, self._best_is_there):
             self._watches.best.forget()
-        actor.poll = self._poll
-        self.on_start()
-        self._observer.started(actor.step, actor.total_steps())
+        if self._on_start is not None:
+            self._on_start()
+        self._observer.started(actor.step, actor.position.horizon)
 
     def _open_files(self, done: int) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -198,7 +213,12 @@ class SFTRunner:
         actor = self._actor
         if "metrics" in facts:
             facts["metrics"] = MappingProxyType(dict(facts["metrics"]))
-        place = {"step": actor.step, "total_steps": actor.total_steps(), "epoch": actor.epoch, "run_dir": self.run_dir}
+        place = {
+            "step": actor.step,
+            "total_steps": actor.position.horizon,
+            "epoch": actor.position.epoch,
+            "run_dir": self.run_dir,
+        }
         self._asked |= self._callbacks.tell(kind(**{**place, **facts}))
         if Ask.EVALUATE in self._asked and not actor.evaluates:
             raise CallbackError(
@@ -211,60 +231,67 @@ class SFTRunner:
         self._tell(Saved, step=step, path=path, best=best)
 
     def _loop(self) -> None:
-        actor = self._actor
-        if actor.step == 0 and self._recipe.runner.eval_before_training and actor.evaluates:
+        model, position = self._model, self._position
+        if model.step == 0 and self._recipe.runner.eval_before_training and self._evaluates:
             if self._evaluated_at < 0:
                 self._evaluate()
                 self._log()
         elif self._line:  # stopped in the middle of the evaluation after this step
-            self._after_step(epoch_ended=actor.data_state.rows_consumed == 0, advanced=True)
-        while not (actor.finished or self._watches.stop or Ask.STOP in self._asked):
+            self._after_step(epoch_ended=position.state.rows_consumed == 0, advanced=True)
+        while not (position.finished(model.step) or self._watches.stop or Ask.STOP in self._asked):
             self._poll()
-            self._saver.finish_if_written()
+            if self._saver.unfinished is not None:
+                self._saver.finish_if_written()
             self._step()
         if Ask.STOP in self._asked:
             by = " and ".join(self._callbacks.stopped_by) or "a callback"
-            self._observer.log(f"stopping after step {actor.step}: {by} asked for it")
-        if not actor.step and actor.skipped_steps:
+            self._observer.log(f"stopping after step {model.step}: {by} asked for it")
+        if not model.step and position.skipped_steps:
             raise ModelError(
-                f"nothing was trained: all {actor.skipped_steps} steps were passed over, the last as {actor.problem}",
-                where=f"the rows {actor.passed_over}",
+                f"nothing was trained: all {position.skipped_steps} steps were passed over, "
+                f"the last as {position.problem}",
+                where=f"the rows {position.passed_over}",
                 remedy="look at what the loss of these rows is, and whether they have targets and finite values",
             )
         self._saver.save(self._state())
 
     def _step(self) -> None:
-        actor = self._actor
-        step, epoch = actor.step, actor.data_state.epoch
-        self._profile.before(step + 1)
-        metrics = actor.run_training()
-        advanced = actor.step != step
+        model, position = self._model, self._position
+        step, epoch = model.step, position.state.epoch
+        if self._profile is not None:
+            self._profile.before(step + 1)
+        metrics = self._actor.run_training()
+        advanced = model.step != step
         if advanced:
             self._line = metrics
-            trace = self._profile.after(actor.step)
+            trace = None if self._profile is None else self._profile.after(model.step)
             if trace is not None:
                 self._observer.log(f"the profile is in {trace}")
         else:
-            self._observer.log(f"after step {step}: {actor.problem}, its rows are passed over: {actor.passed_over}")
-        self._observer.stepped(actor.step, metrics)
-        self._tell(StepEnd, metrics=metrics, updated=advanced)
-        self._after_step(epoch_ended=actor.data_state.epoch != epoch, advanced=advanced)
+            self._observer.log(
+                f"after step {step}: {position.problem}, its rows are passed over: {position.passed_over}"
+            )
+        self._observer.stepped(model.step, metrics)
+        if self._tells_steps:
+            self._tell(StepEnd, metrics=metrics, updated=advanced)
+        self._after_step(epoch_ended=position.state.epoch != epoch, advanced=advanced)
 
     def _after_step(self, *, epoch_ended: bool, advanced: bool) -> None:
         """Evaluate, log one line for the step, save: each where it is due."""
-        actor, runner = self._actor, self._recipe.runner
+        step, runner = self._model.step, self._recipe.runner
         save = self._due(runner.save_interval, epoch_ended, advanced) or (advanced and Ask.SAVE in self._asked)
         measure = save
-        if actor.evaluates:
-            asked = Ask.EVALUATE in self._asked or Ask.STOP in self._asked or self._evaluated_at == actor.step
-            measure = actor.finished or asked or self._due(runner.val_check_interval, epoch_ended, advanced)
+        if self._evaluates:
+            finished = self._position.finished(step)
+            asked = Ask.EVALUATE in self._asked or Ask.STOP in self._asked or self._evaluated_at == step
+            measure = finished or asked or self._due(runner.val_check_interval, epoch_ended, advanced)
             measure = measure and advanced  # a skipped step has changed nothing
             if measure:
-                if save or actor.finished:  # saved in any case: before what may fail, so that the training is not lost
+                if save or finished:  # saved in any case: before what may fail, so that the training is not lost
                     self._saver.save(self._state(), tell=False)
                 self._evaluate()
-        best = measure and advanced and self._watches.update(self._line, actor.step)
-        if self._evaluated_at == actor.step or actor.step % runner.logger.log_interval == 0:
+        best = measure and advanced and self._watches.update(self._line, step)
+        if self._evaluated_at == step or step % runner.logger.log_interval == 0:
             self._log()
         self._line = {}
         if best or save or (advanced and Ask.SAVE in self._asked):  # also as asked for after the evaluation
@@ -274,13 +301,12 @@ class SFTRunner:
     def _due(self, interval: int | str, epoch_ended: bool, advanced: bool) -> bool:
         if interval == "epoch":
             return epoch_ended
-        assert isinstance(interval, int)
-        return advanced and interval > 0 and self._actor.step % interval == 0
+        return advanced and isinstance(interval, int) and interval > 0 and self._model.step % interval == 0
 
     def _log(self) -> None:
         """Write the line of the step, unless a skipped step left none."""
         if self._line:
-            self._tracker.log(self._actor.step, self._line)
+            self._tracker.log(self._model.step, self._line)
         self._line = {}
 
     def _evaluate(self) -> None:
@@ -288,7 +314,7 @@ class SFTRunner:
         metrics = self._actor.run_eval()
         check_monitors(self._recipe.runner, [*metrics, *TRAIN_METRICS])
         self._evaluated_at, self._last_eval = self._actor.step, metrics
-        self._line = {"epoch": self._actor.epoch, **self._line, **metrics}
+        self._line = {"epoch": self._actor.position.epoch, **self._line, **metrics}
         self._observer.evaluated(self._actor.step, metrics)
         self._asked &= ~Ask.EVALUATE
         self._tell(Evaluated, metrics=metrics)
@@ -310,7 +336,7 @@ class SFTRunner:
     def _state(self) -> dict[str, Any]:
         return {
             **self._watches.state(),
-            "total_steps": self._actor.total_steps(),
+            "total_steps": self._actor.position.horizon,
             "asked": self._asked.value,
             "evaluated_at": self._evaluated_at,
             "line": {key: value for key, value in self._line.items() if math.isfinite(value)},

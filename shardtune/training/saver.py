@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, TypeVar, cast
 from shardtune.checkpoint.atomic import require_space
 from shardtune.checkpoint.dcp import PendingSave
 from shardtune.checkpoint.store import CheckpointStore
+from shardtune.errors import ConfigError
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.observer import Observer
 from shardtune.training.worker.base import FSDPSftWorker
@@ -55,6 +57,7 @@ class Saver:
 
     Attributes:
         saved_at: the step of the last checkpoint, -1 before the first.
+        unfinished: the checkpoint that is being written; None where there is none.
     """
 
     def __init__(
@@ -72,13 +75,13 @@ class Saver:
         self._background = background
         self._observer = observer
         self._on_saved = on_saved
-        self._unfinished: Unfinished | None = None
+        self.unfinished: Unfinished | None = None
         self._untold: tuple[int, Path] | None = None  # a checkpoint that has its name, which nobody was told of
         self.saved_at = -1
 
     def require_space(self) -> None:
         """Refuse to train what could not be saved: there is room for a checkpoint and for the model in `final/`."""
-        needed = self._worker.checkpoint_bytes() + self._worker.model_bytes()
+        needed = self._worker.state.checkpoint_bytes() + self._worker.state.model_bytes()
         on_main(self._ranks, lambda: require_space(self._store.folder, needed))
 
     def save(self, state: dict[str, Any], *, best: bool = False, tell: bool = True) -> None:
@@ -97,26 +100,41 @@ class Saver:
                 (_, path), self._untold = self._untold, None
                 self._tell(step, path, best)
             return
-        needed = self._worker.checkpoint_bytes()
+        needed = self._worker.state.checkpoint_bytes()
         folder = on_main(self._ranks, lambda: self._store.begin(step, needed_bytes=needed))
-        writes = self._worker.save_checkpoint(folder, step, background=self._background)
-        self._unfinished = Unfinished(folder, step, state, best, tell, writes)
+        writes = self._write(folder, step)
+        self.unfinished = Unfinished(folder, step, state, best, tell, writes)
         self.saved_at = step
         if not self._background:
             self.finish()
 
+    def _write(self, folder: Path, step: int) -> list[PendingSave]:
+        """Call the worker's `save_checkpoint`; one that a user has overridden may take no more than folder and step."""
+        if not self._background:
+            return self._worker.save_checkpoint(folder, step) or []
+        try:
+            inspect.signature(self._worker.save_checkpoint).bind(folder, step, background=True)
+        except TypeError as error:
+            raise ConfigError(
+                f"runner.async_save: save_checkpoint of {type(self._worker).__name__} takes no background=True",
+                where="runner.async_save",
+                remedy="write save_checkpoint(self, path, step, *, background=False) and return what "
+                "super().save_checkpoint(path, step, background=background) returns, or leave runner.async_save out",
+            ) from error
+        return self._worker.save_checkpoint(folder, step, background=True)
+
     def finish_if_written(self) -> None:
         """Give a checkpoint in the background its name as soon as rank 0 knows it to be on the disk."""
-        if self._unfinished is not None:
-            writes = self._unfinished.writes
+        if self.unfinished is not None:
+            writes = self.unfinished.writes
             if self._ranks.broadcast(all(write.done() for write in writes)):
                 self.finish()
 
     def finish(self) -> None:
         """Wait for the checkpoint in writing, then give it its name."""
-        if self._unfinished is None:
+        if self.unfinished is None:
             return
-        done, self._unfinished = self._unfinished, None
+        done, self.unfinished = self.unfinished, None
         for write in done.writes:
             write.wait()
         self._ranks.barrier()

@@ -7,17 +7,16 @@ import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from shardtune.batch import Batch, LossSum, Metric
 from shardtune.data.loader.order import derive_seed
-from shardtune.data.loader.step_loader import Step
+from shardtune.data.loader.protocol import MicroBatch, Step
 from shardtune.errors import ModelError
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
-from shardtune.training.train_output import MicroBatch, read_train_output
+from shardtune.training.train_output import read_train_output
 from shardtune.training.utilisation import Utilisation
 
 MAX_HALVINGS = 40
@@ -44,23 +43,12 @@ class Totals:
         metrics: returned beside the losses.
     """
 
-    losses: Mapping[str, torch.Tensor]
-    metrics: Mapping[str, Metric]
+    losses: dict[str, torch.Tensor]
+    metrics: dict[str, Metric]
 
 
-class Accumulate(Protocol):
-    """`accumulate`, or another way to the same gradients."""
-
-    def __call__(
-        self,
-        forward: Callable[..., object],
-        micro_batches: Sequence[MicroBatch],
-        denominators: Mapping[str, float],
-        weights: Weights,
-        *,
-        draws: tuple[int, int, int],
-        scale: float,
-    ) -> Totals: ...
+Accumulate = Callable[..., Totals]
+"""`accumulate`, or another way to the same gradients with its arguments."""
 
 
 @dataclass(slots=True)
@@ -244,7 +232,7 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 def step_metrics(
-    step: Step,
+    step: Step[MicroBatch],
     result: StepResult,
     *,
     rate: float,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol, SupportsFloat
+from typing import SupportsFloat
 
 import torch
 
 from shardtune.batch import LossSum, Metric
+from shardtune.data.loader.protocol import MicroBatch
 from shardtune.errors import ModelError
 
 TERM = "loss"
@@ -18,25 +19,6 @@ MetricValue = float | torch.Tensor | Metric | Sequence[float]
 Loss = torch.Tensor | Sequence[torch.Tensor] | LossSum | Mapping[str, LossSum]
 TrainOutput = Loss | tuple[Loss, Mapping[str, MetricValue]]
 """A mean loss, a list of them (their mean counts), a `LossSum`, one by term; or a pair of any of these and metrics."""
-
-
-class MicroBatch(Protocol):
-    """What the loss of a micro-batch is compared with."""
-
-    @property
-    def weights(self) -> Mapping[str, float]:
-        """Of each loss term, known before the forward."""
-        ...
-
-    @property
-    def counts(self) -> bool:
-        """False for a batch that only keeps ranks in step."""
-        ...
-
-    @property
-    def metric_weight(self) -> float:
-        """How much a mean over the batch counts in a metric."""
-        ...
 
 
 def read_train_output(returned: object, batch: MicroBatch) -> tuple[dict[str, LossSum], dict[str, Metric]]:

@@ -1,9 +1,8 @@
-"""A loss of all rows of a step: outputs are gathered from all ranks and micro-batches, and its gradient handed back."""
+"""A loss of all rows of a step: outputs are gathered from all ranks and micro-batches, its gradient goes back to each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,14 +65,14 @@ class WholeStep:
         for number, batch in enumerate(micro_batches):
             weights.begin_micro_batch(last=number == len(micro_batches) - 1)
             seed_rng(seed, step, number, rank, "train")
-            outputs = forward(batch)
+            outputs = _checked(forward(batch), batch)
             _backward(outputs, slopes, start, batch)
             start += batch.num_rows
         share = 1.0 if self._ranks.is_main else 0.0
         return Totals({name: loss.total.detach().double() * share for name, loss in losses.items()}, {})
 
     def evaluate(
-        self, forward: Callable[[Any], Outputs], blocks: Iterator[Sequence[Batch]], *, poll: Callable[[], None]
+        self, forward: Callable[..., object], blocks: Iterator[Sequence[Batch]], *, poll: Callable[[], None]
     ) -> dict[str, Metric]:
         """The loss of each block of rows as of a step, summed: `loss/<term>`, the same on every rank."""
         sums: dict[str, Metric] = {}
@@ -106,8 +105,12 @@ class WholeStep:
         return everyone, sum(counts[: self._ranks.data_rank])
 
 
-def _real(outputs: Outputs, batch: Batch) -> dict[str, torch.Tensor]:
-    """The outputs of the rows that count, without a graph."""
+def _checked(outputs: object, batch: Batch) -> Outputs:
+    """What `WholeStepAdapter.outputs` returned for a micro-batch.
+
+    Raises:
+        ModelError: it is no dict of tensors with one entry per row.
+    """
     if not isinstance(outputs, Mapping) or not outputs:
         raise ModelError(
             f"outputs returned a {type(outputs).__name__}, not a dict of tensors",
@@ -122,7 +125,12 @@ def _real(outputs: Outputs, batch: Batch) -> dict[str, torch.Tensor]:
                 where="WholeStepAdapter.outputs",
                 remedy="give each output one entry per row in its first dimension (tensor.expand for a scalar)",
             )
-    return {name: tensor.detach()[: batch.num_rows] for name, tensor in outputs.items()}
+    return outputs
+
+
+def _real(outputs: object, batch: Batch) -> dict[str, torch.Tensor]:
+    """The outputs of the rows that count, without a graph."""
+    return {name: tensor.detach()[: batch.num_rows] for name, tensor in _checked(outputs, batch).items()}
 
 
 def _joined(pieces: Sequence[Outputs]) -> dict[str, torch.Tensor]:

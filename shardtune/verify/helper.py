@@ -21,6 +21,7 @@ from shardtune.launch.local import lost_a_peer
 from shardtune.models.find_adapter import find_adapter
 from shardtune.parallel.ranks import leave_ranks
 from shardtune.training.worker.adapter_worker import SFTWorker
+from shardtune.training.worker.run_context import RunContext
 from shardtune.verify.case import IN_MEMORY, STEPS
 from shardtune.verify.processes import ERROR
 from shardtune.verify.runs import digests
@@ -69,7 +70,7 @@ def _train(recipe: Recipe, shared: Path) -> None:
     """The gradient of the first step and a short run, on all ranks; rank 0 writes what came of them."""
     worker = set_up(recipe)
     worker.model.eval()
-    tied = ties(worker.inner_model())
+    tied = ties(worker.inner_model)
     gradients = _first_gradient(worker)
     done = run(worker, STEPS)
     shared.mkdir(parents=True, exist_ok=True)
@@ -114,7 +115,7 @@ def _load(recipe: Recipe, checkpoint: Path, final: Path) -> dict[str, Any]:
     worker.setup_evaluation(checkpoint)
     found = {"checkpoint": Trial(worker).row_losses()}
     reopened = worker.reopened(final)
-    reopened.setup_evaluation()
+    reopened.setup_evaluation(context=RunContext(weights_directory=final))
     return {"samples": samples, "losses": {**found, "exported model": Trial(reopened).row_losses()}}
 
 

@@ -12,6 +12,7 @@ from shardtune.config import LoraConfig
 from shardtune.errors import ShardtuneError
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.model_state import over_directory
+from shardtune.training.worker.run_context import RunContext
 from shardtune.verify.kit import PARITY, CannotStart, Kit
 from shardtune.verify.result import Failed, Skipped
 from shardtune.verify.structure import check_buffer_forms
@@ -33,10 +34,10 @@ def check_lora(kit: Kit) -> str:
         if str(error.args[1] or "").startswith(SECTION):
             raise Skipped(str(error.args[0])) from error
         raise
-    buffers = copies(dict(worker.inner_model().named_buffers()))
+    buffers = copies(dict(worker.inner_model.named_buffers()))
     _train(worker)
-    check_buffer_forms(worker.inner_model(), buffers)
-    moved = [n for n, buffer in worker.inner_model().named_buffers() if not torch.equal(buffer, buffers[n])]
+    check_buffer_forms(worker.inner_model, buffers)
+    moved = [n for n, buffer in worker.inner_model.named_buffers() if not torch.equal(buffer, buffers[n])]
     folder = kit.case.folder / "lora"
     here = Trial(worker).row_losses()
     worker.save_checkpoint(folder / "checkpoint", STEPS)
@@ -80,7 +81,7 @@ def _train(worker: SFTWorker) -> None:
 
 def _reopened(worker: SFTWorker, directory: Path) -> list[dict[str, str]]:
     other = worker.reopened(directory)
-    other.setup_evaluation()
+    other.setup_evaluation(context=RunContext(weights_directory=directory))
     return Trial(other).row_losses()
 
 
@@ -88,8 +89,7 @@ def _merged(kit: Kit, directory: Path) -> list[dict[str, str]]:
     """The losses of a whole model that an adapter was merged into."""
     try:
         other = SFTWorker(over_directory(kit.case.variant(PARITY), directory), report=silent)
-        other.weights_directory = directory
-        other.setup_evaluation()
+        other.setup_evaluation(context=RunContext(weights_directory=directory))
     except ShardtuneError as error:
         raise Failed(
             f"the merged weights cannot be loaded: {error.what}",

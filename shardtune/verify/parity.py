@@ -100,7 +100,7 @@ def check_parity(kit: Kit) -> str:
     """Some steps give the losses and weights of a plain loop in PyTorch, whatever is turned on."""
     trial = kit.steady_trial()
     # The worker of the trial has not been trained; a copy of its model is a plain module with the initial weights.
-    model = copy.deepcopy(trial.worker.inner_model()).eval()
+    model = copy.deepcopy(trial.worker.inner_model).eval()
     optim = kit.case.variant(PARITY).actor.optim
     steps = [[trial.samples[int(row)] for row in rows] for rows in trial.step_rows(STEPS)]
     plain = train_plainly(
@@ -159,7 +159,7 @@ def _run_of(kit: Kit, axis: Axis) -> Trajectory:
         told = json.loads((kit.ranks.folder / "run.json").read_text())
         worker = kit.worker(PARITY)
         worker.load_checkpoint(kit.ranks.folder / "checkpoint")
-        return Trajectory(told["losses"], told["norms"], named_tensors(worker.inner_model()))
+        return Trajectory(told["losses"], told["norms"], named_tensors(worker.inner_model))
     worker = kit.worker({**PARITY, **axis.changes})
     worker.model.eval()
     if axis is CHECKPOINTING:
@@ -183,7 +183,7 @@ def _as_asked_for(kit: Kit) -> None:
 
 def _compute_again(worker: SFTWorker) -> None:
     """Let the backward pass compute the activations of each unit a second time."""
-    units = worker.adapter.shard_units(worker.inner_model())[0]
+    units = worker.adapter.shard_units(worker.inner_model)[0]
     if not units:
         raise CannotStart("no units")
     for unit in units:
@@ -238,7 +238,7 @@ def check_shards(kit: Kit) -> str:
     folder = kit.ranks.folder
     told = json.loads((folder / "run.json").read_text())
     worker = kit.worker({**PARITY, **ONE_ROW})
-    built = ties(worker.inner_model())
+    built = ties(worker.inner_model)
     if told["ties"] != built:
         lost = next((group for group in built if group not in told["ties"]), told["ties"])
         raise Failed(
@@ -261,7 +261,7 @@ def check_shards(kit: Kit) -> str:
     _same_losses(one.losses, told["losses"])
     loaded = kit.worker(PARITY)
     loaded.load_checkpoint(folder / "checkpoint")
-    far, worst = distance(one.tensors, named_tensors(loaded.inner_model()))
+    far, worst = distance(one.tensors, named_tensors(loaded.inner_model))
     if far > CLOSE:
         raise Failed(
             f"what two ranks saved, loaded on one, differs from one rank's weights by {far:.3g}, most at {worst}",

@@ -235,7 +235,7 @@ def _few(names: list[str], most: int = 4) -> str:
 def check_ties(kit: Kit) -> str:
     """Shared parameters stay shared and buffers keep what they hold, from build to a loaded checkpoint."""
     worker = kit.worker(PARITY)
-    model = worker.inner_model()
+    model = worker.inner_model
     built = ties(build_empty(kit.adapter().build, kit.case.recipe.runner.seed)[0])
     _still_tied(built, model, "once it has its weights")
     before = copies(dict(model.named_buffers()))
@@ -247,7 +247,7 @@ def check_ties(kit: Kit) -> str:
     worker.save_checkpoint(folder, STEPS)
     other = kit.worker(PARITY)
     other.load_checkpoint(folder)
-    loaded = other.inner_model()
+    loaded = other.inner_model
     _still_tied(built, loaded, "after loading a checkpoint")
     for name, tensor in _changed(named_tensors(model), named_tensors(loaded)):
         raise Failed(

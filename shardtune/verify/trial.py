@@ -110,15 +110,15 @@ class Trial:
     def train(self) -> None:
         """Turn the model to training mode, but for what draws or keeps statistics there: dropout and batch norms."""
         self.worker.model.train()
-        norms = statistical_norms(self.worker.inner_model()).values()
+        norms = statistical_norms(self.worker.inner_model).values()
         draws = (module for module in self.root.modules() if isinstance(module, _DropoutNd))
         for module in (*norms, *draws):
             module.eval()
 
     def unit_calls(self, batch: Batch) -> list[str]:
         """The names of the units that a forward calls, in order, as often as it calls them."""
-        names = {module: name for name, module in self.worker.inner_model().named_modules()}
-        units = self.adapter.shard_units(self.worker.inner_model())[0]
+        names = {module: name for name, module in self.worker.inner_model.named_modules()}
+        units = self.adapter.shard_units(self.worker.inner_model)[0]
         called: list[str] = []
         hooks = [unit.register_forward_pre_hook(partial(_note, called, names[unit])) for unit in units]
         try:
@@ -193,7 +193,7 @@ class Trial:
         if isinstance(self.adapter, WholeStepAdapter):
             every = accumulation(self.worker)
             totals = every(self.root, batches, denominators, weights, draws=(0, 0, 0), scale=1.0)
-            sums = {term: float(total) for term, total in totals.items()}
+            sums = {term: float(total) for term, total in totals.losses.items()}
             return Measured(sums, denominators, self._gradients())
         sums, reported = dict.fromkeys(self.terms, 0.0), dict.fromkeys(self.terms, 0.0)
         for batch in batches:

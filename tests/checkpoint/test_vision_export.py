@@ -96,7 +96,7 @@ def question(processor: Any, image: Path) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def own_logits(run: Run, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """Of the trained model in memory, from the last checkpoint's full precision."""
-    model: Any = run.worker("latest").inner_model()
+    model: Any = run.worker("latest").inner_model
     model.set_attn_implementation("eager")
     return model.eval()(**inputs).logits
 

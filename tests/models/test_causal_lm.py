@@ -175,7 +175,7 @@ def test_tied_embeddings_stay_one_weight(folder: Path) -> None:
     worker = SFTWorker(load_recipe(values_of(folder, "dense", actor__model__precision="bf16")), report=quiet)
     worker.setup()
     worker.run_training()
-    model = worker.inner_model()
+    model = worker.inner_model
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert not any("lm_head" in name for name in worker.weights.parameters)
 

@@ -313,7 +313,7 @@ def adapted(folder: Path, kind: type[Adapter], **changes: Any) -> SFTWorker:
 
 def steps(worker: SFTWorker, number: int = STEPS) -> tuple[list[float], dict[str, float]]:
     worker.setup()
-    before = {name: tensor.detach().clone() for name, tensor in worker.inner_model().named_parameters()}
+    before = {name: tensor.detach().clone() for name, tensor in worker.inner_model.named_parameters()}
     losses = [worker.run_training()["train/loss"] for _ in range(number)]
     plain = nn.Linear(3, before["bias"].numel()).double()
     plain.load_state_dict(before)

@@ -308,7 +308,7 @@ def do(run: Run) -> Done:
         (facts.parameters, facts.trainable),
         evaluation,
         answers,
-        worker.checkpoint_bytes(),
+        worker.state.checkpoint_bytes(),
     )
     worker.release()
     return done
@@ -429,7 +429,7 @@ def held_while_cut(values: dict[str, Any]) -> tuple[list[int], int, int]:
     worker = SFTWorker(load_recipe(values), report=quiet)
     worker._build()
     parameters = list(worker.model.parameters())
-    units = [sum(p.numel() for p in unit.parameters()) for unit in worker.shard_units(worker.inner_model())]
+    units = [sum(p.numel() for p in unit.parameters()) for unit in worker.task.shard_units(worker.inner_model)[0]]
     in_all = sum(parameter.numel() for parameter in parameters)
     largest = max(*units, in_all - sum(units))
     held: list[int] = []

@@ -77,7 +77,7 @@ def test_the_final_directory_is_one_of_peft(tiny: Tiny, run: Run) -> None:
     loaded = peft.PeftModel.from_pretrained(base, str(final)).get_base_model()
     assert float((logits(loaded) - before).abs().max()) > 1e-3
     worker = run.worker()
-    assert float((logits(worker.inner_model()) - logits(loaded)).abs().max()) < 1e-5
+    assert float((logits(worker.inner_model) - logits(loaded)).abs().max()) < 1e-5
 
 
 def test_it_evaluates_and_answers_without_merging(run: Run) -> None:
@@ -257,7 +257,7 @@ def test_an_adapter_of_peft_is_taken_over_as_peft_loads_it(tiny: Tiny, tmp_path:
     made = shardtune.train(tiny.recipe(f"from {init}", **changes))
     worker = made.worker("latest")
     assert isinstance(worker, shardtune.SFTWorker)
-    assert float((logits(worker.inner_model()) - wanted).abs().max()) < 1e-5
+    assert float((logits(worker.inner_model) - wanted).abs().max()) < 1e-5
     base = AutoModelForCausalLM.from_pretrained(tiny.folder / "model")
     assert float((logits(base) - wanted).abs().max()) > 1e-3
     final = peft.PeftModel.from_pretrained(base, str(made.dir / "final")).get_base_model()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from pydantic import JsonValue
@@ -15,7 +15,17 @@ class MicroBatch(Protocol):
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """The weight of each loss term over this micro-batch."""
+        """The weight of each loss term over this micro-batch, known before the forward."""
+        ...
+
+    @property
+    def counts(self) -> bool:
+        """False for a batch that only keeps ranks in step."""
+        ...
+
+    @property
+    def metric_weight(self) -> float:
+        """How much a mean over this micro-batch counts in a metric."""
         ...
 
 
@@ -54,6 +64,7 @@ class Step(Generic[B_co]):
     num_targets: float
 
 
+@runtime_checkable
 class Loader(Protocol[B_co]):
     """Yields a rank's optimizer steps from any position; the built-in `StepLoader` and the user's `BatchLoader`."""
 

@@ -1,47 +1,59 @@
-"""What a training task is: where batches come from and what the loss of one is, driven one optimizer step at a time."""
+"""A training task on all ranks, driven one optimizer step at a time; the class that users derive from."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self, final
 
 import torch
 from omegaconf import DictConfig
+from pydantic import BaseModel
+from torch import nn
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from shardtune.batch import LossSum, Metric
-from shardtune.config import Recipe
-from shardtune.data.cache_directory import cache_root
+from shardtune.checkpoint.dcp import PendingSave
+from shardtune.config import Recipe, load_recipe
+from shardtune.config.model_names import registered_function
 from shardtune.data.loader.order import derive_seed
-from shardtune.data.loader.step_loader import Step, StepLoader
-from shardtune.data.sources.fingerprint import fingerprints
-from shardtune.data.user_loader.batch import with_names
+from shardtune.data.loader.protocol import DataState, Loader, MicroBatch
+from shardtune.data.user_loader.batch import UserBatch, with_names
 from shardtune.data.user_loader.errors import built
 from shardtune.data.user_loader.loader import BatchLoader
-from shardtune.data.user_loader.rng import LoaderRng
 from shardtune.errors import ShardtuneError
+from shardtune.models.find_adapter import get_model
 from shardtune.models.lora.attach import trainable_patterns
+from shardtune.models.options import NoOptions, read_options
 from shardtune.models.pretrained import has_tokenizer, recipe_tokenizer
-from shardtune.optim.build import set_learning_rate
-from shardtune.parallel.ranks import Ranks, leave_ranks
+from shardtune.optim.build import check_optimizer, set_learning_rate
+from shardtune.parallel.fsdp2 import Weights
+from shardtune.parallel.ranks import Ranks, join_ranks, leave_ranks, num_ranks
 from shardtune.training.build.initial_weights import seeded
 from shardtune.training.run_summary import RunSummary
-from shardtune.training.step import Accumulate, accumulate, optimizer_step, seed_rng
-from shardtune.training.step_metrics import step_metrics
-from shardtune.training.worker.data_position import TrainedOnData
-from shardtune.training.worker.model_state import over_directory
+from shardtune.training.step import optimizer_step, seed_rng, step_metrics
+from shardtune.training.train_output import TRAIN, TrainOutput
+from shardtune.training.worker.data_position import DataPosition
+from shardtune.training.worker.model_state import ModelState, TextParts, over_directory
+from shardtune.training.worker.run_context import RunContext, silent
+from shardtune.training.worker.task import DataPaths, Evaluation, Task, UserMethods
 from shardtune.training.worker.user_errors import explaining
-from shardtune.training.worker.user_evaluation import EvalOutput, sum_user_batches
-from shardtune.training.worker.user_loss import TRAIN, BatchWeights, TrainOutput, losses_of, measured
+from shardtune.training.worker.user_evaluation import EvalOutput
+from shardtune.training.worker.user_loss import BatchWeights, measured
+from shardtune.training.worker.user_task import UserTask, training_paths
 
 
-class FSDPSftWorker(TrainedOnData, ABC):
-    """A fine-tuning task on all ranks; a subclass says where batches come from and what the loss of one is.
+class FSDPSftWorker(ABC):
+    """A fine-tuning task on all ranks; a subclass provides batches and the loss of one.
 
     The life of a worker: it is made, `setup` builds the sharded model, optimizer and loaders on every rank, then
     `run_training` does one optimizer step per call. As a context manager it ends its part in the group of ranks.
+
+    A subclass overrides `build_dataloader`, `get_train_model_output`, `get_eval_model_output`, and where it wants to
+    `model_provider_func`, `loss_weights`, `setup`, `setup_evaluation`, `run_training`, `run_eval`, `save_checkpoint`,
+    `load_checkpoint` and `release`. A class that overrides anything else is refused when it is defined.
 
     Args:
         cfg: the recipe, validated and resolved.
@@ -54,24 +66,68 @@ class FSDPSftWorker(TrainedOnData, ABC):
         tokenizer: the one that the recipe names or that lies with its model; None where there is none.
         device: where batches belong.
         amp_context: the context to call the model in; half precision is the sharded model's own, so it does nothing.
-        data_iter: this rank's batches, one by one, from where training stands; what is taken from it counts as seen.
-        step: optimizer steps done.
-        notes: what is worth saying once, before the first step.
-        report: tells it to whoever looks on.
-        samples: answers of the last evaluation, where the task gives any.
-        samples_dir: where they are written.
+        report: prints a line for the user, on rank 0 alone.
+        samples: answers of the last evaluation, where the task generates any.
+        context: what the run gave at set-up.
+        task: model, rows and evaluation, in one of three forms.
+        state: the model with its weights and its optimizer.
+        position: where training is in its data.
     """
 
-    def __init__(self, cfg: DictConfig | Recipe) -> None:
-        super().__init__(cfg)
-        self.samples: list[dict[str, Any]] = []
-        self.samples_dir: Path | None = None
-        self.poll: Callable[[], None] = _nothing  # the runner's: called where all ranks may stop together
-        self._eval_rng: dict[int, LoaderRng] = {}  # of each loader of evaluations, by its id
-        self._told: set[str] = set()
-        self._files: list[dict[str, Any]] | None = None
+    Options: ClassVar[type[BaseModel] | None] = NoOptions
 
-    # The task: what a subclass gives.
+    model: nn.Module
+    state: ModelState
+    position: DataPosition
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        for name, value in vars(cls).items():
+            inherited = getattr(super(cls, cls), name, None)
+            method = inherited.fget if isinstance(inherited, property) else inherited
+            if getattr(method, "__final__", False):
+                raise TypeError(
+                    f"{cls.__name__}.{name} would never be called: {name} of {FSDPSftWorker.__name__} cannot be "
+                    f"overridden. Give the {'method' if callable(value) else 'attribute'} another name"
+                )
+
+    def __init__(self, cfg: DictConfig | Recipe) -> None:
+        self.recipe: Recipe = cfg if isinstance(cfg, Recipe) else load_recipe(cfg)
+        self.cfg: DictConfig = self.recipe.as_dict_config()
+        self.options: Any = self._read_options()
+        check_optimizer(self.recipe.actor.optim, num_ranks(self.recipe.runner))
+        self.ranks: Ranks = join_ranks(self.recipe.runner.device, self.recipe.actor)
+        self.device: torch.device = self.ranks.device
+        self.amp_context: AbstractContextManager[None] = nullcontext()
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.processor: ProcessorMixin | None = None
+        self.chat_template: str | None = None
+        self.end_of_turn_ids: tuple[int, ...] = ()
+        self.notes: list[str] = []
+        self.samples: list[Mapping[str, object]] = []
+        self.eval_loaders: dict[str, tuple[Any, Mapping[str, Any]]] = {}
+        self.report: Callable[[str], None] = print if self.ranks.is_main else silent
+        self.context = RunContext()
+        self.task: Task = self._make_task()
+
+    def _read_options(self) -> Any:
+        """`actor.model.options`, as the class declares them; as they are where a registered function reads them."""
+        model, kind = self.recipe.actor.model, type(self).Options
+        if kind is NoOptions and registered_function(model.model_type) is not None:
+            return model.options
+        return None if kind is None else read_options(kind, self.recipe)
+
+    def _make_task(self) -> Task:
+        return UserTask(self.recipe, self._methods(), type(self).__name__)
+
+    def _methods(self) -> UserMethods:
+        return UserMethods(
+            model_provider_func=self.model_provider_func,
+            get_train_model_output=self.get_train_model_output,
+            get_eval_model_output=self.get_eval_model_output,
+        )
+
+    # The methods that a subclass has to write.
 
     @abstractmethod
     def build_dataloader(self, data_paths: list[str], eval_dataset: bool = False) -> tuple[Any, dict[str, Any]]:
@@ -89,6 +145,12 @@ class FSDPSftWorker(TrainedOnData, ABC):
     def get_eval_model_output(self, batch: Any) -> EvalOutput:
         """The number of correct samples in a batch, or a dict of (sum, weight)."""
 
+    # The methods that a subclass may write.
+
+    def model_provider_func(self) -> nn.Module:
+        """The model, its parameters on the meta device, or real: then they are where training starts."""
+        return get_model(self.cfg.actor.model)
+
     def loss_weights(self, batch: Any) -> Mapping[str, float] | None:
         """How much a batch weighs in each term of its loss: for a loss of several terms, or one that is no mean.
 
@@ -97,59 +159,159 @@ class FSDPSftWorker(TrainedOnData, ABC):
         """
         return None
 
-    # The life of a worker.
+    def setup(self, context: RunContext = RunContext()) -> None:  # noqa: B008 (it is frozen)
+        """Build the sharded model and its weights, the optimizer and the loaders; every rank calls it.
 
-    def check(self) -> None:
-        """Find what is wrong before any rank is started, without building what takes memory; by default nothing."""
-
-    def setup(self) -> None:
-        """Build the sharded model and its weights, the optimizer and the loaders; every rank calls it."""
-        self.build_for_training()
-        self._read_tokenizer()
-        loader, info = self._built(_paths(self.recipe.data.train_data_paths), eval_dataset=False)
-        self.loader = loader if isinstance(loader, StepLoader) else self._cut(loader, info)
+        Args:
+            context: of the run that drives the worker.
+        """
+        self._build(context, training=True)
+        loader, info = self._loader(training_paths(self.recipe), eval_dataset=False)
+        self.loader: Loader[MicroBatch] = loader if isinstance(loader, Loader) else self._cut(loader, info)
+        self.position = DataPosition(self.loader, self.recipe.runner, self.task.name_rows)
         self._build_evaluations()
 
-    def setup_evaluation(self, checkpoint: Path | None = None) -> None:
+    def setup_evaluation(
+        self,
+        checkpoint: Path | None = None,
+        context: RunContext = RunContext(),  # noqa: B008 (it is frozen)
+    ) -> None:
         """Build the sharded model and the evaluation loaders alone.
 
         Args:
             checkpoint: whose weights are taken; None: those that training would start from.
+            context: of the run that the worker belongs to.
         """
-        self.build_for_evaluation(checkpoint)
-        self._read_tokenizer()
+        self._build(context, training=False, checkpoint=checkpoint)
         self._build_evaluations()
 
+    def run_training(self) -> dict[str, float]:
+        """One optimizer step; returns its metrics, the same on every rank."""
+        began = time.perf_counter()
+        state, position, runner, actor = self.state, self.position, self.recipe.runner, self.recipe.actor
+        step = next(position.steps)
+        waited = time.perf_counter() - began
+        rate = set_learning_rate(state.optimizer, state.step, position.horizon, actor.optim)
+        result = optimizer_step(
+            self._forward,
+            step.micro_batches,
+            step.denominators,
+            state.weights,
+            state.optimizer,
+            self.ranks,
+            draws=(runner.seed, state.step, self.ranks.draws_rank),
+            clip=actor.optim.clip_grad,
+            loss_scale=state.loss_scale,
+            accumulate=self._accumulate,
+        )
+        position.advance(step, result, state.step)
+        state.step += result.updated
+        found = step_metrics(
+            step,
+            result,
+            rate=rate,
+            seconds=time.perf_counter() - began,
+            waited=waited,
+            ranks=self.ranks,
+            utilisation=state.utilisation,
+        )
+        metrics = {"epoch": position.epoch, **found}
+        if position.skipped_steps:
+            metrics["train/skipped_steps"] = float(position.skipped_steps)
+        return metrics | {self.task.metric_name(name): metric.mean for name, metric in result.metrics.items()}
+
+    def run_eval(self) -> dict[str, float]:
+        """Evaluate every set; `eval/<metric>`, with several sets `eval/<set>/<metric>`. The same on every rank."""
+        context, metrics, named = self.context, {}, {}
+        episodes = context.episodes_dir
+        if episodes is None and context.samples_dir is not None:
+            episodes = context.samples_dir / f"step_{self.step}"
+        evaluation = Evaluation(
+            self.model, self.ranks, self.step, context.poll, self.report, context.samples_dir, episodes
+        )
+        self.model.eval()
+        try:
+            for name, (loader, info) in self.eval_loaders.items():
+                prefix = f"eval/{name}/" if name else "eval/"
+                # A loss that draws (noise, a time) draws the same each time, so that evaluations can be compared.
+                seed_rng(self.recipe.runner.seed, 0, 0, self.ranks.draws_rank, prefix)
+                found = self.task.evaluate_set(name, loader, info, evaluation)
+                metrics |= {prefix + key: value for key, value in found.metrics.items()}
+                named |= found.named
+                self.samples = list(found.samples)
+            played = self.task.evaluate_episodes(evaluation)
+        finally:
+            self.model.train()
+        return metrics | named | {f"eval/{name}": value for name, value in played.items()}
+
+    def save_checkpoint(self, path: str | Path, step: int, *, background: bool = False) -> list[PendingSave]:
+        """Write model, optimizer and state into a folder; every rank calls it.
+
+        Args:
+            path: the folder.
+            step: optimizer steps done.
+            background: return once the tensors are copied; the caller waits for what is returned.
+        """
+        own = {**self.state.checkpoint_state(), **self.position.checkpoint_state()}
+        state = {**own, "data_files": self.task.data_files(), "step": step}
+        return self.state.save(Path(path), state, background=background)
+
+    def load_checkpoint(self, path: str | Path) -> int:
+        """Continue from a folder that `save_checkpoint` wrote, on any number of ranks; returns its step."""
+        self.position.restore(self.state.load(Path(path)))
+        return self.state.step
+
     def release(self) -> None:
-        super().release()
-        vars(self).pop("eval_loaders", None)
+        """Free model and optimizer; the worker is of no more use.
 
-    def reopened(self, directory: Path) -> FSDPSftWorker:
-        """A worker of the same kind over the weights that `export` wrote, not set up yet; this one may be released."""
-        fresh = type(self)(over_directory(self.recipe, directory).as_dict_config())
-        fresh.weights_directory = directory
-        return fresh
+        A model that its caller holds too is whole again: in full precision, and as it was but for what it has learned.
+        """
+        if "state" in vars(self):
+            self.state.weights.restore_model()
+            self.task.restore_model(self.state.inner)
+        self.eval_loaders = {}
+        for name in {"model", "state", "loader", "position", "_forward", "_accumulate"} & vars(self).keys():
+            delattr(self, name)
 
-    def __enter__(self) -> Self:
-        return self
+    # Building.
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # otherwise other ranks may be waiting elsewhere
-            leave_ranks(self.ranks)
-
-    def _read_tokenizer(self) -> None:
-        """The tokenizer that lies with the model, for methods of the task to use and to be handed on with it."""
+    def _build(self, context: RunContext, *, training: bool, checkpoint: Path | None = None) -> None:
+        """The model and the tokenizer."""
+        self.context = context
+        if not self.ranks.is_main:
+            self.report = silent
+        elif context.report is not None:
+            self.report = context.report
+        self.state = ModelState(
+            self.recipe,
+            self.ranks,
+            self.task,
+            self.model_provider_func,
+            self.tokenizer,
+            directory=context.weights_directory,
+            checkpoint=checkpoint,
+            training=training,
+        )
+        self.model = self.state.model
+        self._accumulate = self.task.accumulate
+        self._forward = self.get_train_model_output
+        self.notes += [*context.notes, *self.state.notes, *self.task.probe_assumptions(self.model, self.device)]
         if self.tokenizer is None and has_tokenizer(self.recipe):
             self.tokenizer = recipe_tokenizer(self.recipe)
 
+    def _loader(self, paths: DataPaths, *, eval_dataset: bool) -> tuple[Any, dict[str, Any]]:
+        """What `build_dataloader` gives; what it draws (a split, an order) is the same in every run and every call."""
+        with seeded(derive_seed(self.recipe.runner.seed, "build_dataloader")):
+            return built(self.build_dataloader(paths, eval_dataset=eval_dataset))
+
     def _build_evaluations(self) -> None:
-        self.eval_loaders: dict[str, tuple[Any, dict[str, Any]]] = {}
-        for name, paths in self.evaluation_sets().items():
-            self.eval_loaders[name] = self.build_evaluation(name, paths)
+        sets = self.task.evaluation_sets()
+        self.eval_loaders = {paths.name: self._loader(paths, eval_dataset=True) for paths in sets}
 
     def _cut(self, loader: Any, info: Mapping[str, Any]) -> BatchLoader:
-        """A loader of the task's own, cut into steps."""
+        """A loader of the user's own, cut into steps."""
         actor = self.recipe.actor
+        self._forward = self._explained
         return BatchLoader.of(
             loader,
             info,
@@ -158,98 +320,13 @@ class FSDPSftWorker(TrainedOnData, ABC):
             micro_batch_size=actor.micro_batch_size,
             weigh=BatchWeights(self.loss_weights, self._measure, self.ranks),
             seed=self.recipe.runner.seed,
-            report=lambda text: self.report(text),
+            report=self.report,
         )
 
-    def evaluation_sets(self) -> dict[str, list[str]]:
-        """The paths of each evaluation set; the name "" is that of a single set without one."""
-        spec = self.recipe.data.eval_data_paths
-        if spec is None:
-            return {}
-        if isinstance(spec, dict):
-            return {name: _paths(paths) for name, paths in spec.items()}
-        return {"": _paths(spec)}
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether there is anything to evaluate on, once it is set up."""
-        return bool(self.eval_loaders)
-
-    def evaluation_metrics(self) -> list[str] | None:
-        """The names that `run_eval` will give, where they are known before it is called; None otherwise."""
-        return None
-
-    def build_evaluation(self, name: str, paths: list[str]) -> tuple[Any, dict[str, Any]]:
-        """The loader of one evaluation set."""
-        return self._built(paths, eval_dataset=True)
-
-    def _built(self, paths: list[str], *, eval_dataset: bool) -> tuple[Any, dict[str, Any]]:
-        """What `build_dataloader` gives; what it draws (a split, an order) is the same in every run and every call."""
-        with seeded(derive_seed(self.recipe.runner.seed, "build_dataloader")):
-            return built(self.build_dataloader(paths, eval_dataset=eval_dataset))
-
-    # Training.
-
-    def run_training(self) -> dict[str, float]:
-        """One optimizer step; returns its metrics, the same on every rank."""
-        began = time.perf_counter()
-        step = next(self._steps)
-        waited = time.perf_counter() - began
-        actor = self.recipe.actor
-        rate = set_learning_rate(self.optimizer, self.step, self._horizon(), actor.optim)
-        result = optimizer_step(
-            self._train_losses,
-            step.micro_batches,
-            step.denominators,
-            self.weights,
-            self.optimizer,
-            self.ranks,
-            draws=(self.recipe.runner.seed, self.step, self.ranks.draws_rank),
-            clip=actor.optim.clip_grad,
-            loss_scale=self._loss_scale,
-            accumulate=self._accumulate(),
-        )
-        self.data_state = step.after
-        self._count(step, result)
-        seconds = time.perf_counter() - began
-        found = step_metrics(
-            step,
-            result,
-            rate=rate,
-            seconds=seconds,
-            waited=waited,
-            ranks=self.ranks,
-            device=self.device,
-            utilisation=self._utilisation,
-        )
-        metrics = {"epoch": self.epoch, **found}
-        if self.skipped_steps:
-            metrics["train/skipped_steps"] = float(self.skipped_steps)
-        return metrics | self._user_metrics(step)
-
-    def _user_metrics(self, step: Step) -> dict[str, float]:
-        """What a subclass returned beside its loss, averaged over the step's targets (rows, where it has no labels)."""
-        if not isinstance(self.loader, BatchLoader):
-            return {}
-        sums: dict[str, Metric] = {}
-        for batch in step.micro_batches:
-            for name, metric in batch.metrics.items():
-                sums[name] = sums.get(name, Metric(0.0, 0.0)) + metric
-        return {f"train/{name}": metric.mean for name, metric in self.ranks.reduce_metrics(sums).items()}
-
-    def _accumulate(self) -> Accumulate:
-        """How gradients of micro-batches add up."""
-        return accumulate
-
-    def _train_losses(self, batch: Any) -> Mapping[str, LossSum]:
-        """What a subclass returns, as named sums."""
-        if isinstance(self.loader, BatchLoader):
-            with explaining(TRAIN, batch.fields, self.device):
-                output = self.get_train_model_output(with_names(batch.fields))
-            return losses_of(output, batch)
-        output = self.get_train_model_output(batch)
-        assert isinstance(output, Mapping)
-        return output
+    def _explained(self, batch: UserBatch) -> TrainOutput:
+        """The loss of a batch of the user's own loader; an error that the batch explains is raised as that."""
+        with explaining(TRAIN, batch.fields, self.device):
+            return self.get_train_model_output(with_names(batch.fields))
 
     def _measure(self, batch: Any) -> float | None:
         """The loss of a batch as a number, without dropout; None where the task fails at it. A call of all ranks."""
@@ -264,103 +341,112 @@ class FSDPSftWorker(TrainedOnData, ABC):
         finally:
             self.model.train()
 
-    # Evaluation.
-
-    def run_eval(self) -> dict[str, float]:
-        """Evaluate every set; `eval/<metric>`, with several sets `eval/<set>/<metric>`. The same on every rank."""
-        self.model.eval()
-        metrics: dict[str, float] = {}
-        try:
-            for name, (loader, info) in self.eval_loaders.items():
-                prefix = f"eval/{name}/" if name else "eval/"
-                # A loss that draws (noise, a time) draws the same each time, so that evaluations can be compared.
-                seed_rng(self.recipe.runner.seed, 0, 0, self.ranks.draws_rank, prefix)
-                metrics |= {prefix + key: value for key, value in self.evaluate_set(name, loader, info).items()}
-        finally:
-            self.model.train()
-        return metrics
-
-    def evaluate_set(self, name: str, loader: Iterable[Any], info: Mapping[str, Any]) -> dict[str, float]:
-        """The metrics of one evaluation set, from `get_eval_model_output` of each batch."""
-        evaluated = sum_user_batches(
-            self.get_eval_model_output,
-            loader,
-            self.ranks,
-            sharded=bool(info.get("sharded")),
-            num_samples=info.get("num_samples"),
-            name=name or "eval",
-            poll=self.poll,
-            draws=self.eval_rng(loader),
-            report=self.report_once,
-        )
-        return {key: metric.mean for key, metric in evaluated.items()}
-
-    def report_once(self, text: str) -> None:
-        """Tell something that each evaluation finds again."""
-        if text not in self._told:
-            self._told.add(text)
-            self.report(text)
-
-    def eval_rng(self, loader: Any) -> LoaderRng:
-        """What seeds an evaluation loader of the task's own, the same each time."""
-        return self._eval_rng.setdefault(id(loader), LoaderRng(loader, self.recipe.runner.seed))
-
-    # What is told of a run.
-
-    def data_files(self) -> list[dict[str, Any]]:
-        """The files and directories that the recipe names, with hashes, as they were when this was first asked."""
-        if self._files is None:
-            data = self.recipe.data
-            self._files = fingerprints(_paths(data.train_data_paths), cache_root(data.cache_dir))
-        return self._files
-
-    def describe_data(self) -> dict[str, Any]:
-        """The data, for the manifest."""
-        return {"train": self.data_files(), "rows_per_epoch": self.loader.rows_per_epoch}
+    # What a run reads.
 
     @property
-    def can_generate(self) -> bool:
-        """Whether the model answers prompts."""
-        return False
+    @final
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.state.step if "state" in vars(self) else 0
 
+    @property
+    @final
+    def weights(self) -> Weights:
+        """The weights of the model on all ranks."""
+        return self.state.weights
+
+    @property
+    @final
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of a worker that trains."""
+        return self.state.optimizer
+
+    @property
+    @final
+    def inner_model(self) -> nn.Module:
+        """The model inside `model`, by whose names checkpoints are written."""
+        return self.state.inner
+
+    @property
+    @final
+    def data_state(self) -> DataState:
+        """Epoch and rows consumed."""
+        return self.position.state
+
+    @property
+    @final
+    def data_iter(self) -> Any:
+        """This rank's batches, one by one, from where training is; what is taken from it counts as consumed."""
+        return self.position.batches
+
+    @property
+    @final
+    def _data_epoch(self) -> int:
+        return self.position.state.epoch
+
+    @property
+    @final
+    def _data_iter_offset(self) -> int:
+        return self.position.state.rows_consumed
+
+    @property
+    @final
+    def finished(self) -> bool:
+        """Whether `max_epochs` or `max_steps` is reached."""
+        return self.position.finished(self.state.step)
+
+    @property
+    @final
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate on, once it is set up."""
+        return bool(self.eval_loaders) or self.task.plays_episodes
+
+    @final
     def summary(self) -> RunSummary:
-        """What the first screen tells, once all is set up."""
-        notes, parameters = list(self.notes), dict(self.inner_model().named_parameters())
-        shapes = self.weights.shapes
+        """The first screen's summary, once all is set up."""
+        state, parameters = self.state, dict(self.state.inner.named_parameters())
+        notes, shapes = list(self.notes), state.weights.shapes
         if self.recipe.runner.deterministic:
             notes.append("deterministic kernels: bitwise repeatable, and on CUDA slower than those left out")
-        return RunSummary(
-            model=type(self.inner_model()).__name__.removeprefix("FSDP"),
-            parameters=sum(self.sizes().values()),
-            trainable=sum(shapes[name].numel() for name in self.weights.trainable()),
-            dtypes=self.dtypes,
-            ranks=_ranks(self.ranks),
-            attention="",
-            rows=self.loader.num_samples if isinstance(self.loader, BatchLoader) else self.loader.rows_per_epoch,
-            tokens=None,
-            targets=0.0,
-            steps_per_epoch=self.loader.num_steps(0),
-            total_steps=self.total_steps(),
-            evaluation={name: info.get("num_samples") for name, (_, info) in self.eval_loaders.items()},
-            notes=notes,
-            trained=trainable_patterns(parameters, shapes)
-            if any(not p.requires_grad for p in parameters.values())
-            else [],
+        all_trained = all(parameter.requires_grad for parameter in parameters.values())
+        return self.task.describe(
+            RunSummary(
+                model=type(state.inner).__name__.removeprefix("FSDP"),
+                parameters=sum(state.sizes().values()),
+                trainable=sum(shapes[name].numel() for name in state.weights.trainable()),
+                dtypes=state.dtypes,
+                ranks=_ranks(self.ranks),
+                attention="",
+                rows=self.loader.num_samples,
+                tokens=None,
+                targets=0.0,
+                steps_per_epoch=self.loader.num_steps(0),
+                total_steps=self.position.horizon,
+                evaluation={name: info.get("num_samples") for name, (_, info) in self.eval_loaders.items()},
+                notes=notes,
+                trained=[] if all_trained else trainable_patterns(parameters, shapes),
+            )
         )
+
+    @final
+    def export(self, directory: Path, dtype: str, *, merge: bool = False) -> None:
+        """Write the model as a directory that its own `from_pretrained` loads; see `ModelState.export`."""
+        text = TextParts(self.tokenizer, self.processor, self.chat_template, self.end_of_turn_ids)
+        self.state.export(directory, dtype, text, merge=merge)
+
+    def reopened(self, directory: Path) -> FSDPSftWorker:
+        """A worker of the same kind for the weights that `export` wrote, not set up yet; this one may be released."""
+        return type(self)(over_directory(self.recipe, directory).as_dict_config())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:  # otherwise other ranks may be waiting elsewhere
+            leave_ranks(self.ranks)
 
 
 def _ranks(ranks: Ranks) -> str:
     """How many ranks there are, where, and how they are laid out."""
     layout = f" ({ranks.layout})" if ranks.world_size > 1 else ""
     return f"{ranks.world_size} on {ranks.device.type}{layout}"
-
-
-def _nothing() -> None:
-    """What is polled when no runner listens."""
-
-
-def _paths(spec: Any) -> list[str]:
-    if spec is None:
-        return []
-    entries = spec if isinstance(spec, list) else [spec]
-    return [entry if isinstance(entry, str) else entry.path for entry in entries]

@@ -1,148 +1,123 @@
-"""A trained model with its data: where in it training stands, how far it is to go, and the same in checkpoints."""
+"""The position of training in its data: the steps to come, how many there are, and the same in checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from functools import cached_property
-from typing import Any
+from typing import final
 
-from omegaconf import DictConfig
-
-from shardtune.config import Recipe
-from shardtune.data.loader.step_loader import DataState, Step, StepLoader
+from shardtune.config import RunnerConfig
+from shardtune.data.loader.protocol import DataState, Loader, MicroBatch, Step
 from shardtune.data.user_loader.batch import UserBatch, with_names
-from shardtune.data.user_loader.loader import BatchLoader
-from shardtune.data.user_loader.position import LoaderRecord
 from shardtune.errors import ModelError
 from shardtune.training.step import StepResult
-from shardtune.training.worker.model_state import TrainedModel
 
 MAX_SKIPPED = 10
 """Steps in a row that may be skipped for a gradient that is not finite."""
 
 
-class TrainedOnData(TrainedModel):
-    """A model that is trained on the steps of a loader.
+@final
+class DataPosition:
+    """Where training is in the steps of a loader.
 
     Args:
-        cfg: the recipe, validated and resolved.
+        loader: yields steps from any position.
+        runner: how long training lasts.
+        name_rows: a step to the names of its rows, for messages.
+
+    Attributes:
+        state: epoch and rows consumed.
+        steps: the steps from there on.
+        horizon: optimizer steps until `max_epochs` or `max_steps`, whichever comes first.
+        skipped_steps: steps that were passed over.
+        problem: why the last of them was.
+        passed_over: its rows.
     """
 
-    loader: StepLoader | BatchLoader
-
-    def __init__(self, cfg: DictConfig | Recipe) -> None:
-        super().__init__(cfg)
-        self.data_state = DataState()
-        self.problem = ""  # why the last skipped step was
-        self.passed_over = ""  # its rows
-        self._open_steps: Iterator[Step] | None = None
-        self._total_steps: int | None = None
+    def __init__(
+        self, loader: Loader[MicroBatch], runner: RunnerConfig, name_rows: Callable[[Step[MicroBatch]], str]
+    ) -> None:
+        self.loader = loader
+        self._runner = runner
+        self._name_rows = name_rows
+        self.state = DataState()
+        self.steps: Iterator[Step[MicroBatch]] = loader.steps(self.state)
+        self.horizon = _horizon(runner, loader)
+        self._rows_per_epoch = max(1, loader.rows_per_epoch)
+        self.skipped_steps = 0
         self._skipped_in_a_row = 0
+        self.problem = ""
+        self.passed_over = ""
+        self.batches: Iterator[object] = self._batches()
 
-    def release(self) -> None:
-        super().release()
-        for name in {"loader", "_open_steps"} & vars(self).keys():
-            delattr(self, name)
-
-    # What a user's method may read.
-
-    @property
-    def _steps(self) -> Iterator[Step]:
-        if self._open_steps is None:
-            self._open_steps = self.loader.steps(self.data_state)
-        return self._open_steps
-
-    @cached_property
-    def data_iter(self) -> Iterator[Any]:
-        return self._batches()
-
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self) -> Iterator[object]:
+        """This rank's batches, one by one; what is taken counts as consumed when the last of its step is."""
         while True:
-            step = next(self._steps)
+            step = next(self.steps)
             *others, last = (with_names(b.fields) if isinstance(b, UserBatch) else b for b in step.micro_batches)
             yield from others
-            self.data_state = step.after
+            self.state = step.after
             yield last
-
-    @property
-    def _data_epoch(self) -> int:
-        return self.data_state.epoch
-
-    @property
-    def _data_iter_offset(self) -> int:
-        return self.data_state.rows_consumed
-
-    def total_steps(self) -> int:
-        """The horizon: optimizer steps until `max_epochs` or `max_steps`, whichever comes first."""
-        runner = self.recipe.runner
-        steps = runner.max_steps if runner.max_steps > 0 else None
-        if runner.max_epochs > 0:
-            epochs = 0
-            for epoch in range(runner.max_epochs):
-                epochs += self.loader.num_steps(epoch)
-                if steps is not None and epochs >= steps:
-                    return steps
-            return epochs
-        assert steps is not None
-        return steps
 
     @property
     def epoch(self) -> float:
         """How far training is, in epochs."""
-        return self.data_state.epoch + self.data_state.rows_consumed / max(1, self.loader.rows_per_epoch)
+        return self.state.epoch + self.state.rows_consumed / self._rows_per_epoch
 
-    @property
-    def finished(self) -> bool:
-        """Whether `max_epochs` or `max_steps` is reached."""
-        runner = self.recipe.runner
-        return (runner.max_epochs > 0 and self.data_state.epoch >= runner.max_epochs) or (
-            runner.max_steps > 0 and self.step >= runner.max_steps
-        )
+    def finished(self, step: int) -> bool:
+        """Whether `max_epochs` or `max_steps` is reached after so many optimizer steps."""
+        runner = self._runner
+        return (0 < runner.max_epochs <= self.state.epoch) or (0 < runner.max_steps <= step)
 
-    def _horizon(self) -> int:
-        if self._total_steps is None:
-            self._total_steps = self.total_steps()
-        return self._total_steps
+    def advance(self, step: Step[MicroBatch], result: StepResult, done: int) -> None:
+        """Go behind a step. One that updated nothing moves the data on and nothing else.
 
-    _total_steps: int | None = None
-    _skipped_in_a_row = 0
-
-    def _count(self, step: Step, result: StepResult) -> None:
-        """A skipped step moves the data on and nothing else."""
+        Args:
+            step: that was computed.
+            result: of it.
+            done: optimizer steps before it.
+        """
+        self.state = step.after
         if result.updated:
-            self.step += 1
             self._skipped_in_a_row = 0
             return
         self.skipped_steps += 1
-        self.problem, self.passed_over = result.problem, self.name_rows(step)
         self._skipped_in_a_row += 1
+        self.problem, self.passed_over = result.problem, self._name_rows(step)
         if self._skipped_in_a_row >= MAX_SKIPPED:
             raise ModelError(
                 f"{MAX_SKIPPED} steps in a row were passed over, the last as {result.problem}",
-                where=f"after step {self.step}, the rows {self.passed_over}",
+                where=f"after step {done}, the rows {self.passed_over}",
                 remedy="look at these rows, or lower actor.optim.lr",
             )
 
-    def name_rows(self, step: Step) -> str:
-        """Which rows a step holds, in few words."""
-        return f"those after {step.state.rows_consumed:,} of epoch {step.state.epoch}"
-
     # Checkpoints.
 
-    def data_files(self) -> list[dict[str, Any]]:
-        """What the training rows come from; a resumed run must have the same."""
-        return []
+    def checkpoint_state(self) -> dict[str, object]:
+        """What a checkpoint holds of the position, as JSON; all ranks call it."""
+        return {
+            "skipped_steps": self.skipped_steps,
+            "data": asdict(self.state),
+            "loader": self.loader.state_dict(),
+        }
 
-    def training_state(self) -> dict[str, Any]:
-        loader = self.loader.record().to_json() if isinstance(self.loader, BatchLoader) else None
-        data = {"data": asdict(self.data_state), "data_files": self.data_files(), "loader": loader}
-        return {**super().training_state(), **data}
+    def restore(self, state: Mapping[str, object]) -> None:
+        """Go to where `checkpoint_state` was taken; all ranks call it."""
+        data, saved, skipped = state["data"], state.get("loader"), state["skipped_steps"]
+        if not isinstance(data, Mapping) or not isinstance(skipped, int):
+            raise TypeError(f"the state of a checkpoint holds no position: {state}")
+        self.state = DataState(**data)
+        self.skipped_steps = skipped
+        if isinstance(saved, Mapping):
+            allowed = "data.train_data_paths" in self._runner.allow_changes
+            self.loader.load_state_dict(saved, self.state, allow_changed=allowed)
+        self.steps = self.loader.steps(self.state)
 
-    def restore_state(self, state: dict[str, Any]) -> None:
-        super().restore_state(state)
-        self.data_state = DataState(**state["data"])
-        self._open_steps = None
-        if isinstance(self.loader, BatchLoader) and state.get("loader") is not None:
-            allowed = "data.train_data_paths" in self.recipe.runner.allow_changes
-            self.loader.resume(self.data_state, LoaderRecord.from_json(state["loader"]), allow_changed=allowed)
+
+def _horizon(runner: RunnerConfig, loader: Loader[MicroBatch]) -> int:
+    steps = 0
+    for epoch in range(max(0, runner.max_epochs)):
+        steps += loader.num_steps(epoch)
+        if 0 < runner.max_steps <= steps:
+            break
+    return min(steps, runner.max_steps) if steps and runner.max_steps > 0 else steps or runner.max_steps

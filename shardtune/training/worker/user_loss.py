@@ -15,6 +15,7 @@ from shardtune.errors import ModelError
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.train_output import TERM, split_metrics
 
+
 class BatchWeights:
     """How much each batch weighs in each term of the loss, known before the loss is computed.
 

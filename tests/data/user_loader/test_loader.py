@@ -22,7 +22,7 @@ from shardtune.errors import CheckpointError, ConfigError, DataError
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.step import optimizer_step
-from shardtune.training.worker.user_loss import TERM, losses_of
+from shardtune.training.train_output import TERM
 from tests.parallel.test_fsdp2 import group
 from tests.support.dist.ranks import run_ranks
 
@@ -94,7 +94,7 @@ def take_step(step: Step, model: nn.Module, ranks: Ranks) -> tuple[float, float,
 
     optimizer.register_step_pre_hook(keep)
     result = optimizer_step(
-        lambda batch: losses_of(mean_loss(model, batch.fields), batch),
+        lambda batch: mean_loss(model, batch.fields),
         step.micro_batches,
         step.denominators,
         weights,

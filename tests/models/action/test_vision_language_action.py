@@ -268,7 +268,7 @@ def test_the_policy_answers_a_batch_as_each_alone(folder: Path, kind: str) -> No
     assert isinstance(adapter, VisionLanguageAction)
     torch.manual_seed(0)
     with torch.no_grad():  # new rows of the embedding are alike, and between equal logits rounding would choose
-        for parameter in worker.inner_model().parameters():
+        for parameter in worker.inner_model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     policy = adapter.policy(worker.root, torch.device("cpu"))
     seen = observations(3)
@@ -285,7 +285,7 @@ def test_metrics_are_those_of_what_the_policy_would_choose(folder: Path) -> None
     """One row at a time, by the model's own logits for the true tokens before."""
     worker = SFTWorker(load_recipe(recipe(folder, "llava", "metrics")), training=False, report=lambda _: None)
     worker.setup_evaluation()
-    adapter, model = worker.adapter, worker.inner_model()
+    adapter, model = worker.adapter, worker.inner_model
     assert isinstance(adapter, VisionLanguageAction)
     rows = worker.prepared.evals[""]
     codec, statistics = adapter.settings.codec(), adapter.settings.statistics()
@@ -404,7 +404,7 @@ def test_every_family_trains_and_acts(tmp_path: Path, family: str) -> None:
     assert np.isfinite([worker.run_training()["train/loss"] for _ in range(2)]).all()
     torch.manual_seed(0)
     with torch.no_grad():
-        for parameter in worker.inner_model().parameters():
+        for parameter in worker.inner_model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     worker.model.eval()
     adapter = worker.adapter

@@ -56,7 +56,7 @@ def test_a_model_whose_projector_is_zero_is_not_packed(places: tuple[Path, Path]
     """Whatever the probe sees of images that are all alike: Gemma 3 begins so."""
     worker = a_worker(places, "qwen2_5_vl", data__eval_data_paths=None)
     with torch.no_grad():
-        worker.inner_model().get_parameter("model.visual.merger.mlp.2.weight").zero_()
+        worker.inner_model.get_parameter("model.visual.merger.mlp.2.weight").zero_()
     worker.notes.clear()
     worker.probe_assumptions()
     assert worker.notes[0] == CLOSED_EYES
@@ -67,8 +67,8 @@ def test_a_model_whose_projector_is_zero_is_not_packed(places: tuple[Path, Path]
 def test_a_model_that_does_not_see_is_refused(places: tuple[Path, Path]) -> None:
     worker = a_worker(places, "llava", data__eval_data_paths=None)
     with torch.no_grad():
-        worker.inner_model().get_parameter("model.multi_modal_projector.linear_2.weight").fill_(1e-30)
-        worker.inner_model().get_parameter("model.multi_modal_projector.linear_1.weight").fill_(1e-300)
+        worker.inner_model.get_parameter("model.multi_modal_projector.linear_2.weight").fill_(1e-30)
+        worker.inner_model.get_parameter("model.multi_modal_projector.linear_1.weight").fill_(1e-300)
     with pytest.raises(ModelError, match="it does not see"):
         worker.probe_assumptions()
     worker.release()
@@ -189,6 +189,6 @@ def test_a_tokenizer_in_memory_is_refused(places: tuple[Path, Path]) -> None:
 def test_blocks_of_the_vision_tower_shard_as_wholes(places: tuple[Path, Path]) -> None:
     """SmolVLM declares the attention in them alone."""
     worker = a_worker(places, "smolvlm", data__eval_data_paths=None)
-    units = {type(unit).__name__ for unit in worker.shard_units(worker.inner_model())}
+    units = {type(unit).__name__ for unit in worker.task.shard_units(worker.inner_model)[0]}
     assert units == {"SmolVLMEncoderLayer", "LlamaDecoderLayer"}
     worker.release()

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from shardtune.config import load_recipe
 from shardtune.parallel.fsdp2 import local
 from shardtune.training.worker.adapter_worker import SFTWorker
+from shardtune.training.worker.model_state import ModelState
 from tests.support.dist.layouts import parallel
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import make_tokenizer, quiet, recipe, save_rows
@@ -81,22 +82,16 @@ class Watched:
         self._thread.join()
 
 
-class Loading(SFTWorker):
-    """Builds and loads, and does not look at packing, for which units of the model are gathered."""
-
-    def probe_assumptions(self) -> None: ...
-
-
 def load(values: dict[str, Any], small: dict[str, Any]) -> int:
     """The bytes that building and loading take at their peak on this rank."""
     torch.set_num_threads(1)
     warm = SFTWorker(load_recipe(small), report=quiet)  # imports, connections and pools are no part of it
     warm.setup_evaluation()
     warm.release()
-    worker = Loading(load_recipe(values), report=quiet)
-    with Watched() as watched:
-        worker.build_for_evaluation(None)
-    held = sum(local(tensor).nbytes for tensor in worker.weights.tensors().values())
+    worker = SFTWorker(load_recipe(values), report=quiet)
+    with Watched() as watched:  # without the probe of packing, for which units of the model are gathered
+        state = ModelState(worker.recipe, worker.ranks, worker.task, worker.model_provider_func, worker.tokenizer)
+    held = sum(local(tensor).nbytes for tensor in state.weights.tensors().values())
     assert held >= (checkpoint_bytes(Path(values["actor"]["model"]["model_path"])) / worker.ranks.world_size) * 0.99
     worker.release()
     return watched.peak - watched.baseline

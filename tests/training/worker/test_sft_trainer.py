@@ -215,7 +215,14 @@ def test_samples_are_the_models_own_answers(made: tuple[Path, Path]):
     worker = trainer(made, eval__num_samples=3, actor__eval_micro_batch_size=2)
     found = worker.run_eval()
     told: list[Any] = []
-    worker.answered = lambda _, prompts, answers: told.extend(zip(prompts, answers, strict=True))
+    generate = worker._padded_task.generate
+
+    def keep(*arguments: Any) -> Generated:
+        generated = generate(*arguments)
+        told.extend(zip(generated.prompts, generated.answers, strict=True))
+        return generated
+
+    worker._padded_task.generate = keep
     worker.run_eval()
     model = AutoModelForCausalLM.from_pretrained(made[0], dtype=torch.float64)
     total = tokens = 0.0

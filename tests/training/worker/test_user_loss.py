@@ -15,7 +15,8 @@ from shardtune.batch import LossSum, Metric
 from shardtune.data.user_loader.batch import UserBatch
 from shardtune.errors import ModelError
 from shardtune.parallel.ranks import Ranks
-from shardtune.training.worker.user_loss import TERM, BatchWeights, losses_of, measured
+from shardtune.training.train_output import TERM, read_train_output
+from shardtune.training.worker.user_loss import BatchWeights, measured
 from tests.parallel.test_fsdp2 import group
 from tests.support.dist.ranks import run_ranks
 
@@ -46,44 +47,44 @@ def tensor(value: float) -> torch.Tensor:
     ],
 )
 def test_what_a_worker_may_return(output: Any, total: float) -> None:
-    batch = batch_of()
-    assert {name: (loss.total.item(), loss.weight) for name, loss in losses_of(output, batch).items()} == {
-        TERM: (total, 4.0)
-    }
-    assert batch.metrics == (
+    losses, metrics = read_train_output(output, batch_of())
+    assert {name: (loss.total.item(), loss.weight) for name, loss in losses.items()} == {TERM: (total, 4.0)}
+    assert metrics == (
         {"accuracy": Metric(2.0, 4.0)} if isinstance(output, tuple) and isinstance(output[1], dict) else {}
     )
 
 
 def test_metrics_are_means_over_the_batch_or_pairs() -> None:
     batch = batch_of(a=1.0)
-    losses_of((tensor(1.0), {"mean": tensor(0.5), "pair": (3, 6), "metric": Metric(1.0, 2.0)}), batch)
-    assert batch.metrics == {"mean": Metric(1.5, 3.0), "pair": Metric(3.0, 6.0), "metric": Metric(1.0, 2.0)}
+    _, metrics = read_train_output(
+        (tensor(1.0), {"mean": tensor(0.5), "pair": (3, 6), "metric": Metric(1.0, 2.0)}), batch
+    )
+    assert metrics == {"mean": Metric(1.5, 3.0), "pair": Metric(3.0, 6.0), "metric": Metric(1.0, 2.0)}
     with pytest.raises(ModelError, match="the metric 'name' as a str, not as a number"):
-        losses_of((tensor(1.0), {"name": "x"}), batch)
+        read_train_output((tensor(1.0), {"name": "x"}), batch)
 
 
 def test_several_terms() -> None:
     output = {"ce": LossSum(tensor(6.0), 3.0), "aux": LossSum(tensor(1.0), 2.0)}
-    losses = losses_of(output, batch_of(ce=3.0, aux=2.0))
+    losses, _ = read_train_output(output, batch_of(ce=3.0, aux=2.0))
     assert {name: loss.weight for name, loss in losses.items()} == {"ce": 3.0, "aux": 2.0}
     with pytest.raises(ModelError, match=r"returned the terms \['aux', 'ce'\]") as error:
-        losses_of(output, batch_of())
+        read_train_output(output, batch_of())
     assert "write loss_weights(self, batch) -> {'ce': …, 'aux': …}" in str(error.value)
     with pytest.raises(ModelError, match=r"one loss, loss_weights gives the terms \['aux', 'ce'\]"):
-        losses_of(tensor(1.0), batch_of(ce=3.0, aux=2.0))
+        read_train_output(tensor(1.0), batch_of(ce=3.0, aux=2.0))
 
 
 def test_a_sum_of_another_weight_is_refused() -> None:
     with pytest.raises(ModelError, match="a sum of weight 5, the batch weighs 4") as error:
-        losses_of(LossSum(tensor(1.0), 5.0), batch_of())
+        read_train_output(LossSum(tensor(1.0), 5.0), batch_of())
     assert "write loss_weights(self, batch)" in str(error.value)
 
 
 @pytest.mark.parametrize("output", [tensor(2.0), LossSum(tensor(2.0), 7.0), (tensor(2.0), {"accuracy": 0.5})], ids=str)
 def test_a_batch_that_stands_in_counts_for_nothing(output: Any) -> None:
     batch = batch_of(counts=False, loss=0.0)
-    loss = losses_of(output, batch)[TERM]
+    loss = read_train_output(output, batch)[0][TERM]
     assert (loss.total.item(), loss.weight, batch.metrics) == (0.0, 0.0, {})
     loss.total.backward()  # others wait in it
 
@@ -104,7 +105,7 @@ def test_a_batch_that_stands_in_counts_for_nothing(output: Any) -> None:
 )
 def test_what_is_no_loss_is_refused(output: Any, says: str) -> None:
     with pytest.raises(ModelError, match=f"returned {says}.*not a scalar loss with a graph") as error:
-        losses_of(output, batch_of())
+        read_train_output(output, batch_of())
     assert "return outputs.loss" in str(error.value)
 
 

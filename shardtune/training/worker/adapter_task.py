@@ -1,0 +1,195 @@
+"""The task that drives an adapter: packed rows, its loss, evaluation by loss, answers and episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from shardtune.config import Recipe
+from shardtune.data.cache.dataset import TokenDataset
+from shardtune.data.loader.step_loader import BatchMaker, Limits
+from shardtune.data.prepare import PreparedData, WeighedRows
+from shardtune.errors import ConfigError, ModelError
+from shardtune.evaluate.closed_loop import METRICS, ClosedLoop, play
+from shardtune.evaluate.loss import BLOCK_MICRO_BATCHES, sum_evaluation, summarize
+from shardtune.models.action.acting import ActingAdapter
+from shardtune.models.adapter import Adapter, AdapterRoot, LanguageModel, WholeStepAdapter
+from shardtune.models.recipe_hooks import Hooks
+from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
+from shardtune.parallel.ranks import Ranks
+from shardtune.training.build.model import build_empty
+from shardtune.training.run_summary import RunSummary
+from shardtune.training.step import Accumulate, accumulate
+from shardtune.training.whole_step_loss import WholeStep
+from shardtune.training.worker.cached_rows import CachedRowsTask, EvaluationSet, token_counts
+from shardtune.training.worker.task import Evaluated, Evaluation, UserMethods
+from shardtune.training.worker.user_task import UserSets
+
+
+class AdapterTask(CachedRowsTask):
+    """An adapter's model, trained on packed rows; arguments as `CachedRowsTask` has them.
+
+    Args:
+        hooks: the recipe's own loss and metrics.
+        ranks: of the run.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        adapter: Adapter,
+        prepared: PreparedData,
+        methods: UserMethods,
+        *,
+        hooks: Hooks,
+        ranks: Ranks,
+    ) -> None:
+        super().__init__(recipe, adapter, prepared, methods)
+        self._hooks = hooks
+        self._whole_step = WholeStep(adapter, ranks) if isinstance(adapter, WholeStepAdapter) else None
+        self._episodes = episodes(recipe, adapter)
+        self._user_sets = UserSets(methods, recipe.runner.seed)
+
+    # The model.
+
+    def build_model(self) -> tuple[nn.Module, list[str]]:
+        """The adapter's root over a model without memory, and notes."""
+        model, notes = build_empty(self.adapter.build, self.recipe.runner.seed)
+        self.adapter.set_execution(model)
+        return self._hooks.attach(self.adapter.root(model)), notes
+
+    def inner_model(self, model: nn.Module) -> nn.Module:
+        return root_of(model).model
+
+    def probe_assumptions(self, model: nn.Module, device: torch.device) -> list[str]:
+        """Compare, on two real rows, what the adapter relies on with the model at hand; otherwise do without."""
+        rows = next(iter(self.all_rows()), None)
+        if rows is None:
+            return []
+        longest = np.argpartition(rows.lengths, -min(2, len(rows)))[-2:]
+        samples = [rows.row(int(index)) for index in longest]
+        dtype = COMPUTE_DTYPE[self.recipe.actor.model.precision]
+        return self.adapter.probe_assumptions(root_of(model), samples, device, dtype)
+
+    # Rows.
+
+    def weighed(self, rows: TokenDataset) -> WeighedRows:
+        return WeighedRows(rows, self.adapter.row_terms())
+
+    def maker(self, rows: WeighedRows, max_rows: int | None, ranks: Ranks) -> BatchMaker:
+        limits = Limits(
+            max_rows if self._rows_share_forwards else 1,
+            self.recipe.actor.max_tokens_per_micro_batch,
+            of_one_length=not self.adapter.rows_share_forwards and self.adapter.rows_of_one_length,
+        )
+        return BatchMaker(rows, limits, self.adapter, rank=ranks.data_rank, num_ranks=ranks.num_data_ranks)
+
+    @property
+    def _rows_share_forwards(self) -> bool:
+        return self.adapter.rows_share_forwards or self.adapter.rows_of_one_length
+
+    @property
+    def num_processes(self) -> int:
+        return self.recipe.data.num_workers if self.adapter.prepares_in_processes else 0
+
+    def rows_per_block(self, rows: TokenDataset, max_rows: int | None, ranks: Ranks) -> int:
+        if self._whole_step is not None:
+            return self.recipe.actor.global_batch_size or len(rows)  # a loss of whole steps is evaluated in steps
+        per_forward = (max_rows or 16) if self._rows_share_forwards else 1
+        return per_forward * BLOCK_MICRO_BATCHES * ranks.num_data_ranks
+
+    # Training.
+
+    @property
+    def accumulate(self) -> Accumulate:
+        return accumulate if self._whole_step is None else self._whole_step.accumulate
+
+    # Evaluation.
+
+    def evaluate_set(
+        self, name: str, loader: Iterable[object], info: Mapping[str, object], evaluation: Evaluation
+    ) -> Evaluated:
+        if not isinstance(loader, EvaluationSet):
+            return self._user_sets.evaluate(name, loader, info, evaluation)
+        if self._whole_step is not None:
+            forward = self.methods.get_train_model_output
+            sums = self._whole_step.evaluate(forward, loader.blocks(), poll=evaluation.poll)
+        else:
+            sums = sum_evaluation(self.measured, iter(loader), evaluation.ranks, poll=evaluation.poll)
+        metrics = summarize(sums)
+        if not self.recipe.eval.generate:
+            return Evaluated(metrics)
+        judged = self.generate(name, loader.rows, evaluation).judged
+        return Evaluated(metrics | judged.metrics(), samples=judged.samples)
+
+    @property
+    def plays_episodes(self) -> bool:
+        return self._episodes is not None
+
+    def evaluate_episodes(self, evaluation: Evaluation) -> Mapping[str, float]:
+        if self._episodes is None or not isinstance(self.adapter, ActingAdapter):
+            return {}
+        policy = self.adapter.policy(root_of(evaluation.model), evaluation.device)
+        score = play(self._episodes, policy, evaluation.ranks, folder=evaluation.episodes_dir, poll=evaluation.poll)
+        return score.metrics()
+
+    def metric_names(self) -> list[str] | None:
+        if not isinstance(self.adapter, LanguageModel):
+            return None
+        terms = self.loss_terms()
+        names = ["loss", "perplexity", "token_accuracy", *(f"loss/{term}" for term in terms if len(terms) > 1)]
+        names += self.adapter.metric_names
+        if self.recipe.eval.generate:
+            names += ["eval_accuracy", "unparsed"]
+        names = self._hooks.all_names(names)
+        of_sets = [f"eval/{name}/{key}" if name else f"eval/{key}" for name in self.prepared.evals for key in names]
+        return [*of_sets, *(f"eval/{name}" for name in (METRICS if self.plays_episodes else ()))]
+
+    def describe(self, summary: RunSummary) -> RunSummary:
+        summary = super().describe(summary)
+        if not isinstance(self.adapter, LanguageModel):
+            return summary
+        alone = "rows of one length" if self.adapter.rows_of_one_length else "one row"
+        packed = "rows end to end, each attends to itself alone (compared on two rows)"
+        summary = replace(summary, attention=packed if self.adapter.rows_share_forwards else f"{alone} per forward")
+        return token_counts(summary, self.training_rows())
+
+
+def root_of(model: nn.Module) -> AdapterRoot:
+    """The sharded module as the type that it is.
+
+    Raises:
+        ModelError: `model_provider_func` was overridden and returned another.
+    """
+    if isinstance(model, AdapterRoot):
+        return model
+    raise ModelError(
+        f"model_provider_func returned a {type(model).__name__}, not an adapter's root",
+        where="model_provider_func",
+        remedy="return what super().model_provider_func() returns, changed in place; a worker over a module of your "
+        "own derives from shardtune.FSDPSftWorker",
+    )
+
+
+def episodes(recipe: Recipe, adapter: Adapter) -> ClosedLoop | None:
+    """The episodes that a recipe wants played, its environment tried out; None where it wants none.
+
+    Raises:
+        ConfigError: the model does not act, or the environment cannot be used.
+    """
+    found = ClosedLoop.of(recipe)
+    if found is None:
+        return None
+    if not isinstance(adapter, ActingAdapter):
+        raise ConfigError(
+            f"eval.environment: {type(adapter).__name__} describes no model that acts in an environment",
+            where=recipe.where("eval.environment") or "eval.environment",
+            remedy="leave it out, or use actor.model.model_type: vision_language_action; an adapter of your own "
+            "derives from shardtune.models.action.acting.ActingAdapter",
+        )
+    found.check()
+    return found

@@ -1,0 +1,304 @@
+"""Tasks whose rows the recipe names: encoded once, kept in the cache, dealt to ranks and micro-batches."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardtune.batch import Batch, Metric, Prompt
+from shardtune.checkpoint.hf_load import check_weights
+from shardtune.config import Recipe
+from shardtune.config.rank_layout import Layout
+from shardtune.data.cache.dataset import TokenDataset
+from shardtune.data.chat.encoder import ChatEncoder
+from shardtune.data.loader.order import DataOrder, OrderSource
+from shardtune.data.loader.protocol import MicroBatch, Step
+from shardtune.data.loader.step_loader import BatchMaker, StepLoader
+from shardtune.data.prepare import PreparedData, WeighedRows
+from shardtune.errors import ConfigError, ModelError
+from shardtune.evaluate.answers import Answers, answered_rows, make_matcher
+from shardtune.evaluate.generate import Generator, Sampling
+from shardtune.evaluate.loss import check_monitors, evaluation_blocks
+from shardtune.models.action.acting import ActingAdapter
+from shardtune.models.adapter import Adapter, LanguageModel, LanguageRoot, WeightSource
+from shardtune.models.causal_lm import TOKENS
+from shardtune.models.pretrained import has_tokenizer, model_directory
+from shardtune.optim.build import build_optimizer
+from shardtune.parallel.model_parallel import ModelParallel
+from shardtune.parallel.ranks import Ranks, num_ranks
+from shardtune.training.build.lora import adapt, check_stored
+from shardtune.training.build.model import build_empty, freeze
+from shardtune.training.run_summary import RunSummary
+from shardtune.training.worker.model_state import TextParts
+from shardtune.training.worker.task import DataPaths, Evaluation, Task, UserMethods
+from shardtune.training.worker.user_evaluation import metrics_of
+
+GENERATION_ROWS = 64
+NAMED_ROWS = 8
+"""Rows of a step that was passed over that are named one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSet:
+    """One evaluation set as this rank sees it: its rows, and how they are cut into micro-batches."""
+
+    rows: TokenDataset
+    maker: BatchMaker
+    rows_per_block: int
+    num_processes: int = 0
+
+    def blocks(self) -> Iterator[tuple[Batch, ...]]:
+        """This rank's micro-batches, as many as every other rank's; each row comes exactly once."""
+        return evaluation_blocks(len(self.rows), self.maker, self.rows_per_block, self.num_processes)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return chain.from_iterable(self.blocks())
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """The answers to the prompts of an evaluation set.
+
+    Attributes:
+        prompts: int32 [length] each.
+        answers: the tokens that the model wrote, the stop token included where it came to one.
+        judged: compared with the expected answers.
+    """
+
+    prompts: Sequence[np.ndarray]
+    answers: Sequence[Sequence[int]]
+    judged: Answers
+
+
+class CachedRowsTask(Task):
+    """A task over an adapter's model and the encoded rows of a recipe.
+
+    Args:
+        recipe: of the run.
+        adapter: describes the model.
+        prepared: the encoded rows.
+        methods: the worker's.
+    """
+
+    def __init__(self, recipe: Recipe, adapter: Adapter, prepared: PreparedData, methods: UserMethods) -> None:
+        self.recipe = recipe
+        self.adapter = adapter
+        self.prepared = prepared
+        self.methods = methods
+        self._matcher = make_matcher(recipe.eval)
+
+    @property
+    def text(self) -> TextParts:
+        """What belongs to a model that reads and writes text, beside its weights."""
+        encoder = self.prepared.encoder
+        if isinstance(encoder, ChatEncoder):
+            template = None if encoder.template is None else encoder.template.text
+            return TextParts(encoder.tokenizer, self.adapter.processor, template, tuple(encoder.stop_token_ids))
+        return TextParts(self.adapter.tokenizer if has_tokenizer(self.recipe) else None)
+
+    # The model.
+
+    @abstractmethod
+    def build_model(self) -> tuple[nn.Module, list[str]]:
+        """The root over a model without memory, and notes."""
+
+    def initial_weights(self) -> WeightSource:
+        return None if self.recipe.actor.model.from_scratch else self.adapter.initial_weights()
+
+    def build_again(self) -> nn.Module:
+        return self.adapter.build()
+
+    def shard_units(self, model: nn.Module) -> tuple[list[nn.Module], str]:
+        return self.adapter.shard_units(model)
+
+    def apply_model_parallel(self, model: nn.Module, ranks: Ranks) -> ModelParallel:
+        return self.adapter.apply_model_parallel(model, ranks)
+
+    def restore_model(self, model: nn.Module) -> None:
+        self.adapter.restore_model(model)
+
+    # Rows.
+
+    @property
+    def rows(self) -> TokenDataset | None:
+        return self.prepared.train
+
+    @abstractmethod
+    def maker(self, rows: WeighedRows, max_rows: int | None, ranks: Ranks) -> BatchMaker:
+        """What makes micro-batches of at most `max_rows` rows."""
+
+    @abstractmethod
+    def weighed(self, rows: TokenDataset) -> WeighedRows:
+        """Rows with the weights of all loss terms."""
+
+    @abstractmethod
+    def rows_per_block(self, rows: TokenDataset, max_rows: int | None, ranks: Ranks) -> int:
+        """Rows of an evaluation set that are dealt to ranks together."""
+
+    @property
+    @abstractmethod
+    def num_processes(self) -> int:
+        """Processes that make micro-batches."""
+
+    def training_loader(self, ranks: Ranks) -> StepLoader:
+        """The training rows in steps."""
+        rows, actor = self.training_rows(), self.recipe.actor
+        order = DataOrder(
+            [OrderSource(span.name, span.start, span.stop, span.weight) for span in rows.sources],
+            seed=self.recipe.runner.seed,
+            shuffle=self.recipe.data.shuffle,
+            global_batch_size=actor.global_batch_size if actor.global_batch_tokens is None else None,
+            global_batch_tokens=actor.global_batch_tokens,
+            lengths=rows.lengths,
+        )
+        weighed = self.weighed(rows)
+        maker = self.maker(weighed, actor.micro_batch_size, ranks)
+        return StepLoader(weighed, order, maker, token_term=TOKENS, num_processes=self.num_processes)
+
+    def training_rows(self) -> TokenDataset:
+        """The training rows.
+
+        Raises:
+            ConfigError: the worker was made to evaluate.
+        """
+        if self.prepared.train is None:
+            raise ConfigError("this worker was made to evaluate: it has no training rows", where="training=False")
+        return self.prepared.train
+
+    def evaluation_set(self, name: str, ranks: Ranks) -> EvaluationSet:
+        """One evaluation set."""
+        actor, rows = self.recipe.actor, self.prepared.evals[name]
+        max_rows = actor.eval_micro_batch_size or actor.micro_batch_size
+        block = self.rows_per_block(rows, max_rows, ranks)
+        return EvaluationSet(rows, self.maker(self.weighed(rows), max_rows, ranks), block, self.num_processes)
+
+    def evaluation_sets(self) -> list[DataPaths]:
+        return [DataPaths([], name) for name in self.prepared.evals]
+
+    def all_rows(self) -> list[TokenDataset]:
+        """The training rows and those of all evaluation sets."""
+        return [rows for rows in (self.prepared.train, *self.prepared.evals.values()) if rows is not None]
+
+    def data_files(self) -> list[dict[str, object]]:
+        return self.prepared.files()
+
+    def describe_data(self) -> dict[str, object]:
+        template = self.text.chat_template
+        digest = hashlib.sha256(template.encode()).hexdigest() if template else None
+        return {**self.prepared.describe(), "template_hash": digest}
+
+    def name_rows(self, step: Step[MicroBatch]) -> str:
+        rows = self.training_rows()
+        named = [rows.locate(int(row)) for row in step.rows[:NAMED_ROWS]]
+        return ", ".join(named) + (f" and {len(step.rows) - NAMED_ROWS} more" if len(step.rows) > NAMED_ROWS else "")
+
+    def loss_terms(self) -> set[str]:
+        """The names of the loss terms that rows weigh in."""
+        return {term for rows in self.all_rows() for term in rows.term_weights} | set(self.adapter.row_terms())
+
+    def measured(self, batch: Batch) -> Mapping[str, Metric]:
+        """What the worker's method measures of a micro-batch; nothing of one that only keeps ranks in step."""
+        found = self.methods.get_eval_model_output(batch)
+        return metrics_of(found, batch.num_rows) if batch.counts else {}
+
+    # Answers.
+
+    @property
+    def can_generate(self) -> bool:
+        return isinstance(self.adapter, LanguageModel) and not isinstance(self.adapter, ActingAdapter)
+
+    def chat_encoder(self) -> ChatEncoder:
+        """What makes a prompt of a conversation.
+
+        Raises:
+            ModelError: the model gives no answers.
+        """
+        encoder = self.prepared.encoder
+        if not isinstance(encoder, ChatEncoder) or not isinstance(self.adapter, LanguageModel):
+            raise ModelError(
+                f"{type(self.adapter).__name__} describes no language model, so it gives no answers",
+                where="actor.model.adapter",
+                remedy="use shardtune eval; answers need an adapter that derives from shardtune's LanguageModel",
+            )
+        return encoder
+
+    def generator(self, model: nn.Module, ranks: Ranks) -> Generator:
+        """Answers prompts with the model as it stands.
+
+        Raises:
+            ModelError: the model gives no answers.
+        """
+        encoder = self.chat_encoder()
+        if not isinstance(model, LanguageRoot):
+            raise ModelError(
+                f"model_provider_func returned a {type(model).__name__}, which generates no answers",
+                where="model_provider_func",
+                remedy="return what super().model_provider_func() returns, changed in place",
+            )
+        return Generator(model, encoder.tokenizer, encoder.stop_token_ids, ranks, GENERATION_ROWS)
+
+    def generate(self, name: str, rows: TokenDataset, evaluation: Evaluation) -> Generated:
+        """Answer the rows of a set and compare."""
+        config = self.recipe.eval
+        wanted = answered_rows(rows, name, config.num_samples)
+        samples = [rows.row(index) for index in wanted]
+        prompts = [Prompt(one.prompt_ids, one.fields) for one in samples if one.prompt_ids is not None]
+        sampling = Sampling(config.max_new_tokens, config.temperature, seed=self.recipe.runner.seed)
+        generator = self.generator(evaluation.model, evaluation.ranks)
+        written = generator.continuations(prompts, sampling, poll=evaluation.poll)
+        texts = [generator.text(tokens) for tokens in written]
+        answers = Answers.judge(rows, wanted, texts, self._matcher, self.chat_encoder().tokenizer)
+        warning = answers.warning(config.answer_pattern)
+        if warning and evaluation.ranks.is_main:
+            evaluation.report(warning)
+        if evaluation.samples_dir is not None and evaluation.ranks.is_main:
+            answers.keep(evaluation.samples_dir, evaluation.step, name)
+        return Generated([prompt.tokens for prompt in prompts], written, answers)
+
+    # Descriptions.
+
+    def check(self) -> None:
+        """Find what is wrong with model, weights, optimizer and monitors; builds nothing that takes memory.
+
+        For a process that starts ranks: what they would find one after the other is known before.
+        """
+        recipe, config = self.recipe, self.recipe.actor.model
+        self.adapter.check_layout(Layout.of(recipe.actor, num_ranks(recipe.runner)))
+        model, _ = build_empty(self.adapter.build, recipe.runner.seed)
+        adapt(model, recipe, self.text.tokenizer, self.initial_weights)
+        freeze(model, config.freeze)
+        self.adapter.shard_units(model)
+        source = self.initial_weights()
+        if isinstance(model, PreTrainedModel) and isinstance(source, (str, Path)):
+            check_weights(model, model_directory(str(source)), grow=bool(recipe.actor.added_tokens))
+        check_stored(model, config)
+        trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        build_optimizer(trainable, recipe.actor.optim)
+        check_monitors(recipe.runner, self.metric_names())
+
+    def describe(self, summary: RunSummary) -> RunSummary:
+        evaluation = {name: len(rows) for name, rows in self.prepared.evals.items()}
+        return replace(summary, evaluation={**summary.evaluation, **evaluation})
+
+
+def token_counts(summary: RunSummary, rows: TokenDataset) -> RunSummary:
+    """The summary with the tokens and targets of an epoch of `summary.rows` rows."""
+    share = summary.rows / len(rows)
+    return replace(
+        summary,
+        tokens=round(float(rows.lengths.sum(dtype="int64")) * share),
+        targets=float(rows.term_weights[TOKENS].sum()) * share,
+    )
+
+
+def set_name(paths: Sequence[str]) -> str:
+    """The evaluation set that a worker's `build_dataloader` is called for; "" for one without a name."""
+    return paths.name if isinstance(paths, DataPaths) else ""

@@ -1,0 +1,36 @@
+"""What a run gives its worker when the worker is set up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+def silent(text: str) -> None:
+    """Report nothing."""
+
+
+def _nothing() -> None:
+    """Poll nobody: outside of a run nothing can stop a worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What a run gives its worker, by `setup` or `setup_evaluation`.
+
+    Attributes:
+        poll: called where all ranks may stop together: before each step and each batch of an evaluation.
+        report: receives one line of text for the user; None: printed on rank 0, silent on the others.
+        samples_dir: where the answers of evaluations are written; None: nowhere.
+        episodes_dir: where the table and the videos of episodes are written; None: in `samples_dir`, by their step.
+        weights_directory: an exported directory whose weights are taken in place of the initial ones.
+        notes: lines for the first screen, besides those that the worker finds.
+    """
+
+    poll: Callable[[], None] = _nothing
+    report: Callable[[str], None] | None = None
+    samples_dir: Path | None = None
+    episodes_dir: Path | None = None
+    weights_directory: Path | None = None
+    notes: Sequence[str] = ()

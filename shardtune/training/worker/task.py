@@ -1,0 +1,202 @@
+"""What a worker trains: where its model comes from, what its rows are, and what is evaluated."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shardtune.batch import Metric
+from shardtune.data.cache.dataset import TokenDataset
+from shardtune.data.loader.protocol import MicroBatch, Step
+from shardtune.models.adapter import WeightSource
+from shardtune.parallel.model_parallel import ModelParallel
+from shardtune.parallel.ranks import Ranks
+from shardtune.training.run_summary import RunSummary
+from shardtune.training.step import Accumulate, accumulate
+
+
+class DataPaths(list[str]):
+    """The paths of training rows or of one evaluation set.
+
+    Attributes:
+        name: of the evaluation set; "" for the training rows and for a single set without a name.
+    """
+
+    def __init__(self, paths: Iterable[str], name: str = "") -> None:
+        super().__init__(paths)
+        self.name = name
+
+
+@dataclass(frozen=True, slots=True)
+class UserMethods:
+    """The methods of a worker that a user may override, bound to the worker.
+
+    Attributes:
+        model_provider_func: makes the model.
+        get_train_model_output: a micro-batch to its loss.
+        get_eval_model_output: a batch to what is measured.
+    """
+
+    model_provider_func: Callable[[], nn.Module]
+    get_train_model_output: Callable[..., object]
+    get_eval_model_output: Callable[..., object]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Where an evaluation happens.
+
+    Attributes:
+        model: the sharded root, in evaluation mode.
+        ranks: over which sums are taken.
+        step: optimizer steps done.
+        poll: called before each batch, by all ranks alike.
+        report: receives lines for the user.
+        samples_dir: where answers are written; None: nowhere.
+        episodes_dir: where episodes are written; None: nowhere.
+    """
+
+    model: nn.Module
+    ranks: Ranks
+    step: int
+    poll: Callable[[], None]
+    report: Callable[[str], None]
+    samples_dir: Path | None = None
+    episodes_dir: Path | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.ranks.device
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What an evaluation set gives.
+
+    Attributes:
+        metrics: by name; logged below `eval/`.
+        named: metrics that are logged under their own names.
+        samples: answers, where the task generates any.
+    """
+
+    metrics: Mapping[str, float]
+    named: Mapping[str, float] = field(default_factory=dict)
+    samples: Sequence[Mapping[str, object]] = ()
+
+
+class Task(ABC):
+    """A worker's model, rows and evaluation. The forms: `AdapterTask`, `PaddedTask`, `UserTask`.
+
+    The loss of a micro-batch is the worker's `get_train_model_output`, which users override.
+    """
+
+    # The model.
+
+    @abstractmethod
+    def inner_model(self, model: nn.Module) -> nn.Module:
+        """The model inside the sharded root, by whose names checkpoints are written."""
+
+    @abstractmethod
+    def initial_weights(self) -> WeightSource:
+        """Where training starts, for a model built without memory; None: from the module's own constructor."""
+
+    @abstractmethod
+    def build_again(self) -> nn.Module:
+        """The inner model with real weights, where they are those of its own constructor."""
+
+    @abstractmethod
+    def shard_units(self, model: nn.Module) -> tuple[list[nn.Module], str]:
+        """The modules of the inner model that are gathered as one, and a note on how they were chosen."""
+
+    @abstractmethod
+    def apply_model_parallel(self, model: nn.Module, ranks: Ranks) -> ModelParallel:
+        """Divide the inner model among the ranks that work on the same rows, before it is sharded."""
+
+    def probe_assumptions(self, model: nn.Module, device: torch.device) -> list[str]:
+        """Compare what the task relies on with the model at hand, once its weights are there; returns notes."""
+        return []
+
+    def restore_model(self, model: nn.Module) -> None:
+        """Undo what the task changed in the inner model besides its weights."""
+        return
+
+    # Rows.
+
+    @property
+    def rows(self) -> TokenDataset | None:
+        """The encoded training rows; None where the user's own loader makes batches."""
+        return None
+
+    @abstractmethod
+    def evaluation_sets(self) -> list[DataPaths]:
+        """The paths of each evaluation set."""
+
+    @abstractmethod
+    def data_files(self) -> list[dict[str, object]]:
+        """The files that the training rows come from, with hashes; a resumed run must have the same."""
+
+    @abstractmethod
+    def describe_data(self) -> dict[str, object]:
+        """The data, for the manifest."""
+
+    def name_rows(self, step: Step[MicroBatch]) -> str:
+        """Which rows a step holds, in few words."""
+        return f"those after {step.state.rows_consumed:,} of epoch {step.state.epoch}"
+
+    # Training.
+
+    @property
+    def accumulate(self) -> Accumulate:
+        """How the gradients of micro-batches add up."""
+        return accumulate
+
+    def metric_name(self, name: str) -> str:
+        """The name under which a metric that a train method returns is logged."""
+        return f"train/{name}"
+
+    # Evaluation.
+
+    @property
+    def can_generate(self) -> bool:
+        """Whether the model answers prompts."""
+        return False
+
+    @property
+    def plays_episodes(self) -> bool:
+        """Whether evaluation includes episodes in an environment."""
+        return False
+
+    @abstractmethod
+    def evaluate_set(
+        self, name: str, loader: Iterable[object], info: Mapping[str, object], evaluation: Evaluation
+    ) -> Evaluated:
+        """Evaluate one set."""
+
+    def evaluate_episodes(self, evaluation: Evaluation) -> Mapping[str, float]:
+        """The metrics of the episodes that the recipe wants played; none by default."""
+        return {}
+
+    def metric_names(self) -> list[str] | None:
+        """The names that an evaluation gives, where they are known before the first one."""
+        return None
+
+    # Descriptions.
+
+    def check(self) -> None:
+        """Find what is wrong before any rank is started, without building what takes memory."""
+        return
+
+    def describe(self, summary: RunSummary) -> RunSummary:
+        """The first screen's summary with what only the task can say of model and rows."""
+        return replace(summary)
+
+
+def add_metrics(into: dict[str, Metric], found: Mapping[str, Metric]) -> None:
+    """Add metrics to sums by name."""
+    for name, metric in found.items():
+        into[name] = into.get(name, Metric(0.0, 0.0)) + metric

@@ -1,0 +1,140 @@
+"""The task of a worker that a user writes: its model, batches, loss and evaluation are the worker's own methods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardtune.batch import Metric
+from shardtune.config import DataEntry, Recipe
+from shardtune.data.cache_directory import cache_root
+from shardtune.data.sources.fingerprint import fingerprints
+from shardtune.data.user_loader.rng import LoaderRng
+from shardtune.models.adapter import WeightSource, cannot_share_sequences
+from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
+from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.shard_units import choose_units
+from shardtune.training.worker.task import DataPaths, Evaluated, Evaluation, Task, UserMethods
+from shardtune.training.worker.user_evaluation import sum_user_batches
+
+
+class UserSets:
+    """Evaluation over a user's own loaders by a user's own method.
+
+    Args:
+        methods: the worker's.
+        seed: of the run; what a loader draws is the same in each evaluation.
+    """
+
+    def __init__(self, methods: UserMethods, seed: int) -> None:
+        self._methods = methods
+        self._seed = seed
+        self._rng: dict[int, LoaderRng] = {}  # by the id of the loader
+        self._reported: set[str] = set()
+
+    def evaluate(
+        self, name: str, loader: Iterable[object], info: Mapping[str, object], evaluation: Evaluation
+    ) -> Evaluated:
+        """The metrics of one set, from `get_eval_model_output` of each batch."""
+        return Evaluated({key: metric.mean for key, metric in self.sums(name, loader, info, evaluation).items()})
+
+    def sums(
+        self, name: str, loader: Iterable[object], info: Mapping[str, object], evaluation: Evaluation
+    ) -> dict[str, Metric]:
+        """As `evaluate`, the metrics as sums."""
+        announced = info.get("num_samples")
+
+        def report_once(text: str) -> None:
+            if text not in self._reported:
+                self._reported.add(text)
+                evaluation.report(text)
+
+        return sum_user_batches(
+            self._methods.get_eval_model_output,
+            loader,
+            evaluation.ranks,
+            sharded=bool(info.get("sharded")),
+            num_samples=announced if isinstance(announced, int) else None,
+            name=name or "eval",
+            poll=evaluation.poll,
+            draws=self._rng.setdefault(id(loader), LoaderRng(loader, self._seed)),
+            report=report_once,
+        )
+
+
+class UserTask(Task):
+    """A worker of the user's own: nothing is known of its model and batches but what its methods return.
+
+    Args:
+        recipe: of the run.
+        methods: the worker's.
+        kind: the name of the worker's class, for messages.
+    """
+
+    def __init__(self, recipe: Recipe, methods: UserMethods, kind: str) -> None:
+        self._recipe = recipe
+        self._methods = methods
+        self._kind = kind
+        self._sets = UserSets(methods, recipe.runner.seed)
+        self._files: list[dict[str, object]] | None = None
+
+    def inner_model(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def initial_weights(self) -> WeightSource:
+        config = self._recipe.actor.model
+        return None if config.from_scratch else config.model_path
+
+    def build_again(self) -> nn.Module:
+        return self._methods.model_provider_func()
+
+    def shard_units(self, model: nn.Module) -> tuple[list[nn.Module], str]:
+        return choose_units(model, wrap=self._recipe.actor.fsdp_config.wrap)[0], ""
+
+    def apply_model_parallel(self, model: nn.Module, ranks: Ranks) -> ModelParallel:
+        if ranks.layout.sequence > 1:
+            raise cannot_share_sequences(self._kind, "it makes its batches itself")
+        plans = (model.tp_plan, model.ep_plan) if isinstance(model, PreTrainedModel) else ({}, {})
+        return apply_model_parallel(model, *plans, ranks, None)
+
+    def evaluation_sets(self) -> list[DataPaths]:
+        return evaluation_paths(self._recipe)
+
+    def data_files(self) -> list[dict[str, object]]:
+        """The files and directories that the recipe names, with hashes, as they were at the first call."""
+        if self._files is None:
+            data = self._recipe.data
+            self._files = fingerprints(list(training_paths(self._recipe)), cache_root(data.cache_dir))
+        return self._files
+
+    def describe_data(self) -> dict[str, object]:
+        return {"train": self.data_files()}
+
+    def evaluate_set(
+        self, name: str, loader: Iterable[object], info: Mapping[str, object], evaluation: Evaluation
+    ) -> Evaluated:
+        return self._sets.evaluate(name, loader, info, evaluation)
+
+
+def training_paths(recipe: Recipe) -> DataPaths:
+    """The paths of the training rows."""
+    return DataPaths(_paths(recipe.data.train_data_paths))
+
+
+def evaluation_paths(recipe: Recipe) -> list[DataPaths]:
+    """The paths of each evaluation set that a recipe names."""
+    spec = recipe.data.eval_data_paths
+    if spec is None:
+        return []
+    if isinstance(spec, dict):
+        return [DataPaths(_paths(paths), name) for name, paths in spec.items()]
+    return [DataPaths(_paths(spec))]
+
+
+def _paths(spec: str | DataEntry | Sequence[str | DataEntry] | None) -> list[str]:
+    if spec is None:
+        return []
+    entries = [spec] if isinstance(spec, (str, DataEntry)) else spec
+    return [entry if isinstance(entry, str) else entry.path for entry in entries]
