@@ -13,6 +13,7 @@ import torch
 from shardtune.batch import Batch, LossSum, Metric
 from shardtune.data.loader.order import derive_seed
 from shardtune.data.loader.protocol import MicroBatch, Step
+from shardtune.data.user_loader.batch import UserBatch
 from shardtune.errors import ModelError
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
@@ -159,8 +160,9 @@ def accumulate(
             weights.begin_micro_batch(last=number == len(micro_batches) - 1)
         seed_rng(seed, step, number, rank, "train")
         output, beside = forward(batch), {}
-        # A model's own sums by term are taken as they are, but for those of a batch that only keeps ranks in step.
-        if type(output) is not dict or not isinstance(batch, Batch) or max(batch.rows) < 0:
+        # Sums by term are taken as they are, but for a user's own batches and for those that only keep ranks in step.
+        filler = isinstance(batch, Batch) and max(batch.rows) < 0
+        if type(output) is not dict or filler or isinstance(batch, UserBatch):
             output, beside = read_train_output(output, batch)
         check_weights(output, batch.weights)
         objective(output, denominators, scale).backward()

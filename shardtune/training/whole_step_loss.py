@@ -1,4 +1,4 @@
-"""A loss of all rows of a step: outputs are gathered from all ranks and micro-batches, its gradient goes back to each."""
+"""A loss of all rows of a step: outputs are gathered from all ranks, its gradient goes back to each micro-batch."""
 
 from __future__ import annotations
 

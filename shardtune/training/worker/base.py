@@ -23,7 +23,7 @@ from shardtune.data.loader.protocol import DataState, Loader, MicroBatch
 from shardtune.data.user_loader.batch import UserBatch, with_names
 from shardtune.data.user_loader.errors import built
 from shardtune.data.user_loader.loader import BatchLoader
-from shardtune.errors import ShardtuneError
+from shardtune.errors import ConfigError, ShardtuneError
 from shardtune.models.find_adapter import get_model
 from shardtune.models.lora.attach import trainable_patterns
 from shardtune.models.options import NoOptions, read_options
@@ -167,6 +167,8 @@ class FSDPSftWorker(ABC):
         """
         self._build(context, training=True)
         loader, info = self._loader(training_paths(self.recipe), eval_dataset=False)
+        if isinstance(loader, Loader):
+            self._refuse_loss_weights()
         self.loader: Loader[MicroBatch] = loader if isinstance(loader, Loader) else self._cut(loader, info)
         self.position = DataPosition(self.loader, self.recipe.runner, self.task.name_rows)
         self._build_evaluations()
@@ -307,6 +309,18 @@ class FSDPSftWorker(ABC):
     def _build_evaluations(self) -> None:
         sets = self.task.evaluation_sets()
         self.eval_loaders = {paths.name: self._loader(paths, eval_dataset=True) for paths in sets}
+
+    def _refuse_loss_weights(self) -> None:
+        """Refuse a `loss_weights` that nothing would call: the built-in loader knows the weights of its rows."""
+        kind = next(kind for kind in type(self).__mro__ if "loss_weights" in vars(kind))
+        if not kind.__module__.startswith(__package__):
+            raise ConfigError(
+                f"{kind.__name__}.loss_weights would never be called: the rows that the recipe names have weights of "
+                "their own",
+                where="actor.worker",
+                remedy="leave the method out and give the adapter a weights(row), or return a loader of your own from "
+                "build_dataloader",
+            )
 
     def _cut(self, loader: Any, info: Mapping[str, Any]) -> BatchLoader:
         """A loader of the user's own, cut into steps."""

@@ -16,6 +16,7 @@ import shardtune
 from shardtune.config import load_recipe
 from shardtune.errors import ConfigError, Interrupted, ModelError
 from shardtune.run.choose_worker import make_worker
+from shardtune.training.worker.cached_rows import Generated
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import quiet, recipe, save_model, save_rows, whole
 from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny, signal_after
