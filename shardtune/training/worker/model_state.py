@@ -90,6 +90,7 @@ class ModelState:
         model: the sharded root.
         inner: the model inside it, by whose names checkpoints are written.
         weights: of the model.
+        optimizer: over them; only where the model is trained.
         step: optimizer steps that the weights have had.
         loss_scale: of fp16; None for any other precision.
         utilisation: where the peak of the devices is known.
@@ -113,7 +114,6 @@ class ModelState:
         self._source = source
         self._tokenizer = tokenizer
         self._groups: list[dist.ProcessGroup | None] = []
-        self._optimizer: torch.optim.Optimizer | None = None
         self._excluded_from_checkpoint: dict[str, str] = {}
         self.step = 0
         self.loss_scale = LossScale() if recipe.actor.model.precision == "fp16" else None
@@ -193,19 +193,12 @@ class ModelState:
 
     def _prepare_training(self) -> None:
         actor, weights = self._recipe.actor, self.weights
-        self._optimizer = build_optimizer(
+        self.optimizer: torch.optim.Optimizer = build_optimizer(
             weights.trainable(), actor.optim, weights.shapes, seed=self._recipe.runner.seed, starts=weights.starts
         )
         self.utilisation = Utilisation.known(
             self.inner, self._ranks.device, actor.model.precision, self._ranks.world_size, self.sizes()
         )
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of a model in training."""
-        if self._optimizer is None:
-            raise RuntimeError("a model that was built for evaluation has no optimizer")
-        return self._optimizer
 
     @property
     def dtypes(self) -> str:
