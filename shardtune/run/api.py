@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -50,12 +49,12 @@ from shardtune.training.worker.run_context import RunContext, silent
 
 
 def train(
-    recipe: str | Path | Mapping[str, Any] | DictConfig | None,
+    recipe: str | Path | Mapping[str, object] | DictConfig | None,
     *overrides: str,
     model: PreTrainedModel | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    train_data: Any = None,
-    eval_data: Any = None,
+    train_data: object = None,
+    eval_data: object = None,
 ) -> Run:
     """Fine-tune as a recipe says; continue where its run directory stands.
 
@@ -194,7 +193,7 @@ class Run:
         return load_config(self.dir)
 
     def worker(
-        self, checkpoint: str = "final", *overrides: str, eval_data: Any = None, episodes_dir: Path | None = None
+        self, checkpoint: str = "final", *overrides: str, eval_data: object = None, episodes_dir: Path | None = None
     ) -> FSDPSftWorker:
         """The model of a checkpoint, ready to evaluate and to answer.
 
@@ -224,7 +223,7 @@ class Run:
         worker.setup_evaluation(context=replace(context, weights_directory=path))
         return worker
 
-    def evaluate(self, checkpoint: str = "final", *overrides: str, eval_data: Any = None) -> dict[str, float]:
+    def evaluate(self, checkpoint: str = "final", *overrides: str, eval_data: object = None) -> dict[str, float]:
         """The evaluation metrics of a checkpoint, measured now."""
         folder = self.dir / SAMPLES / Path(checkpoint).name
         worker = self.worker(checkpoint, *overrides, eval_data=eval_data, episodes_dir=folder)
@@ -234,13 +233,13 @@ class Run:
 
     def generate(
         self,
-        prompts: str | Sequence[str | Sequence[Mapping[str, Any]]],
+        prompts: str | Sequence[str | Sequence[Mapping[str, object]]],
         *,
         checkpoint: str = "final",
         system: str | None = None,
         sampling: Sampling | None = None,
         raw: bool = False,
-        images: Sequence[Any] = (),
+        images: Sequence[object] = (),
         folder: str | Path | None = None,
     ) -> list[str]:
         """Answers to prompts (texts of a user's turn, or whole conversations), one each.
@@ -431,7 +430,7 @@ NO_EVALUATION = ("data.eval_data_paths=null", "data.eval_split=0", "eval.generat
 ))  # fmt: skip
 
 
-def _conversation(prompt: str | Sequence[Mapping[str, Any]], system: str | None) -> list[dict[str, Any]]:
+def _conversation(prompt: str | Sequence[Mapping[str, object]], system: str | None) -> list[dict[str, object]]:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(turn) for turn in prompt]
     return messages if system is None else [{"role": "system", "content": system}, *messages]
 

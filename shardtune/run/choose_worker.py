@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 from pydantic import BaseModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,8 +38,8 @@ class Objects:
 
     model: PreTrainedModel | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
-    train_data: Any = None
-    eval_data: Any = None
+    train_data: object = None
+    eval_data: object = None
 
     def keys(self) -> list[str]:
         """The recipe keys that they stand for."""
@@ -201,7 +200,7 @@ def check_keys(recipe: Recipe, kind: type[FSDPSftWorker]) -> None:
         )
 
 
-def _beside_paths(spec: Any) -> list[str]:
+def _beside_paths(spec: object) -> list[str]:
     """The keys that entries of data paths give beside their path."""
     if isinstance(spec, Mapping):
         spec = [entry for entries in spec.values() for entry in (entries if isinstance(entries, list) else [entries])]

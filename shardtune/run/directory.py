@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from shardtune.checkpoint.atomic import read_json, recover, write_json, write_text
 from shardtune.checkpoint.store import CheckpointStore, open_checkpoint
@@ -234,7 +234,7 @@ def tidy(run_dir: Path) -> None:
             left.unlink(missing_ok=True)
 
 
-def begin_run(plan: RunPlan, recipe: Recipe, manifest: Mapping[str, Any], lock: RunLock) -> RunLock:
+def begin_run(plan: RunPlan, recipe: Recipe, manifest: Mapping[str, object], lock: RunLock) -> RunLock:
     """Make the run directory with its resolved recipe and manifest; an older run moves aside first.
 
     Args:
@@ -284,12 +284,12 @@ def _unwritable(run_dir: Path, error: OSError) -> CheckpointError:
     )
 
 
-def finish_run(run_dir: Path, outcome: Mapping[str, Any]) -> None:
+def finish_run(run_dir: Path, outcome: Mapping[str, object]) -> None:
     """Note in the manifest that the run is complete."""
     write_json(run_dir / MANIFEST, {**read_json(run_dir / MANIFEST), "finished": dict(outcome)})
 
 
-def environment() -> dict[str, Any]:
+def environment() -> dict[str, object]:
     """Versions of what the numbers depend on, for the manifest and for bug reports."""
     packages = ("shardtune", "torch", "transformers", "tokenizers", "safetensors", "datasets", "numpy")
     return {

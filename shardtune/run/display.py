@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -212,7 +211,7 @@ class Display:
         run_dir: Path,
         before: Mapping[str, float],
         after: Mapping[str, float],
-        samples: Sequence[Mapping[str, Any]],
+        samples: Sequence[Mapping[str, object]],
         *,
         answers: bool,
     ) -> None:

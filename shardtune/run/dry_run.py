@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
@@ -39,7 +38,7 @@ from shardtune.training.worker.user_evaluation import require_all_samples
 SHOWN_ROWS = 2
 
 
-def dry_run(recipe: str | Path | Mapping[str, Any] | DictConfig | None, *overrides: str) -> dict[str, float]:
+def dry_run(recipe: str | Path | Mapping[str, object] | DictConfig | None, *overrides: str) -> dict[str, float]:
     """Do everything of a training run up to and including its first step, on one rank, and write no run.
 
     Returns:
@@ -172,7 +171,7 @@ def describe(rows: TokenDataset) -> str:
 
 
 def preview(
-    recipe: str | Path | Mapping[str, Any] | DictConfig | None, *overrides: str, rows: int = 3, start: int = 0
+    recipe: str | Path | Mapping[str, object] | DictConfig | None, *overrides: str, rows: int = 3, start: int = 0
 ) -> None:
     """Show training rows as the model will see them, the trained tokens marked, and what became of the others.
 

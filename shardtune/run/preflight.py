@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -153,7 +152,7 @@ def _files(recipe: Recipe | None) -> dict[str, tuple[str, str]]:
             if os.path.isabs(path)}  # fmt: skip
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from shardtune.batch import Prompt
 from shardtune.data.chat.encoder import ChatEncoder
@@ -26,7 +25,7 @@ class PromptBuilder:
         self._where = where
         self._asked = 0
 
-    def turns(self, messages: Sequence[Mapping[str, Any]], images: Sequence[Any] = ()) -> Prompt:
+    def turns(self, messages: Sequence[Mapping[str, object]], images: Sequence[object] = ()) -> Prompt:
         """A conversation to answer; see `ImageChatEncoder.prompt` for where images go."""
         with self._told():
             if isinstance(self._encoder, ImageChatEncoder):
@@ -35,7 +34,7 @@ class PromptBuilder:
                 raise self._takes_text_only()
             return self._encoder.prompt([_as_text(message) for message in messages])
 
-    def text(self, text: str, images: Sequence[Any] = ()) -> Prompt:
+    def text(self, text: str, images: Sequence[object] = ()) -> Prompt:
         """A text to go on from."""
         with self._told():
             if isinstance(self._encoder, ImageChatEncoder):
@@ -64,19 +63,19 @@ class PromptBuilder:
         )
 
 
-def _parts(message: Mapping[str, Any]) -> list[Any]:
+def _parts(message: Mapping[str, object]) -> list[object]:
     content = message.get("content")
     return list(content) if isinstance(content, Sequence) and not isinstance(content, str) else []
 
 
-def _has_image(message: Mapping[str, Any]) -> bool:
+def _has_image(message: Mapping[str, object]) -> bool:
     return any(
         isinstance(part, Mapping) and part.get("type") in ("image", "image_url", "input_image")
         for part in _parts(message)
     )
 
 
-def _as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _as_text(message: Mapping[str, object]) -> Mapping[str, object]:
     """A turn whose parts are joined."""
     parts = _parts(message)
     for part in parts:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from shardtune.checkpoint.atomic import read_json
 from shardtune.checkpoint.training_state import read_training_state
@@ -97,7 +96,7 @@ def check_changes(old: Recipe, recipe: Recipe, run_dir: Path) -> tuple[str, ...]
     return tuple(notes)
 
 
-def _moved(was: Any, now: Any) -> bool:
+def _moved(was: object, now: object) -> bool:
     """Whether a value differs only in paths that are no longer where they were: the project lies elsewhere now.
 
     What the files hold is compared by content: that of the data, its template and its tokenizer, in `check_same_data`;
@@ -114,7 +113,7 @@ def _moved(was: Any, now: Any) -> bool:
     return old.is_absolute() and new.is_absolute() and same_name and not old.exists() and new.exists()
 
 
-def check_same_data(checkpoint: Path, files: Sequence[Mapping[str, Any]], allowed: Sequence[str]) -> None:
+def check_same_data(checkpoint: Path, files: Sequence[Mapping[str, object]], allowed: Sequence[str]) -> None:
     """Refuse to continue on other data than a checkpoint was trained on.
 
     Args:
@@ -141,7 +140,7 @@ def check_same_data(checkpoint: Path, files: Sequence[Mapping[str, Any]], allowe
     )
 
 
-def _how(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _how(was: Mapping[str, object], now: Mapping[str, object]) -> str:
     """In what a file differs; its key is of its content and, where rows are encoded, of all that this depends on."""
     if was["rows"] is None or now["rows"] is None:
         return "other content"

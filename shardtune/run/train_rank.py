@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -158,7 +157,7 @@ def _train(
     return held[0]
 
 
-def _manifest(recipe: Recipe, objects: Objects, worker: FSDPSftWorker) -> dict[str, Any]:
+def _manifest(recipe: Recipe, objects: Objects, worker: FSDPSftWorker) -> dict[str, object]:
     precision = recipe.actor.model.precision
     return {
         "versions": environment(),

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Flag
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -229,7 +229,7 @@ class Callbacks:
     def __init__(self, classes: Sequence[CallbackClass], ranks: Ranks) -> None:
         self._ranks = ranks
         self._listened = frozenset[str]().union(*(found.methods for found in classes))
-        self._made: list[tuple[CallbackClass, Any]] = []
+        self._made: list[tuple[CallbackClass, object]] = []
         self._classes = list(classes)
         self.stopped_by: list[str] = []
 
@@ -285,7 +285,7 @@ class Callbacks:
         return asked
 
 
-def _check_answer(answer: Any, found: CallbackClass, event: Event) -> None:
+def _check_answer(answer: object, found: CallbackClass, event: Event) -> None:
     if answer is None or (isinstance(answer, Ask) and event.method != TrainEnd.method):
         return
     may = "None: training is over" if event.method == TrainEnd.method else "shardtune.Ask.STOP, SAVE, EVALUATE or None"

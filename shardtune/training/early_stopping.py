@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from shardtune.config import RunnerConfig
 
@@ -45,7 +44,7 @@ class Watch:
         """Start anew: the checkpoint that was the best is gone."""
         self.best, self.best_step, self.bad = None, -1, 0
 
-    def restore(self, saved: Mapping[str, Any] | None) -> None:
+    def restore(self, saved: Mapping[str, object] | None) -> None:
         """Take over what a checkpoint knows, if it watched the same metric in the same direction."""
         if saved is not None and (saved["monitor"], saved["mode"]) == (self.monitor, self.mode):
             self.best, self.best_step, self.bad = saved["best"], saved["best_step"], saved["bad"]
@@ -88,14 +87,14 @@ class Watches:
             self.stop = self.early.bad >= self._patience
         return self.best is not None and self.best.update(metrics[self.best.monitor], step)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """For a checkpoint."""
         return {
             "early": asdict(self.early) if self.early else None,
             "best": asdict(self.best) if self.best else None,
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, object]) -> None:
         """From a checkpoint."""
         if self.early is not None:
             self.early.restore(state.get("early"))

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from shardtune.errors import ConfigError
 
@@ -73,7 +73,7 @@ def check_backends(names: Sequence[str]) -> None:
 class WeightsAndBiases:
     """A Weights & Biases run; its id is kept in the run directory, so that a resumed run goes on under it."""
 
-    def __init__(self, run_dir: Path, project: str, name: str, config: Mapping[str, Any], resumed: bool) -> None:
+    def __init__(self, run_dir: Path, project: str, name: str, config: Mapping[str, object], resumed: bool) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
         id_file = run_dir / "wandb_id"
@@ -111,7 +111,7 @@ class Tracker:
 
 
 def open_tracker(
-    run_dir: Path, names: Sequence[str], *, project: str, name: str, config: Mapping[str, Any], done: int
+    run_dir: Path, names: Sequence[str], *, project: str, name: str, config: Mapping[str, object], done: int
 ) -> Tracker:
     """The backends of `runner.logger.logger_backends`, their logs cut back.
 
@@ -173,7 +173,7 @@ def _step_of(line: bytes) -> float:
         return math.inf  # torn or foreign: removed
 
 
-def first_metrics(run_dir: Path) -> dict[str, Any]:
+def first_metrics(run_dir: Path) -> dict[str, object]:
     """The first line of a run's metrics."""
     file = run_dir / METRICS_FILE
     if not file.exists():
@@ -182,7 +182,7 @@ def first_metrics(run_dir: Path) -> dict[str, Any]:
         return json.loads(next(lines, "{}"))
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+def read_metrics(run_dir: Path) -> list[dict[str, object]]:
     """All lines of a run's metrics."""
     file = run_dir / METRICS_FILE
     if not file.exists():

@@ -333,7 +333,7 @@ class SFTRunner:
             self._saver.save(self._state())
             self._saver.finish()
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, object]:
         return {
             **self._watches.state(),
             "total_steps": self._actor.position.horizon,

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from shardtune.checkpoint.atomic import require_space
 from shardtune.checkpoint.dcp import PendingSave
@@ -39,7 +39,7 @@ class Unfinished:
 
     folder: Path
     step: int
-    state: dict[str, Any]
+    state: dict[str, object]
     best: bool
     tell: bool
     writes: list[PendingSave]
@@ -84,7 +84,7 @@ class Saver:
         needed = self._worker.state.checkpoint_bytes() + self._worker.state.model_bytes()
         on_main(self._ranks, lambda: require_space(self._store.folder, needed))
 
-    def save(self, state: dict[str, Any], *, best: bool = False, tell: bool = True) -> None:
+    def save(self, state: dict[str, object], *, best: bool = False, tell: bool = True) -> None:
         """Write a checkpoint of the worker as it stands; if there is one of this step, only what it says of the run.
 
         Args:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import nn
@@ -197,7 +197,7 @@ class _Found:
     origins: list[str]
     notes: list[str]
 
-    def says(self) -> dict[str, Any]:
+    def says(self) -> dict[str, object]:
         """What messages say of names that do not fit, and what is not looked for."""
         remedy = (
             "let build() make the same parameters each time it is called"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Self, final
@@ -80,8 +80,8 @@ class FSDPSftWorker(ABC):
     state: ModelState
     position: DataPosition
 
-    def __init_subclass__(cls, **settings: Any) -> None:
-        super().__init_subclass__(**settings)
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         for name, value in vars(cls).items():
             inherited = getattr(super(cls, cls), name, None)
             method = inherited.fget if isinstance(inherited, property) else inherited
@@ -105,7 +105,7 @@ class FSDPSftWorker(ABC):
         self.end_of_turn_ids: tuple[int, ...] = ()
         self.notes: list[str] = []
         self.samples: list[Mapping[str, object]] = []
-        self.eval_loaders: dict[str, tuple[Any, Mapping[str, Any]]] = {}
+        self.eval_loaders: dict[str, tuple[Iterable[object], Mapping[str, object]]] = {}
         self.report: Callable[[str], None] = print if self.ranks.is_main else silent
         self.context = RunContext()
         self.task: Task = self._make_task()
@@ -322,7 +322,7 @@ class FSDPSftWorker(ABC):
                 "build_dataloader",
             )
 
-    def _cut(self, loader: Any, info: Mapping[str, Any]) -> BatchLoader:
+    def _cut(self, loader: object, info: Mapping[str, object]) -> BatchLoader:
         """A loader of the user's own, cut into steps."""
         actor = self.recipe.actor
         self._forward = self._explained
@@ -389,7 +389,7 @@ class FSDPSftWorker(ABC):
 
     @property
     @final
-    def data_iter(self) -> Any:
+    def data_iter(self) -> Iterator[object]:
         """This rank's batches, one by one, from where training is; what is taken from it counts as consumed."""
         return self.position.batches
 

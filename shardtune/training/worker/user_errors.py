@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ DEVICES = ("on the same device", "is not on the expected device", "tensors on di
 
 
 @contextmanager
-def explaining(method: str, batch: Any, device: torch.device) -> Iterator[None]:
+def explaining(method: str, batch: object, device: torch.device) -> Iterator[None]:
     """Inside, a method of the user's works on a batch; an error that the batch explains is raised as that.
 
     Args:
@@ -43,20 +42,20 @@ def explaining(method: str, batch: Any, device: torch.device) -> Iterator[None]:
         raise
 
 
-def _reads(batch: Any, error: BaseException) -> bool:
+def _reads(batch: object, error: BaseException) -> bool:
     """Whether the innermost function that an error came through holds the batch."""
     frames = list(_frames(error.__traceback__))
     return any(value is batch for value in frames[-1].values()) if frames else False
 
 
-def _frames(traceback: TracebackType | None) -> Iterator[dict[str, Any]]:
+def _frames(traceback: TracebackType | None) -> Iterator[dict[str, object]]:
     """The local variables of each function that an error came through, the outermost first."""
     while traceback is not None:
         yield traceback.tb_frame.f_locals
         traceback = traceback.tb_next
 
 
-def _not_a_dict(method: str, batch: Any) -> DataError:
+def _not_a_dict(method: str, batch: object) -> DataError:
     return DataError(
         f"the loader yields {kind_of(batch)}, and {method} treats it as one dict of tensors",
         where=f"{method}; {COLLATE}",
@@ -64,7 +63,7 @@ def _not_a_dict(method: str, batch: Any) -> DataError:
     )
 
 
-def _elsewhere(method: str, batch: Any, device: torch.device, error: BaseException) -> ModelError:
+def _elsewhere(method: str, batch: object, device: torch.device, error: BaseException) -> ModelError:
     """Tensors on several devices: the fields that the method passed on as they were, else all that lie elsewhere."""
     fields = dict(batch) if isinstance(batch, Mapping) else {"batch": batch}
     away = {name: value for name, value in fields.items() if isinstance(value, torch.Tensor) and value.device != device}
@@ -80,7 +79,7 @@ def _elsewhere(method: str, batch: Any, device: torch.device, error: BaseExcepti
     )
 
 
-def _was_used(tensor: torch.Tensor, batch: Any, error: BaseException) -> bool:
+def _was_used(tensor: torch.Tensor, batch: object, error: BaseException) -> bool:
     """Whether some function that the error came through holds the tensor itself, and not only the batch around it."""
     for names in _frames(error.__traceback__):
         for value in names.values():
@@ -92,7 +91,7 @@ def _was_used(tensor: torch.Tensor, batch: Any, error: BaseException) -> bool:
     return False
 
 
-def _is_copy(value: Any, batch: Any) -> bool:
+def _is_copy(value: object, batch: object) -> bool:
     """Whether a dict holds just what the batch holds."""
     return (
         isinstance(value, Mapping)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from itertools import count, islice
-from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -23,8 +22,8 @@ EvalOutput = int | float | torch.Tensor | Mapping[str, Metric | tuple[float, flo
 
 
 def sum_user_batches(
-    evaluate: Callable[[Any], Any],
-    batches: Iterable[Any],
+    evaluate: Callable[[object], object],
+    batches: Iterable[object],
     ranks: Ranks,
     *,
     sharded: bool,
@@ -73,7 +72,7 @@ def sum_user_batches(
     return ranks.reduce_metrics(sums)
 
 
-def metrics_of(output: Any, size: int | None) -> dict[str, Metric]:
+def metrics_of(output: object, size: int | None) -> dict[str, Metric]:
     """What an eval method returned, as (sum, weight) by name.
 
     Args:
@@ -92,7 +91,7 @@ def metrics_of(output: Any, size: int | None) -> dict[str, Metric]:
     return {ACCURACY: Metric(correct, float(size))}
 
 
-def _pair(name: Any, value: Any) -> Metric:
+def _pair(name: object, value: object) -> Metric:
     if isinstance(value, Metric):
         return value
     if not isinstance(value, (tuple, list)) or len(value) != 2:
@@ -100,7 +99,7 @@ def _pair(name: Any, value: Any) -> Metric:
     return Metric(float(value[0]), float(value[1]))
 
 
-def _no_result(output: Any, why: str) -> ModelError:
+def _no_result(output: object, why: str) -> ModelError:
     what = f"a tensor of shape {list(output.shape)}" if isinstance(output, torch.Tensor) else repr(output)[:60]
     return ModelError(
         f"{EVALUATE} returned {what}, {why}",
@@ -109,7 +108,7 @@ def _no_result(output: Any, why: str) -> ModelError:
     )
 
 
-def require_all_samples(batches: Iterable[Any], name: str) -> None:
+def require_all_samples(batches: Iterable[object], name: str) -> None:
     """Refuse a torch loader that leaves the last samples of an evaluation set out."""
     if not isinstance(batches, DataLoader) or not batches.drop_last or batches.batch_size is None:
         return
@@ -127,7 +126,7 @@ def _too_few(seen: int, wanted: str, name: str) -> DataError:
     )
 
 
-def _seeded(batches: Iterable[Any], draws: LoaderRng | None) -> Iterator[Any]:
+def _seeded(batches: Iterable[object], draws: LoaderRng | None) -> Iterator[object]:
     """The batches, what they draw the same each time."""
     if draws is None:
         yield from batches
@@ -142,13 +141,13 @@ def _seeded(batches: Iterable[Any], draws: LoaderRng | None) -> Iterator[Any]:
         yield batch
 
 
-def _turns(source: Iterator[Any], ranks: Ranks, sharded: bool) -> Iterator[tuple[Any, bool]]:
+def _turns(source: Iterator[object], ranks: Ranks, sharded: bool) -> Iterator[tuple[object, bool]]:
     """This rank's batch of each turn, and whether it counts.
 
     A forward of a sharded model is one of all ranks, so all of them have as many turns: a rank without a batch goes
     through another once more.
     """
-    spare: list[Any] = []
+    spare: list[object] = []
     while True:
         taken = list(islice(source, 1 if sharded else ranks.num_data_ranks))
         if not (ranks.largest(len(taken)) if sharded else len(taken)):

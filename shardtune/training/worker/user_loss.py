@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import copy
-from typing import Any
 
 import torch
 
@@ -33,8 +32,8 @@ class BatchWeights:
 
     def __init__(
         self,
-        declared: Callable[[Any], Mapping[str, float] | None],
-        measure: Callable[[Any], float | None],
+        declared: Callable[[object], Mapping[str, float] | None],
+        measure: Callable[[object], float | None],
         ranks: Ranks,
     ) -> None:
         self._declared = declared
@@ -42,7 +41,7 @@ class BatchWeights:
         self._ranks = ranks
         self._shifted: bool | None = None
 
-    def __call__(self, batches: Sequence[Any]) -> list[Mapping[str, float]]:
+    def __call__(self, batches: Sequence[object]) -> list[Mapping[str, float]]:
         """The weights of batches, at least one; all ranks call it together."""
         declared = [self._declared(batch) for batch in batches]
         told = [_checked(weights) for weights in declared if weights is not None]
@@ -52,7 +51,7 @@ class BatchWeights:
             self._find_shift(batches)
         return [{TERM: targets_of(batch, shifted=bool(self._shifted))} for batch in batches]
 
-    def _find_shift(self, batches: Sequence[Any]) -> None:
+    def _find_shift(self, batches: Sequence[object]) -> None:
         """Until a batch tells, no first label is a target, and both ways of counting agree."""
         telling = next((batch for batch in batches if has_first_labels(batch)), None)
         if not self._ranks.largest(float(telling is not None)):
@@ -65,7 +64,7 @@ class BatchWeights:
         self._shifted = not self._ranks.largest(float(used))
 
 
-def has_first_labels(batch: Any) -> bool:
+def has_first_labels(batch: object) -> bool:
     """Whether some row's first label counts, in a batch with labels for each place of a row."""
     labels = batch.get(LABELS) if isinstance(batch, Mapping) else None
     return isinstance(labels, torch.Tensor) and labels.ndim > 1 and bool((labels[:, :1] != IGNORED).any())
@@ -77,7 +76,7 @@ def _same_number(one: float | None, other: float | None) -> bool:
     return one == other or (math.isnan(one) and math.isnan(other))
 
 
-def _with_labels(batch: Any, start: int, stop: int | None) -> Any:
+def _with_labels(batch: object, start: int, stop: int | None) -> object:
     """The batch with these labels of each row alone; unchanged where it has none."""
     labels = batch.get(LABELS) if isinstance(batch, Mapping) else None
     if not isinstance(labels, torch.Tensor):
@@ -85,12 +84,12 @@ def _with_labels(batch: Any, start: int, stop: int | None) -> Any:
     masked = torch.full_like(labels, IGNORED)
     masked[:, start:stop] = labels[:, start:stop]
     # Of its own type: a tokenizer's batch has methods.
-    changed: Any = copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
+    changed: object = copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
     changed[LABELS] = masked
     return changed
 
 
-def _checked(weights: Any) -> Mapping[str, float]:
+def _checked(weights: object) -> Mapping[str, float]:
     if not isinstance(weights, Mapping) or not weights:
         raise ModelError(
             f"loss_weights returned {weights!r}, not a dict of numbers",
