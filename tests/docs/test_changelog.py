@@ -1,4 +1,4 @@
-"""CHANGELOG.md says what users can do now, newest version first."""
+"""CHANGELOG.md lists what users can do now, newest version first."""
 
 from __future__ import annotations
 

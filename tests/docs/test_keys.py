@@ -62,6 +62,6 @@ def test_names_that_the_command_line_understands_are_all_listed():
 
 def test_the_tables_agree_with_what_errors_suggest():
     page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
-    told = [(name, last) for first, last in rows(page) for name in first if last and name in OTHER_NAMES]
-    assert len(told) > 20
-    assert not [(name, last) for name, last in told if OTHER_NAMES[name] not in last]
+    listed = [(name, last) for first, last in rows(page) for name in first if last and name in OTHER_NAMES]
+    assert len(listed) > 20
+    assert not [(name, last) for name, last in listed if OTHER_NAMES[name] not in last]

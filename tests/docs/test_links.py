@@ -43,15 +43,25 @@ def test_links_lead_somewhere(page: Path):
 
 def test_the_readme_leads_to_every_page():
     found = {(ROOT / link.partition("#")[0]).resolve() for link in links(ROOT / "README.md") if "://" not in link}
-    missing = [str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md") if page not in found]
+    pages = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
+    missing = [str(page.relative_to(ROOT)) for page in pages if page not in found]
     assert not missing
 
 
 def test_the_first_screen_of_the_readme():
-    """What it is, the two commands, what it is not and how it compares come first, in this order."""
+    """What it is, a picture, the two commands, what it is not and how it compares come first, in this order."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     places = [
-        text.index(part) for part in ("fine-tunes", "make quickstart", "make test", "What it is not", "How it compares")
+        text.index(part)
+        for part in (
+            "fine-tunes",
+            "make venv",
+            "terminal.svg",
+            "make quickstart",
+            "make test",
+            "What it is not",
+            "How it compares",
+        )
     ]
     assert places == sorted(places)
     assert text.count("\n", 0, places[3]) < 40

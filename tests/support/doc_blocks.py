@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "docs/*.md", "examples/*/README.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "examples/*/README.md")
 _FENCE = re.compile(r"^```(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 _MARK = re.compile(r"<!-- (?P<kind>not run|file|from): (?P<text>[^\n]+) -->\n\Z")
 
@@ -59,16 +59,16 @@ def blocks(*languages: str) -> list[Block]:
         text = page.read_text(encoding="utf-8")
         for match in _FENCE.finditer(text):
             mark = _MARK.search(text[: match.start()])
-            told = {mark["kind"]: mark["text"]} if mark else {}
+            marks = {mark["kind"]: mark["text"]} if mark else {}
             found.append(
                 Block(
                     str(page.relative_to(ROOT)),
                     text.count("\n", 0, match.start()) + 1,
                     match["language"],
                     match["text"],
-                    told.get("not run"),
-                    told.get("file"),
-                    told.get("from"),
+                    marks.get("not run"),
+                    marks.get("file"),
+                    marks.get("from"),
                 )
             )
     return [block for block in found if block.language in languages]
