@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from shardtune.config.layers import Merged
 from shardtune.config.model_names import BUILT_IN
@@ -94,7 +93,7 @@ def _required(facts: Facts) -> Iterator[ConfigError]:
     actor, model = facts.recipe.actor, facts.recipe.actor.model
     # A worker of the user's own knows itself where weights and rows come from, an adapter where weights do.
     worker = (actor.worker is not None and actor.worker not in WORKERS) or model.model_type not in BUILT_IN
-    given: dict[str, Any] = {}
+    given: dict[str, object] = {}
     if not worker and model.adapter is None and model.model_type == "causal_lm":
         given["actor.model.model_path"] = model.model_path
     if not worker:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -130,7 +130,7 @@ def allowed(field: FieldInfo) -> str:
     return _in_words(field.annotation, field.metadata)
 
 
-def _in_words(annotation: Any, metadata: list[Any]) -> str:
+def _in_words(annotation: object, metadata: Sequence[object]) -> str:
     told = [item.text for item in metadata if isinstance(item, Allowed)]
     if told:
         return told[-1] + (" (or null)" if NoneType in get_args(annotation) else "")
@@ -145,7 +145,7 @@ def _in_words(annotation: Any, metadata: list[Any]) -> str:
     return _plain_in_words(annotation, metadata)
 
 
-def _plain_in_words(annotation: Any, metadata: list[Any]) -> str:
+def _plain_in_words(annotation: object, metadata: Sequence[object]) -> str:
     if get_origin(annotation) is list:
         entry = get_args(annotation)[0]
         if isinstance(entry, type) and issubclass(entry, BaseModel):
@@ -160,7 +160,7 @@ def _plain_in_words(annotation: Any, metadata: list[Any]) -> str:
     return f"{kinds[annotation]} {bounds}" if bounds else kinds[annotation]
 
 
-def _bounds(metadata: list[Any]) -> Iterator[str]:
+def _bounds(metadata: Sequence[object]) -> Iterator[str]:
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     for item in metadata:
         constraints = item.metadata if isinstance(item, FieldInfo) else [item]

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shardtune.config.keys import ALIASES
 from shardtune.config.layers import Layer
+from shardtune.config.recipe_file import unresolved
+from shardtune.config.tree import Tree, get_section, set_value
 from shardtune.errors import ConfigError
 
 CONF = Path(__file__).parent / "conf"
@@ -30,7 +31,7 @@ class Override:
 
     text: str
     key: str
-    value: Any
+    value: object
 
     @property
     def origin(self) -> str:
@@ -138,9 +139,8 @@ def _as_layer(override: Override, backends: Sequence[str]) -> Layer:
     value = override.value
     if override.key == "wandb.enabled":
         value = _with_wandb(override, backends)
-    tree: Any = value
-    for part in reversed(ALIASES.get(override.key, override.key).split(".")):
-        tree = {part: tree}
+    tree: Tree = {}
+    set_value(tree, ALIASES.get(override.key, override.key), value)
     return Layer(tree, override.origin)
 
 
@@ -157,12 +157,12 @@ def _with_wandb(override: Override, backends: Sequence[str]) -> list[str]:
 def _choose(choices: Sequence[Override]) -> tuple[tuple[Layer, ...], str | None]:
     """The layers of the chosen groups: Hydra composes them; data sets add up to one list of sources."""
     selected: list[str] = []
-    sources: list[Any] | None = None
+    sources: list[object] | None = None
     names: list[str] = []
     for override in choices:
         if override.key == LISTED_GROUP:
             sources = override.value if isinstance(override.value, list) else [override.value]
-            known = [source for source in sources if _is_option(LISTED_GROUP, source, override)]
+            known = [str(source) for source in sources if _is_option(LISTED_GROUP, source, override)]
             selected.append(f"{LISTED_GROUP}=[{','.join(known)}]")
         elif isinstance(override.value, str) and override.value in options(override.key):
             selected.append(f"{override.key}={override.value}")
@@ -170,15 +170,16 @@ def _choose(choices: Sequence[Override]) -> tuple[tuple[Layer, ...], str | None]
         else:
             raise _no_such_option(override.key, override.value, override)
     tree = _compose(selected)
-    entries = tree.pop(LISTED_GROUP, {})
+    entries = get_section(tree, LISTED_GROUP)
+    del tree[LISTED_GROUP]
     if sources is not None:
-        chosen = [entries[source] if isinstance(source, str) and source in entries else source for source in sources]
-        tree.setdefault("data", {})["train_data_paths"] = chosen
+        chosen = [entries.get(source, source) if isinstance(source, str) else source for source in sources]
+        set_value(tree, "data.train_data_paths", chosen)
     origin = " ".join(override.text for override in choices)
     return (Layer(tree, f"config group {origin}"),), "-".join(names) or None
 
 
-def _is_option(group: str, value: Any, override: Override) -> bool:
+def _is_option(group: str, value: object, override: Override) -> bool:
     """Whether a data set is one of the group's; one that is misspelt is an error, any other a path or Hub name."""
     if not isinstance(value, str) or value in options(group):
         return isinstance(value, str)
@@ -187,7 +188,7 @@ def _is_option(group: str, value: Any, override: Override) -> bool:
     return False
 
 
-def _no_such_option(group: str, value: Any, override: Override) -> ConfigError:
+def _no_such_option(group: str, value: object, override: Override) -> ConfigError:
     near = difflib.get_close_matches(str(value), options(group), n=1)
     meant = f"did you mean {near[0]}? " if near else ""
     instead = ", or any model with actor.model.model_path=…" if group == "model" else ""
@@ -203,15 +204,11 @@ def options(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
-def _compose(selected: Sequence[str]) -> dict[str, Any]:
+def _compose(selected: Sequence[str]) -> Tree:
     from hydra import compose
-    from omegaconf import OmegaConf
 
     with _own_hydra():
-        chosen = compose("groups", overrides=list(selected))
-    tree = OmegaConf.to_container(chosen, resolve=False)
-    assert isinstance(tree, dict)
-    return {str(name): value for name, value in tree.items()}
+        return unresolved(compose("groups", overrides=list(selected)))
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -105,7 +104,7 @@ def _table(section: type[BaseModel]) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    value: Any = field.get_default(call_default_factory=True, validated_data={})
+    value: object = field.get_default(call_default_factory=True, validated_data={})
     return "required" if value is PydanticUndefined else f"`{json.dumps(value)}`"
 
 
