@@ -47,7 +47,7 @@ def write_text(path: Path, text: str) -> None:
     sync_file(path.parent)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Replaces a JSON file in one step. Floats come back bit for bit."""
     write_text(path, json.dumps(value, indent=1) + "\n")
 

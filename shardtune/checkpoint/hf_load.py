@@ -192,8 +192,9 @@ def _check_shapes(
 def _fill_all(model: PreTrainedModel, assignments: Sequence[Assignment], targets: Mapping[str, BaseTensor]) -> int:
     filled: dict[int, WeightTensor | None] = {}
     for assignment in assignments:
-        if assignment.converter is not None:
-            for name in write_converted(assignment, model, targets):
+        converter = assignment.converter
+        if converter is not None:
+            for name in write_converted(assignment, converter, model, targets):
                 if name in targets:
                     filled[id(targets[name].tensor)] = None
             continue

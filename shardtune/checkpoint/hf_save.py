@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +40,7 @@ def save_pretrained(
     processor: ProcessorMixin | None = None,
     tensors: Mapping[str, torch.Tensor] | None = None,
     gather: Callable[[str, torch.Tensor], torch.Tensor] = gather_full,
-    settings: Mapping[str, Any] = MappingProxyType({}),
+    settings: Mapping[str, object] = MappingProxyType({}),
     max_shard_bytes: int = 5 << 30,
 ) -> None:
     """Writes weights, configuration, tokenizer and generation settings that `from_pretrained` loads as they are.
@@ -190,7 +189,7 @@ def _remove_weights(path: Path) -> None:
         file.unlink(missing_ok=True)
 
 
-def _save_config(model: PreTrainedModel, path: Path, dtype: torch.dtype, settings: Mapping[str, Any]) -> None:
+def _save_config(model: PreTrainedModel, path: Path, dtype: torch.dtype, settings: Mapping[str, object]) -> None:
     config = deepcopy(model.config)
     config.dtype = dtype
     for key, value in settings.items():
@@ -232,8 +231,8 @@ def _set_stop_tokens(
     generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase | None, end_of_turn_ids: Sequence[int]
 ) -> None:
     before = generation.eos_token_id
-    known: list[Any] = [] if before is None else [before] if isinstance(before, int) else list(before)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
+    known = [] if before is None else [before] if isinstance(before, int) else [*before]
+    if tokenizer is not None and isinstance(tokenizer.eos_token_id, int):
         known.append(tokenizer.eos_token_id)
     stops = list(dict.fromkeys([*end_of_turn_ids, *known]))
     if stops:

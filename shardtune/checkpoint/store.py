@@ -89,7 +89,7 @@ class CheckpointStore:
             raise _unwritable(self.folder, problem) from problem
         return temporary
 
-    def commit(self, temporary: Path, step: int, state: Mapping[str, Any], *, best: bool = False) -> Path:
+    def commit(self, temporary: Path, step: int, state: Mapping[str, object], *, best: bool = False) -> Path:
         """Makes what all ranks have written the checkpoint of `step`, then forgets the oldest (rank 0).
 
         Args:
@@ -114,7 +114,7 @@ class CheckpointStore:
             raise _unwritable(temporary, problem) from problem
         return target
 
-    def update(self, step: int, state: Mapping[str, Any], *, best: bool = False) -> Path:
+    def update(self, step: int, state: Mapping[str, object], *, best: bool = False) -> Path:
         """Replaces what a complete checkpoint says of the run, whose tensors are still those of its step (rank 0).
 
         Args:
