@@ -251,6 +251,6 @@ def _missing_files(recipe: Recipe) -> list[ConfigError]:
             where=recipe.where(dotted),
             remedy="check the name; a relative path starts at the recipe's own directory",
         )
-        for dotted, path in named_files(recipe)
+        for dotted, path in named_files(recipe.to_dict())
         if not Path(path).exists()
     ]

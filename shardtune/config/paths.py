@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from shardtune.config.schema import Recipe
 from shardtune.config.tree import Tree, get_value, set_value
 from shardtune.config.values import FUNCTION_IN_FILE
 
@@ -47,9 +46,8 @@ def make_absolute(tree: Tree, base: Path) -> None:
         set_value(tree, key, _sources(get_value(tree, key), base))
 
 
-def named_files(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """(key, path) of every single file or directory that an absolute recipe names, data files excepted."""
-    tree = recipe.to_dict()
+def named_files(tree: Tree) -> Iterator[tuple[str, str]]:
+    """(key, path) of every single file or directory that an absolute recipe names, except data files."""
     for key in ("plugins", *MODEL_KEYS, *FILE_KEYS):
         yield from ((key, path) for path in _texts(get_value(tree, key)) if os.path.isabs(path))
     for key in FUNCTION_KEYS:

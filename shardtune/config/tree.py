@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Tree: TypeAlias = dict[str, object]
 """Section or key name to a section's `Tree` or a key's value, as YAML gives it."""
@@ -42,9 +42,9 @@ def overlay(under: object, over: object) -> object:
     return {**under, **{name: overlay(under.get(name), value) for name, value in over.items()}}
 
 
-def flatten(tree: Mapping[str, object], prefix: str = "") -> Tree:
+def flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one: dotted key -> value. Lists and empty mappings are values."""
-    flat: Tree = {}
+    flat: dict[str, Any] = {}
     for name, value in tree.items():
         dotted = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:

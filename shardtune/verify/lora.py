@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -56,7 +55,7 @@ def check_lora(kit: Kit) -> str:
     return f"{number:,} parameters: the same losses from a checkpoint, from PEFT's directory, and merged"
 
 
-def _settings(own: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(own: Mapping[str, object]) -> dict[str, object]:
     return {**LoraConfig().model_dump(), **{key: own[key] for key in KEPT}, "r": 4, "alpha": 6.0}
 
 

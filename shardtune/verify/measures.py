@@ -20,7 +20,7 @@ Sums = Mapping[str, tuple[float, float]]
 
 def check_metrics(kit: Kit) -> str:
     """Metrics and predictions add up over any split of rows, and predictions are of the loss's targets."""
-    trial = kit.steady_trial()
+    trial = kit.deterministic_trial()
     adapter = trial.adapter
     if isinstance(adapter, WholeStepAdapter):
         raise Skipped("it is evaluated by the loss of all rows of a step alone")
@@ -89,7 +89,7 @@ def _check_predictions(trial: Trial, measured: Sums) -> Iterator[str]:
         return  # actor.loss is refused for such a loss
     rows = trial.forwards(range(trial.num_rows))[0]
     term = next(iter(trial.batch(rows).weights))
-    wanted, weight = trial.promised(range(trial.num_rows))[term], measured[PREDICTED][1]
+    wanted, weight = trial.indexed_weights(range(trial.num_rows))[term], measured[PREDICTED][1]
     if apart(wanted, weight) > CLOSE:
         raise Failed(
             f"the predictions of {trial.num_rows} rows weigh {weight:g}, their targets {wanted:g} by weights",

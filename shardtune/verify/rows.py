@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -36,7 +35,7 @@ def rows_for(adapter: Adapter, recipe: Recipe) -> list[Row]:
     if recipe.data.train_data_paths is not None:
         found, label = _training_rows(recipe, frames_of(encoder)), "data.train_data_paths"
     else:
-        found, label = (_plain(row) for row in adapter.examples()), f"{type(adapter).__name__}.examples"
+        found, label = (_plain_row(row) for row in adapter.examples()), f"{type(adapter).__name__}.examples"
     usable: list[Row] = []
     seen, reason = 0, ""
     for row in found:
@@ -101,7 +100,7 @@ def _training_rows(recipe: Recipe, frames: FrameOptions | None) -> Iterator[Row]
                 prepared = None if isinstance(row, RowError) else _prepared(row, source)
                 if prepared is not None:
                     placed = with_absolute_paths(prepared, file.folder)
-                    yield placed if frames is None else _plain(placed)
+                    yield placed if frames is None else _plain_row(placed)
 
 
 def _prepared(row: Row, source: Source) -> Row | None:
@@ -127,7 +126,11 @@ def _unusable(encoder: Encoder, row: Row) -> str | None:
     return None if any(weights.values()) else "it weighs nothing: it has no target"
 
 
-def _plain(value: Any) -> Any:
+def _plain_row(row: Row) -> Row:
+    return {key: _plain(value) for key, value in row.items()}
+
+
+def _plain(value: object) -> object:
     """A value as a file would hold it: arrays as lists."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()

@@ -63,7 +63,7 @@ class RayConfig(Section):
     gpus_per_worker: Annotated[int, Field(ge=0, le=1)] | None = key(
         None, "GPUs of each worker; null: 1 if the cluster has GPUs and `runner.device` is not cpu."
     )
-    resources: dict[str, object] = key({}, "Custom resources of each worker, by the cluster's names, e.g. {a100: 1}.")
+    resources: dict[str, Number] = key({}, "Custom resources of each worker, by the cluster's names, e.g. {a100: 1}.")
     placement: Literal["pack", "spread", "strict_pack", "strict_spread"] = key(
         "pack",
         "Workers on as few hosts as possible (pack), or on as many (spread); strict: all on one host, or each on its "

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 __all__ = ["check_adapter"]
 
@@ -15,7 +14,7 @@ __all__ = ["check_adapter"]
 def check_adapter(
     adapter: str | Path,
     *overrides: str,
-    recipe: str | Path | Mapping[str, Any] | None = None,
+    recipe: str | Path | Mapping[str, object] | None = None,
     only: Collection[str] = (),
 ) -> None:
     """Assert that an adapter passes the conformance kit.
