@@ -267,5 +267,5 @@ def _load_generation_config(model: PreTrainedModel, path: Path) -> None:
         model.generation_config = GenerationConfig.from_pretrained(str(path))
     except (OSError, ValueError, TypeError) as problem:
         raise ModelError(
-            f"{file.name} cannot be used: {str(problem).splitlines()[0]}", where=str(file), remedy="mend or remove it"
+            f"{file.name} cannot be used: {str(problem).splitlines()[0]}", where=str(file), remedy="fix or remove it"
         ) from problem

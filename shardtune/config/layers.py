@@ -86,7 +86,7 @@ def _lay(
             into[name] = overlay(previous, value) if is_free_mapping(schema) else value
         elif isinstance(value, Mapping):
             yield from _lay(value, inner, f"{dotted}.", get_section(into, name), layer, origins)
-        elif value is not None:  # None: a section whose keys are all commented out
+        elif value is not None:  # None is a section whose keys are all commented out
             yield ConfigError(
                 f"{dotted} is a section, not {value!r}",
                 where=layer.where(dotted),

@@ -41,20 +41,20 @@ def load_recipe(
     in_memory: Collection[str] = (),
     files_must_exist: bool = True,
 ) -> Recipe:
-    """Compose, validate and resolve a recipe. Nothing is written, and neither torch nor the model is touched.
+    """Compose, validate and resolve a recipe. Writes nothing, imports no torch, and does not read the model.
 
     Later places win: schema defaults, the recipe, config groups, `key=value` overrides.
 
     Args:
         recipe: a YAML file, a mapping, or None when config groups are among the overrides.
         overrides: `key=value` in Hydra's grammar, config groups (`model=llama`), HALOs' names.
-        in_memory: keys whose value the caller holds as an object, so that they may be absent:
+        in_memory: keys whose value the caller passes as an object, so that they may be absent:
             `actor.model.model_path`, `data.train_data_paths`, `data.eval_data_paths`.
-        files_must_exist: whether a named template, plugin, function file or local model must be there; false where
-            a run's own recipe is read back for something that may not need them.
+        files_must_exist: whether a named template, plugin, function file or local model must exist; false when a
+            run's own recipe is read again for something that may not need them.
 
     Raises:
-        ConfigError: everything that is wrong, in one message, with file and line or the override's text.
+        ConfigError: all mistakes in one message, each with file and line or the override's text.
     """
     written = _read(recipe, overrides)
     given_backends = get_value(written.tree, BACKENDS)
@@ -167,7 +167,7 @@ def _move_alternative_keys(tree: Tree, merged: Merged) -> list[ConfigError]:
 
 
 def _short(value: object) -> str:
-    """A value as messages show it, its middle left out where it is long."""
+    """A value for a message, without the middle of a long one."""
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:80]} … {text[-30:]}"
 
@@ -220,7 +220,7 @@ def _type_problem(details: ErrorDetails, merged: Merged) -> ConfigError:
 
 
 def _place(loc: tuple[int | str, ...]) -> tuple[str, tuple[int | str, ...]]:
-    """A pydantic location as our dotted key and what lies inside its value: (data.train_data_paths, (1, weight))."""
+    """A pydantic location as a dotted key and the place inside its value: (data.train_data_paths, (1, weight))."""
     dotted = str(loc[0])
     for number, part in enumerate(loc[1:], start=1):
         if f"{dotted}.{part}" not in KEYS:
@@ -230,7 +230,7 @@ def _place(loc: tuple[int | str, ...]) -> tuple[str, tuple[int | str, ...]]:
 
 
 def _field_inside(dotted: str, inside: tuple[int | str, ...]) -> FieldInfo:
-    """The field of an entry inside a list, else the key's own."""
+    """The field of an entry inside a list, otherwise the key's own."""
     entry = ENTRY_TYPES.get(dotted)
     names = [part for part in inside if isinstance(part, str)]
     return entry.model_fields.get(names[-1], KEYS[dotted].field) if entry and names else KEYS[dotted].field

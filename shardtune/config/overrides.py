@@ -1,4 +1,4 @@
-"""Command-line words: `key=value` in Hydra's grammar, config groups, and HALOs' names for our keys."""
+"""Command-line overrides: `key=value` in Hydra's grammar, config groups, and HALOs' names of our keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardtune.config.tree import Tree, get_section, set_value
 from shardtune.errors import ConfigError
 
 CONF = Path(__file__).parent / "conf"
-LISTED_GROUP = "datasets"  # the only group of which several may be chosen at once
+LISTED_GROUP = "datasets"  # the only group that allows several choices at once
 GROUPS = ("loss", "model", LISTED_GROUP)
 
 
@@ -26,7 +26,7 @@ class Override:
     Attributes:
         text: as the user wrote it.
         key: dotted, without `+`.
-        value: parsed: numbers, booleans, null, lists and mappings are what they look like.
+        value: parsed into numbers, booleans, null, lists and mappings.
     """
 
     text: str
@@ -44,7 +44,7 @@ class CommandLine:
 
     Attributes:
         groups: one layer for all chosen config groups; empty if none is.
-        values: one layer per `key=value`, under our own names.
+        values: one layer per `key=value`, under our names.
         name: the chosen groups' names joined, e.g. `sft-llama`; None if none is.
     """
 
@@ -54,11 +54,11 @@ class CommandLine:
 
 
 def read_overrides(texts: Sequence[str], backends: Sequence[str]) -> CommandLine:
-    """Parse the words that follow the recipe; a word that cannot be used is a ConfigError that quotes it.
+    """Parse the words that follow the recipe; a word that cannot be used raises a ConfigError that quotes it.
 
     Args:
         texts: the words.
-        backends: the recipe's `runner.logger.logger_backends`, which `wandb.enabled` adds to or takes from.
+        backends: the recipe's `runner.logger.logger_backends`, which `wandb.enabled` changes.
     """
     parsed = _parse(texts)
     choices = [override for override in parsed if _chooses_group(override)]
@@ -102,13 +102,13 @@ def _parse(texts: Sequence[str]) -> list[Override]:
             ) from error
         if override.package is not None:
             raise ConfigError(
-                f"override {text} names a package (@), and a recipe has none",
+                f"override {text} names a package (@), which recipes do not have",
                 where=" ".join(texts),
                 remedy="write key=value",
             )
         if several:
             raise ConfigError(
-                f"override {text} gives several values, and a run takes one",
+                f"override {text} gives several values, but a run has one",
                 where=" ".join(texts),
                 remedy="write a list in brackets, key=[a,b], or text with a comma in quotes, 'key=\"a,b\"'",
             )
@@ -117,7 +117,7 @@ def _parse(texts: Sequence[str]) -> list[Override]:
 
 
 def _chooses_group(override: Override) -> bool:
-    """`datasets` may also name files, which `_choose` leaves as they are."""
+    """Whether an override chooses a config group; `datasets` may also name files, which `_choose` keeps."""
     return override.key in GROUPS
 
 
@@ -145,7 +145,7 @@ def _as_layer(override: Override, backends: Sequence[str]) -> Layer:
 
 
 def _with_wandb(override: Override, backends: Sequence[str]) -> list[str]:
-    """What HALOs' switch for Weights & Biases makes of the list of backends."""
+    """The logger backends after HALOs' switch for Weights & Biases."""
     if not isinstance(override.value, bool):
         raise ConfigError(
             f"wandb.enabled: {override.value!r} is not allowed", where=override.origin, remedy="allowed: true or false"
@@ -180,7 +180,7 @@ def _choose(choices: Sequence[Override]) -> tuple[tuple[Layer, ...], str | None]
 
 
 def _is_option(group: str, value: object, override: Override) -> bool:
-    """Whether a data set is one of the group's; one that is misspelt is an error, any other a path or Hub name."""
+    """Whether a data set is a choice of the group; a misspelt one is an error, any other a path or Hub name."""
     if not isinstance(value, str) or value in options(group):
         return isinstance(value, str)
     if difflib.get_close_matches(value, options(group), n=1, cutoff=0.8) and not Path(value).exists():
@@ -213,7 +213,7 @@ def _compose(selected: Sequence[str]) -> Tree:
 
 @contextmanager
 def _own_hydra() -> Iterator[None]:
-    """Hydra over our groups; a Hydra application that we are called from finds its own state as it was."""
+    """Hydra over our groups; the state of a calling Hydra application is restored afterwards."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 

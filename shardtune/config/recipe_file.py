@@ -1,4 +1,4 @@
-"""Reading a recipe: a YAML file, whose lines are kept for error messages, or a mapping in memory."""
+"""Reads a recipe: a YAML file, with line numbers for error messages, or a mapping in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHOW_KEYS = "a recipe starts like this: actor: {model: {model_path: …}}; docs/
 
 
 class RecipeLoader(yaml.SafeLoader):
-    """YAML as OmegaConf and Hydra read it: `1e-5` is a number, a date is text, and no key comes twice."""
+    """YAML as OmegaConf and Hydra read it: `1e-5` is a number, a date is text, and duplicate keys are refused."""
 
     yaml_implicit_resolvers: ClassVar = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
@@ -41,7 +41,7 @@ RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT_WITHOUT_D
 
 
 def read_file(path: Path) -> Layer:
-    """The recipe in a YAML file; a file that is missing, empty, broken or no mapping is a ConfigError."""
+    """The recipe in a YAML file; a file that is missing, empty, broken or no mapping raises a ConfigError."""
     shown = str(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -73,7 +73,7 @@ def read_file(path: Path) -> Layer:
 
 
 def read_mapping(recipe: Mapping[str, object] | DictConfig) -> Layer:
-    """A recipe in memory: a dict or an OmegaConf config, interpolation still unresolved."""
+    """A recipe in memory: a dict or an OmegaConf config, interpolation not resolved yet."""
     values = _plain(recipe)
     return Layer(_named(values if isinstance(values, dict) else {}, "recipe"), "recipe")
 
@@ -119,7 +119,7 @@ def _plain(value: object) -> object:
 
 
 def _lines(node: yaml.MappingNode, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Dotted key -> line of all keys, from the parser's own marks."""
+    """(dotted key, line) of all keys, from the parser's marks."""
     for name, value in node.value:
         if name.tag == "tag:yaml.org,2002:merge":
             merged = value.value if isinstance(value, yaml.SequenceNode) else [value]

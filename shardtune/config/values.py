@@ -1,4 +1,4 @@
-"""The kinds of value a recipe key can hold, with the words that error messages and the reference page use for them."""
+"""The types of recipe values, with their descriptions for error messages and the reference page."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What a key may hold, in words; put into `Annotated` where the type alone does not say it."""
+    """A description of the allowed values, for `Annotated` types whose type alone is not enough."""
 
     text: str
 
 
 def _number(value: object) -> object:
-    """YAML 1.1 reads `1e-5` (no dot) as text: take exactly that form for the number it is."""
+    """YAML 1.1 reads `1e-5` (no dot) as text: exactly that form is converted to a number."""
     if isinstance(value, str) and _EXPONENT.fullmatch(value.strip()):
         value = float(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -127,7 +127,7 @@ def _lora_init(value: object) -> object:
     if isinstance(value, bool) or value in LORA_INITS or (isinstance(value, str) and PISSA_STEPS.fullmatch(value)):
         return value
     if value in NEED_DATA:
-        raise ValueError(f"{value} begins with a pass over data, which is not made here")
+        raise ValueError(f"{value} needs a pass over data, which is not supported")
     if value == "loftq":
         raise ValueError("loftq needs the kernels of bitsandbytes")
     raise ValueError("not one of PEFT's initialisers")
