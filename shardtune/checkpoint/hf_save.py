@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face directory: one tensor at a time, in the names and layout its kind has on disk."""
+"""Saves a trained model as a Hugging Face directory, one tensor at a time, with the names and layout of its class."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def save_pretrained(
 
 
 def save_error(path: Path, problem: OSError) -> CheckpointError:
-    """What the disk refused, for the user."""
+    """The error for a directory that cannot be written."""
     return CheckpointError(
         f"the model cannot be saved: {problem.strerror or problem}",
         where=str(problem.filename or path),
@@ -163,7 +163,7 @@ def _plan(
 def _open_files(
     path: Path, plan: Sequence[TensorPlan], max_shard_bytes: int
 ) -> tuple[list[SafetensorsWriter], dict[str, SafetensorsWriter]]:
-    """Deals the tensors to files in their order; several files get an index."""
+    """Distributes the tensors over files in order; several files get an index."""
     shards: list[list[TensorPlan]] = [[]]
     size = 0
     for tensor in plan:
@@ -184,7 +184,7 @@ def _open_files(
 
 
 def _remove_weights(path: Path) -> None:
-    """Weights of an earlier save would be loaded beside, or instead of, the new ones."""
+    """Remove the weights of an earlier save, which would be loaded beside or instead of the new ones."""
     for file in [*path.glob("model*.safetensors"), path / f"{_FILE}.index.json"]:
         file.unlink(missing_ok=True)
 
@@ -210,8 +210,8 @@ def save_text_settings(
     end_of_turn_ids: Sequence[int],
     processor: ProcessorMixin | None = None,
 ) -> None:
-    """Writes what belongs to a model that reads and writes text beside its weights: tokenizer or processor, generation
-    settings, and of one that acts the statistics of actions."""
+    """Writes the files of a text model besides its weights: tokenizer or processor, generation settings, and for an
+    action model the statistics of actions."""
     if isinstance(model, PreTrainedModel) and model.config.to_dict().get(SETTINGS) is not None:
         ActionSettings.of(model.config).save_statistics(path)
     if isinstance(model, PreTrainedModel) and model.can_generate():

@@ -25,14 +25,14 @@ Initialiser = Callable[[nn.Module], None]
 
 @runtime_checkable
 class _Resettable(Protocol):
-    """A module of torch's own kind, which knows how to initialise itself."""
+    """A module that initialises itself, as torch's own do."""
 
     def reset_parameters(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One module's turn.
+    """The initialisation of one module.
 
     Attributes:
         name: the module's name in the model, "" for the model itself.
@@ -60,7 +60,7 @@ def initialise_weights(
     frozen: torch.dtype | None = None,
     unadapted: nn.Module | None = None,
 ) -> None:
-    """Gives a model made inside `init_empty_weights()` the weights that its own class would start from.
+    """Gives a model made inside `init_empty_weights()` the initial weights of its own class.
 
     Module by module, children first, in the order transformers uses: each module's parameters are made whole in fp32
     on the CPU, drawn from a generator seeded by (seed, the module's name), and each rank keeps its shard in `dtype`.
@@ -133,7 +133,7 @@ def _reset(module: nn.Module) -> None:
 
 
 class _Writes(TorchDispatchMode):
-    """Notes the storages that operations write to, through views and `.data` as well."""
+    """Records the storages that operations write to, through views and `.data` too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 @contextmanager
 def _swapped(module: nn.Module, stand_ins: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Inside, the parameters under `module` are others; outside, they are the very objects they were."""
+    """Replaces the parameters under `module`; restores the original objects at the end."""
     slots = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], name) for name in stand_ins]
     originals = [(owner, key, owner._parameters[key]) for owner, key, _ in slots]
     for owner, key, name in slots:

@@ -1,4 +1,4 @@
-"""Safetensors files read with `pread` and written in place: only the bytes asked for ever enter this process."""
+"""Safetensors files, read with `pread` and written in place: only the requested bytes enter this process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies on disk.
+    """The place of a tensor on disk.
 
     Attributes:
         start: the first byte of its data, counted from the beginning of `file`.
@@ -122,7 +122,7 @@ def read_header(file: Path, error: type[ShardtuneError] = ModelError) -> tuple[d
     """The tensors of a safetensors file and its free-form metadata, without reading any data.
 
     Raises:
-        error: the header is damaged, or the file is shorter or longer than its header says.
+        error: the header is damaged, or the file's size does not match it.
     """
 
     def torn(what: str) -> ShardtuneError:

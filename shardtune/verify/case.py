@@ -1,4 +1,4 @@
-"""What the conformance kit tries: an adapter, a few rows, and recipes that differ in one thing each."""
+"""The test case of the conformance kit: an adapter, a few rows, and recipes that differ in one key each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardtune.verify.rows import keep_rows, rows_for
 
 ROWS_OF_A_STEP = 5
 STEPS = 4
-"""Optimizer steps of a run of the kit: more than an epoch of a dozen rows, the last step of which is not full."""
+"""Optimizer steps of a run of the kit: more than an epoch of a dozen rows, whose last step is not full."""
 KEPT = {
     "runner": ("seed",),
     "actor": ("tokenizer", "fsdp_config"),
@@ -48,14 +48,14 @@ IN_MEMORY = ("actor.model.model_path", "data.train_data_paths")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An adapter on trial.
+    """An adapter to check.
 
     Attributes:
-        name: of the adapter, as it was given.
-        recipe: of a short run of it in fp64 on one rank, over `rows`.
-        lora: the recipe's own section `actor.model.lora`.
-        rows: as the encoder takes them.
-        folder: for what the checks write; the caller's to remove.
+        name: of the adapter, as given.
+        recipe: of a short run in fp64 on one rank, over `rows`.
+        lora: the section `actor.model.lora` of the user's recipe.
+        rows: in the form that the encoder takes.
+        folder: for the files of the checks; removed by the caller.
     """
 
     name: str
@@ -73,11 +73,11 @@ def find_case(adapter: str | Path, recipe: RecipeSource | None, overrides: Seque
     """The case of an adapter.
 
     Args:
-        adapter: `file.py:Class`, a name as `actor.model.model_type` takes it, or a recipe (a YAML file) that says so
-            itself.
+        adapter: `file.py:Class`, a value of `actor.model.model_type`, or a recipe (a YAML file) that names its
+            adapter.
         recipe: whose model, options and rows are taken; without one, or where it names no rows, those of `examples`.
         overrides: `key=value`, over the recipe.
-        folder: for what the checks write.
+        folder: for the files of the checks.
 
     Raises:
         ShardtuneError: no such adapter, a recipe that is wrong, or no rows.
@@ -108,7 +108,7 @@ def _loaded(values: Tree) -> Recipe:
 
 
 def _named(adapter: str) -> dict[str, object]:
-    """The recipe's keys that say which adapter it is."""
+    """The recipe keys that name the adapter."""
     if FUNCTION_IN_FILE.fullmatch(adapter):
         file, _, name = adapter.rpartition(":")
         return {"actor.model.adapter": f"{Path(file).expanduser().absolute()}:{name}"}

@@ -1,4 +1,4 @@
-"""Check of low-rank adapters: attached, trained, saved, loaded as PEFT has them, and merged."""
+"""Check of low-rank adapters: attached, trained, saved, loaded in PEFT's format, and merged."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from shardtune.verify.structure import check_buffer_forms
 from shardtune.verify.trial import CLOSE, Trial, apart, copies, run, silent
 
 STEPS = 2
-"""The first moves one factor of each pair, which begins as zero; the second moves the other, too."""
+"""The first step changes only the factor that starts as zero; the second changes both."""
 KEPT = ("target_modules", "target_parameters", "modules_to_save", "use_rslora", "use_dora")
-"""What of a recipe's own LoRA is tried; its rank and scale are the kit's, so that alpha is not r."""
+"""The LoRA keys that are taken from the recipe; rank and scale are the kit's, so that alpha differs from r."""
 SECTION = "actor.model.lora"
 
 
@@ -60,7 +60,7 @@ def _settings(own: Mapping[str, object]) -> dict[str, object]:
 
 
 def _train(worker: SFTWorker) -> None:
-    """Some steps, after which every trained tensor is another and every frozen one the same."""
+    """Train some steps; every trained tensor must change, and no frozen one."""
     before = copies(worker.weights.parameters)
     run(worker, STEPS)
     trained = worker.weights.trainable()
@@ -84,7 +84,7 @@ def _reopened(worker: SFTWorker, directory: Path) -> list[dict[str, str]]:
 
 
 def _merged(kit: Kit, directory: Path) -> list[dict[str, str]]:
-    """The losses of a whole model that an adapter was merged into."""
+    """The losses of the base model with the adapter merged into it."""
     try:
         other = SFTWorker(over_directory(kit.case.variant(PARITY), directory), report=silent)
         other.weights_directory = directory

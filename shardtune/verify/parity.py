@@ -23,9 +23,9 @@ from shardtune.verify.structure import ties
 from shardtune.verify.trial import CLOSE, Trajectory, apart, distance, run
 
 ROUNDED = 1e-4
-"""How far losses in fp32 may be from each other, relative, where sums are taken in another order."""
+"""The relative difference allowed between fp32 losses whose sums have another order."""
 HALF = 0.05
-"""How far a loss in bf16 may be from that in fp64, relative."""
+"""The relative difference allowed between a loss in bf16 and in fp64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Axis:
     Attributes:
         name: in messages.
         changes: to the recipe.
-        close: how far losses may be from those of plain PyTorch, relative.
+        close: the relative difference allowed from plain PyTorch's losses.
         meaning: its effect, for messages.
-        remedy: where to look when it diverges.
+        remedy: where to look if it diverges.
     """
 
     name: str

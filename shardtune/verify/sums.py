@@ -18,11 +18,11 @@ from shardtune.verify.trial import CLOSE, Measured, Trial, apart, distance
 
 RANDOM_SPLITS = 3
 FURTHER = 3
-"""Positions by which padded fields are padded further."""
+"""Additional positions of padding for padded fields."""
 
 
 def check_sums(kit: Kit) -> str:
-    """However rows are split into micro-batches, the totals add up and the weights are those of the rows."""
+    """For any split of rows into micro-batches, the totals add up and the weights are those of the rows."""
     trial = kit.deterministic_trial()
     rows = list(range(trial.num_rows))
     splits = list(_splits(trial, rows))
@@ -36,18 +36,18 @@ def check_sums(kit: Kit) -> str:
             continue
         _check_totals(trial, reference, measured, splits[0][0], how)
         _check_gradients(trial, reference, measured, splits[0][0], how)
-    told = f"{len(splits)} splits of {len(rows)} rows give the same sums, weights and gradients"
-    return "; ".join([told, *_check_training_mode(kit, splits[:2])])
+    result = f"{len(splits)} splits of {len(rows)} rows give the same sums, weights and gradients"
+    return "; ".join([result, *_check_training_mode(kit, splits[:2])])
 
 
 def _check_training_mode(kit: Kit, splits: Sequence[tuple[str, list[list[int]]]]) -> Iterator[str]:
-    """What is done in training alone has to be a sum over rows, too; dropout and batch norms aside."""
+    """The loss in training mode is a sum over rows too, without dropout and batch norms."""
     if len(splits) < 2:
         return
     trial = Trial(kit.worker(PARITY))
     trial.train()
     if trial.nondeterminism is not None:
-        yield "not compared in training mode, where it draws or counts"
+        yield "not compared in training mode, where the loss is random"
         return
     (one, parts), (other, together) = splits
     reference, measured = (trial.measure([trial.batch(part) for part in split]) for split in (parts, together))
@@ -122,7 +122,7 @@ def _check_gradients(trial: Trial, reference: Measured, measured: Measured, one:
 
 
 def check_masked(kit: Kit) -> str:
-    """What weighs nothing gives no loss and no gradient."""
+    """Targets without weight give no loss and no gradient."""
     trial = kit.deterministic_trial()
     if isinstance(trial.adapter, WholeStepAdapter):
         raise Skipped("the loss is one of all rows of a step, in which each row is another's negative")
@@ -156,11 +156,11 @@ def _check_masked_rows(trial: Trial) -> Iterator[str]:
 def _check_nothing(trial: Trial, how: str, terms: frozenset[str], alone: Measured, measured: Measured) -> None:
     name = type(trial.adapter).__name__
     for term in sorted(terms):
-        # A row that weighs nothing at all never gets into a run, so what is said of its weight does not matter.
+        # A row without any weight never enters a run, so the weight that the loss reports for it does not matter.
         if terms != set(trial.terms) and apart(alone.weights[term], measured.weights[term]) > CLOSE:
             raise Failed(
                 f"a row without targets ({how}) counts {measured.weights[term] - alone.weights[term]:g} in the weight "
-                f"that the loss reports for {term!r}; weights says 0",
+                f"that the loss reports for {term!r}; weights has 0",
                 where=f"{name}.loss: LossSum({term}).weight",
                 remedy="count the targets that are left, not the rows or positions",
             )
@@ -174,7 +174,7 @@ def _check_nothing(trial: Trial, how: str, terms: frozenset[str], alone: Measure
 
 
 def _check_masked_parts(trial: Trial) -> Iterator[str]:
-    """With some of its targets taken out, a row weighs what is left, and the loss says so."""
+    """With some of its targets taken out, a row weighs what is left, and the loss reports that weight."""
     sample = trial.samples[0]
     for masking in partial_maskings(trial.weigh, sample, trial.adapter.padding):
         promised = trial.weigh(masking.sample)
