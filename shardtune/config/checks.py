@@ -226,7 +226,7 @@ def _episodes(context: Context) -> Iterator[ConfigError]:
     if model.adapter is None and model.model_type in ("causal_lm", "vision_language"):
         yield context.problem(
             "eval.environment",
-            f"eval.environment: {config.environment!r} needs an action model; {model.model_type} is none",
+            f"eval.environment: {config.environment!r} needs a model that acts; {model.model_type} does not",
             "leave it out, or set actor.model.model_type: vision_language_action",
         )
     elif model.adapter is None and (config.action_steps or 0) > model.action_chunks_len:
