@@ -1,4 +1,4 @@
-"""Files and folders that are either whole or not there, also after the power failed."""
+"""Files and folders that are either complete or absent, even after a power failure."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def write_text(path: Path, text: str) -> None:
     sync_file(path.parent)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Replaces a JSON file in one step. Floats come back bit for bit."""
     write_text(path, json.dumps(value, indent=1) + "\n")
 
@@ -84,7 +84,7 @@ def publish(temporary: Path, target: Path) -> None:
     """Makes a finished folder durable and gives it its name; a folder of that name is replaced.
 
     Both lie in the same parent folder. The old one is moved aside first, to `.<name>.old-…`, and removed last: between
-    the two renames it is there under that name, and `recover` gives it back its own.
+    the two renames it has that name, and `recover` renames it back.
     """
     sync_tree(temporary)
     aside: Path | None = None
@@ -98,7 +98,7 @@ def publish(temporary: Path, target: Path) -> None:
 
 
 def recover(parent: Path) -> None:
-    """Undoes a `publish` that was interrupted between its two renames, and ends one that was interrupted after them."""
+    """Undoes a `publish` that was interrupted between its two renames, and completes one interrupted after them."""
     for aside in sorted(parent.iterdir()):
         match = _ASIDE.fullmatch(aside.name)
         if match is None:
@@ -111,7 +111,7 @@ def recover(parent: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Removes a folder; it loses its name first, so that half of it is never taken for the whole."""
+    """Removes a folder; it is renamed first, so that a part of it is never taken for the whole."""
     doomed = folder.with_name(f".{folder.name.lstrip('.')}.removed-{uuid.uuid4().hex[:8]}")
     try:
         folder.rename(doomed)
@@ -121,14 +121,14 @@ def remove_tree(folder: Path) -> None:
 
 
 def require_space(folder: Path, needed: int) -> None:
-    """Refuses to begin what the disk has no room for.
+    """Refuses a save that does not fit on the disk.
 
     Args:
         folder: where the bytes will go; need not exist yet.
         needed: bytes.
 
     Raises:
-        CheckpointError: less is free.
+        CheckpointError: less space is free.
     """
     existing = folder.absolute()
     while not existing.exists():

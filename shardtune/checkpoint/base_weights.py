@@ -1,4 +1,4 @@
-"""Values of a model's own tensors, whole and as a rank keeps them: sharded, and in four bits where they are kept so."""
+"""Values of a model's own tensors, whole and as a rank stores them: sharded, and in four bits for NF4 layers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shardtune.parallel.meta_init import shard_of
 from shardtune.parallel.ranks import Ranks
 
 AT_ONCE = 1 << 22
-"""Values that are added up at once, so that no copy of a whole tensor is made."""
+"""Values that are summed at once, so that no whole tensor is copied."""
 
 
 def part_of(target: BaseTensor, full: torch.Tensor) -> torch.Tensor:
-    """This rank's part of whole values, in the form and on the device in which the target is kept."""
+    """This rank's part of whole values, in the format and on the device of the target."""
     shard = shard_of(target.tensor)
     part = torch.empty_like(shard.local)
     if part.numel() and target.layer is None:
@@ -47,7 +47,7 @@ def whole_base(target: BaseTensor) -> torch.Tensor:
 
 @torch.no_grad()
 def fingerprint(model: nn.Module, names: Collection[str], ranks: Ranks) -> str:
-    """A hash of what some parameters hold: alike on any number of ranks, and in bf16 as in fp32; all ranks call it.
+    """A hash of the values of some parameters: the same on any number of ranks, in bf16 and fp32; all ranks call it.
 
     Args:
         model: sharded or not, its weights in memory.
@@ -56,13 +56,13 @@ def fingerprint(model: nn.Module, names: Collection[str], ranks: Ranks) -> str:
     chosen = [(name, parameter) for name, parameter in sorted(model.named_parameters()) if name in names]
     sums = torch.zeros(len(chosen), dtype=torch.int64)
     for number, (_, parameter) in enumerate(chosen):
-        if ranks.is_main or isinstance(parameter, DTensor):  # of what every rank holds whole, rank 0's counts
+        if ranks.is_main or isinstance(parameter, DTensor):  # of a tensor that every rank holds whole, rank 0's counts
             sums[number] = _sum_of_bits(shard_of(parameter).local)
     if ranks.mesh is not None:
         sums = sums.to(ranks.device)
         dist.all_reduce(sums)
-    told = [f"{name} {tuple(p.shape)} {bits}" for (name, p), bits in zip(chosen, sums.tolist(), strict=True)]
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:32]
+    lines = [f"{name} {tuple(p.shape)} {bits}" for (name, p), bits in zip(chosen, sums.tolist(), strict=True)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> int:

@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.tensor import DTensor
 from torch.futures import Future as TorchFuture
@@ -57,7 +56,7 @@ class PendingSave:
     """A save that goes on while training does. When rank 0's is done, the files of all ranks are on the disk."""
 
     folder: Path
-    future: Future[Any] | None
+    future: Future[None] | None
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
@@ -91,9 +90,8 @@ def async_save_tensors(
     if process_group is None and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError("several ranks save asynchronously through a process group of their own")
     writer = _writer(folder, tensors)
-    future = dcp.async_save(_contiguous(tensors), storage_writer=writer, process_group=process_group)
-    assert isinstance(future, Future)
-    return PendingSave(folder, future)
+    save = dcp.async_save(_contiguous(tensors), storage_writer=writer, process_group=process_group)
+    return PendingSave(folder, save if isinstance(save, Future) else save.upload_completion)
 
 
 def load_tensors(
@@ -147,7 +145,7 @@ class _Reader(dcp.HuggingFaceStorageReader):
         future.set_result(None)
         return future
 
-    def _stored(self, index: Any) -> StoredTensor:
+    def _stored(self, index: MetadataIndex) -> StoredTensor:
         return self._tensors[Path(self.storage_data[index].relative_path)][index.fqn]
 
 
@@ -162,7 +160,7 @@ def _writer(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dcp.HuggingFac
     return dcp.HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
 
 
-def _contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {
         name: tensor.detach() if isinstance(tensor, DTensor) else tensor.detach().contiguous()
         for name, tensor in tensors.items()
@@ -170,7 +168,7 @@ def _contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def _check_same(folder: Path, metadata: Metadata, tensors: Mapping[str, torch.Tensor]) -> None:
-    """What is stored is what is asked for, by name, shape and dtype, and no part of it is missing."""
+    """Refuse stored tensors whose names, shapes or dtypes are not those expected, or of which a part is missing."""
     stored = {n: m for n, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
     missing = [name for name in tensors if name not in stored]
     unexpected = [name for name in stored if name not in tensors]
@@ -210,7 +208,7 @@ def _form(dtype: torch.dtype, shape: torch.Size) -> str:
 
 
 def _cause(problem: CheckpointException | OSError) -> str:
-    """What the disk did; anything else that went wrong is no fault of the user's and is raised on."""
+    """The message of a disk error; any other cause is not the user's to fix, and is raised again."""
     if isinstance(problem, OSError):
         return problem.strerror or str(problem)
     for rank, (error, _) in problem.failures.items():

@@ -1,4 +1,4 @@
-"""Does an exported directory, loaded in a fresh process by others' code alone, hold the model that was trained?"""
+"""Compares an exported directory, loaded in a fresh process by transformers and PEFT alone, with the trained model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from shardtune.checkpoint.export_check_process import ADAPTED_LOGITS, FILES, LOGITS, MODEL, digest, logits_on_probe
+from shardtune.checkpoint.export_check_process import (
+    ADAPTED_LOGITS,
+    FILES,
+    LOGITS,
+    MODEL,
+    digest,
+    logits_on_probe,
+    num_embeddings,
+)
 from shardtune.checkpoint.peft_directory import WEIGHTS, adapter_tensors, merging
 from shardtune.checkpoint.safetensors_file import read_header
 from shardtune.errors import CheckpointError
@@ -53,8 +61,7 @@ def check_reload(model: nn.Module, directory: Path) -> str:
             raise CheckpointError(
                 f"the exported model cannot be loaded:\n{done.stderr.strip()[-2000:]}", where=str(directory)
             )
-        if way in (LOGITS, ADAPTED_LOGITS):
-            assert isinstance(model, PreTrainedModel)
+        if isinstance(model, PreTrainedModel) and way in (LOGITS, ADAPTED_LOGITS):
             return _compare_logits(model, load_file(file)["logits"], directory, added=is_adapted(model))
         found = {name: (kind, bits) for name, (kind, bits) in json.loads(file.read_text()).items()}
     own = _to_compare(model, directory)
@@ -87,7 +94,7 @@ def _compare_logits(model: PreTrainedModel, fresh: torch.Tensor, directory: Path
         for parameter in model.parameters():  # buffers keep their dtype, as they do in from_pretrained
             parameter.data = parameter.data.to(fresh.dtype)
     model.set_attn_implementation("eager")
-    own = logits_on_probe(model)
+    own = logits_on_probe(model, num_embeddings(model))
     difference = float((own.double() - fresh.double()).abs().max())
     if not difference <= tolerance * max(1.0, float(fresh.abs().max())):
         raise CheckpointError(

@@ -1,7 +1,7 @@
-"""What a fresh process finds in an exported directory, by others' code alone: logits, or the tensors' bits.
+"""The content of an exported directory, read in a fresh process by transformers and PEFT alone: logits, or tensors.
 
-Run as a program: `python -m shardtune.checkpoint.export_check_process WAY DIRECTORY FILE`. What only some
-ways need is imported there.
+Run as a program: `python -m shardtune.checkpoint.export_check_process WAY DIRECTORY FILE`. Libraries that only some
+ways need are imported in their functions.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,10 +25,14 @@ LOGITS, ADAPTED_LOGITS, MODEL, FILES = "logits", "adapted-logits", "model", "fil
 PROBE_TOKENS = 32
 
 
-def logits_on_probe(model: PreTrainedModel) -> torch.Tensor:
-    """[1, PROBE_TOKENS, vocabulary], on token ids spread over the vocabulary."""
-    rows = next(model.get_input_embeddings().parameters()).shape[0]
-    return model(input_ids=(torch.arange(PROBE_TOKENS) * 7919 % rows)[None], use_cache=False).logits
+def logits_on_probe(model: nn.Module, num_tokens: int) -> torch.Tensor:
+    """Logits [1, PROBE_TOKENS, vocabulary] on token ids that are spread over the `num_tokens` of the vocabulary."""
+    return model(input_ids=(torch.arange(PROBE_TOKENS) * 7919 % num_tokens)[None], use_cache=False).logits
+
+
+def num_embeddings(model: PreTrainedModel) -> int:
+    """The rows of a model's input embedding."""
+    return next(model.get_input_embeddings().parameters()).shape[0]
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -40,7 +45,8 @@ def logits_of(directory: Path) -> torch.Tensor:
     """The logits of a directory's model, by transformers alone."""
     from transformers import AutoModelForCausalLM
 
-    return logits_on_probe(AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval())
+    model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
+    return logits_on_probe(model, num_embeddings(model))
 
 
 @torch.no_grad()
@@ -49,32 +55,30 @@ def adapted_logits_of(directory: Path) -> torch.Tensor:
     import peft
     from transformers import AutoModelForCausalLM
 
-    config = peft.LoraConfig.from_pretrained(str(directory))
-    assert isinstance(config, peft.LoraConfig)
-    base = config.base_model_name_or_path
-    assert base is not None
-    model: Any = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager", dtype=torch.float32)
-    by_module = config.trainable_token_indices
+    config = json.loads((directory / "adapter_config.json").read_text())
+    base = config["base_model_name_or_path"]
+    model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager", dtype=torch.float32)
+    by_module = config.get("trainable_token_indices")
     rows = 1 + max((row for ids in by_module.values() for row in ids), default=0) if isinstance(by_module, dict) else 0
-    if rows > model.get_input_embeddings().weight.shape[0]:
+    if rows > num_embeddings(model):
         model.resize_token_embeddings(rows, mean_resizing=False)
-    adapted: Any = peft.PeftModel.from_pretrained(model, str(directory)).eval()
-    return logits_on_probe(adapted)
+    adapted = peft.PeftModel.from_pretrained(model, str(directory)).eval()
+    return logits_on_probe(adapted, num_embeddings(model))
 
 
 def tensors_of_model(directory: Path) -> dict[str, torch.Tensor]:
     """The parameters and persistent buffers of a directory's model, built by the class that its config names.
 
-    What that class has and the directory does not (a pooler that was built without) is no part of the saved model.
+    Weights that the class has and the directory lacks (such as a pooler that was not built) are left out.
     """
     import transformers
 
     name = json.loads((directory / "config.json").read_text())["architectures"][0]
-    model, told = getattr(transformers, name).from_pretrained(directory, output_loading_info=True)
-    missing = set(told["missing_keys"])
+    model, loading_info = getattr(transformers, name).from_pretrained(directory, output_loading_info=True)
+    missing = set(loading_info["missing_keys"])
     state = {key: tensor for key, tensor in model.state_dict(keep_vars=True).items() if key not in missing}
-    once = {id(tensor): key for key, tensor in reversed(state.items())}
-    return {key: tensor.detach() for key, tensor in state.items() if once[id(tensor)] == key}
+    first_names = {id(tensor): key for key, tensor in reversed(state.items())}
+    return {key: tensor.detach() for key, tensor in state.items() if first_names[id(tensor)] == key}
 
 
 def tensors_in_files(directory: Path) -> dict[str, torch.Tensor]:
@@ -89,7 +93,7 @@ def _describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, str]]
 
 
 def main(way: str, directory: Path, file: Path) -> None:
-    """Write what is found into a file: logits as safetensors, or as JSON name -> (dtype, hash)."""
+    """Write the result into a file: logits as safetensors, or tensors as JSON name -> (dtype, hash)."""
     logits: dict[str, Callable[[Path], torch.Tensor]] = {LOGITS: logits_of, ADAPTED_LOGITS: adapted_logits_of}
     if way in logits:
         save_file({"logits": logits[way](directory).contiguous()}, file)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -40,12 +39,12 @@ from shardtune.parallel.meta_init import Shard, shard_of
 
 @dataclass(slots=True)
 class Assignment:
-    """Which tensors on disk make one tensor (or, with a splitting rule, several) of the model.
+    """The tensors on disk from which one tensor (or, with a splitting rule, several) of the model is made.
 
     Attributes:
         target: the name in the model.
         converter: the rule that joins or splits, None where the tensor is taken as it is.
-        sources: the tensors on disk by the rule's pattern that they match, in natural order of their names.
+        sources: the tensors on disk, by the pattern of the rule that they match, in natural order of their names.
     """
 
     target: str
@@ -63,10 +62,10 @@ class Assignment:
         return next(iter(self.sources.values()))[0]
 
 
-def _take_over_rules(model: PreTrainedModel) -> None:
-    """Let a user's class that derives from one of transformers have that one's rules: its weights have the same names.
+def _inherit_rules(model: PreTrainedModel) -> None:
+    """Registers the conversion rules of a transformers class for a user's class derived from it.
 
-    transformers itself has rules for its own classes alone, so it could not load the files of such a model.
+    Both have the same names on disk, but transformers has rules for its own classes only.
     """
     kind = type(model)
     base = next((base for base in kind.__mro__ if base.__module__.startswith("transformers.models.")), None)
@@ -84,16 +83,16 @@ def assign(
     """Matches the tensors on disk with those of the model.
 
     Returns:
-        The assignments, and the names on disk that the model has no place for.
+        The assignments, and the names on disk that are not in the model.
     """
-    _take_over_rules(model)
+    _inherit_rules(model)
     transforms = get_model_conversion_mapping(model)
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     assignments: dict[str, Assignment] = {}
     unexpected: list[str] = []
-    known: dict[str, Any] = dict(targets)
+    known = dict(targets)
     for name in sorted(stored, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
         if target not in known and name in known:
@@ -104,25 +103,25 @@ def assign(
         converter = by_pattern[pattern] if pattern is not None else None
         made = assignments.setdefault(target, Assignment(target, deepcopy(converter)))
         made.sources.setdefault(pattern or name, []).append(stored[name])
-    # What transformers' own loader leaves behind: saving reverts the rules that were used, and no others.
+    # As transformers' own loader does: saving reverts the rules that were used, and no others.
     vars(model)["_weight_conversions"] = [entry for entry in transforms if entry.was_used()]
     return list(assignments.values()), unexpected
 
 
-def write_converted(assignment: Assignment, model: PreTrainedModel, targets: Mapping[str, BaseTensor]) -> list[str]:
-    """Converts one assignment and copies this rank's shards into the model; returns the names that were filled.
+def write_converted(
+    assignment: Assignment, converter: WeightConverter, model: PreTrainedModel, targets: Mapping[str, BaseTensor]
+) -> list[str]:
+    """Converts one assignment by its rule and copies this rank's shards into the model; returns the names filled.
 
     Raises:
         ModelError: the tensors on disk do not fit together, or do not have the shape the model expects.
     """
-    converter = assignment.converter
-    assert converter is not None
     first = targets[assignment.target]
     shard = shard_of(first.tensor)
     sources = assignment.sources
     sliced = _keeps_experts_apart(converter)
     if sliced:
-        _check_experts(assignment, int(first.shape[0]))
+        _check_experts(assignment, converter.source_patterns, int(first.shape[0]))
         if not shard.local.numel():
             return [assignment.target]
         rows = slice(shard.offsets[0], shard.offsets[0] + shard.local.shape[0])
@@ -149,10 +148,8 @@ def _keeps_experts_apart(converter: WeightConverter) -> bool:
     return all(isinstance(op, Concatenate) and op.dim != 0 for op in rest)
 
 
-def _check_experts(assignment: Assignment, experts: int) -> None:
-    converter = assignment.converter
-    assert converter is not None
-    for pattern in converter.source_patterns:
+def _check_experts(assignment: Assignment, patterns: Sequence[str], experts: int) -> None:
+    for pattern in patterns:
         found = len(assignment.sources.get(pattern, []))
         if found != experts:
             raise ModelError(
@@ -194,7 +191,7 @@ def _copy(name: str, tensor: torch.Tensor, target: BaseTensor, sliced: bool, ass
 
 
 def disk_groups(model: PreTrainedModel, names: Sequence[str]) -> list[list[str]]:
-    """Cuts the names of a model's tensors into the groups that have to be turned back into their disk form together."""
+    """The names of a model's tensors in groups that are converted to their disk form together."""
     used = vars(model).get("_weight_conversions")
     transforms: list[WeightTransform] = used if used is not None else _default_transforms(model)
     reverse = [entry.reverse_transform() for entry in transforms[::-1]]
@@ -207,8 +204,8 @@ def disk_groups(model: PreTrainedModel, names: Sequence[str]) -> list[list[str]]
 
 
 def _default_transforms(model: PreTrainedModel) -> list[WeightTransform]:
-    _take_over_rules(model)
-    # A prefix rule says what some checkpoints had, and nothing was loaded here that could tell.
+    _inherit_rules(model)
+    # A prefix rule describes some checkpoints only, and here no checkpoint was loaded that would decide.
     return [
         entry for entry in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(entry, PrefixChange)
     ]
@@ -216,5 +213,5 @@ def _default_transforms(model: PreTrainedModel) -> list[WeightTransform]:
 
 def to_disk(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """One group of `disk_groups` under the names and in the layout on disk."""
-    _take_over_rules(model)
+    _inherit_rules(model)
     return revert_weight_conversion(model, tensors)

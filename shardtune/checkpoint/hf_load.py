@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face directory into a model that has only its shards: each rank reads its own rows."""
+"""Loads the weights of a Hugging Face directory into a sharded model: each rank reads its own rows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a model directory held.
+    """The result of loading a model directory.
 
     Attributes:
         loaded: how many tensors of the model were filled.
@@ -99,7 +99,7 @@ def load_weights(
 def check_weights(
     model: PreTrainedModel, model_path: str | Path, *, grow: bool = False
 ) -> tuple[list[Assignment], list[str]]:
-    """What of a directory goes where in the model, and the names it has no place for; reads headers, takes no memory.
+    """The assignment of a directory's tensors to the model's, and the names not in the model; reads headers only.
 
     Raises:
         ModelError: weights missing, torn, of another shape, or quantised.
@@ -121,7 +121,7 @@ def check_weights(
 
 
 def _targets(model: PreTrainedModel) -> dict[str, BaseTensor]:
-    """Everything that has a place on disk, shared parameters under each of their names; of an adapter nothing."""
+    """All tensors that are stored on disk, shared parameters under each of their names; no adapter weights."""
     return {target.name: target for target in base_tensors(model)}
 
 
@@ -135,7 +135,7 @@ def _matches(patterns: Sequence[str] | set[str] | None, name: str) -> bool:
 
 
 def _worth_saying(model: PreTrainedModel, unexpected: Sequence[str]) -> list[str]:
-    """Without what the model itself, or every older checkpoint with stored rotary frequencies, declares harmless."""
+    """Without names that the model declares harmless, and without the rotary frequencies of older checkpoints."""
     harmless = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
     return [name for name in unexpected if not _matches(harmless, name)]
 
@@ -143,7 +143,7 @@ def _worth_saying(model: PreTrainedModel, unexpected: Sequence[str]) -> list[str
 def _check_complete(
     model: PreTrainedModel, targets: Mapping[str, BaseTensor], assignments: Sequence[Assignment], path: Path
 ) -> None:
-    """Every parameter has a source, under one of its names at least."""
+    """Refuse weights in which a parameter has no source under any of its names."""
     filled = {name for assignment in assignments for name in _names_made(assignment, targets)}
     by_identity = {id(targets[name].tensor) for name in filled}
     optional = model._keys_to_ignore_on_load_missing
@@ -175,7 +175,7 @@ def _names_made(assignment: Assignment, targets: Mapping[str, BaseTensor]) -> li
 def _check_shapes(
     assignments: Sequence[Assignment], targets: Mapping[str, BaseTensor], growable: Collection[int]
 ) -> None:
-    """Before any memory is taken: plain tensors have the shape of their target."""
+    """Refuse tensors that do not have the shape of their target, before any memory is allocated."""
     for assignment in assignments:
         if assignment.converter is not None:
             continue
@@ -192,8 +192,9 @@ def _check_shapes(
 def _fill_all(model: PreTrainedModel, assignments: Sequence[Assignment], targets: Mapping[str, BaseTensor]) -> int:
     filled: dict[int, WeightTensor | None] = {}
     for assignment in assignments:
-        if assignment.converter is not None:
-            for name in write_converted(assignment, model, targets):
+        converter = assignment.converter
+        if converter is not None:
+            for name in write_converted(assignment, converter, model, targets):
                 if name in targets:
                     filled[id(targets[name].tensor)] = None
             continue
@@ -208,7 +209,7 @@ def _fill_all(model: PreTrainedModel, assignments: Sequence[Assignment], targets
 
 
 def _read(source: WeightTensor, target: BaseTensor, into: torch.Tensor) -> None:
-    """Fills `into`, of the form of this rank's part of the target, from the disk."""
+    """Reads this rank's part of a target from the disk into `into`."""
     offsets = shard_of(target.tensor).offsets
     if target.layer is None and target.shape and source.shape[0] < target.shape[0]:
         there = max(0, min(source.shape[0] - offsets[0], into.shape[0]))
@@ -234,7 +235,7 @@ def _mean_row(source: WeightTensor, rows: int = 4096) -> torch.Tensor:
 
 
 def _check_equal(first: WeightTensor, second: WeightTensor, target: BaseTensor) -> None:
-    """Two names on disk for one tied parameter hold the same values."""
+    """Refuse two names on disk for one tied parameter if their values differ."""
     shard = shard_of(target.tensor)
     again = torch.empty_like(shard.local)
     _read(second, target, again)
@@ -247,7 +248,7 @@ def _check_equal(first: WeightTensor, second: WeightTensor, target: BaseTensor) 
 
 
 def _check_tied(model: PreTrainedModel, targets: Mapping[str, BaseTensor]) -> None:
-    """Tied weights are one object still: training must move both."""
+    """Refuse tied weights that are no longer one object: training must change both."""
     for target, source in model.all_tied_weights_keys.items():
         if targets[target].tensor is not targets[source].tensor:
             raise ModelError(
@@ -258,7 +259,7 @@ def _check_tied(model: PreTrainedModel, targets: Mapping[str, BaseTensor]) -> No
 
 
 def _load_generation_config(model: PreTrainedModel, path: Path) -> None:
-    """Takes over the directory's generation settings, as `from_pretrained` does."""
+    """Loads the directory's generation settings, as `from_pretrained` does."""
     file = path / "generation_config.json"
     if not file.is_file():
         return
@@ -266,5 +267,5 @@ def _load_generation_config(model: PreTrainedModel, path: Path) -> None:
         model.generation_config = GenerationConfig.from_pretrained(str(path))
     except (OSError, ValueError, TypeError) as problem:
         raise ModelError(
-            f"{file.name} cannot be used: {str(problem).splitlines()[0]}", where=str(file), remedy="mend or remove it"
+            f"{file.name} cannot be used: {str(problem).splitlines()[0]}", where=str(file), remedy="fix or remove it"
         ) from problem

@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face directory: one tensor at a time, in the names and layout its kind has on disk."""
+"""Saves a trained model as a Hugging Face directory, one tensor at a time, with the names and layout of its class."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +40,7 @@ def save_pretrained(
     processor: ProcessorMixin | None = None,
     tensors: Mapping[str, torch.Tensor] | None = None,
     gather: Callable[[str, torch.Tensor], torch.Tensor] = gather_full,
-    settings: Mapping[str, Any] = MappingProxyType({}),
+    settings: Mapping[str, object] = MappingProxyType({}),
     max_shard_bytes: int = 5 << 30,
 ) -> None:
     """Writes weights, configuration, tokenizer and generation settings that `from_pretrained` loads as they are.
@@ -79,7 +78,7 @@ def save_pretrained(
 
 
 def save_error(path: Path, problem: OSError) -> CheckpointError:
-    """What the disk refused, for the user."""
+    """The error for a directory that cannot be written."""
     return CheckpointError(
         f"the model cannot be saved: {problem.strerror or problem}",
         where=str(problem.filename or path),
@@ -164,7 +163,7 @@ def _plan(
 def _open_files(
     path: Path, plan: Sequence[TensorPlan], max_shard_bytes: int
 ) -> tuple[list[SafetensorsWriter], dict[str, SafetensorsWriter]]:
-    """Deals the tensors to files in their order; several files get an index."""
+    """Distributes the tensors over files in order; several files get an index."""
     shards: list[list[TensorPlan]] = [[]]
     size = 0
     for tensor in plan:
@@ -185,12 +184,12 @@ def _open_files(
 
 
 def _remove_weights(path: Path) -> None:
-    """Weights of an earlier save would be loaded beside, or instead of, the new ones."""
+    """Remove the weights of an earlier save, which would be loaded beside or instead of the new ones."""
     for file in [*path.glob("model*.safetensors"), path / f"{_FILE}.index.json"]:
         file.unlink(missing_ok=True)
 
 
-def _save_config(model: PreTrainedModel, path: Path, dtype: torch.dtype, settings: Mapping[str, Any]) -> None:
+def _save_config(model: PreTrainedModel, path: Path, dtype: torch.dtype, settings: Mapping[str, object]) -> None:
     config = deepcopy(model.config)
     config.dtype = dtype
     for key, value in settings.items():
@@ -211,8 +210,8 @@ def save_text_settings(
     end_of_turn_ids: Sequence[int],
     processor: ProcessorMixin | None = None,
 ) -> None:
-    """Writes what belongs to a model that reads and writes text beside its weights: tokenizer or processor, generation
-    settings, and of one that acts the statistics of actions."""
+    """Writes the files of a text model besides its weights: tokenizer or processor, generation settings, and for an
+    action model the statistics of actions."""
     if isinstance(model, PreTrainedModel) and model.config.to_dict().get(SETTINGS) is not None:
         ActionSettings.of(model.config).save_statistics(path)
     if isinstance(model, PreTrainedModel) and model.can_generate():
@@ -232,8 +231,8 @@ def _set_stop_tokens(
     generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase | None, end_of_turn_ids: Sequence[int]
 ) -> None:
     before = generation.eos_token_id
-    known: list[Any] = [] if before is None else [before] if isinstance(before, int) else list(before)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
+    known = [] if before is None else [before] if isinstance(before, int) else [*before]
+    if tokenizer is not None and isinstance(tokenizer.eos_token_id, int):
         known.append(tokenizer.eos_token_id)
     stops = list(dict.fromkeys([*end_of_turn_ids, *known]))
     if stops:

@@ -1,4 +1,4 @@
-"""Weights of any module by its own names: from tensors, functions or files into shards, and back into one directory."""
+"""Weights of any module by its own names: loaded from tensors, functions or files into shards, saved to a directory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Supply:
 
     Attributes:
         full: gives the whole tensor; every rank calls it, once, in the order of the model's names.
-        form: its shape and dtype, where they are known beforehand.
+        form: its shape and dtype, if they are known in advance.
         stored: the tensor on disk, where it is there: then each rank reads its part of it.
     """
 
@@ -40,7 +40,7 @@ class Supply:
 def in_files(path: Path) -> dict[str, Supply]:
     """The tensors of a weight file, or of all that belong together in a directory.
 
-    Files other than safetensors are read with `weights_only=True`, which cannot execute code; a warning says so.
+    Files other than safetensors are read with `weights_only=True`, which cannot execute code, with a warning.
 
     Raises:
         ModelError: nothing there can be read.
@@ -108,7 +108,7 @@ def load_plain(
 def check_names(
     model: nn.Module, supplies: Mapping[str, Supply], *, where: str, remedy: str, done: Sequence[str] = ()
 ) -> None:
-    """Refuse tensors that are not those of the model by name and shape; what is known of them without making them."""
+    """Refuse tensors whose names or shapes are not the model's, as far as these are known before they are read."""
     targets = {target.name: target for target in base_tensors(model) if not _inside(target.name, done)}
     given = {id(target.tensor) for name, target in targets.items() if name in supplies}
     missing = [name for name, target in targets.items() if id(target.tensor) not in given]
@@ -133,7 +133,7 @@ def check_names(
 
 
 def _prefix(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """What all unexpected names begin with, if they are the missing ones but for that ("module.", "_orig_mod.")."""
+    """The prefix ("module.", "_orig_mod.") without which the unexpected names are the missing ones; "" if none is."""
     if not missing or not unexpected:
         return ""
     prefix = unexpected[0].removesuffix(missing[0]) if unexpected[0].endswith(missing[0]) else ""
@@ -158,7 +158,7 @@ def _check_form(target: BaseTensor, shape: tuple[int, ...], dtype: torch.dtype, 
 
 
 def _fill(target: BaseTensor, supply: Supply, where: str, *, twin: str | None) -> None:
-    """Copies this rank's part into the model; a second name of the same parameter has to give the same."""
+    """Copies this rank's part into the model; a second name of the same parameter must have equal values."""
     shard = shard_of(target.tensor)
     if supply.stored is not None and target.layer is None:
         part = torch.empty_like(shard.local)

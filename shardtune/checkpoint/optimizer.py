@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -22,46 +22,99 @@ from shardtune.optim.low_bit import PARTS, LowBitOptimizer
 Names = Mapping[torch.nn.Parameter, str]
 
 
-class Forms(Protocol):
-    """How tensors that lie as a parameter does are stored, where that is not as they are."""
+class CheckpointLayout(Protocol):
+    """How tensors with the layout of a parameter are stored, where checkpoints have another layout."""
 
     def to_checkpoint_layout(self, name: str, tensor: torch.Tensor, /) -> torch.Tensor:
-        """As checkpoints hold it; all ranks call it."""
+        """The tensor in the layout of checkpoints; all ranks call it."""
         ...
 
     def from_checkpoint_layout(self, name: str, tensor: torch.Tensor, /) -> torch.Tensor:
-        """The way back."""
+        """The inverse of `to_checkpoint_layout`."""
         ...
 
     def template(self, name: str, /) -> torch.Tensor:
-        """A tensor of the form that checkpoints hold a parameter in."""
+        """A tensor like a parameter, in the layout of checkpoints."""
         ...
+
+
+class SavedTensor(TypedDict):
+    """A tensor of the state.
+
+    Attributes:
+        tensor: its name among the saved tensors.
+        shape: of the whole tensor.
+        dtype: without "torch.".
+        placements: "replicate" or "shard:<dimension>" for each mesh axis; None for a plain tensor.
+        on_device: whether it was on the parameter's accelerator; step counters may be on the CPU.
+    """
+
+    tensor: str
+    shape: list[int]
+    dtype: str
+    placements: list[str] | None
+    on_device: bool
+
+
+class SavedSequence(TypedDict):
+    """A list or tuple of the state."""
+
+    items: list[SavedValue]
+    tuple: bool
+
+
+class SavedScalar(TypedDict):
+    """A JSON value of the state."""
+
+    value: object
+
+
+SavedValue: TypeAlias = SavedTensor | SavedSequence | SavedScalar
+
+
+class SavedGroup(TypedDict):
+    """A parameter group: the names of its parameters, and its options."""
+
+    params: list[str]
+    options: dict[str, object]
+
+
+class OptimizerDescription(TypedDict):
+    """An optimizer's state as JSON, its tensors by reference.
+
+    Attributes:
+        state: by parameter and key.
+        groups: in the optimizer's order.
+    """
+
+    state: dict[str, dict[str, SavedValue]]
+    groups: list[SavedGroup]
 
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
 
 
 def optimizer_tensors(
-    optimizer: Optimizer, names: Names, forms: Forms | None = None
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    optimizer: Optimizer, names: Names, layout: CheckpointLayout | None = None
+) -> tuple[dict[str, torch.Tensor], OptimizerDescription]:
     """The state's tensors, named "parameter::key", and everything else as JSON.
 
-    The tensors are the optimizer's own, not copies, but for those that `forms` changes. Before the first step there are
-    none.
+    The tensors are the optimizer's own, not copies, except those that `layout` converts. Before the first step there
+    are none.
 
     Args:
-        names: the name of every parameter the optimizer has.
-        forms: of the tensors; then all ranks call it.
+        names: the name of every parameter of the optimizer.
+        layout: of the tensors in checkpoints; if given, all ranks call this function.
 
     Raises:
-        CheckpointError: the state holds something else than tensors, JSON values and lists of them.
+        CheckpointError: the state contains something other than tensors, JSON values and lists of these.
     """
     tensors: dict[str, torch.Tensor] = {}
 
-    def to_checkpoint_layout(name: str, value: Any) -> Any:
-        return value if forms is None else _changed(value, name, forms.to_checkpoint_layout)
+    def to_checkpoint_layout(name: str, value: object) -> object:
+        return value if layout is None else _convert(value, name, layout.to_checkpoint_layout)
 
-    state = {
+    state: dict[str, dict[str, SavedValue]] = {
         names[parameter]: {
             key: _describe(
                 to_checkpoint_layout(names[parameter], value), f"{names[parameter]}::{key}", parameter, tensors
@@ -72,7 +125,7 @@ def optimizer_tensors(
         for parameter in group["params"]
         if parameter in optimizer.state
     }
-    groups = [
+    groups: list[SavedGroup] = [
         {
             "params": [names[parameter] for parameter in group["params"]],
             "options": {key: _option(key, value) for key, value in group.items() if key != "params"},
@@ -86,22 +139,23 @@ def load_optimizer_tensors(
     path: str | Path,
     optimizer: Optimizer,
     names: Names,
-    description: Mapping[str, Any],
-    forms: Forms | None = None,
+    description: OptimizerDescription,
+    layout: CheckpointLayout | None = None,
     *,
     keep: Collection[str] = (),
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Puts the state that `optimizer_tensors` described and `save_tensors` wrote to `path` into an optimizer.
 
-    No step is run for it: tensors are made by the description, sharded as their parameter is now, and filled.
+    No optimizer step is needed: tensors are created from the description, sharded as their parameter is now, and
+    filled.
 
     Args:
-        forms: of the tensors, as they were when they were described.
-        keep: options of the parameter groups that stay as the optimizer was built, such as "lr".
+        layout: as for `optimizer_tensors`.
+        keep: options of the parameter groups that are not restored, such as "lr".
 
     Raises:
-        CheckpointError: the state is of other parameters, or does not fit them. The optimizer is unchanged then.
+        CheckpointError: the state belongs to other parameters, or does not fit them. The optimizer is unchanged then.
     """
     _check_parameters(optimizer, names, description, path)
     _check_state_dtype(optimizer, description, path)
@@ -112,16 +166,16 @@ def load_optimizer_tensors(
             if names[parameter] in description["state"]:
                 described = description["state"][names[parameter]]
                 on_device = bool(group.get("capturable") or group.get("fused"))
-                like = parameter.detach() if forms is None else forms.template(names[parameter])
+                like = parameter.detach() if layout is None else layout.template(names[parameter])
                 scales = _scales(optimizer, parameter, described)
                 state[parameter] = {
                     key: _rebuild(value, scales.get(key, like), on_device, tensors) for key, value in described.items()
                 }
     load_tensors(path, tensors, process_group=process_group)
-    if forms is not None:
+    if layout is not None:
         for parameter, values in state.items():
             state[parameter] = {
-                key: _changed(value, names[parameter], forms.from_checkpoint_layout) for key, value in values.items()
+                key: _convert(value, names[parameter], layout.from_checkpoint_layout) for key, value in values.items()
             }
     if isinstance(optimizer, LowBitOptimizer):
         for group in optimizer.param_groups:
@@ -133,7 +187,7 @@ def load_optimizer_tensors(
         _restore_options(group, saved["options"], keep)
 
 
-def _describe(value: Any, name: str, parameter: torch.Tensor, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _describe(value: object, name: str, parameter: torch.Tensor, tensors: dict[str, torch.Tensor]) -> SavedValue:
     if isinstance(value, torch.Tensor):
         tensors[name] = value
         placements = [_placement_name(p, name) for p in value.placements] if isinstance(value, DTensor) else None
@@ -150,17 +204,17 @@ def _describe(value: Any, name: str, parameter: torch.Tensor, tensors: dict[str,
     return {"value": _json(value, name)}
 
 
-def _changed(value: Any, name: str, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
-    """A value of the state with its tensors changed; `name` is the parameter's."""
+def _convert(value: object, name: str, change: Callable[[str, torch.Tensor], torch.Tensor]) -> object:
+    """A value of the state with its tensors converted; `name` is the parameter's."""
     if isinstance(value, torch.Tensor):
         return change(name, value)
     if isinstance(value, list | tuple):
-        return type(value)(_changed(item, name, change) for item in value)
+        return type(value)(_convert(item, name, change) for item in value)
     return value
 
 
 def optimizer_bytes(optimizer: Optimizer, names: Names, shapes: Mapping[str, torch.Size]) -> int:
-    """The size of the state's tensors on all ranks together; `shapes` are those of whole parameters."""
+    """The bytes of the state's tensors, all ranks together; `shapes` are those of whole parameters."""
     parts = {name: parameter.shape for parameter, name in names.items()}
     size = 0
     for key, tensor in optimizer_tensors(optimizer, names)[0].items():
@@ -178,7 +232,7 @@ def _placement_name(placement: Placement, name: str) -> str:
     raise CheckpointError(f"optimizer state '{name}' is a partial sum over ranks and cannot be saved")
 
 
-def _json(value: Any, name: str) -> Any:
+def _json(value: object, name: str) -> object:
     try:
         json.dumps(value)
     except (TypeError, ValueError) as problem:
@@ -190,24 +244,24 @@ def _json(value: Any, name: str) -> Any:
     return value
 
 
-def _option(key: str, value: Any) -> Any:
+def _option(key: str, value: object) -> object:
     return value.item() if isinstance(value, torch.Tensor) else _json(value, key)
 
 
 def _rebuild(
-    described: Mapping[str, Any], parameter: torch.Tensor, on_device: bool, tensors: dict[str, torch.Tensor]
-) -> Any:
+    described: SavedValue, parameter: torch.Tensor, on_device: bool, tensors: dict[str, torch.Tensor]
+) -> object:
     if "items" in described:
         items = [_rebuild(item, parameter, on_device, tensors) for item in described["items"]]
         return tuple(items) if described["tuple"] else items
     if "value" in described:
         return described["value"]
-    made = _empty_like_saved(described, parameter.detach(), on_device)
-    tensors[described["tensor"]] = made
-    return made
+    tensor = _empty_like_saved(described, parameter.detach(), on_device)
+    tensors[described["tensor"]] = tensor
+    return tensor
 
 
-def _empty_like_saved(described: Mapping[str, Any], parameter: torch.Tensor, on_device: bool) -> torch.Tensor:
+def _empty_like_saved(described: SavedTensor, parameter: torch.Tensor, on_device: bool) -> torch.Tensor:
     shape, dtype = described["shape"], _DTYPES[described["dtype"]]
     if not shape:
         # Step counters stay on the CPU, except for the kernels that read them on the device.
@@ -224,7 +278,7 @@ def _empty_like_saved(described: Mapping[str, Any], parameter: torch.Tensor, on_
     return sharded_tensor.zeros(shape, dtype=dtype, device_mesh=mesh, placements=placements)
 
 
-def _check_parameters(optimizer: Optimizer, names: Names, description: Mapping[str, Any], path: str | Path) -> None:
+def _check_parameters(optimizer: Optimizer, names: Names, description: OptimizerDescription, path: str | Path) -> None:
     here = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     saved = [name for group in description["groups"] for name in group["params"]]
     gone, added = sorted(set(saved) - set(here)), sorted(set(here) - set(saved))
@@ -241,8 +295,8 @@ def _check_parameters(optimizer: Optimizer, names: Names, description: Mapping[s
         )
 
 
-def _check_state_dtype(optimizer: Optimizer, description: Mapping[str, Any], path: str | Path) -> None:
-    saved = {group["options"].get("state_dtype", "fp32") for group in description["groups"]}
+def _check_state_dtype(optimizer: Optimizer, description: OptimizerDescription, path: str | Path) -> None:
+    saved = {str(group["options"].get("state_dtype", "fp32")) for group in description["groups"]}
     here = {group.get("state_dtype", "fp32") for group in optimizer.param_groups}
     if saved != here and description["state"]:
         raise CheckpointError(
@@ -253,19 +307,22 @@ def _check_state_dtype(optimizer: Optimizer, description: Mapping[str, Any], pat
         )
 
 
-def _scales(optimizer: Optimizer, parameter: torch.Tensor, described: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Tensors for the scales of an 8-bit state, of the checkpoint's form; they have other shapes than the parameter."""
-    if not isinstance(optimizer, LowBitOptimizer) or PARTS not in described:
-        return {}
-    return optimizer.scales(parameter.detach(), int(described[PARTS]["value"]))
+def _scales(
+    optimizer: Optimizer, parameter: torch.Tensor, described: Mapping[str, SavedValue]
+) -> dict[str, torch.Tensor]:
+    """Tensors shaped like the checkpoint's scales of an 8-bit state, whose shapes differ from the parameter's."""
+    match described.get(PARTS):
+        case {"value": int(parts)} if isinstance(optimizer, LowBitOptimizer):
+            return optimizer.scales(parameter.detach(), parts)
+    return {}
 
 
-def _restore_options(group: dict[str, Any], saved: Mapping[str, Any], keep: Collection[str]) -> None:
+def _restore_options(group: dict[str, object], saved: Mapping[str, object], keep: Collection[str]) -> None:
     for key, value in saved.items():
         if key in keep:
             continue
         current = group.get(key)
-        if isinstance(current, torch.Tensor):
+        if isinstance(current, torch.Tensor) and isinstance(value, int | float):
             current.fill_(value)
         else:
-            group[key] = tuple(value) if isinstance(current, tuple) else value
+            group[key] = tuple(value) if isinstance(current, tuple) and isinstance(value, list) else value

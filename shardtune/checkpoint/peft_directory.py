@@ -22,7 +22,7 @@ from shardtune.models.lora.init import INITIAL, merged, with_rows
 from shardtune.parallel.meta_init import shard_of
 
 PREFIX = "base_model.model."
-"""What PEFT puts before the names of the model's own modules."""
+"""PEFT's prefix of the names of the model's own modules."""
 WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"
 KEY = "actor.model.lora.adapter_path"
@@ -35,7 +35,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, str]:
 
     That is the adapter, and the modules that are trained in full.
     """
-    # PEFT chooses by the names alone, so tensors without memory stand in for the model's.
+    # PEFT selects by name alone, so meta tensors are passed in place of the model's.
     stand_ins = {name: torch.empty(0, device="meta") for name, _ in model.named_parameters()}
     chosen = peft.get_peft_model_state_dict(
         model, state_dict=stand_ins, adapter_name=ADAPTER, save_embedding_layers=False
@@ -43,7 +43,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, str]:
     names = {id(tensor): name for name, tensor in stand_ins.items()}
     found = {PREFIX + key: names[id(tensor)] for key, tensor in chosen.items()}
     in_full = adapter_config(model).modules_to_save or ()
-    first: dict[int, str] = {}  # a shared parameter goes by its first name
+    first: dict[int, str] = {}  # a shared parameter is listed under its first name
     for target in base_tensors(model):
         own_name = first.setdefault(id(target.tensor), target.own_name)
         if any(target.name.startswith(f"{name}.") for name in in_full):
@@ -53,10 +53,10 @@ def adapter_tensors(model: nn.Module) -> dict[str, str]:
 
 @torch.no_grad()
 def load_adapter(model: nn.Module, directory: str | Path) -> None:
-    """Fill a model's adapter, and what is trained in full beside it, from a directory; each rank reads its own rows.
+    """Load a model's adapter, and the modules trained in full, from a directory; each rank reads its own rows.
 
     Args:
-        model: adapted as the directory's config says, in memory, sharded or not.
+        model: adapted by the directory's config, in memory, sharded or not.
         directory: as PEFT saves it.
 
     Raises:
@@ -68,7 +68,7 @@ def load_adapter(model: nn.Module, directory: str | Path) -> None:
 
 
 def check_adapter(model: nn.Module, directory: str | Path) -> list[tuple[torch.Tensor, WeightTensor]]:
-    """What of a directory goes where in an adapted model, on the meta device or not; reads no weights.
+    """The place in an adapted model (on the meta device or not) of each tensor of a directory; reads no weights.
 
     Raises:
         ModelError: tensors missing, without a place, or of another shape.
@@ -161,13 +161,13 @@ def _planned(key: str, tensor: torch.Tensor, dtype: torch.dtype | None, doubled:
 
 
 def _since(factor: torch.Tensor, began: torch.Tensor, key: str) -> torch.Tensor:
-    """A factor of what has been learned since the beginning: B A - B0 A0 is the product of [B, -B0] and [A; A0]."""
+    """A factor of the change since initialisation: B A - B0 A0 is the product of [B, -B0] and [A; A0]."""
     dimension = _rank_dimension(key)
     return torch.cat([factor, (-began if dimension else began).to(factor)], dim=dimension)
 
 
 class Merging(NamedTuple):
-    """A model without its adapter, which has gone into the weights: what an export saves.
+    """A model without its adapter, which is merged into the weights: the content of an export.
 
     Attributes:
         tensors: by the names of the unadapted model, for their shapes and order.
@@ -237,7 +237,7 @@ def _stored_config(model: nn.Module, base: str | None, *, doubled: bool) -> peft
     config = deepcopy(adapter_config(model))
     config.base_model_name_or_path = base
     config.inference_mode = True
-    config.init_lora_weights = True  # how it began no longer matters, and PEFT would begin so again
+    config.init_lora_weights = True  # the initialisation no longer matters, and PEFT would repeat it
     if doubled:
         # The scale is alpha / r, or alpha / sqrt(r), and stays what it was.
         growth = math.sqrt(2) if config.use_rslora else 2

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
@@ -24,14 +25,14 @@ Initialiser = Callable[[nn.Module], None]
 
 @runtime_checkable
 class _Resettable(Protocol):
-    """A module of torch's own kind, which knows how to initialise itself."""
+    """A module that initialises itself, as torch's own do."""
 
     def reset_parameters(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One module's turn.
+    """The initialisation of one module.
 
     Attributes:
         name: the module's name in the model, "" for the model itself.
@@ -59,7 +60,7 @@ def initialise_weights(
     frozen: torch.dtype | None = None,
     unadapted: nn.Module | None = None,
 ) -> None:
-    """Gives a model made inside `init_empty_weights()` the weights that its own class would start from.
+    """Gives a model made inside `init_empty_weights()` the initial weights of its own class.
 
     Module by module, children first, in the order transformers uses: each module's parameters are made whole in fp32
     on the CPU, drawn from a generator seeded by (seed, the module's name), and each rank keeps its shard in `dtype`.
@@ -132,13 +133,15 @@ def _reset(module: nn.Module) -> None:
 
 
 class _Writes(TorchDispatchMode):
-    """Notes the storages that operations write to, through views and `.data` as well."""
+    """Records the storages that operations write to, through views and `.data` too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.storages: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: Sequence[object] = (), kwargs: dict | None = None
+    ) -> object:
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
                 self.storages.add(value.untyped_storage()._cdata)
@@ -181,7 +184,7 @@ def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 @contextmanager
 def _swapped(module: nn.Module, stand_ins: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Inside, the parameters under `module` are others; outside, they are the very objects they were."""
+    """Replaces the parameters under `module`; restores the original objects at the end."""
     slots = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], name) for name in stand_ins]
     originals = [(owner, key, owner._parameters[key]) for owner, key, _ in slots]
     for owner, key, name in slots:

@@ -1,4 +1,4 @@
-"""Safetensors files read with `pread` and written in place: only the bytes asked for ever enter this process."""
+"""Safetensors files, read with `pread` and written in place: only the requested bytes enter this process."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 
@@ -42,7 +42,7 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies on disk.
+    """The place of a tensor on disk.
 
     Attributes:
         start: the first byte of its data, counted from the beginning of `file`.
@@ -122,7 +122,7 @@ def read_header(file: Path, error: type[ShardtuneError] = ModelError) -> tuple[d
     """The tensors of a safetensors file and its free-form metadata, without reading any data.
 
     Raises:
-        error: the header is damaged, or the file is shorter or longer than its header says.
+        error: the header is damaged, or the file's size does not match it.
     """
 
     def torn(what: str) -> ShardtuneError:
@@ -139,16 +139,24 @@ def read_header(file: Path, error: type[ShardtuneError] = ModelError) -> tuple[d
     except OSError as problem:
         raise error(f"{file.name} cannot be read: {problem.strerror}", where=str(file)) from problem
     try:
-        header = json.loads(raw)
-        metadata = header.pop("__metadata__", {})
+        header: dict[str, _HeaderEntry] = json.loads(raw)
+        metadata = {key: str(value) for key, value in header.pop("__metadata__", {}).items()}
         tensors = {name: _entry(file, name, entry, 8 + length) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
         raise torn(f"{file.name} has a damaged safetensors header: {problem}") from problem
-    _check_extent(tensors, header, size - 8 - length, torn)
+    _check_extent({name: entry["data_offsets"][1] for name, entry in header.items()}, size - 8 - length, torn)
     return tensors, metadata
 
 
-def _entry(file: Path, name: str, entry: Mapping[str, Any], data_start: int) -> StoredTensor:
+class _HeaderEntry(TypedDict):
+    """A tensor in a file's header; `data_offsets` are its first byte and the one after its last, within the data."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+def _entry(file: Path, name: str, entry: _HeaderEntry, data_start: int) -> StoredTensor:
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"tensor '{name}' has the unknown dtype {entry['dtype']!r}")
     begin, end = entry["data_offsets"]
@@ -160,9 +168,8 @@ def _entry(file: Path, name: str, entry: Mapping[str, Any], data_start: int) -> 
     return tensor
 
 
-def _check_extent(tensors: Mapping[str, StoredTensor], header: Mapping[str, Any], data_bytes: int, torn: Any) -> None:
+def _check_extent(ends: Mapping[str, int], data_bytes: int, torn: Callable[[str], ShardtuneError]) -> None:
     """The data area is exactly as long as the tensors need; names the first tensor that is cut off."""
-    ends = {name: header[name]["data_offsets"][1] for name in tensors}
     needed = max(ends.values(), default=0)
     if data_bytes < needed:
         cut = min((name for name, end in ends.items() if end > data_bytes), key=ends.__getitem__)
@@ -188,16 +195,16 @@ class SafetensorsWriter:
     """A safetensors file whose tensors are known in advance and arrive in any order."""
 
     def __init__(self, file: Path, tensors: Sequence[TensorPlan]) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        header: dict[str, _HeaderEntry] = {}
         offset = 0
         for tensor in tensors:
             header[tensor.name] = {
                 "dtype": DTYPE_NAMES[tensor.dtype],
                 "shape": list(tensor.shape),
-                "data_offsets": [offset, offset + tensor.nbytes],
+                "data_offsets": (offset, offset + tensor.nbytes),
             }
             offset += tensor.nbytes
-        raw = json.dumps(header, separators=(",", ":")).encode()
+        raw = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":")).encode()
         raw += b" " * (-len(raw) % 8)
         self.file = file
         self._plans = {tensor.name: tensor for tensor in tensors}

@@ -1,13 +1,13 @@
 """The checkpoints of a run: complete or absent, the last few of them, the newest and the best by name.
 
     checkpoints/
-      global_step_10/  ... state.json     written last, with the size of every file: a torn folder is known as one
+      global_step_10/  ... state.json     written last, with the size of every file, which reveals a torn folder
       latest                              a text file with the newest one's name
       best -> global_step_10              a link, never a copy, so it always is a complete checkpoint
       .global_step_20.tmp-1a2b3c4d/       being written
 
-Who writes: rank 0 calls `begin`, tells all ranks the folder, all write into it, and when all are done rank 0 calls
-`commit`. The store knows of no process group. A run that is taken up calls `clean` before it looks for a checkpoint.
+Rank 0 calls `begin` and sends the folder to all ranks; all write into it; when all are done, rank 0 calls
+`commit`. The store uses no process group. A resumed run calls `clean` before it looks for a checkpoint.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ class CheckpointStore:
             raise _unwritable(self.folder, problem) from problem
         return temporary
 
-    def commit(self, temporary: Path, step: int, state: Mapping[str, Any], *, best: bool = False) -> Path:
-        """Makes what all ranks have written the checkpoint of `step`, then forgets the oldest (rank 0).
+    def commit(self, temporary: Path, step: int, state: Mapping[str, object], *, best: bool = False) -> Path:
+        """Makes the files of all ranks the checkpoint of `step`, then removes the oldest (rank 0).
 
         Args:
             temporary: the folder from `begin`.
-            state: what JSON can hold; `read_state` gives it back.
+            state: JSON values, for `read_state`.
             best: also point `best` at it.
 
         Raises:
@@ -114,8 +114,8 @@ class CheckpointStore:
             raise _unwritable(temporary, problem) from problem
         return target
 
-    def update(self, step: int, state: Mapping[str, Any], *, best: bool = False) -> Path:
-        """Replaces what a complete checkpoint says of the run, whose tensors are still those of its step (rank 0).
+    def update(self, step: int, state: Mapping[str, object], *, best: bool = False) -> Path:
+        """Replaces the state in a complete checkpoint; its tensors remain (rank 0).
 
         Args:
             step: of the checkpoint.
@@ -143,7 +143,7 @@ class CheckpointStore:
         swap_link(self.folder / "best", target.name)
 
     def go_back_to(self, step: int) -> None:
-        """Makes the checkpoint of `step` the latest: later ones are of a course given up, and go with the next save.
+        """Makes the checkpoint of `step` the latest; later ones are abandoned, and removed at the next save.
 
         Raises:
             CheckpointError: there is none of `step`.
@@ -156,7 +156,7 @@ class CheckpointStore:
             (self.folder / "best").unlink()
 
     def torn(self) -> dict[str, str]:
-        """The checkpoints that are not complete: name to what they lack."""
+        """The incomplete checkpoints: name to what is missing."""
         faults = {path.name: _fault(path) for _, path in sorted(self._folders().items())}
         return {name: fault for name, fault in faults.items() if fault is not None}
 
@@ -166,7 +166,7 @@ class CheckpointStore:
         remove_tree(temporary)
 
     def clean(self) -> None:
-        """Removes what interrupted saves and removals left, but not what this store has begun itself."""
+        """Removes the remains of interrupted saves and removals, except saves begun by this store."""
         if not self.folder.is_dir():
             return
         recover(self.folder)
@@ -179,7 +179,7 @@ class CheckpointStore:
                 left.unlink(missing_ok=True)
 
     def prune(self) -> None:
-        """Removes checkpoints beyond `keep_last` and `keep_every`, torn ones, and those of a course that was given up.
+        """Removes checkpoints beyond `keep_last` and `keep_every`, torn ones, and abandoned ones.
 
         The latest and the best stay in any case.
         """
@@ -266,7 +266,7 @@ def open_checkpoint(path: str | Path) -> Path:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What `commit` was given, from a complete checkpoint.
+    """The state that `commit` saved, from a complete checkpoint.
 
     Raises:
         CheckpointError: state.json is gone or damaged.
@@ -275,7 +275,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def _fault(checkpoint: Path) -> str | None:
-    """What a checkpoint lacks, None for a complete one. Reads state.json and asks for sizes, nothing more."""
+    """What is missing in a checkpoint, None for a complete one. Reads only state.json and file sizes."""
     if not checkpoint.is_dir():
         return "there is no such folder"
     try:

@@ -1,4 +1,4 @@
-"""What training stands on, in a folder: weights, optimizer state, and everything else as JSON."""
+"""The state of training in a folder: weights and optimizer state as tensors, everything else as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from shardtune.checkpoint.dcp import PendingSave, async_save_tensors, load_tensors, save_tensors
-from shardtune.checkpoint.optimizer import load_optimizer_tensors, optimizer_bytes, optimizer_tensors
+from shardtune.checkpoint.optimizer import Names, load_optimizer_tensors, optimizer_bytes, optimizer_tensors
 from shardtune.errors import CheckpointError
 from shardtune.parallel.fsdp2 import Weights
 
@@ -23,7 +23,7 @@ def save_training(
     folder: Path,
     weights: Weights,
     optimizer: Optimizer,
-    state: Mapping[str, Any],
+    state: Mapping[str, object],
     *,
     writes_state: bool,
     background: Sequence[dist.ProcessGroup | None] | None = None,
@@ -31,13 +31,13 @@ def save_training(
     """Write weights, optimizer and `state` into a folder; every rank calls it.
 
     Args:
-        folder: made here.
+        folder: created here.
         weights: of the model.
-        optimizer: over them.
-        state: what JSON can hold.
-        writes_state: whether this rank writes it.
+        optimizer: of these weights.
+        state: JSON values.
+        writes_state: whether this rank writes `state`.
         background: two process groups that nothing else uses: return once the tensors are copied; the caller waits for
-            what is returned. None: return when all is on the disk.
+            the returned saves. None: return when everything is on the disk.
     """
     tensors = weights.checkpointed()
     moments, description = optimizer_tensors(optimizer, _names(weights), weights)
@@ -56,20 +56,22 @@ def save_training(
 
 
 def load_training(folder: Path, weights: Weights, optimizer: Optimizer) -> dict[str, Any]:
-    """Take weights and optimizer state from a folder that `save_training` wrote, on any number of ranks.
+    """Load weights and optimizer state from a folder that `save_training` wrote, on any number of ranks.
 
     Returns:
         The state that was saved with them.
     """
     state = load_weights_only(folder, weights)
-    # The recipe's options hold, not the checkpoint's: they are the same unless the user allowed a change.
-    kept = {key for group in optimizer.param_groups for key in group}
-    load_optimizer_tensors(folder / OPTIMIZER, optimizer, _names(weights), state["optimizer"], weights, keep=kept)
+    # The recipe's options are used, not the checkpoint's: they are the same unless the user allowed a change.
+    from_recipe = {key for group in optimizer.param_groups for key in group}
+    load_optimizer_tensors(
+        folder / OPTIMIZER, optimizer, _names(weights), state["optimizer"], weights, keep=from_recipe
+    )
     return state
 
 
 def load_weights_only(folder: Path, weights: Weights) -> dict[str, Any]:
-    """Take the weights from a checkpoint, and nothing else; returns its state."""
+    """Load only the weights of a checkpoint; returns its JSON state."""
     state = read_training_state(folder)
     tensors = weights.checkpointed()
     load_tensors(folder / MODEL, tensors)
@@ -81,7 +83,7 @@ def read_training_state(folder: Path) -> dict[str, Any]:
     """The JSON part of a checkpoint.
 
     Raises:
-        CheckpointError: it is not there or damaged.
+        CheckpointError: it is missing or damaged.
     """
     try:
         return json.loads((folder / STATE_FILE).read_text())
@@ -101,10 +103,10 @@ def model_bytes(weights: Weights) -> int:
 def training_bytes(weights: Weights, optimizer: Optimizer) -> int:
     """The size of a checkpoint on all ranks together, before it is written."""
     moments = optimizer_bytes(optimizer, _names(weights), weights.shapes)
-    if not moments:  # before the first step: as the common optimizers will have it
+    if not moments:  # before the first step: two moments per weight, as in Adam
         moments = 2 * sum(weights.shapes[n].numel() * p.element_size() for n, p in weights.trainable().items())
     return model_bytes(weights) + moments
 
 
-def _names(weights: Weights) -> dict[Any, str]:
+def _names(weights: Weights) -> Names:
     return {parameter: name for name, parameter in weights.trainable().items()}

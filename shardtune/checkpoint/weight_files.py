@@ -70,8 +70,8 @@ class PickledTensor:
 def find_weights(model_path: str | Path) -> dict[str, WeightTensor]:
     """The tensors of a model directory (or of one weight file) by their name on disk.
 
-    Safetensors are preferred. `.bin` files are read with `weights_only=True`, which cannot execute code; a warning
-    says so.
+    Safetensors are preferred. `.bin` files are read with `weights_only=True`, which cannot execute code, with a
+    warning.
 
     Raises:
         ModelError: no weights there, a file of the index is missing, or a file is torn or damaged.
@@ -150,6 +150,6 @@ def _read_pickled(file: Path) -> Mapping[str, WeightTensor]:
         ) from problem
     if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise ModelError(
-            f"{file.name} holds something else than named tensors", where=str(file), remedy="convert it to safetensors"
+            f"{file.name} does not contain named tensors", where=str(file), remedy="convert it to safetensors"
         )
     return {name: PickledTensor(name, file, value) for name, value in state.items()}

@@ -1,4 +1,4 @@
-"""What does a person type, and how does a command end."""
+"""The command line: its commands, and how they end."""
 
 from shardtune.cli.commands import main
 

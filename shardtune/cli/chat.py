@@ -1,11 +1,12 @@
-"""Talking to a run's model in a terminal, and reading prompts from files."""
+"""Chat with a run's model in a terminal, and prompts from files."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from rich.console import Console
 from transformers import TextStreamer
@@ -19,6 +20,7 @@ from shardtune.errors import DataError
 from shardtune.evaluate.generate import Sampling
 from shardtune.run.api import Run, answering
 
+Message: TypeAlias = dict[str, object]
 PROMPT_KEYS = ("messages", "prompt", "question", "instruction")
 ROWS = f"give JSON lines whose rows have one of {', '.join(PROMPT_KEYS)}: text, or messages with role and content"
 
@@ -28,12 +30,12 @@ class Question:
     """A row of a file of prompts.
 
     Attributes:
-        prompt: a user's turn, or a whole conversation that ends in one.
-        images: what its `images` or `image` names.
+        prompt: a user's turn, or a whole conversation that ends with one.
+        images: of its column `images` or `image`.
     """
 
-    prompt: str | list[dict[str, Any]]
-    images: list[Any]
+    prompt: str | list[Message]
+    images: Sequence[object]
 
 
 def read_prompts(file: Path) -> list[Question]:
@@ -57,7 +59,7 @@ def _question(line: str, where: str) -> Question:
         raise DataError(f"this is not JSON: {error}", where=where, remedy=ROWS) from error
     key = next((key for key in PROMPT_KEYS if isinstance(row, dict) and key in row), None)
     if key is None:
-        raise DataError("a row has no prompt", where=where, remedy=ROWS)
+        raise DataError("the row has no prompt", where=where, remedy=ROWS)
     prompt, images = row[key], row.get("images") or row.get("image") or []
     images = images if isinstance(images, list) else [images]
     if isinstance(prompt, str):
@@ -72,15 +74,14 @@ def _question(line: str, where: str) -> Question:
 
 
 def chat(run: Run, checkpoint: str, system: str | None, sampling: Sampling) -> None:
-    """Read turns and answer them, word by word, until an empty line or the end of input.
+    """Read turns and stream the answers, until an empty line or the end of input.
 
-    `/image PATH` shows the model an image with the next turn; `/reset` forgets all.
+    `/image PATH` adds an image to the next turn; `/reset` clears the conversation.
     """
     worker = answering(run, checkpoint)
     encoder, console = worker.chat_encoder(), Console(highlight=False)
-    assert worker.tokenizer is not None
     generator = worker.generator()
-    opening: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    opening: list[Message] = [{"role": "system", "content": system}] if system else []
     messages, images = list(opening), list[str]()
     while True:
         try:
@@ -93,25 +94,25 @@ def chat(run: Run, checkpoint: str, system: str | None, sampling: Sampling) -> N
             messages, images = list(opening), []
             continue
         if text == "/image" or text.startswith("/image "):
-            images += _shown(text.removeprefix("/image").strip(), encoder, console)
+            images += _check_image(text.removeprefix("/image").strip(), encoder, console)
             continue
         try:
-            asked = [*messages, {"role": "user", "content": image_parts(text, images) if images else text}]
-            prompt = encoder.prompt(asked)
+            turns = [*messages, {"role": "user", "content": image_parts(text, images) if images else text}]
+            prompt = encoder.prompt(turns)
         except RowError as error:
             console.print(error.reason, markup=False)
             continue
-        streamer = TextStreamer(worker.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = TextStreamer(encoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
         try:
             answer = generator.answers([prompt], sampling, streamer=streamer)[0]
-        except KeyboardInterrupt:  # this answer is not wanted; the conversation goes on as if it had not been asked
+        except KeyboardInterrupt:  # drop the question and its answer, and continue
             console.print()
             continue
-        messages, images = [*asked, {"role": "assistant", "content": answer}], []
+        messages, images = [*turns, {"role": "assistant", "content": answer}], []
 
 
-def _shown(path: str, encoder: ChatEncoder, console: Console) -> list[str]:
-    """The image, once it is known that the model can see it."""
+def _check_image(path: str, encoder: ChatEncoder, console: Console) -> list[str]:
+    """The image in a list; an empty list, after a message, if the model cannot use it."""
     if not isinstance(encoder, ImageChatEncoder):
         console.print("this model takes text and no images")
         return []
@@ -120,5 +121,5 @@ def _shown(path: str, encoder: ChatEncoder, console: Console) -> list[str]:
     except RowError as error:
         console.print(error.reason, markup=False)
         return []
-    console.print(f"an image of {width} x {height}, for your next turn")
+    console.print(f"an image of {width} x {height}, added to your next turn")
     return [path]

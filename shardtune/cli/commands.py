@@ -1,4 +1,4 @@
-"""The command line: a thin caller of the Python functions. torch is imported by the commands that need it."""
+"""The commands, each a thin caller of a Python function. Only the commands that need torch import it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardtune.launch.signals import end_with_parent, listening
 from shardtune.verify.commands import verify_app
 
 CTRL_C = 130
-"""What typer makes of a KeyboardInterrupt."""
+"""The exit code that typer returns for a KeyboardInterrupt."""
 
 app = typer.Typer(
     help=(
@@ -25,29 +25,29 @@ app = typer.Typer(
         "    shardtune train recipe.yaml\n"
         '    shardtune generate runs/recipe --prompt "What is 2 plus 3?"\n\n'
         "Any key of a recipe may be overridden on the command line: actor.optim.lr=3e-5.\n\n"
-        "**Exit codes**: 0 done; 2 your input is wrong, the message says where; 75 stopped by a signal after saving, "
-        "run the same command to go on; 1 anything else."
+        "**Exit codes**: 0 done; 2 an error in your input, see the message; 75 stopped by a signal after saving, run "
+        "the same command to continue; 1 anything else."
     ),
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-data_app = typer.Typer(help="Look at the data as the model will see it.")
+data_app = typer.Typer(help="Show the data as the model sees it.")
 app.add_typer(data_app, name="data")
 app.add_typer(verify_app, name="verify")
 
 RecipeArgument = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="RECIPE.yaml [key=value …]", help="A recipe, then keys of it to override (Hydra's grammar)."
-    ),
+    typer.Argument(metavar="RECIPE.yaml [key=value …]", help="A recipe, then overrides of its keys (Hydra's grammar)."),
 ]
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, as shardtune train makes it.")]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory of a training run.")]
 Checkpoint = Annotated[str, typer.Option(help="final | latest | best | a step | a checkpoint's path")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens of one answer at most.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")]
-TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw from the tokens that make up this much.")]
-Seed = Annotated[int, typer.Option(help="Of the draws: the same seed gives the same answers.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Maximum tokens of one answer.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0: greedy decoding.")]
+TopP = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this total probability.")
+]
+Seed = Annotated[int, typer.Option(help="Seed of the sampling: the same seed gives the same answers.")]
 
 
 @data_app.callback(invoke_without_command=True)
@@ -57,8 +57,8 @@ def _help(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         from importlib.metadata import version
 
         typer.echo(f"shardtune {version('shardtune')}")
@@ -90,10 +90,10 @@ def _split(arguments: list[str] | None) -> tuple[str | None, list[str]]:
 def train(
     recipe: RecipeArgument = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, show the first rows, do one step, write no run.")
+        bool, typer.Option("--dry-run", help="Check everything, show the first rows, run one step, save nothing.")
     ] = False,
 ) -> None:
-    """Fine-tune as a recipe says; run it again to continue where it stopped.
+    """Fine-tune a model by a recipe; the same command continues an interrupted run.
 
     **Examples**
 
@@ -121,11 +121,11 @@ def train(
 def evaluate(
     target: Annotated[
         list[str],
-        typer.Argument(metavar="RUN_OR_RECIPE [key=value …]", help="A run, or a recipe; then keys to override."),
+        typer.Argument(metavar="RUN_OR_RECIPE [key=value …]", help="A run or a recipe, then overrides of keys."),
     ],
     checkpoint: Checkpoint = "final",
 ) -> None:
-    """Evaluate a run, or the model that a recipe names, on the recipe's evaluation sets; prints JSON.
+    """Evaluate a run's model, or a recipe's base model, on the recipe's evaluation sets; prints JSON.
 
     **Examples**
 
@@ -152,28 +152,26 @@ def evaluate(
 @app.command()
 def generate(
     run: RunArgument,
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="A user's turn to answer; may be given several times.")
-    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A user turn to answer; may be repeated.")] = None,
     file: Annotated[
         Path | None,
-        typer.Option(help="A JSONL file of rows: {prompt}, {question} or {messages}, with images; answered in order."),
+        typer.Option(help="A JSONL file with rows {prompt}, {question} or {messages}, and images; answered in order."),
     ] = None,
     image: Annotated[
         list[str] | None,
-        typer.Option(help="An image for each --prompt, where <image> stands in it or before it; a path or a URL."),
+        typer.Option(help="An image for every --prompt, in the place of <image> or before the text; a path or a URL."),
     ] = None,
     checkpoint: Checkpoint = "final",
     system: Annotated[str | None, typer.Option(help="A system turn before each prompt.")] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Go on from the prompt as it stands, without the chat template.")
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
     ] = False,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = 0,
 ) -> None:
-    """Answer prompts: one answer per line for --prompt, JSON lines for --file.
+    """Answer prompts: plain text for --prompt, JSON lines for --file.
 
     **Examples**
 
@@ -200,18 +198,18 @@ def generate(
     from shardtune.evaluate.generate import Sampling
     from shardtune.run.api import load_run
 
-    asked = read_prompts(file) if file else [Question(text, image or []) for text in prompt or ()]
+    questions = read_prompts(file) if file else [Question(text, image or []) for text in prompt or ()]
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     answers = load_run(run).generate(
-        [question.prompt for question in asked],
+        [question.prompt for question in questions],
         checkpoint=checkpoint,
         system=system,
         sampling=sampling,
         raw=raw,
-        images=[question.images for question in asked],
+        images=[question.images for question in questions],
         folder=file.parent if file else None,
     )
-    for question, answer in zip(asked, answers, strict=True):
+    for question, answer in zip(questions, answers, strict=True):
         row = {"prompt": question.prompt, **({"images": question.images} if question.images else {}), "answer": answer}
         typer.echo(json.dumps(row, ensure_ascii=False) if file else answer)
 
@@ -226,7 +224,7 @@ def chat(
     top_p: TopP = 1.0,
     seed: Seed = 0,
 ) -> None:
-    """Talk to a run's model; /reset forgets the conversation, an empty line or Ctrl-D ends it.
+    """Chat with a run's model; /reset clears the conversation, an empty line or Ctrl-D ends it.
 
     **Examples**
 
@@ -245,12 +243,12 @@ def chat(
 @app.command()
 def export(
     run: RunArgument,
-    to: Annotated[Path, typer.Option(help="The directory to write; must not be there yet, or be empty.")],
+    to: Annotated[Path, typer.Option(help="The directory to write; must be new or empty.")],
     checkpoint: Checkpoint = "final",
     dtype: Annotated[str, typer.Option(help="auto (the base model's) | fp32 | bf16 | fp16")] = "auto",
-    merge: Annotated[bool, typer.Option("--merge", help="Add an adapter to the base model's weights.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge a LoRA adapter into the base weights.")] = False,
 ) -> None:
-    """Write a directory that others load, then load it in a fresh process and compare its logits (or tensors).
+    """Write a directory for other software, then load it in a fresh process and compare its logits (or tensors).
 
     **Examples**
 
@@ -261,7 +259,7 @@ def export(
     ```
     """
     if dtype not in ("auto", "fp32", "bf16", "fp16"):
-        raise ConfigError(f"{dtype} is not a dtype to export in", where="--dtype", remedy="auto, fp32, bf16 or fp16")
+        raise ConfigError(f"{dtype} is not a dtype for export", where="--dtype", remedy="auto, fp32, bf16 or fp16")
     from shardtune.run.api import load_run
 
     load_run(run).export(to, checkpoint=checkpoint, dtype=dtype, merge=merge, report=typer.echo)
@@ -271,9 +269,9 @@ def export(
 def preview(
     recipe: RecipeArgument = None,
     rows: Annotated[int, typer.Option(min=1, help="How many rows to show.")] = 3,
-    start: Annotated[int, typer.Option(min=0, help="The first of them, counted from 0.")] = 0,
+    start: Annotated[int, typer.Option(min=0, help="The first row to show, counted from 0.")] = 0,
 ) -> None:
-    """Show rows as the model will see them, the trained tokens marked, and what became of the others.
+    """Show rows as the model sees them, with the trained tokens marked, and count the rows left out.
 
     **Examples**
 
@@ -291,18 +289,18 @@ def preview(
 @app.command()
 def launch(
     recipe: RecipeArgument = None,
-    show: Annotated[bool, typer.Option("--print", help="Show the commands; nothing is run.")] = False,
+    show: Annotated[bool, typer.Option("--print", help="Print the commands; nothing is run.")] = False,
     nodes: Annotated[int, typer.Option(min=1, help="Hosts.")] = 1,
     nproc_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Ranks on each host; by default as the recipe says.")
+        int | None, typer.Option(min=1, help="Ranks on each host; by default the recipe's number.")
     ] = None,
     min_nodes: Annotated[
-        int | None, typer.Option(min=1, help="Hosts to go on with after one was lost; by default all.")
+        int | None, typer.Option(min=1, help="The fewest hosts to continue with after a loss; by default all.")
     ] = None,
-    max_restarts: Annotated[int, typer.Option(min=0, help="How often to start again after a loss.")] = 0,
+    max_restarts: Annotated[int, typer.Option(min=0, help="How often to restart after a loss.")] = 0,
     by: Annotated[str, typer.Option(help="torchrun | slurm | ray | all")] = "all",
 ) -> None:
-    """Show what starts a recipe on several hosts: commands and environment for torchrun, Slurm and Ray.
+    """Print how to start a recipe on several hosts: commands and environment for torchrun, Slurm and Ray.
 
     **Examples**
 
@@ -316,12 +314,12 @@ def launch(
     path, overrides = _split(recipe)
     if path is None or not show:
         raise ConfigError(
-            "launch shows commands and runs none" if path else "there is no recipe to launch",
+            "launch only prints commands" if path else "there is no recipe to launch",
             where="shardtune launch",
             remedy=f"shardtune launch {path or 'recipe.yaml'} --print, or shardtune train {path or 'recipe.yaml'}",
         )
     if by not in (*LAUNCHERS, "all"):
-        raise ConfigError(f"{by} is no launcher that is known here", where="--by", remedy="torchrun, slurm, ray or all")
+        raise ConfigError(f"{by} is not a known launcher", where="--by", remedy="torchrun, slurm, ray or all")
     launchers = LAUNCHERS if by == "all" else (by,)
     again = {"fewest": min_nodes, "restarts": max_restarts}
     typer.echo(launch_commands(path, overrides, nodes, nproc_per_node, launchers, **again))
@@ -329,7 +327,7 @@ def launch(
 
 @app.command()
 def models(recipe: RecipeArgument = None) -> None:
-    """List what actor.model.model_type may be: built in, of installed packages, and registered by a recipe's plugins.
+    """List the values of actor.model.model_type: built in, from installed packages, and from a recipe's plugins.
 
     **Examples**
 
@@ -358,12 +356,12 @@ def models(recipe: RecipeArgument = None) -> None:
 
 @app.command()
 def init(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the model and its file: my_model.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the model and its file, e.g. my_model.")],
     to: Annotated[
-        Path | None, typer.Option("--dir", help="The directory to write into; by default one of that name.")
+        Path | None, typer.Option("--dir", help="The directory to write into; by default one with the model's name.")
     ] = None,
 ) -> None:
-    """Write a model to begin with: an adapter, its recipe, some rows, and a test that passes.
+    """Write the files of a new model: an adapter, a recipe, a few rows, and a test that passes.
 
     **Examples**
 
@@ -400,7 +398,7 @@ def env() -> None:
 
 
 def main() -> None:
-    """Run the command line; exit with 0, 1, 2 (the user's to mend) or 75 (stopped after saving)."""
+    """Run the command line; exit with 0, 1, 2 (an error in the user's input) or 75 (stopped after saving)."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "SHARDTUNE_REPORT_DIR" in os.environ:
         end_with_parent()
     try:

@@ -1,22 +1,22 @@
-"""How a command ends: what is said of an error, and the exit code that tells which kind it is."""
+"""How a command ends: the message and the exit code of an error."""
 
 from __future__ import annotations
 
 import os
 import sys
 import traceback
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import typer
 
 from shardtune.errors import ConfigError, Interrupted, ShardtuneError
 
-UsageError: Any = typer.BadParameter.__mro__[1]
-"""A command line that cannot be read: click's class, of whichever copy of click typer uses."""
+UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
+"""click's class of parse errors, from the copy of click that typer uses; typed as its subclass."""
 
 
 def _as_users(error: BaseException) -> BaseException:
-    """A mistake in the user's own code as one of the user's mistakes."""
+    """An error in the user's own code as an error in the user's input; any other as it is."""
     from shardtune.cli.out_of_memory import explain_out_of_memory
     from shardtune.config.user_code import user_fault
     from shardtune.launch.local import RankFailed, lost_a_peer
@@ -26,18 +26,18 @@ def _as_users(error: BaseException) -> BaseException:
     return error if explain_out_of_memory(error) else (user_fault(error) or error)
 
 
-def wrong_usage(error: Any) -> ConfigError:
-    """A command line that cannot be read, in the form of all other mistakes."""
+def wrong_usage(error: typer.BadParameter) -> ConfigError:
+    """The error for a command line that cannot be parsed."""
     command = error.ctx.command_path if error.ctx is not None else "shardtune"
     return ConfigError(
         error.format_message(),
         where=" ".join(["shardtune", *sys.argv[1:]]),
-        remedy=f"{command} --help shows what it takes",
+        remedy=f"{command} --help lists its arguments",
     )
 
 
 def end(error: BaseException) -> NoReturn:
-    """Say what went wrong, once, and leave with the exit code that tells which kind it is."""
+    """Print an error once, or report it to the launcher, and leave with its exit code."""
     error = _as_users(error)
     rank = int(os.environ.get("RANK", "0"))
     launched = "SHARDTUNE_REPORT_DIR" in os.environ
@@ -60,21 +60,21 @@ def end(error: BaseException) -> NoReturn:
 
 
 def _explain(error: BaseException) -> str:
-    """What is shown of an error that is not the user's to mend."""
+    """The message of an error that is not in the user's input."""
     from shardtune.cli.out_of_memory import explain_out_of_memory
     from shardtune.launch.local import RankFailed, lost_a_peer
 
     if isinstance(error, RankFailed):
         return str(error)
     if lost_a_peer(error):
-        return f"another rank has ended; what it says is the cause ({str(error).strip().splitlines()[-1][:200]})"
+        return f"another rank has ended; its error is the cause ({str(error).strip().splitlines()[-1][:200]})"
     return explain_out_of_memory(error) or "".join(traceback.format_exception(error))
 
 
 def leave(code: int) -> NoReturn:
-    """End the process; a rank without taking the interpreter down.
+    """End the process; a rank without an orderly shutdown of the interpreter.
 
-    The threads of its process group may be beyond an orderly end (they abort the process), and others must not wait.
+    The threads of its process group may hang or abort in a shutdown, and other ranks must not wait for it.
     """
     sys.stderr.flush()
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Writes a model to begin with: an adapter with comments, its recipe, some rows and a test that passes as it is."""
+"""Writes the files of a new model: an adapter with comments, its recipe, a few rows, and a test that passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardtune.errors import ConfigError
 
 TEMPLATES = files("shardtune.cli") / "templates"
 NAME, CLASS = "my_model", "MyModel"
-"""What the templates call the model."""
+"""The model's names in the templates."""
 FILES = {
     "{name}.py": "my_model.py.txt",
     "recipe.yaml": "recipe.yaml",
@@ -24,14 +24,14 @@ FILES = {
 
 
 def write_starter(name: str, directory: Path | None = None) -> list[Path]:
-    """Write the files of a new model; returns them.
+    """Write the files of a new model; returns their paths.
 
     Args:
         name: of the model and its file, a Python identifier.
-        directory: to write into; by default one of the model's name. Other files may be there already.
+        directory: to write into; by default one with the model's name. It may contain other files.
 
     Raises:
-        ConfigError: the name will not do, one of the files is there already, or the directory cannot be written.
+        ConfigError: the name cannot be used, one of the files exists, or the directory cannot be written.
     """
     _check_name(name)
     folder = Path(name) if directory is None else directory.expanduser()
@@ -52,13 +52,13 @@ def write_starter(name: str, directory: Path | None = None) -> list[Path]:
 
 
 def next_steps(written: list[Path]) -> str:
-    """What `write_starter` wrote, and what to do with it."""
+    """The files that `write_starter` wrote, and the commands to continue with."""
     folder = written[0].parent
     commands = {
-        "pytest": "twenty steps, resume, and every check of the adapter",
-        "shardtune train recipe.yaml --dry-run": "look at everything, write nothing",
+        "pytest": "train twenty steps, resume, run every check of the adapter",
+        "shardtune train recipe.yaml --dry-run": "check everything, save nothing",
         "shardtune train recipe.yaml": "train",
-        "shardtune verify adapter recipe.yaml": "the checks alone, as a table",
+        "shardtune verify adapter recipe.yaml": "only the checks, as a table",
     }
     width = max(map(len, commands))
     lines = [f"wrote {file}" for file in written]
@@ -77,19 +77,19 @@ def _fill(template: str, name: str) -> str:
 
 
 def _check_name(name: str) -> None:
-    """A file of this name can be imported, and holds a class of the name in capitals."""
+    """Refuse a name that cannot be a Python module and, in CamelCase, a class."""
     if not name.isidentifier() or keyword.iskeyword(name) or not class_name(name).isidentifier():
         better = re.sub(r"\W+", "_", name).strip("_").lower()
         fits = better.isidentifier() and not keyword.iskeyword(better)
         raise ConfigError(
-            f"{name!r} is no name for a Python file and a class",
+            f"{name!r} cannot be the name of a Python file and a class",
             where="shardtune init",
             remedy=f"use letters, digits and underscores, as in {better if fits else NAME}",
         )
 
 
 def _check_hides_nothing(name: str) -> None:
-    """In its directory the file comes before packages of its name."""
+    """Refuse the name of an installed package: from its directory, the file would be imported instead."""
     found = find_spec(name)
     if name in sys.stdlib_module_names or (found is not None and found.origin is not None):
         raise ConfigError(
@@ -103,7 +103,7 @@ def _check_free(contents: Mapping[Path, str]) -> None:
     taken = [file for file in contents if file.exists()]
     if taken:
         raise ConfigError(
-            f"{', '.join(str(file) for file in taken)} {'is' if len(taken) == 1 else 'are'} there already",
+            f"{', '.join(str(file) for file in taken)} already {'exists' if len(taken) == 1 else 'exist'}",
             where="shardtune init",
             remedy="choose another name, or another directory: --dir",
         )

@@ -1,4 +1,4 @@
-"""What to say when memory runs out."""
+"""The message when memory runs out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REMEDIES = (
 
 
 def explain_out_of_memory(error: BaseException) -> str | None:
-    """A message with the ways out, for an error that means that memory is used up; None for any other."""
+    """A message with remedies for an out-of-memory error; None for any other."""
     if not _is_out_of_memory(error):
         return None
     lines = [f"out of memory: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"]

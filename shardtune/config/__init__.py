@@ -1,7 +1,7 @@
 """The recipe: its schema, and how files, config groups and overrides become one validated `Recipe`."""
 
 from shardtune.config.keys import ALIASES, KEYS
-from shardtune.config.loading import flatten, load_recipe
+from shardtune.config.loading import load_recipe
 from shardtune.config.schema import (
     ActorConfig,
     BestConfig,
@@ -20,6 +20,7 @@ from shardtune.config.schema import (
     RunnerConfig,
     TokenizerConfig,
 )
+from shardtune.config.tree import flatten
 
 __all__ = [
     "ALIASES",

@@ -1,12 +1,12 @@
-"""The recipe's dotted keys: what each may hold, what others call it, which one a wrong one means."""
+"""The recipe's dotted keys: their allowed values, their names in other systems, and the nearest to a misspelt key."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -30,10 +30,10 @@ ALIASES = {
     "wandb.enabled": "runner.logger.logger_backends",
 }
 
-# What `loss=sft` without a recipe starts from where HALOs' defaults are not ours.
+# HALOs' defaults that differ from ours, for `loss=sft` without a recipe.
 HALOS_DEFAULTS = {"actor": {"optim": {"lr": 5.0e-6}}}
 
-# What other trainers call our keys: used for "did you mean" only.
+# Other trainers' names of our keys, used for "did you mean" only.
 OTHER_NAMES = {
     "batch_size": "actor.global_batch_size",
     "train_batch_size": "actor.global_batch_size",
@@ -109,7 +109,7 @@ def section_type(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def is_free_mapping(field: FieldInfo) -> bool:
-    """Whether a key holds a mapping whose names the schema leaves to the user."""
+    """Whether a key holds a mapping with names of the user's choice."""
     return get_origin(field.annotation) is dict
 
 
@@ -126,14 +126,14 @@ KEYS: dict[str, Key] = {entry.name: entry for entry in walk()}
 
 
 def allowed(field: FieldInfo) -> str:
-    """What a key may hold, in words: `a number > 0`, `cosine or linear`, `true or false`."""
+    """The allowed values of a key, for messages: `a number > 0`, `cosine, linear`, `true or false`."""
     return _in_words(field.annotation, field.metadata)
 
 
-def _in_words(annotation: Any, metadata: list[Any]) -> str:
-    told = [item.text for item in metadata if isinstance(item, Allowed)]
-    if told:
-        return told[-1] + (" (or null)" if NoneType in get_args(annotation) else "")
+def _in_words(annotation: object, metadata: Sequence[object]) -> str:
+    texts = [item.text for item in metadata if isinstance(item, Allowed)]
+    if texts:
+        return texts[-1] + (" (or null)" if NoneType in get_args(annotation) else "")
     if get_origin(annotation) is Annotated:
         inner, *extra = get_args(annotation)
         return _in_words(inner, [*extra, *metadata])
@@ -145,7 +145,7 @@ def _in_words(annotation: Any, metadata: list[Any]) -> str:
     return _plain_in_words(annotation, metadata)
 
 
-def _plain_in_words(annotation: Any, metadata: list[Any]) -> str:
+def _plain_in_words(annotation: object, metadata: Sequence[object]) -> str:
     if get_origin(annotation) is list:
         entry = get_args(annotation)[0]
         if isinstance(entry, type) and issubclass(entry, BaseModel):
@@ -160,7 +160,7 @@ def _plain_in_words(annotation: Any, metadata: list[Any]) -> str:
     return f"{kinds[annotation]} {bounds}" if bounds else kinds[annotation]
 
 
-def _bounds(metadata: list[Any]) -> Iterator[str]:
+def _bounds(metadata: Sequence[object]) -> Iterator[str]:
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     for item in metadata:
         constraints = item.metadata if isinstance(item, FieldInfo) else [item]
@@ -172,7 +172,7 @@ def _bounds(metadata: list[Any]) -> Iterator[str]:
 
 
 def nearest(wrong: str) -> str | None:
-    """The valid key that a wrong dotted key most probably means; None when nothing is near.
+    """The valid key that a wrong dotted key most probably means; None if none is similar.
 
     In this order: HALOs' or another trainer's name, the same last part elsewhere (`actor.lr` -> `actor.optim.lr`),
     the most similar spelling.
@@ -189,7 +189,7 @@ def nearest(wrong: str) -> str | None:
 
 
 def _similarity(name: str, wrong: str) -> float:
-    """Of the last parts mostly, since a misspelt key usually stands in about the right place."""
+    """Mostly that of the last parts, since a misspelt key is usually in about the right section."""
     parent, _, last = name.rpartition(".")
     wrong_parent, _, wrong_last = wrong.rpartition(".")
     return 0.7 * _likeness(last, wrong_last) + 0.3 * _likeness(parent, wrong_parent)

@@ -1,15 +1,15 @@
-"""What one place (the recipe file, one override, one config group) says, and how such layers become one recipe."""
+"""The keys given in one place (the recipe file, one override, one config group), and how these layers are merged."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from pydantic import BaseModel
 
 from shardtune.config.keys import is_free_mapping, nearest, section_type
 from shardtune.config.schema import Recipe
+from shardtune.config.tree import Tree, get_section, get_value, overlay
 from shardtune.errors import ConfigError
 
 
@@ -19,16 +19,16 @@ class Layer:
 
     Attributes:
         tree: nested mappings, as written.
-        origin: the place in words, e.g. `recipe.yaml` or `override lr=3e-5`.
+        origin: the place, e.g. `recipe.yaml` or `override lr=3e-5`.
         lines: dotted key -> line number, for a file.
     """
 
-    tree: Mapping[str, Any]
+    tree: Mapping[str, object]
     origin: str
     lines: Mapping[str, int] = field(default_factory=dict)
 
     def where(self, dotted: str) -> str:
-        """The place of a key, or of the nearest key around it."""
+        """The place of a key, or of the innermost section around it that has a line."""
         while dotted:
             if dotted in self.lines:
                 return f"{self.origin}:{self.lines[dotted]}"
@@ -45,21 +45,16 @@ class Merged:
         origins: dotted key -> where its value was given, for keys and sections of the schema.
     """
 
-    tree: dict[str, Any]
+    tree: Tree
     origins: dict[str, str]
 
-    def given(self, dotted: str) -> Any:
-        """The value a layer gives for a key; None where none does."""
-        value: Any = self.tree
-        for part in dotted.split("."):
-            if not isinstance(value, Mapping) or part not in value:
-                return None
-            value = value[part]
-        return value
+    def given(self, dotted: str) -> object:
+        """The value that a layer gives for a key; None where none does."""
+        return get_value(self.tree, dotted)
 
 
 def merge(layers: Iterable[Layer]) -> tuple[Merged, list[ConfigError]]:
-    """Lay the layers over one another, later ones winning; keys the schema lacks are left out and reported.
+    """Merge layers, later ones winning; keys that the schema lacks are left out and reported.
 
     Sections and free mappings (`actor.optim.args`) merge key by key; every other value replaces the earlier one whole.
     """
@@ -71,10 +66,10 @@ def merge(layers: Iterable[Layer]) -> tuple[Merged, list[ConfigError]]:
 
 
 def _lay(
-    tree: Mapping[str, Any],
+    tree: Mapping[str, object],
     section: type[BaseModel],
     prefix: str,
-    into: dict[str, Any],
+    into: Tree,
     layer: Layer,
     origins: dict[str, str],
 ) -> Iterator[ConfigError]:
@@ -90,20 +85,13 @@ def _lay(
             previous = into.get(name)
             into[name] = overlay(previous, value) if is_free_mapping(schema) else value
         elif isinstance(value, Mapping):
-            yield from _lay(value, inner, f"{dotted}.", into.setdefault(name, {}), layer, origins)
-        elif value is not None:  # a section whose keys are all commented out says nothing
+            yield from _lay(value, inner, f"{dotted}.", get_section(into, name), layer, origins)
+        elif value is not None:  # None is a section whose keys are all commented out
             yield ConfigError(
                 f"{dotted} is a section, not {value!r}",
                 where=layer.where(dotted),
                 remedy=f"its keys are: {', '.join(inner.model_fields)}",
             )
-
-
-def overlay(under: Any, over: Any) -> Any:
-    """Two mappings as one, the second one's values winning, mappings inside merged likewise; else the second value."""
-    if not isinstance(under, Mapping) or not isinstance(over, Mapping):
-        return over
-    return {**under, **{name: overlay(under.get(name), value) for name, value in over.items()}}
 
 
 def unknown_key(dotted: str, where: str, section: type[BaseModel], prefix: str) -> ConfigError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -20,11 +20,13 @@ from shardtune.config.paths import make_absolute, named_files
 from shardtune.config.recipe_file import read_file, read_mapping
 from shardtune.config.saved_lora import adopt_adapter
 from shardtune.config.schema import DataEntry, ParameterGroup, Recipe, escape_interpolation
+from shardtune.config.tree import Tree, get_value, set_value
 from shardtune.errors import ConfigError
 
-RecipeSource: TypeAlias = str | Path | Mapping[str, Any] | DictConfig
+RecipeSource: TypeAlias = str | Path | Mapping[str, object] | DictConfig
 
 BACKENDS = "runner.logger.logger_backends"
+EXPERIMENT_NAME = "runner.logger.experiment_name"
 ENTRY_TYPES: dict[str, type[BaseModel]] = {
     "actor.optim.groups": ParameterGroup,
     "data.train_data_paths": DataEntry,
@@ -39,55 +41,43 @@ def load_recipe(
     in_memory: Collection[str] = (),
     files_must_exist: bool = True,
 ) -> Recipe:
-    """Compose, validate and resolve a recipe. Nothing is written, and neither torch nor the model is touched.
+    """Compose, validate and resolve a recipe. Writes nothing, imports no torch, and does not read the model.
 
     Later places win: schema defaults, the recipe, config groups, `key=value` overrides.
 
     Args:
         recipe: a YAML file, a mapping, or None when config groups are among the overrides.
         overrides: `key=value` in Hydra's grammar, config groups (`model=llama`), HALOs' names.
-        in_memory: keys whose value the caller holds as an object, so that they may be absent:
+        in_memory: keys whose value the caller passes as an object, so that they may be absent:
             `actor.model.model_path`, `data.train_data_paths`, `data.eval_data_paths`.
-        files_must_exist: whether a named template, plugin, function file or local model must be there; false where
-            a run's own recipe is read back for something that may not need them.
+        files_must_exist: whether a named template, plugin, function file or local model must exist; false when a
+            run's own recipe is read again for something that may not need them.
 
     Raises:
-        ConfigError: everything that is wrong, in one message, with file and line or the override's text.
+        ConfigError: all mistakes in one message, each with file and line or the override's text.
     """
     written = _read(recipe, overrides)
-    given_backends = Merged(dict(written.tree), {}).given(BACKENDS)
+    given_backends = get_value(written.tree, BACKENDS)
     default_backends = Recipe().runner.logger.logger_backends
     command = read_overrides(overrides, given_backends if isinstance(given_backends, list) else default_backends)
     merged, problems = merge([written, *command.groups, *command.values])
     tree, unresolved = _resolve(merged)
     if merged.given("actor.global_batch_tokens") is not None and merged.given("actor.global_batch_size") is None:
-        tree["actor"]["global_batch_size"] = None  # tokens replace the default number of rows
-    problems += _adopt_second_places(tree, merged)
+        set_value(tree, "actor.global_batch_size", None)  # tokens replace the default number of rows
+    problems += _move_alternative_keys(tree, merged)
     problems += adopt_adapter(tree, merged, _base(recipe), must_exist=files_must_exist)
     mistyped = _type_problems(tree, merged, {problem.what.partition(":")[0] for problem in unresolved})
     problems += unresolved + mistyped
-    if unresolved or mistyped:  # what contradicts what cannot be told yet
+    if unresolved or mistyped:  # contradictions can only be found between values of the right types
         raise_all(problems)
-    if tree["runner"]["logger"]["experiment_name"] is None:
-        tree["runner"]["logger"]["experiment_name"] = _name(recipe) or command.name or "run"
+    if get_value(tree, EXPERIMENT_NAME) is None:
+        set_value(tree, EXPERIMENT_NAME, _name(recipe) or command.name or "run")
     result = _absolute(tree, _base(recipe), merged.origins)
     problems += check(result, merged, in_memory)
     if files_must_exist:
         problems += _missing_files(result) + check_ranks(result)
     raise_all(problems)
     return result
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one: dotted key -> value. Lists and empty mappings are values."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        dotted = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
-            flat.update(flatten(value, f"{dotted}."))
-        else:
-            flat[dotted] = value
-    return flat
 
 
 def _read(recipe: RecipeSource | None, overrides: Sequence[str]) -> Layer:
@@ -113,18 +103,18 @@ def _name(recipe: RecipeSource | None) -> str | None:
 
 
 def _base(recipe: RecipeSource | None) -> Path:
-    """What relative paths are relative to: the recipe's directory; without a file the working directory."""
+    """The directory of relative paths: the recipe's own; without a file the working directory."""
     return Path(recipe).expanduser().resolve().parent if isinstance(recipe, str | Path) else Path.cwd()
 
 
-def _resolve(merged: Merged) -> tuple[dict[str, Any], list[ConfigError]]:
-    """The defaults under what was given, every `${…}` replaced by the value it points to.
+def _resolve(merged: Merged) -> tuple[Tree, list[ConfigError]]:
+    """The defaults with the given values over them, every `${…}` replaced by the value it points to.
 
-    A value that cannot be resolved is reported and stands as null.
+    A value that cannot be resolved is reported and becomes null.
     """
     resolved = Recipe().to_dict()
     given = [dotted for dotted in merged.origins if KEYS[dotted].section is None]
-    values = escape_interpolation(resolved)
+    values: Tree = {name: escape_interpolation(value) for name, value in resolved.items()}
     problems = []
     for dotted in given:
         value = merged.given(dotted)
@@ -133,7 +123,7 @@ def _resolve(merged: Merged) -> tuple[dict[str, Any], list[ConfigError]]:
         except OmegaConfBaseException as error:
             problems.append(_refused(dotted, value, merged, str(error).splitlines()[0]))
             value = None
-        _put(values, dotted, value)
+        set_value(values, dotted, value)
     config = DictConfig(values)
     for dotted in given:
         value = None
@@ -143,22 +133,22 @@ def _resolve(merged: Merged) -> tuple[dict[str, Any], list[ConfigError]]:
                 value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
         except OmegaConfBaseException as error:
             problems.append(_unresolved(dotted, merged, str(error).splitlines()[0]))
-        _put(resolved, dotted, value)
+        set_value(resolved, dotted, value)
     return resolved, problems
 
 
-SECOND_PLACES = {
+ALTERNATIVE_KEYS = {
     "actor.model.micro_batch_size": "actor.micro_batch_size",
     "actor.model.val_micro_batch_size": "actor.eval_micro_batch_size",
 }
-"""Keys that say what another says; the resolved recipe has the other alone."""
+"""Alternative keys, and the keys that they stand for; the resolved recipe has only the latter."""
 
 
-def _adopt_second_places(tree: dict[str, Any], merged: Merged) -> list[ConfigError]:
-    """Move what stands in a second place to where it is read; both places may say the same."""
+def _move_alternative_keys(tree: Tree, merged: Merged) -> list[ConfigError]:
+    """Move the value of an alternative key to the key that is read; both may be given if they agree."""
     problems = []
-    for theirs, ours in SECOND_PLACES.items():
-        value, own = (_value(tree, dotted) for dotted in (theirs, ours))
+    for theirs, ours in ALTERNATIVE_KEYS.items():
+        value, own = (get_value(tree, dotted) for dotted in (theirs, ours))
         if value is None:
             continue
         if merged.given(ours) is not None and own != value:
@@ -171,31 +161,15 @@ def _adopt_second_places(tree: dict[str, Any], merged: Merged) -> list[ConfigErr
             )
             continue
         merged.origins[ours] = merged.origins[theirs]
-        _put(tree, ours, value)
-        _put(tree, theirs, None)
+        set_value(tree, ours, value)
+        set_value(tree, theirs, None)
     return problems
 
 
-def _short(value: Any) -> str:
-    """A value as messages show it, its middle left out where it is long."""
+def _short(value: object) -> str:
+    """A value for a message, without the middle of a long one."""
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:80]} … {text[-30:]}"
-
-
-def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
-    """Set a dotted key in a tree that has all sections."""
-    *sections, name = dotted.split(".")
-    for part in sections:
-        tree = tree[part]
-    tree[name] = value
-
-
-def _value(tree: dict[str, Any], dotted: str) -> Any:
-    """The value of a dotted key in a tree that has all sections."""
-    value: Any = tree
-    for part in dotted.split("."):
-        value = value[part]
-    return value
 
 
 def _unresolved(dotted: str, merged: Merged, reason: str) -> ConfigError:
@@ -206,7 +180,7 @@ def _unresolved(dotted: str, merged: Merged, reason: str) -> ConfigError:
     )
 
 
-def _refused(dotted: str, value: Any, merged: Merged, reason: str) -> ConfigError:
+def _refused(dotted: str, value: object, merged: Merged, reason: str) -> ConfigError:
     return ConfigError(
         f"{dotted}: {_short(value)} is not allowed: {reason}",
         where=merged.origins.get(dotted),
@@ -214,8 +188,8 @@ def _refused(dotted: str, value: Any, merged: Merged, reason: str) -> ConfigErro
     )
 
 
-def _type_problems(tree: dict[str, Any], merged: Merged, reported: Collection[str]) -> list[ConfigError]:
-    """What the schema finds wrong, keys that were already reported left out."""
+def _type_problems(tree: Tree, merged: Merged, reported: Collection[str]) -> list[ConfigError]:
+    """What the schema refuses, without the keys that were already reported."""
     try:
         Recipe.model_validate(tree)
     except ValidationError as error:
@@ -225,7 +199,7 @@ def _type_problems(tree: dict[str, Any], merged: Merged, reported: Collection[st
 
 
 def _type_problem(details: ErrorDetails, merged: Merged) -> ConfigError:
-    """A value of the wrong type or size, in our words."""
+    """The error for a value of the wrong type or size."""
     dotted, inside = _place(details["loc"])
     shown = dotted + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in inside)
     where = merged.origins.get(dotted)
@@ -246,7 +220,7 @@ def _type_problem(details: ErrorDetails, merged: Merged) -> ConfigError:
 
 
 def _place(loc: tuple[int | str, ...]) -> tuple[str, tuple[int | str, ...]]:
-    """A pydantic location as our dotted key and what lies inside its value: (data.train_data_paths, (1, weight))."""
+    """A pydantic location as a dotted key and the place inside its value: (data.train_data_paths, (1, weight))."""
     dotted = str(loc[0])
     for number, part in enumerate(loc[1:], start=1):
         if f"{dotted}.{part}" not in KEYS:
@@ -256,13 +230,13 @@ def _place(loc: tuple[int | str, ...]) -> tuple[str, tuple[int | str, ...]]:
 
 
 def _field_inside(dotted: str, inside: tuple[int | str, ...]) -> FieldInfo:
-    """The field of an entry inside a list, else the key's own."""
+    """The field of an entry inside a list, otherwise the key's own."""
     entry = ENTRY_TYPES.get(dotted)
     names = [part for part in inside if isinstance(part, str)]
     return entry.model_fields.get(names[-1], KEYS[dotted].field) if entry and names else KEYS[dotted].field
 
 
-def _absolute(tree: dict[str, Any], base: Path, origins: Mapping[str, str]) -> Recipe:
+def _absolute(tree: Tree, base: Path, origins: Mapping[str, str]) -> Recipe:
     values = Recipe.model_validate(tree).to_dict()
     make_absolute(values, base)
     result = Recipe.model_validate(values)

@@ -1,4 +1,4 @@
-"""Names of the user's own models: worker classes, adapter classes and functions that make a model."""
+"""Registration of users' models by name: worker classes, adapter classes and functions that make a model."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
+from shardtune.config.user_code import UserFunction
 from shardtune.errors import ConfigError
 
-T = TypeVar("T", bound=Callable[..., Any])
+Registrable: TypeAlias = type | UserFunction
+T = TypeVar("T", bound=Registrable)
 Kind = Literal["worker", "adapter", "function", "config and processor"]
 Gives = Literal["model", "config_and_processor"]
 
 CATEGORIES = ("sft",)
-"""What a registered model is for."""
+"""The categories of a registered model."""
 BUILT_IN = ("causal_lm", "vision_language", "vision_language_action")
 """The system's own values of `actor.model.model_type`."""
 GROUP = "shardtune.adapters"
@@ -26,14 +28,14 @@ _BASES: dict[tuple[str, str], Kind] = {
     ("shardtune.training.worker.base", "FSDPSftWorker"): "worker",
     ("shardtune.models.adapter", "Adapter"): "adapter",
 }
-"""By name, so that this module does without torch."""
+"""By module and name, so that this file does not import torch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A registered thing, and the file it is written in."""
+    """A registered class or function, and the file in which it is defined."""
 
-    thing: Any
+    thing: Registrable
     file: str
 
     @property
@@ -41,7 +43,7 @@ class Entry:
         return f"{self.thing.__qualname__} in {self.file}"
 
     def is_again(self, other: Entry) -> bool:
-        """Whether another is the same thing, imported once more (a changed file, a cell that is run again)."""
+        """Whether another is the same class or function, imported again (a changed file, a notebook cell run twice)."""
         return self.thing is other.thing or (
             type(self.thing) is type(other.thing)
             and (self.thing.__qualname__, self.file) == (other.thing.__qualname__, other.file)
@@ -53,31 +55,32 @@ _declared: dict[str, str] = {}  # name -> the Enum member that declares it
 
 
 def register_model(name: str, category: str = "sft", *, gives: Gives = "model") -> Callable[[T], T]:
-    """Decorates a worker class, an adapter class, or a function with a `actor.model.model_type`.
+    """Decorator: registers a worker class, an adapter class, or a function under a name for `actor.model.model_type`.
 
-    One name may have one of each kind. To register the same thing again, as when its file is imported twice, is fine.
+    One name may have one of each kind. Registering the same object again, as when its file is imported twice, is
+    allowed.
 
     Args:
         name: as recipes write it.
         category: what the model is for: sft.
-        gives: of a function: model: (cfg of `actor.model`) -> nn.Module; config_and_processor: (cfg of `actor`) ->
-            (config, processor), which `get_model_config_and_processor` calls.
+        gives: what a function returns: model: (cfg of `actor.model`) -> nn.Module; config_and_processor: (cfg of
+            `actor`) -> (config, processor), which `get_model_config_and_processor` calls.
 
     Raises:
-        ConfigError: the name is taken, the category unknown, or the class lacks methods that it has to have.
+        ConfigError: the name is taken, the category unknown, or a required method is missing.
     """
     _check_name(name, category, f"register_model({name!r})")
 
     def register(thing: T) -> T:
         kind, entry = _kind_given(thing, name, gives), Entry(thing, _file_of(thing))
-        held = _registered.setdefault(name, {})
-        if kind in held and not entry.is_again(held[kind]):
+        existing = _registered.setdefault(name, {})
+        if kind in existing and not entry.is_again(existing[kind]):
             raise ConfigError(
-                f"{name!r} is registered twice: as {held[kind].place} and as {entry.place}",
+                f"{name!r} is registered twice: as {existing[kind].place} and as {entry.place}",
                 where=f"register_model({name!r})",
                 remedy="give one of them another name",
             )
-        held[kind] = entry
+        existing[kind] = entry
         return thing
 
     return register
@@ -89,7 +92,7 @@ class SupportedModel(Enum):
     The worker that drives it is the one that is registered under the name, or else the only one in the plugins.
     """
 
-    def __init__(self, *value: Any) -> None:
+    def __init__(self, *value: str) -> None:
         where = f"{type(self).__qualname__} in {_file_of(type(self))}"
         if len(value) != 2:
             raise ConfigError(
@@ -102,8 +105,8 @@ class SupportedModel(Enum):
         _declared[self.model_type] = where
 
 
-def registered(name: str) -> list[Any]:
-    """What a name stands for: worker class, adapter class, function; the first of these that packages offer is loaded.
+def registered(name: str) -> list[Registrable]:
+    """The worker class, adapter class and functions of a name; a package's entry point of that name is loaded first.
 
     Raises:
         ConfigError: an installed package offers the name and cannot be loaded.
@@ -115,28 +118,33 @@ def registered(name: str) -> list[Any]:
     return [entry.thing for entry in _registered.get(name, {}).values()]
 
 
-def registered_worker(name: str) -> type[Any] | None:
+def registered_worker(name: str) -> type | None:
     """The worker class of a name; None where it has none."""
-    return _of_kind(name, "worker")
+    return _class_of_kind(name, "worker")
 
 
-def registered_adapter(name: str) -> type[Any] | None:
+def registered_adapter(name: str) -> type | None:
     """The adapter class of a name; None where it has none."""
-    return _of_kind(name, "adapter")
+    return _class_of_kind(name, "adapter")
 
 
-def registered_function(name: str) -> Callable[..., Any] | None:
+def _class_of_kind(name: str, kind: Kind) -> type | None:
+    found = _of_kind(name, kind)
+    return found if isinstance(found, type) else None
+
+
+def registered_function(name: str) -> UserFunction | None:
     """The function (cfg) -> nn.Module of a name; None where it has none."""
     return _of_kind(name, "function")
 
 
-def registered_processor(name: str) -> Callable[..., Any] | None:
+def registered_processor(name: str) -> UserFunction | None:
     """The function (cfg) -> (config, processor) of a name; None where it has none."""
     return _of_kind(name, "config and processor")
 
 
-def _of_kind(name: str, kind: Kind) -> Any:
-    registered(name)  # what a package offers is loaded
+def _of_kind(name: str, kind: Kind) -> Registrable | None:
+    registered(name)  # loads what a package offers
     entry = _registered.get(name, {}).get(kind)
     return None if entry is None else entry.thing
 
@@ -152,12 +160,12 @@ def is_registered(thing: object) -> bool:
 
 
 def known_names() -> list[str]:
-    """All names: registered, declared, and offered by installed packages (which are not loaded for it)."""
+    """All names: registered, declared, and offered by installed packages (without loading those)."""
     return sorted({*_registered, *_declared, *(entry.name for entry in _entry_points())})
 
 
 def describe(name: str) -> str:
-    """Where a known name comes from, in words."""
+    """A line on where a known name comes from."""
     held = _registered.get(name, {})
     parts = [f"{kind} {entry.place}" for kind, entry in held.items()]
     parts += [_declared[name]] if name in _declared else []
@@ -165,7 +173,7 @@ def describe(name: str) -> str:
     return "; ".join(parts)
 
 
-def _check_name(name: Any, category: Any, where: str) -> None:
+def _check_name(name: object, category: object, where: str) -> None:
     if not isinstance(name, str) or not name.strip():
         raise ConfigError(f"{name!r} is no name of a model", where=where, remedy="give a text such as my_new_model")
     if name in BUILT_IN:
@@ -176,8 +184,8 @@ def _check_name(name: Any, category: Any, where: str) -> None:
         )
 
 
-def _kind_given(thing: Any, name: str, gives: Gives) -> Kind:
-    """What kind of thing is registered, by what it is said to give."""
+def _kind_given(thing: Registrable, name: str, gives: Gives) -> Kind:
+    """The kind of a registration, `gives` considered."""
     kind = _kind_of(thing, name)
     if gives == "model":
         return kind
@@ -185,13 +193,13 @@ def _kind_given(thing: Any, name: str, gives: Gives) -> Kind:
         raise ConfigError(
             f"gives={gives!r} does not go with the {kind} {thing.__qualname__}",
             where=f"register_model({name!r})",
-            remedy="gives is of functions: model or config_and_processor",
+            remedy="only a function takes gives: model or config_and_processor",
         )
     return "config and processor"
 
 
-def _kind_of(thing: Any, name: str) -> Kind:
-    """What kind of thing is registered; refuses what is none, and classes that lack something."""
+def _kind_of(thing: Registrable, name: str) -> Kind:
+    """The kind of a registration; refuses other objects, and classes without their required methods."""
     where = f"register_model({name!r})"
     if not inspect.isclass(thing):
         if callable(thing):
@@ -219,19 +227,19 @@ def _kind_of(thing: Any, name: str) -> Kind:
     return kind
 
 
-def kind_of_class(cls: type[Any]) -> Kind | None:
+def kind_of_class(cls: type) -> Kind | None:
     """Whether a class is a worker or an adapter; None for neither."""
     names = [(base.__module__, base.__qualname__) for base in cls.__mro__]
     return next((_BASES[name] for name in names if name in _BASES), None)
 
 
-def missing_methods(cls: type[Any]) -> list[str]:
+def missing_methods(cls: type) -> list[str]:
     """The abstract methods that a class still lacks."""
     return sorted(cls.__abstractmethods__) if inspect.isabstract(cls) else []
 
 
-def _file_of(thing: Any) -> str:
-    """The file that something is written in, or its module's name where there is none."""
+def _file_of(thing: Registrable) -> str:
+    """The file in which an object is defined, or its module's name where there is no file."""
     module = sys.modules.get(thing.__module__)
     file = vars(module).get("__file__") if module is not None else None
     return str(file or thing.__module__)
@@ -245,7 +253,7 @@ def _package(entry: EntryPoint) -> str:
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "an unknown package"
 
 
-def _load(entry: EntryPoint) -> Any:
+def _load(entry: EntryPoint) -> Registrable:
     try:
         return entry.load()
     except (Exception, SystemExit) as error:
@@ -253,5 +261,5 @@ def _load(entry: EntryPoint) -> Any:
             f"the package {_package(entry)} offers the model {entry.name!r} as {entry.value}, which cannot be loaded: "
             f"{type(error).__name__}: {error}",
             where=f"entry point {GROUP}: {entry.name}",
-            remedy="mend or uninstall that package",
+            remedy="fix or uninstall that package",
         ) from error

@@ -1,4 +1,4 @@
-"""Command-line words: `key=value` in Hydra's grammar, config groups, and HALOs' names for our keys."""
+"""Command-line overrides: `key=value` in Hydra's grammar, config groups, and HALOs' names of our keys."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shardtune.config.keys import ALIASES
 from shardtune.config.layers import Layer
+from shardtune.config.recipe_file import unresolved
+from shardtune.config.tree import Tree, get_section, set_value
 from shardtune.errors import ConfigError
 
 CONF = Path(__file__).parent / "conf"
-LISTED_GROUP = "datasets"  # the only group of which several may be chosen at once
+LISTED_GROUP = "datasets"  # the only group that allows several choices at once
 GROUPS = ("loss", "model", LISTED_GROUP)
 
 
@@ -25,12 +26,12 @@ class Override:
     Attributes:
         text: as the user wrote it.
         key: dotted, without `+`.
-        value: parsed: numbers, booleans, null, lists and mappings are what they look like.
+        value: parsed into numbers, booleans, null, lists and mappings.
     """
 
     text: str
     key: str
-    value: Any
+    value: object
 
     @property
     def origin(self) -> str:
@@ -43,7 +44,7 @@ class CommandLine:
 
     Attributes:
         groups: one layer for all chosen config groups; empty if none is.
-        values: one layer per `key=value`, under our own names.
+        values: one layer per `key=value`, under our names.
         name: the chosen groups' names joined, e.g. `sft-llama`; None if none is.
     """
 
@@ -53,11 +54,11 @@ class CommandLine:
 
 
 def read_overrides(texts: Sequence[str], backends: Sequence[str]) -> CommandLine:
-    """Parse the words that follow the recipe; a word that cannot be used is a ConfigError that quotes it.
+    """Parse the words that follow the recipe; a word that cannot be used raises a ConfigError that quotes it.
 
     Args:
         texts: the words.
-        backends: the recipe's `runner.logger.logger_backends`, which `wandb.enabled` adds to or takes from.
+        backends: the recipe's `runner.logger.logger_backends`, which `wandb.enabled` changes.
     """
     parsed = _parse(texts)
     choices = [override for override in parsed if _chooses_group(override)]
@@ -101,13 +102,13 @@ def _parse(texts: Sequence[str]) -> list[Override]:
             ) from error
         if override.package is not None:
             raise ConfigError(
-                f"override {text} names a package (@), and a recipe has none",
+                f"override {text} names a package (@), which recipes do not have",
                 where=" ".join(texts),
                 remedy="write key=value",
             )
         if several:
             raise ConfigError(
-                f"override {text} gives several values, and a run takes one",
+                f"override {text} gives several values, but a run has one",
                 where=" ".join(texts),
                 remedy="write a list in brackets, key=[a,b], or text with a comma in quotes, 'key=\"a,b\"'",
             )
@@ -116,7 +117,7 @@ def _parse(texts: Sequence[str]) -> list[Override]:
 
 
 def _chooses_group(override: Override) -> bool:
-    """`datasets` may also name files, which `_choose` leaves as they are."""
+    """Whether an override chooses a config group; `datasets` may also name files, which `_choose` keeps."""
     return override.key in GROUPS
 
 
@@ -138,14 +139,13 @@ def _as_layer(override: Override, backends: Sequence[str]) -> Layer:
     value = override.value
     if override.key == "wandb.enabled":
         value = _with_wandb(override, backends)
-    tree: Any = value
-    for part in reversed(ALIASES.get(override.key, override.key).split(".")):
-        tree = {part: tree}
+    tree: Tree = {}
+    set_value(tree, ALIASES.get(override.key, override.key), value)
     return Layer(tree, override.origin)
 
 
 def _with_wandb(override: Override, backends: Sequence[str]) -> list[str]:
-    """What HALOs' switch for Weights & Biases makes of the list of backends."""
+    """The logger backends after HALOs' switch for Weights & Biases."""
     if not isinstance(override.value, bool):
         raise ConfigError(
             f"wandb.enabled: {override.value!r} is not allowed", where=override.origin, remedy="allowed: true or false"
@@ -157,12 +157,12 @@ def _with_wandb(override: Override, backends: Sequence[str]) -> list[str]:
 def _choose(choices: Sequence[Override]) -> tuple[tuple[Layer, ...], str | None]:
     """The layers of the chosen groups: Hydra composes them; data sets add up to one list of sources."""
     selected: list[str] = []
-    sources: list[Any] | None = None
+    sources: list[object] | None = None
     names: list[str] = []
     for override in choices:
         if override.key == LISTED_GROUP:
             sources = override.value if isinstance(override.value, list) else [override.value]
-            known = [source for source in sources if _is_option(LISTED_GROUP, source, override)]
+            known = [str(source) for source in sources if _is_option(LISTED_GROUP, source, override)]
             selected.append(f"{LISTED_GROUP}=[{','.join(known)}]")
         elif isinstance(override.value, str) and override.value in options(override.key):
             selected.append(f"{override.key}={override.value}")
@@ -170,16 +170,17 @@ def _choose(choices: Sequence[Override]) -> tuple[tuple[Layer, ...], str | None]
         else:
             raise _no_such_option(override.key, override.value, override)
     tree = _compose(selected)
-    entries = tree.pop(LISTED_GROUP, {})
+    entries = get_section(tree, LISTED_GROUP)
+    del tree[LISTED_GROUP]
     if sources is not None:
-        chosen = [entries[source] if isinstance(source, str) and source in entries else source for source in sources]
-        tree.setdefault("data", {})["train_data_paths"] = chosen
+        chosen = [entries.get(source, source) if isinstance(source, str) else source for source in sources]
+        set_value(tree, "data.train_data_paths", chosen)
     origin = " ".join(override.text for override in choices)
     return (Layer(tree, f"config group {origin}"),), "-".join(names) or None
 
 
-def _is_option(group: str, value: Any, override: Override) -> bool:
-    """Whether a data set is one of the group's; one that is misspelt is an error, any other a path or Hub name."""
+def _is_option(group: str, value: object, override: Override) -> bool:
+    """Whether a data set is a choice of the group; a misspelt one is an error, any other a path or Hub name."""
     if not isinstance(value, str) or value in options(group):
         return isinstance(value, str)
     if difflib.get_close_matches(value, options(group), n=1, cutoff=0.8) and not Path(value).exists():
@@ -187,7 +188,7 @@ def _is_option(group: str, value: Any, override: Override) -> bool:
     return False
 
 
-def _no_such_option(group: str, value: Any, override: Override) -> ConfigError:
+def _no_such_option(group: str, value: object, override: Override) -> ConfigError:
     near = difflib.get_close_matches(str(value), options(group), n=1)
     meant = f"did you mean {near[0]}? " if near else ""
     instead = ", or any model with actor.model.model_path=…" if group == "model" else ""
@@ -203,20 +204,16 @@ def options(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
-def _compose(selected: Sequence[str]) -> dict[str, Any]:
+def _compose(selected: Sequence[str]) -> Tree:
     from hydra import compose
-    from omegaconf import OmegaConf
 
     with _own_hydra():
-        chosen = compose("groups", overrides=list(selected))
-    tree = OmegaConf.to_container(chosen, resolve=False)
-    assert isinstance(tree, dict)
-    return {str(name): value for name, value in tree.items()}
+        return unresolved(compose("groups", overrides=list(selected)))
 
 
 @contextmanager
 def _own_hydra() -> Iterator[None]:
-    """Hydra over our groups; a Hydra application that we are called from finds its own state as it was."""
+    """Hydra over our groups; the state of a calling Hydra application is restored afterwards."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 

@@ -1,4 +1,4 @@
-"""Parts of models that have eyes, by names that mean the same in every family."""
+"""Names for the parts of vision-language models that are the same in every model family."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ PARTS = {
     r"visual\.merger|visual\.deepstack_merger_list)\.",
     "language_model": r"(^|\.)(language_model|text_model)\.|(^|\.)lm_head\.",
 }
-"""Part to a regular expression that its parameters' names match, and no other part's."""
+"""For each part, a regular expression that matches the names of its parameters only."""
 
 
 def as_pattern(text: str) -> str:
-    """The regular expression that a recipe's name pattern stands for: a part's, or the pattern itself."""
+    """The regular expression of a recipe's name pattern: a part's, or the pattern itself."""
     return PARTS.get(text, text)

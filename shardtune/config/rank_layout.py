@@ -1,4 +1,4 @@
-"""How ranks are laid out: the sizes of the axes of `actor.parallel`, and which of them a number of ranks can have."""
+"""The layout of ranks: the sizes of the axes of `actor.parallel` for a number of ranks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ SECTION = "actor.parallel"
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Ranks in rows and columns: `replicate x shard x sequence x tensor` of them, the last axis the innermost.
+    """The mesh of ranks, `replicate x shard x sequence x tensor`, with the last axis innermost.
 
-    Ranks that differ along `replicate` or `shard` have other rows; those along `sequence` have parts of the same rows,
-    those along `tensor` parts of the same matrices. Experts are spread over neighbours among all of them: `expert` is
-    no axis of its own.
+    Ranks along `replicate` or `shard` have different rows; ranks along `sequence` have parts of the same rows, ranks
+    along `tensor` parts of the same matrices. `expert` is not an axis of the mesh: experts are distributed over
+    neighbouring ranks of the other axes.
 
     Attributes:
         replicate: copies of the sharded model.
-        shard: ranks among which the weights of each copy are sharded (together with those of `sequence`).
+        shard: ranks over which the weights of each copy are sharded (together with those of `sequence`).
         sequence: ranks that share each sequence.
         tensor: ranks that share each matrix multiplication.
-        expert: ranks among which a layer's experts are spread.
-        flat: whether FSDP1 shards, which cuts the joined parameters of a unit and not each one's rows.
+        expert: ranks over which a layer's experts are distributed.
+        flat: whether FSDP1 shards, which cuts the concatenated parameters of a unit instead of each parameter's rows.
     """
 
     replicate: int = 1
@@ -41,7 +41,7 @@ class Layout:
 
     @property
     def num_data_ranks(self) -> int:
-        """Groups of ranks that have rows of their own."""
+        """Groups of ranks with rows of their own."""
         return self.replicate * self.shard
 
     @property
@@ -61,26 +61,27 @@ class Layout:
 
     @classmethod
     def of(cls, actor: ActorConfig, num_ranks: int) -> Layout:
-        """The layout that a recipe asks for on a number of ranks.
+        """The layout of a recipe on a number of ranks.
 
         Raises:
-            ParallelError: there is none; the message says which sizes would fit.
+            ParallelError: the sizes do not fit; the remedy names sizes that do.
         """
-        asked = actor.parallel
+        parallel = actor.parallel
         flat = actor.training_backend == "fsdp1"
         if flat:
             _check_flat(actor)
-        inner = asked.sequence * asked.tensor
+        inner = parallel.sequence * parallel.tensor
         if num_ranks % inner:
             raise ParallelError(
-                f"{SECTION}: sequence {asked.sequence} x tensor {asked.tensor} = {inner} ranks do not divide "
+                f"{SECTION}: sequence {parallel.sequence} x tensor {parallel.tensor} = {inner} ranks do not divide "
                 f"{_ranks(num_ranks)}",
-                where=_where("tensor" if asked.tensor > 1 else "sequence"),
-                remedy=f"{_fit_inner(asked.sequence, asked.tensor, num_ranks)}, or use a multiple of {inner} ranks",
+                where=_where("tensor" if parallel.tensor > 1 else "sequence"),
+                remedy=_fit_inner(parallel.sequence, parallel.tensor, num_ranks)
+                + f", or use a multiple of {inner} ranks",
             )
         outer = num_ranks // inner
         replicate, shard = _data_axes(actor, outer, num_ranks)
-        layout = cls(replicate, shard, asked.sequence, asked.tensor, asked.expert, flat)
+        layout = cls(replicate, shard, parallel.sequence, parallel.tensor, parallel.expert, flat)
         layout._check_experts()
         layout._check_copies()
         return layout
@@ -88,7 +89,7 @@ class Layout:
     def _check_copies(self) -> None:
         if self.flat and self.num_ranks > 1 and self.shard * self.sequence == 1:
             raise ParallelError(
-                f"FSDP1 has nothing to shard: {SECTION} asks for {self.replicate} copies of the model on "
+                f"FSDP1 has nothing to shard: {SECTION} has {self.replicate} copies of the model on "
                 f"{_ranks(self.num_ranks)}",
                 where="actor.training_backend: fsdp1",
                 remedy="use actor.training_backend: ddp",
@@ -111,38 +112,38 @@ def _check_flat(actor: ActorConfig) -> None:
     refused = {
         f"{SECTION}.tensor: {parallel.tensor}": (
             parallel.tensor > 1,
-            "it joins the parameters of a unit, and parts of matrices cannot be joined",
+            "it concatenates the parameters of a unit, which is not possible with parts of matrices",
         ),
         f"{SECTION}.expert: {parallel.expert}": (
             parallel.expert > 1,
-            "it joins the parameters of a unit, of which experts are sharded over other ranks than the rest",
+            "it concatenates the parameters of a unit, and experts are sharded over other ranks than the rest",
         ),
         "actor.fsdp_config.cpu_offload: true": (
             actor.fsdp_config.cpu_offload,
             "its own offloading needs a GPU, and FSDP2's does not",
         ),
-        "actor.model.compile: true": (actor.model.compile, "its hooks inside compiled units have not been proved"),
+        "actor.model.compile: true": (actor.model.compile, "its hooks inside compiled units are untested"),
         "actor.model.lora.base_dtype: nf4": (
             actor.model.is_lora and lora.base_dtype == "nf4",
-            "it joins weights, and not the four-bit codes of weights",
+            "it concatenates weights, not four-bit codes",
         ),
     }
-    for key, why in ((key, why) for key, (asked, why) in refused.items() if asked):
+    for key, why in ((key, why) for key, (is_set, why) in refused.items() if is_set):
         raise ParallelError(
-            f"actor.training_backend: fsdp1 does not go with {key}: {why}",
+            f"actor.training_backend: fsdp1 does not work with {key}: {why}",
             where=key.partition(":")[0],
             remedy="use actor.training_backend: fsdp (FSDP2), or leave it out",
         )
 
 
 def _data_axes(actor: ActorConfig, outer: int, num_ranks: int) -> tuple[int, int]:
-    """The sizes of replicate and shard, of which the product is `outer`."""
-    asked = actor.parallel
-    replicate, shard = asked.data_replicate, asked.data_shard
+    """The sizes of replicate and shard, whose product is `outer`."""
+    parallel = actor.parallel
+    replicate, shard = parallel.data_replicate, parallel.data_shard
     if actor.training_backend == "ddp":
         if shard not in (-1, 1) or replicate not in (1, outer):
             raise ParallelError(
-                f"actor.training_backend: ddp keeps the whole model on every rank, {SECTION} asks for "
+                f"actor.training_backend: ddp keeps the whole model on every rank, but {SECTION} has "
                 f"data_replicate {replicate} x data_shard {shard}",
                 where="actor.training_backend",
                 remedy="leave both out, or use actor.training_backend: fsdp",
@@ -168,7 +169,7 @@ def _data_axes(actor: ActorConfig, outer: int, num_ranks: int) -> tuple[int, int
 
 
 def _fit_inner(sequence: int, tensor: int, num_ranks: int) -> str:
-    """The largest sizes not above those asked for that divide the ranks."""
+    """The largest sizes up to the given ones that divide the number of ranks."""
     fitting = [
         (s, t) for s in range(1, sequence + 1) for t in range(1, tensor + 1) if num_ranks % (s * t) == 0
     ]  # (1, 1) always does
@@ -185,4 +186,4 @@ def _ranks(number: int) -> str:
 
 
 def _of(outer: int, num_ranks: int) -> str:
-    return _ranks(num_ranks) if outer == num_ranks else f"the {outer} of {num_ranks} ranks that have rows of their own"
+    return _ranks(num_ranks) if outer == num_ranks else f"the {outer} of {num_ranks} ranks with rows of their own"

@@ -1,9 +1,9 @@
-"""Reading a recipe: a YAML file, whose lines are kept for error messages, or a mapping in memory."""
+"""Reads a recipe: a YAML file, with line numbers for error messages, or a mapping in memory."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,20 +11,21 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from shardtune.config.layers import Layer
+from shardtune.config.tree import Tree
 from shardtune.errors import ConfigError
 
 SHOW_KEYS = "a recipe starts like this: actor: {model: {model_path: …}}; docs/configuration.md lists all keys"
 
 
 class RecipeLoader(yaml.SafeLoader):
-    """YAML as OmegaConf and Hydra read it: `1e-5` is a number, a date is text, and no key comes twice."""
+    """YAML as OmegaConf and Hydra read it: `1e-5` is a number, a date is text, and duplicate keys are refused."""
 
     yaml_implicit_resolvers: ClassVar = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
         for name, _ in node.value:
             if name.value in seen and name.tag != "tag:yaml.org,2002:merge":
@@ -40,7 +41,7 @@ RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT_WITHOUT_D
 
 
 def read_file(path: Path) -> Layer:
-    """The recipe in a YAML file; a file that is missing, empty, broken or no mapping is a ConfigError."""
+    """The recipe in a YAML file; a file that is missing, empty, broken or no mapping raises a ConfigError."""
     shown = str(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -71,10 +72,16 @@ def read_file(path: Path) -> Layer:
     return Layer(_named(tree, shown), shown, dict(_lines(node)))
 
 
-def read_mapping(recipe: Mapping[Any, Any] | DictConfig) -> Layer:
-    """A recipe in memory: a dict or an OmegaConf config, interpolation still unresolved."""
-    raw = OmegaConf.to_container(recipe, resolve=False) if isinstance(recipe, DictConfig) else recipe
-    return Layer(_named(_plain(raw), "recipe"), "recipe")
+def read_mapping(recipe: Mapping[str, object] | DictConfig) -> Layer:
+    """A recipe in memory: a dict or an OmegaConf config, interpolation not resolved yet."""
+    values = _plain(recipe)
+    return Layer(_named(values if isinstance(values, dict) else {}, "recipe"), "recipe")
+
+
+def unresolved(config: DictConfig) -> dict[str, object]:
+    """The values of an OmegaConf config, interpolation left as written."""
+    values = OmegaConf.to_container(config, resolve=False)
+    return {str(name): value for name, value in values.items()} if isinstance(values, dict) else {}
 
 
 def _beside(path: Path) -> str:
@@ -93,14 +100,14 @@ def _broken(error: yaml.YAMLError, shown: str) -> ConfigError:
     )
 
 
-def _named(tree: Mapping[Any, Any], shown: str) -> dict[str, Any]:
+def _named(tree: Mapping[object, object], shown: str) -> Tree:
     wrong = [name for name in tree if not isinstance(name, str)]
     if wrong:
         raise ConfigError(f"{wrong[0]!r} is not the name of a key", where=shown, remedy=SHOW_KEYS)
-    return dict(tree)
+    return {str(name): value for name, value in tree.items()}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Mappings, sequences and paths as the dicts, lists and text that YAML would give."""
     if isinstance(value, DictConfig):
         return OmegaConf.to_container(value, resolve=False)
@@ -112,7 +119,7 @@ def _plain(value: Any) -> Any:
 
 
 def _lines(node: yaml.MappingNode, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Dotted key -> line of all keys, from the parser's own marks."""
+    """(dotted key, line) of all keys, from the parser's marks."""
     for name, value in node.value:
         if name.tag == "tag:yaml.org,2002:merge":
             merged = value.value if isinstance(value, yaml.SequenceNode) else [value]

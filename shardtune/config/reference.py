@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -31,13 +30,13 @@ data:
 
 - **Overrides.** Any key may be given on the command line, in
   [Hydra's grammar](https://hydra.cc/docs/advanced/override_grammar/basic/): `shardtune train recipe.yaml
-  actor.optim.lr=3e-5 'data.train_data_paths=[a.jsonl,{path: b.jsonl, weight: 2}]'`. `key=null` switches off what null
-  switches off; `+key=` and `++key=` mean the same as `key=`. Mappings whose names are yours (`actor.optim.args`) merge
-  key by key, everything else is replaced whole.
-- **References.** `${runner.seed}` stands for the value of that key, `${oc.env:HOME}` for an environment variable,
-  `\\${` for the characters themselves.
+  actor.optim.lr=3e-5 'data.train_data_paths=[a.jsonl,{path: b.jsonl, weight: 2}]'`. `key=null` sets null, whose
+  meaning is in the tables below; `+key=` and `++key=` are the same as `key=`. Mappings with names of your choice
+  (`actor.optim.args`) merge key by key, everything else is replaced.
+- **References.** `${runner.seed}` is replaced by the value of that key, `${oc.env:HOME}` by an environment variable;
+  write `\\${` for the characters themselves.
 - **Paths** are relative to the recipe's own directory, on the command line too; only `runner.logger.log_path` starts at
-  the working directory. A data or model path that is neither there nor looks like a file (`./`, for data also `*` or a
+  the working directory. A data or model path that neither exists nor looks like a file (`./`, for data also `*` or a
   suffix such as `.jsonl`) is a name on the Hub.
 - **Mistakes.** Unknown keys, wrong types and contradictions are reported together, with file and line, before anything
   starts.
@@ -48,16 +47,16 @@ GROUPS_AND_ALIASES = """\
 ## Config groups
 
 `shardtune train loss=sft model=llama datasets=[ultrachat,my.jsonl]` works without a recipe; the run is then named
-`sft-llama` unless `runner.logger.experiment_name` is given. With a recipe, the groups go over what it says. In
-`datasets` a word that is no choice of the group is a path or a Hub name.
+`sft-llama` unless `runner.logger.experiment_name` is given. With a recipe, the groups override its values. In
+`datasets`, a word that is not a choice of the group is a path or a Hub name.
 
 """
 
 HALOS = """
 ## Names of HALOs
 
-Understood on the command line; giving a key under both names is an error. With `loss=sft` and no recipe, `lr` is 5e-6
-unless it is given, as in HALOs.
+These are accepted on the command line; giving a key under both names is an error. With `loss=sft` and no recipe, `lr`
+is 5e-6 unless it is given, as in HALOs.
 
 | HALOs | here |
 |---|---|
@@ -105,7 +104,7 @@ def _table(section: type[BaseModel]) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    value: Any = field.get_default(call_default_factory=True, validated_data={})
+    value: object = field.get_default(call_default_factory=True, validated_data={})
     return "required" if value is PydanticUndefined else f"`{json.dumps(value)}`"
 
 

@@ -1,13 +1,14 @@
-"""What a stored adapter says of itself: with `actor.model.lora.adapter_path`, its rank, scale and modules hold."""
+"""The settings of a saved LoRA adapter, which replace those of the recipe that starts from it."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from shardtune.config.layers import Merged
+from shardtune.config.tree import Tree, get_section
 from shardtune.errors import ConfigError
 
 SECTION = "actor.model.lora"
@@ -25,25 +26,26 @@ FIXED = {
 FREE = {"dropout": "lora_dropout"}
 
 
-def adopt_adapter(tree: dict[str, Any], given: Merged, base: Path, *, must_exist: bool) -> list[ConfigError]:
+def adopt_adapter(tree: Tree, given: Merged, base: Path, *, must_exist: bool) -> list[ConfigError]:
     """Fill in, from the adapter that a recipe starts from, the keys of `actor.model.lora` that it does not give.
 
     Args:
         tree: the recipe, all keys present; filled in place.
-        given: what was written.
-        base: what relative paths are relative to.
-        must_exist: whether it is an error that the adapter is not there.
+        given: the keys that were given.
+        base: the directory of relative paths.
+        must_exist: whether a missing adapter is an error.
 
     Returns:
-        What is wrong: no adapter there, or keys that say otherwise than it does.
+        What is wrong: there is no adapter, or the recipe gives keys other values than it has.
     """
-    path = tree["actor"]["model"]["lora"]["adapter_path"]
+    section = get_section(tree, SECTION)
+    path = section["adapter_path"]
     if not isinstance(path, str) or not path:
         return []
     key = f"{SECTION}.adapter_path"
     file = Path(os.path.normpath(base / Path(path).expanduser())) / CONFIG_FILE
     try:
-        stored = json.loads(file.read_text())
+        stored: Mapping[str, object] = json.loads(file.read_text())
         found = {ours: _value(stored, theirs) for ours, theirs in {**FIXED, **FREE}.items() if theirs in stored}
     except (OSError, ValueError, TypeError) as problem:
         if not must_exist:
@@ -57,7 +59,6 @@ def adopt_adapter(tree: dict[str, Any], given: Merged, base: Path, *, must_exist
             )
         ]
     problems = []
-    section = tree["actor"]["model"]["lora"]
     for name, value in found.items():
         written = given.given(f"{SECTION}.{name}")
         if written is None:
@@ -67,13 +68,13 @@ def adopt_adapter(tree: dict[str, Any], given: Merged, base: Path, *, must_exist
                 ConfigError(
                     f"{SECTION}.{name}: {section[name]!r}, but the adapter in {file.parent} has {value!r}",
                     where=given.origins.get(f"{SECTION}.{name}"),
-                    remedy="leave it out: with adapter_path the adapter's own holds",
+                    remedy="leave it out: with adapter_path, the adapter's own value is used",
                 )
             )
     return problems
 
 
-def _value(stored: dict[str, Any], name: str) -> Any:
+def _value(stored: Mapping[str, object], name: str) -> object:
     value = stored[name]
     if isinstance(value, list):
         return sorted(value)
@@ -82,5 +83,5 @@ def _value(stored: dict[str, Any], name: str) -> Any:
     return float(value) if isinstance(value, int) and name in ("lora_alpha", "lora_dropout") else value
 
 
-def _comparable(value: Any) -> Any:
+def _comparable(value: object) -> object:
     return sorted(value) if isinstance(value, list) and all(isinstance(item, str) for item in value) else value

@@ -1,4 +1,4 @@
-"""A user's own code: plugins, and functions named as `file.py:function`."""
+"""A user's code: plugins, and functions and classes named as `file.py:name`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 from shardtune.errors import ConfigError, ShardtuneError
 
+UserFunction: TypeAlias = Callable[..., Any]
+"""A function or class in a user's file, whose arguments and result are not checked yet."""
 USER_MODULE = "shardtune_user_"
-"""How the names of modules begin that are files of the user's."""
+"""The prefix of the module names under which a user's files are imported."""
 
 
 def import_file(path: Path, where: str) -> ModuleType:
@@ -35,8 +37,8 @@ def import_file(path: Path, where: str) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is not a Python file", where=where, remedy="give the path of a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -52,7 +54,7 @@ def import_file(path: Path, where: str) -> ModuleType:
 
 
 def _beside(path: Path, error: BaseException) -> str:
-    """What to do where a file imports one that lies beside it; "" where it does not."""
+    """The remedy for a file that imports its neighbour; "" where it does not."""
     if not isinstance(error, ImportError):
         return ""
     first = (error.name or "").partition(".")[0]
@@ -60,13 +62,13 @@ def _beside(path: Path, error: BaseException) -> str:
     if not relative and not (first and any((path.parent / name).exists() for name in (f"{first}.py", first))):
         return ""
     return (
-        "a file of the recipe is imported by itself, and what lies beside it is not on Python's path: put all of it "
-        "into one file, or into a package that you install (pip install -e .)"
+        "a recipe's file is imported alone, and its directory is not on Python's path: put all of the code into one "
+        "file, or into a package that you install (pip install -e .)"
     )
 
 
 def _line_in(path: Path, error: BaseException) -> str:
-    """`:12`, the last line of a file that an error came through; "" where it did not."""
+    """`:12`, the last line of a file in an error's traceback; "" where the file is not in it."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return f":{error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
@@ -75,12 +77,12 @@ def _line_in(path: Path, error: BaseException) -> str:
 
 @contextmanager
 def named_errors(spec: str, key: str, doing: str = "") -> Iterator[None]:
-    """Meanwhile an exception of the user's code becomes an error that names it, with its line.
+    """Turns an exception in a user's code into an error that names the code and the line.
 
     Args:
         spec: the code, `file.py:name`.
-        key: of the recipe that names it.
-        doing: what it was called for, e.g. a method's name.
+        key: the recipe key that names it.
+        doing: the method that is called.
     """
     try:
         yield
@@ -91,18 +93,18 @@ def named_errors(spec: str, key: str, doing: str = "") -> Iterator[None]:
         raise ConfigError(
             f"{name}{'.' + doing if doing else ''} failed: {type(error).__name__}: {error}",
             where=f"{key}: {file}{_line_in(Path(file), error)}",
-            remedy="mend it, or leave it out of the recipe",
+            remedy="fix it, or leave it out of the recipe",
         ) from error
 
 
-def check_call(function: Callable[..., Any], number: int, call: str, where: str) -> None:
-    """Refuse a function that cannot be called with so many arguments.
+def check_call(function: UserFunction, number: int, call: str, where: str) -> None:
+    """Refuse a user's function that cannot be called with a number of positional arguments.
 
     Args:
-        function: a user's.
+        function: the user's.
         number: of arguments.
-        call: how it is called, in words.
-        where: it was named.
+        call: the call as the error shows it, e.g. `metric(outputs, targets, weights)`.
+        where: the key that names it.
     """
     name = call.partition("(")[0]
     if inspect.iscoroutinefunction(function):
@@ -116,7 +118,7 @@ def check_call(function: Callable[..., Any], number: int, call: str, where: str)
 
 
 def user_fault(error: BaseException) -> ConfigError | None:
-    """An error that came through a user's own file, as a message that begins there; None for any other."""
+    """A message for an error whose traceback passes through a user's file, from there on; None for any other."""
     traced = error.__traceback__
     while traced is not None and not _is_users(traced):
         traced = traced.tb_next
@@ -132,7 +134,7 @@ def user_fault(error: BaseException) -> ConfigError | None:
     return ConfigError(
         f"{type(error).__name__}: {error}",
         where=f"{code.co_filename}:{last.tb_lineno}, in {code.co_qualname}{rank}",
-        remedy=f"mend it there; from your code on it came so:\n{trace}",
+        remedy=f"fix it there; the traceback from your code on:\n{trace}",
     )
 
 
@@ -140,7 +142,7 @@ def _is_users(traced: TracebackType) -> bool:
     return str(traced.tb_frame.f_globals.get("__name__", "")).startswith(USER_MODULE)
 
 
-def load_function(spec: str, where: str) -> Callable[..., Any]:
+def load_function(spec: str, where: str) -> UserFunction:
     """The function that `file.py:function` names."""
     file, _, name = spec.rpartition(":")
     module = import_file(Path(file), where)

@@ -1,4 +1,4 @@
-"""The kinds of value a recipe key can hold, with the words that error messages and the reference page use for them."""
+"""The types of recipe values, with their descriptions for error messages and the reference page."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import InitErrorDetails
 
 FUNCTION_IN_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*(?:\.\w+)*)")
 WORKERS = ("sft_trainer",)
-"""The workers that have a name of their own."""
+"""Names of the built-in workers, for `actor.worker`."""
 ENVIRONMENTS = ("reach", "point2d")
-"""The environments that have a name of their own."""
+"""Names of the built-in environments, for `eval.environment`."""
 PISSA_STEPS = re.compile(r"pissa_niter_[0-9]+")
 LORA_INITS = ("gaussian", "orthogonal", "pissa", "olora", "mica")
 NEED_DATA = ("eva", "corda", "lora_ga")
@@ -24,13 +24,13 @@ _EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What a key may hold, in words; put into `Annotated` where the type alone does not say it."""
+    """A description of the allowed values, for `Annotated` types whose type alone is not enough."""
 
     text: str
 
 
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads `1e-5` (no dot) as text: take exactly that form for the number it is."""
+def _number(value: object) -> object:
+    """YAML 1.1 reads `1e-5` (no dot) as text: exactly that form is converted to a number."""
     if isinstance(value, str) and _EXPONENT.fullmatch(value.strip()):
         value = float(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -38,47 +38,42 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _interval(value: Any) -> Any:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if value == "epoch" or (whole and (value == -1 or value >= 1)):
-        return value
-    raise ValueError("not an interval")
-
-
-def _count_or_unlimited(value: Any) -> Any:
+def _count_or_unlimited(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool) and (value == -1 or value >= 1):
         return value
-    raise ValueError("not a count")
+    raise ValueError("neither -1 nor positive")
 
 
-def _step_window(value: Any) -> Any:
-    if value == []:
-        return value
-    pair = isinstance(value, list) and len(value) == 2 and all(type(step) is int for step in value)
-    if pair and 1 <= value[0] <= value[1]:
-        return value
+def _interval(value: object) -> object:
+    return value if value == "epoch" else _count_or_unlimited(value)
+
+
+def _step_window(value: object) -> object:
+    steps = value if isinstance(value, list) and all(type(step) is int for step in value) else None
+    if steps == [] or (steps is not None and len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+        return steps
     raise ValueError("not a window")
 
 
-def _function_in_file(value: Any) -> Any:
+def _function_in_file(value: object) -> object:
     if isinstance(value, str) and FUNCTION_IN_FILE.fullmatch(value):
         return value
     raise ValueError("not file.py:name")
 
 
-def _match(value: Any) -> Any:
+def _match(value: object) -> object:
     return value if value in ("exact", "numeric") else _function_in_file(value)
 
 
-def _worker(value: Any) -> Any:
+def _worker(value: object) -> object:
     return value if value in WORKERS else _function_in_file(value)
 
 
-def _environment(value: Any) -> Any:
+def _environment(value: object) -> object:
     return value if value in ENVIRONMENTS else _function_in_file(value)
 
 
-def _answer_pattern(value: Any) -> Any:
+def _answer_pattern(value: object) -> object:
     if not isinstance(value, str):
         raise ValueError("not text")
     try:
@@ -90,55 +85,55 @@ def _answer_pattern(value: Any) -> Any:
     return value
 
 
-def _run_name(value: Any) -> Any:
+def _run_name(value: object) -> object:
     if isinstance(value, str) and value.strip() and not value.startswith(("/", "~")) and ".." not in value.split("/"):
         return value.rstrip("/")
     raise ValueError("not a directory name")
 
 
-def _distinct(value: Any) -> Any:
+def _distinct(value: object) -> object:
     if isinstance(value, list) and len({str(item) for item in value}) < len(value):
         raise ValueError("it names an entry twice")
     return value
 
 
-def _image_size(value: Any) -> Any:
+def _image_size(value: object) -> object:
     if isinstance(value, list) and len(value) == 2 and all(type(side) is int and side >= 1 for side in value):
         return value
     raise ValueError("not a height and a width")
 
 
-def _reduce(value: Any) -> Any:
+def _reduce(value: object) -> object:
     return "every" if value == "every micro-batch" else value
 
 
-def _texts(value: Any) -> Any:
+def _texts(value: object) -> object:
     if isinstance(value, list) and value and all(isinstance(item, str) and item for item in value):
         return value
     raise ValueError("not a list of names")
 
 
-def _text_or_texts(value: Any) -> Any:
+def _text_or_texts(value: object) -> object:
     return value if (isinstance(value, str) and value) or value == [] else _texts(value)
 
 
-def _checkpointing(value: Any) -> Any:
+def _checkpointing(value: object) -> object:
     if isinstance(value, bool) or value == "selective":
         return value
     raise ValueError("not a way of activation checkpointing")
 
 
-def _lora_init(value: Any) -> Any:
+def _lora_init(value: object) -> object:
     if isinstance(value, bool) or value in LORA_INITS or (isinstance(value, str) and PISSA_STEPS.fullmatch(value)):
         return value
     if value in NEED_DATA:
-        raise ValueError(f"{value} begins with a pass over data, which is not made here")
+        raise ValueError(f"{value} needs a pass over data, which is not supported")
     if value == "loftq":
         raise ValueError("loftq needs the kernels of bitsandbytes")
     raise ValueError("not one of PEFT's initialisers")
 
 
-def _regular_expression(value: Any) -> Any:
+def _regular_expression(value: object) -> object:
     if isinstance(value, str) and value:
         try:
             re.compile(value)
@@ -185,7 +180,7 @@ def one_or_more(entry: type[BaseModel], *, named: bool) -> BeforeValidator:
     A mapping that holds `path` is one entry; every other mapping names sets.
     """
 
-    def single(value: Any, at: tuple[int | str, ...]) -> Any:
+    def single(value: object, at: tuple[int | str, ...]) -> object:
         if isinstance(value, str) and value.strip():
             return value
         if isinstance(value, Mapping):
@@ -194,14 +189,14 @@ def one_or_more(entry: type[BaseModel], *, named: bool) -> BeforeValidator:
             return value
         raise ValueError(f"{value!r} is neither text nor an entry with a path")
 
-    def several(value: Any, at: tuple[int | str, ...] = ()) -> Any:
+    def several(value: object, at: tuple[int | str, ...] = ()) -> object:
         if isinstance(value, list):
             if not value:
                 raise ValueError("the list is empty")
             return [single(item, (*at, index)) for index, item in enumerate(value)]
         return single(value, at)
 
-    def check(value: Any) -> Any:
+    def check(value: object) -> object:
         if named and isinstance(value, Mapping) and "path" not in value:
             if not value:
                 raise ValueError("the mapping names no set")
@@ -211,13 +206,13 @@ def one_or_more(entry: type[BaseModel], *, named: bool) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _set_name(name: Any) -> str:
+def _set_name(name: object) -> str:
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
         raise ValueError(f"a set's name is letters, digits, '_', '-' and '.', not {name!r}")
     return name
 
 
-def _validated(entry: type[BaseModel], value: Any, at: tuple[int | str, ...]) -> BaseModel:
+def _validated(entry: type[BaseModel], value: object, at: tuple[int | str, ...]) -> BaseModel:
     """Validate one entry; an error carries the entry's place among the others."""
     try:
         return entry.model_validate(value)

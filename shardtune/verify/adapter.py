@@ -1,4 +1,4 @@
-"""The conformance kit: is a model integrated correctly? Each check says what failed and what to do."""
+"""The conformance kit: is a model integrated correctly? Each failed check reports what is wrong and how to fix it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from shardtune.verify.kit import CannotStart, Kit
 from shardtune.verify.lora import check_lora
 from shardtune.verify.measures import check_metrics
 from shardtune.verify.parity import check_parity, check_shards
-from shardtune.verify.result import Failed, Report, Result, Skipped
+from shardtune.verify.result import Failed, Outcome, Report, Result, Skipped
 from shardtune.verify.runs import check_bf16, check_encode, check_reload, check_repeat, check_resume
 from shardtune.verify.structure import check_build, check_gradient, check_ties
 from shardtune.verify.sums import check_empty, check_masked, check_padding, check_sums
 
 SAME_ERROR = 80
-"""Characters by which two exceptions are taken for one fault: further on they name shapes and addresses."""
+"""Two exceptions that agree in this many characters count as one fault; shapes and addresses come further on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Check:
     """One property of an adapter.
 
     Attributes:
-        name: as `--only` takes it.
-        run: returns what was seen; raises `Failed` or `Skipped`.
+        name: for `--only`.
+        run: returns the result in a sentence; raises `Failed` or `Skipped`.
         ranks: whether it needs the two ranks.
         fresh: whether it needs the fresh process.
     """
@@ -46,7 +46,7 @@ class Check:
 
     @property
     def title(self) -> str:
-        """What it shows, a sentence."""
+        """The property that it checks, a sentence."""
         return (self.run.__doc__ or "").strip().partition("\n")[0]
 
 
@@ -68,7 +68,7 @@ CHECKS: tuple[Check, ...] = (
     Check("shards", check_shards, ranks=True),
     Check("parity", check_parity, ranks=True),
 )
-"""In the order in which they run: those that wait for other processes last."""
+"""In the order in which they run; those that wait for other processes are last."""
 
 
 def verify_adapter(
@@ -104,9 +104,9 @@ def open_kit(
     only: Collection[str] = (),
     processes: bool = True,
 ) -> Iterator[tuple[Kit, Sequence[Check]]]:
-    """What the checks of an adapter share, with the chosen checks; what it started and wrote is gone afterwards."""
+    """The kit of an adapter and the chosen checks; its processes and files are removed at the end."""
     checks = chosen(only)
-    with tempfile.TemporaryDirectory(prefix="shardtune-verify-") as folder, _as_found():
+    with tempfile.TemporaryDirectory(prefix="shardtune-verify-") as folder, _single_thread():
         kit = Kit(find_case(adapter, recipe, overrides, Path(folder)), processes=processes)
         try:
             if processes and any(check.ranks for check in checks):
@@ -119,8 +119,8 @@ def open_kit(
 
 
 @contextmanager
-def _as_found() -> Iterator[None]:
-    """One thread inside, as the other processes have; the caller's threads and generator stay what they are."""
+def _single_thread() -> Iterator[None]:
+    """One thread inside, as in the other processes; the caller's threads and generator are restored afterwards."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -149,12 +149,11 @@ def _run_all(kit: Kit, checks: Sequence[Check], report: Callable[[str], None]) -
 
 
 def run_check(kit: Kit, check: Check) -> Result:
-    """One check, whatever it runs into; that the model cannot be set up, or used at all, is told by the first one
-    alone."""
+    """Run one check, whatever error it meets; a model that cannot be set up or used is reported by the first check
+    only."""
     began = time.perf_counter()
 
-    def result(outcome: str, text: str, where: str = "", remedy: str = "") -> Result:
-        assert outcome in ("passed", "failed", "skipped")
+    def result(outcome: Outcome, text: str, where: str = "", remedy: str = "") -> Result:
         return Result(check.name, outcome, text, where, remedy, time.perf_counter() - began)
 
     try:
@@ -166,22 +165,22 @@ def run_check(kit: Kit, check: Check) -> Result:
             return result("skipped", f"the model cannot be set up (see {kit.cannot_start})")
         kit.cannot_start = check.name
         what, where, remedy = error.args
-        return result("failed", what, where or "setting up", remedy or "mend what the message names")
+        return result("failed", what, where or "setting up", remedy or "fix what the message names")
     except Failed as found:
         return result("failed", found.what, found.where, found.remedy)
     except ShardtuneError as error:
-        # One fault of the adapter's own, which every further check would run into.
+        # One fault of the adapter itself, which every further check would meet again.
         kind = error.remedy or error.what
-        first = kit.told.setdefault(kind, check.name)
+        first = kit.reported.setdefault(kind, check.name)
         if first != check.name:
-            return result("skipped", f"it cannot run, for what {first} says: {error.what}")
-        return result("failed", error.what, error.where or check.name, error.remedy or "mend what the message names")
+            return result("skipped", f"it cannot run, with the same error as {first}: {error.what}")
+        return result("failed", error.what, error.where or check.name, error.remedy or "fix what the message names")
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        first = kit.told.setdefault(said[:SAME_ERROR], check.name)
+        message = f"{type(error).__name__}: {error}"
+        first = kit.reported.setdefault(message[:SAME_ERROR], check.name)
         if first != check.name:
-            return result("skipped", f"it cannot run, for what {first} says: {said}")
-        return result("failed", said, _place(kit, error), "mend what the message names")
+            return result("skipped", f"it cannot run, with the same error as {first}: {message}")
+        return result("failed", message, _place(kit, error), "fix what the message names")
 
 
 def _place(kit: Kit, error: Exception) -> str:

@@ -1,15 +1,15 @@
-"""What the conformance kit tries: an adapter, a few rows, and recipes that differ in one thing each."""
+"""The test case of the conformance kit: an adapter, a few rows, and recipes that differ in one key each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.loading import RecipeSource
 from shardtune.config.model_names import registered, registered_adapter
+from shardtune.config.tree import Tree, set_value
 from shardtune.config.user_code import import_plugins
 from shardtune.config.values import FUNCTION_IN_FILE
 from shardtune.data.encoder import Row
@@ -19,29 +19,52 @@ from shardtune.verify.rows import keep_rows, rows_for
 
 ROWS_OF_A_STEP = 5
 STEPS = 4
-"""Optimizer steps of a run of the kit: more than an epoch of a dozen rows, the last step of which is not full."""
+"""Optimizer steps of a run of the kit: more than an epoch of a dozen rows, whose last step is not full."""
+KEPT = {
+    "runner": ("seed",),
+    "actor": ("tokenizer", "fsdp_config"),
+    "data": ("chat_template", "system_prompt", "train_on", "max_length", "on_too_long"),
+}
+"""The keys of a recipe that hold for the kit's run, besides `plugins` and `actor.model`."""
+SHORT_RUN: Mapping[str, object] = {
+    "runner.device": "cpu",
+    "runner.max_epochs": -1,
+    "runner.max_steps": STEPS,
+    "runner.resume_dir": None,
+    "runner.logger.experiment_name": "verify",
+    "actor.optim.lr": 1e-3,
+    "actor.optim.lr_scheduler": "constant",
+    "actor.global_batch_size": ROWS_OF_A_STEP,
+    "actor.micro_batch_size": 2,
+    "actor.model.precision": "fp64",
+    "actor.model.compile": False,
+    "actor.model.gradient_checkpointing": False,
+    "actor.model.is_lora": False,
+    "data.num_workers": 0,
+}
+"""What the kit's run sets."""
 IN_MEMORY = ("actor.model.model_path", "data.train_data_paths")
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An adapter on trial.
+    """An adapter to check.
 
     Attributes:
-        name: of the adapter, as it was given.
-        recipe: of a short run of it in fp64 on one rank, over `rows`.
-        lora: the recipe's own section `actor.model.lora`.
-        rows: as the encoder takes them.
-        folder: for what the checks write; the caller's to remove.
+        name: of the adapter, as given.
+        recipe: of a short run in fp64 on one rank, over `rows`.
+        lora: the section `actor.model.lora` of the user's recipe.
+        rows: in the form that the encoder takes.
+        folder: for the files of the checks; removed by the caller.
     """
 
     name: str
     recipe: Recipe
-    lora: Mapping[str, Any]
+    lora: Mapping[str, object]
     rows: Sequence[Row]
     folder: Path
 
-    def variant(self, changes: Mapping[str, Any]) -> Recipe:
+    def variant(self, changes: Mapping[str, object]) -> Recipe:
         """The recipe with other values, by dotted key."""
         return changed(self.recipe, changes)
 
@@ -50,11 +73,11 @@ def find_case(adapter: str | Path, recipe: RecipeSource | None, overrides: Seque
     """The case of an adapter.
 
     Args:
-        adapter: `file.py:Class`, a name as `actor.model.model_type` takes it, or a recipe (a YAML file) that says so
-            itself.
+        adapter: `file.py:Class`, a value of `actor.model.model_type`, or a recipe (a YAML file) that names its
+            adapter.
         recipe: whose model, options and rows are taken; without one, or where it names no rows, those of `examples`.
         overrides: `key=value`, over the recipe.
-        folder: for what the checks write.
+        folder: for the files of the checks.
 
     Raises:
         ShardtuneError: no such adapter, a recipe that is wrong, or no rows.
@@ -68,28 +91,24 @@ def find_case(adapter: str | Path, recipe: RecipeSource | None, overrides: Seque
     found = find_adapter(asked)
     rows = rows_for(found, asked)
     values = _short_run(asked, folder)
-    values["data"]["train_data_paths"] = str(keep_rows(rows, folder))
+    set_value(values, "data.train_data_paths", str(keep_rows(rows, folder)))
     return Case(named, _loaded(values), asked.actor.model.lora.model_dump(), rows, folder)
 
 
-def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+def changed(recipe: Recipe, changes: Mapping[str, object]) -> Recipe:
     """The recipe with other values, by dotted key."""
     values = recipe.to_dict()
     for dotted, value in changes.items():
-        *sections, key = dotted.split(".")
-        holder = values
-        for section in sections:
-            holder = holder[section]
-        holder[key] = value
+        set_value(values, dotted, value)
     return _loaded(values)
 
 
-def _loaded(values: dict[str, Any]) -> Recipe:
+def _loaded(values: Tree) -> Recipe:
     return load_recipe(values, in_memory=IN_MEMORY[1:], files_must_exist=False)
 
 
-def _named(adapter: str) -> dict[str, Any]:
-    """The recipe's keys that say which adapter it is."""
+def _named(adapter: str) -> dict[str, object]:
+    """The recipe keys that name the adapter."""
     if FUNCTION_IN_FILE.fullmatch(adapter):
         file, _, name = adapter.rpartition(":")
         return {"actor.model.adapter": f"{Path(file).expanduser().absolute()}:{name}"}
@@ -105,43 +124,18 @@ def _named(adapter: str) -> dict[str, Any]:
     return {"actor.model.adapter": None, "actor.model.model_type": adapter}
 
 
-def _short_run(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """The values of a short run in fp64 on this process's CPU, which does all that an adapter is asked for.
+def _short_run(recipe: Recipe, folder: Path) -> Tree:
+    """The values of a short run in fp64 on this process's CPU, which calls every method of an adapter.
 
-    What belongs to the model and its rows stays; optimizer, schedule, evaluation and the run itself are the kit's own.
+    The model and its rows are the recipe's; optimizer, schedule, evaluation and the run itself are the kit's own.
     """
-    values, own = recipe.to_dict(), Recipe().to_dict()
-    logger = {**own["runner"]["logger"], "log_path": str(folder / "runs"), "experiment_name": "verify"}
-    values["runner"] = {
-        **own["runner"],
-        "seed": recipe.runner.seed,
-        "device": "cpu",
-        "max_epochs": -1,
-        "max_steps": STEPS,
-        "resume_dir": None,
-        "logger": logger,
-    }
-    kept = ("model", "tokenizer", "fsdp_config")
-    values["actor"] = {
-        **own["actor"],
-        **{key: values["actor"][key] for key in kept},
-        "optim": {**own["actor"]["optim"], "lr": 1e-3, "lr_scheduler": "constant"},
-        "global_batch_size": ROWS_OF_A_STEP,
-        "micro_batch_size": 2,
-    }
-    values["actor"]["model"] |= {
-        "precision": "fp64",
-        "compile": False,
-        "gradient_checkpointing": False,
-        "is_lora": False,
-        "lora": own["actor"]["model"]["lora"],
-    }
-    kept = ("chat_template", "system_prompt", "train_on", "max_length", "on_too_long")
-    values["data"] = {
-        **own["data"],
-        **{key: values["data"][key] for key in kept},
-        "num_workers": 0,
-        "cache_dir": str(folder / "cache"),
-    }
-    values["eval"] = {**own["eval"], "environment": None}  # the kit looks at rows
+    values, own = Recipe().to_dict(), recipe.to_dict()
+    for section, keys in KEPT.items():
+        values[section] |= {key: own[section][key] for key in keys}
+    values["plugins"] = own["plugins"]
+    values["actor"]["model"] = {**own["actor"]["model"], "lora": values["actor"]["model"]["lora"]}
+    for dotted, value in SHORT_RUN.items():
+        set_value(values, dotted, value)
+    set_value(values, "runner.logger.log_path", str(folder / "runs"))
+    set_value(values, "data.cache_dir", str(folder / "cache"))
     return values

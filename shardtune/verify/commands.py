@@ -1,4 +1,4 @@
-"""`shardtune verify`: commands that prove a property. torch is imported once one of them runs."""
+"""`shardtune verify`: commands that prove a property. torch is imported when one of them runs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def adapter(
         typer.Argument(
             metavar="ADAPTER [RECIPE.yaml] [key=value …]",
             help="file.py:Class or a registered name; a recipe for its model, options and rows (without one, those of "
-            "the adapter's own examples); keys to override. A recipe alone means the adapter that it names.",
+            "the adapter's own examples); overrides of keys. A recipe alone: the adapter that it names.",
         ),
     ] = None,
-    only: Annotated[list[str] | None, typer.Option(help="A check's name; may be given several times.")] = None,
-    listing: Annotated[bool, typer.Option("--list", help="Print what is checked, and check nothing.")] = False,
+    only: Annotated[list[str] | None, typer.Option(help="Run only this check; may be repeated.")] = None,
+    listing: Annotated[bool, typer.Option("--list", help="List the checks and exit.")] = False,
 ) -> None:
-    """Check that a model is integrated correctly: a dozen rows, a few seconds, a table of what was seen.
+    """Check that a model is integrated correctly: a dozen rows, a few seconds, a table of results.
 
     **Examples**
 

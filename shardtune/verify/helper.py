@@ -1,4 +1,4 @@
-"""What a process beside the kit does: train on two ranks, or load what another process saved."""
+"""The program of the kit's other processes: train on two ranks, or load what another process saved."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -15,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.user_code import import_plugins
-from shardtune.data.loader.step_loader import DataState, StepLoader
 from shardtune.errors import ShardtuneError
 from shardtune.launch.local import lost_a_peer
 from shardtune.models.find_adapter import find_adapter
@@ -23,14 +21,14 @@ from shardtune.parallel.ranks import leave_ranks
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.run_context import RunContext
 from shardtune.verify.case import IN_MEMORY, STEPS
-from shardtune.verify.processes import ERROR
+from shardtune.verify.processes import ERROR, FreshResult, RanksResult
 from shardtune.verify.runs import digests
 from shardtune.verify.structure import ties
-from shardtune.verify.trial import Trial, accumulation, run, set_up, silent
+from shardtune.verify.trial import Trial, accumulation, first_steps, run, set_up, silent
 
 
 def main() -> int:
-    """Read one line of JSON, do what it says, write the answer; returns the exit code."""
+    """Read the work from a line of JSON, do it, write the result; returns the exit code."""
     line = sys.stdin.readline()
     if not line:
         return 0
@@ -42,19 +40,19 @@ def main() -> int:
         if work["work"] == "train":
             _train(recipe, Path(work["shared"]))
         else:
-            told = _load(recipe, Path(work["checkpoint"]), Path(work["final"]))
-            (folder / "found.json").write_text(json.dumps(told))
+            result = _load(recipe, Path(work["checkpoint"]), Path(work["final"]))
+            (folder / "found.json").write_text(json.dumps(result))
     except BaseException as error:
         traceback.print_exc()
-        (folder / ERROR).write_text(json.dumps(_told(error)))
+        (folder / ERROR).write_text(json.dumps(_failure(error)))
         return 1
     return 0
 
 
-def _told(error: BaseException) -> dict[str, str]:
-    """An error as a failed check tells it."""
+def _failure(error: BaseException) -> dict[str, str]:
+    """The arguments of `Failed` for an error."""
     if lost_a_peer(error):
-        return {"what": str(error), "where": "another rank", "remedy": "see what the other rank says"}
+        return {"what": str(error), "where": "another rank", "remedy": "see the other rank's error"}
     rank = f"rank {os.environ['RANK']} of 2: " if "WORLD_SIZE" in os.environ else "in a fresh process: "
     if isinstance(error, ShardtuneError):
         return {"what": rank + error.what, "where": error.where or "", "remedy": error.remedy or ""}
@@ -62,12 +60,12 @@ def _told(error: BaseException) -> dict[str, str]:
     return {
         "what": f"{rank}{type(error).__name__}: {error}",
         "where": f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "",
-        "remedy": "mend what the message names; on several ranks weights are there only inside the forward of a unit",
+        "remedy": "fix what the message names; with sharding, weights are available only inside a unit's forward",
     }
 
 
 def _train(recipe: Recipe, shared: Path) -> None:
-    """The gradient of the first step and a short run, on all ranks; rank 0 writes what came of them."""
+    """Compute the gradient of the first step and train a few steps, on all ranks; rank 0 writes the results."""
     worker = set_up(recipe)
     worker.model.eval()
     tied = ties(worker.inner_model)
@@ -77,15 +75,14 @@ def _train(recipe: Recipe, shared: Path) -> None:
     worker.save_checkpoint(shared / "checkpoint", STEPS)
     if worker.ranks.is_main:
         save_file(gradients, shared / "gradients.safetensors")
-        told = {"losses": done.losses, "norms": done.norms, "ties": tied, "notes": worker.notes}
-        (shared / "run.json").write_text(json.dumps(told))
+        result = RanksResult(losses=list(done.losses), norms=list(done.norms), ties=tied, notes=list(worker.notes))
+        (shared / "run.json").write_text(json.dumps(result))
     leave_ranks(worker.ranks)
 
 
 def _first_gradient(worker: SFTWorker) -> dict[str, torch.Tensor]:
     """The gradient of the run's first step, whole, on every rank; zero where no rank has one."""
-    assert isinstance(worker.loader, StepLoader)
-    step = worker.loader.step(DataState())
+    step = first_steps(worker, 1)[0]
     weights = worker.weights
     weights.zero_gradients()
     accumulation(worker)(
@@ -108,8 +105,8 @@ def _first_gradient(worker: SFTWorker) -> dict[str, torch.Tensor]:
     return found
 
 
-def _load(recipe: Recipe, checkpoint: Path, final: Path) -> dict[str, Any]:
-    """The samples of rows; their losses with the weights of a checkpoint, and with those of an exported model."""
+def _load(recipe: Recipe, checkpoint: Path, final: Path) -> FreshResult:
+    """The fingerprints of encoded rows, and their losses with the weights of a checkpoint and of an exported model."""
     samples = digests(find_adapter(recipe), recipe, backwards=True)
     worker = SFTWorker(recipe, report=silent)
     worker.setup_evaluation(checkpoint)

@@ -1,10 +1,9 @@
-"""What the checks of one adapter share: its case, a model to ask, a run to compare with, processes beside this one."""
+"""What the checks of one adapter share: its case, a model, a run to compare with, and other processes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
 
 from shardtune.errors import ShardtuneError
 from shardtune.models.adapter import Adapter
@@ -15,23 +14,24 @@ from shardtune.verify.processes import FreshProcess, RankPair
 from shardtune.verify.result import Failed, Skipped
 from shardtune.verify.trial import Trajectory, Trial, run, set_up
 
-PARITY: Mapping[str, Any] = {
+MOMENTUM = 0.9
+PARITY: Mapping[str, object] = {
     "actor.optim.name": "SGD",
     "actor.optim.lr": 0.1,
-    "actor.optim.args": {"momentum": 0.9},
+    "actor.optim.args": {"momentum": MOMENTUM},
 }
-"""An optimizer that does not magnify rounding, as Adam does where gradients are near zero."""
-TRAINING: Mapping[str, Any] = {"actor.model.precision": "fp32"}
-ONE_ROW: Mapping[str, Any] = {"actor.micro_batch_size": 1}
-NO_PROCESSES = "it takes processes of its own, which were not wanted"
+"""An optimizer that does not amplify rounding, as Adam does where gradients are near zero."""
+TRAINING: Mapping[str, object] = {"actor.model.precision": "fp32"}
+ONE_ROW: Mapping[str, object] = {"actor.micro_batch_size": 1}
+NO_PROCESSES = "it needs other processes, which were switched off"
 
 
 class CannotStart(Exception):
-    """The model cannot be set up, which is one fault and not one of every check."""
+    """The model cannot be set up, which is reported once and not by every check."""
 
 
 class Kit:
-    """What is shared is made when it is first asked for.
+    """Shared objects are made when they are first used.
 
     Args:
         case: the adapter and its rows.
@@ -43,20 +43,20 @@ class Kit:
         self.processes = processes
         self.ranks = RankPair(case.variant({**PARITY, **ONE_ROW}), case.folder)
         self.fresh = FreshProcess(case.folder)
-        self.told: dict[str, str] = {}  # errors by their remedy: the check that has told them
-        self.cannot_start = ""  # the check that has told why the model cannot be set up
+        self.reported: dict[str, str] = {}  # errors by their remedy: the check that reported them
+        self.cannot_start = ""  # the check that reported why the model cannot be set up
 
     def close(self) -> None:
-        """End the processes that are still there."""
+        """End the processes that are still running."""
         self.ranks.close()
         self.fresh.close()
 
     def adapter(self) -> Adapter:
-        """An adapter that nothing has been asked of."""
+        """A new adapter, of which nothing has been called yet."""
         return find_adapter(self.case.recipe)
 
-    def worker(self, changes: Mapping[str, Any]) -> SFTWorker:
-        """A worker of its own, with other values in the recipe, ready for its first step."""
+    def worker(self, changes: Mapping[str, object]) -> SFTWorker:
+        """A new worker, with changed values in the recipe, ready for its first step."""
         try:
             return set_up(self.case.variant(changes))
         except (Failed, Skipped):
@@ -69,14 +69,14 @@ class Kit:
         """The model in fp64 and in evaluation mode."""
         return Trial(self.worker(PARITY))
 
-    def steady_trial(self) -> Trial:
+    def deterministic_trial(self) -> Trial:
         """The same, for checks that compare two forwards.
 
         Raises:
-            Skipped: what they would compare is drawn at random.
+            Skipped: the loss is random even in evaluation mode.
         """
-        if self.trial.restless is not None:
-            raise Skipped(self.trial.restless)
+        if self.trial.nondeterminism is not None:
+            raise Skipped(self.trial.nondeterminism)
         return self.trial
 
     @cached_property

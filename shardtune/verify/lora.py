@@ -1,10 +1,9 @@
-"""Check of low-rank adapters: attached, trained, saved, loaded as PEFT has them, and merged."""
+"""Check of low-rank adapters: attached, trained, saved, loaded in PEFT's format, and merged."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,9 +18,9 @@ from shardtune.verify.structure import check_buffer_forms
 from shardtune.verify.trial import CLOSE, Trial, apart, copies, run, silent
 
 STEPS = 2
-"""The first moves one factor of each pair, which begins as zero; the second moves the other, too."""
+"""The first step changes only the factor that starts as zero; the second changes both."""
 KEPT = ("target_modules", "target_parameters", "modules_to_save", "use_rslora", "use_dora")
-"""What of a recipe's own LoRA is tried; its rank and scale are the kit's, so that alpha is not r."""
+"""The LoRA keys that are taken from the recipe; rank and scale are the kit's, so that alpha differs from r."""
 SECTION = "actor.model.lora"
 
 
@@ -57,12 +56,12 @@ def check_lora(kit: Kit) -> str:
     return f"{number:,} parameters: the same losses from a checkpoint, from PEFT's directory, and merged"
 
 
-def _settings(own: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(own: Mapping[str, object]) -> dict[str, object]:
     return {**LoraConfig().model_dump(), **{key: own[key] for key in KEPT}, "r": 4, "alpha": 6.0}
 
 
 def _train(worker: SFTWorker) -> None:
-    """Some steps, after which every trained tensor is another and every frozen one the same."""
+    """Train some steps; every trained tensor must change, and no frozen one."""
     before = copies(worker.weights.parameters)
     run(worker, STEPS)
     trained = worker.weights.trainable()
@@ -86,7 +85,7 @@ def _reopened(worker: SFTWorker, directory: Path) -> list[dict[str, str]]:
 
 
 def _merged(kit: Kit, directory: Path) -> list[dict[str, str]]:
-    """The losses of a whole model that an adapter was merged into."""
+    """The losses of the base model with the adapter merged into it."""
     try:
         other = SFTWorker(over_directory(kit.case.variant(PARITY), directory), report=silent)
         other.setup_evaluation(context=RunContext(weights_directory=directory))

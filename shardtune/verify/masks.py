@@ -1,4 +1,4 @@
-"""How targets can be taken out of a sample: found by trying, as each adapter has its own way."""
+"""Ways to take targets out of a sample, found by trial, as each adapter has its own."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Masking:
     """A sample without targets.
 
     Attributes:
-        how: what was done to it, in words.
+        how: the change, for messages.
         sample: the result.
-        terms: the loss terms that it no longer weighs in.
+        terms: the loss terms in which it no longer has a weight.
     """
 
     how: str
@@ -29,7 +29,7 @@ class Masking:
 
 
 def maskings(weigh: Weigh, sample: Sample, padding: Mapping[str, float]) -> list[Masking]:
-    """The ways in which one field of a sample takes its targets away, told by its weights.
+    """The ways in which one field of a sample removes its targets, judged by its weights.
 
     Args:
         weigh: a sample to its weight in each loss term.
@@ -41,7 +41,7 @@ def maskings(weigh: Weigh, sample: Sample, padding: Mapping[str, float]) -> list
     for how, changed in _attempts(sample, padding):
         try:
             after = weigh(changed)
-        except Exception:  # a value that the field never has
+        except Exception:  # a value that the field cannot have
             continue
         terms = frozenset(term for term, weight in before.items() if weight and not after.get(term, 0.0))
         if terms:
@@ -50,7 +50,7 @@ def maskings(weigh: Weigh, sample: Sample, padding: Mapping[str, float]) -> list
 
 
 def partial_maskings(weigh: Weigh, sample: Sample, padding: Mapping[str, float]) -> list[Masking]:
-    """The ways in which the first half of a field takes away some of a sample's targets and leaves others."""
+    """The ways in which the first half of a field removes some of a sample's targets and leaves others."""
     before = weigh(sample)
     found = []
     for masking in maskings(weigh, sample, padding):
@@ -74,7 +74,7 @@ def _attempts(sample: Sample, padding: Mapping[str, float]) -> Iterator[tuple[st
     for name, array in sample.fields.items():
         for value in _values(array):
             if name != LABELS and value == padding.get(name) and len(np.unique(array)) > 2:
-                continue  # that would be no row without targets but one of padding alone, which does not come about
+                continue  # all padding: such a row does not occur, so it is not a row without targets
             fields = {**sample.fields, name: np.full_like(array, value)}
             yield f"{name} all {value:g}", replace(sample, fields=fields)
 

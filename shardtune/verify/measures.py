@@ -1,4 +1,4 @@
-"""Check of what evaluation and the recipe's hooks use of an adapter: its metrics and its predictions."""
+"""Check of an adapter's metrics and predictions, which evaluation and the recipe's functions use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Sums = Mapping[str, tuple[float, float]]
 
 def check_metrics(kit: Kit) -> str:
     """Metrics and predictions add up over any split of rows, and predictions are of the loss's targets."""
-    trial = kit.steady_trial()
+    trial = kit.deterministic_trial()
     adapter = trial.adapter
     if isinstance(adapter, WholeStepAdapter):
         raise Skipped("it is evaluated by the loss of all rows of a step alone")
@@ -29,8 +29,8 @@ def check_metrics(kit: Kit) -> str:
     rows = list(range(trial.num_rows))
     alone = _measured(trial, [[row] for row in rows])
     _compare(trial, alone, _measured(trial, trial.forwards(rows)))
-    said = [f"{', '.join(sorted(alone))} of {len(rows)} rows, one by one and together"] if alone else []
-    return "; ".join([*said, *(_check_predictions(trial, alone) if adapter.predicts else ())]) or "no metrics"
+    results = [f"{', '.join(sorted(alone))} of {len(rows)} rows, one by one and together"] if alone else []
+    return "; ".join([*results, *(_check_predictions(trial, alone) if adapter.predicts else ())]) or "no metrics"
 
 
 @torch.no_grad()
@@ -86,10 +86,10 @@ def _check_predictions(trial: Trial, measured: Sums) -> Iterator[str]:
     """Predictions weigh what the loss of the same rows weighs, and a loss of them has a graph."""
     adapter, name = trial.adapter, type(trial.adapter).__name__
     if len(trial.terms) > 1 and not isinstance(adapter, LanguageModel):
-        return  # actor.loss is refused for such a loss
+        return  # actor.loss does not support several terms
     rows = trial.forwards(range(trial.num_rows))[0]
     term = next(iter(trial.batch(rows).weights))
-    wanted, weight = trial.promised(range(trial.num_rows))[term], measured[PREDICTED][1]
+    wanted, weight = trial.indexed_weights(range(trial.num_rows))[term], measured[PREDICTED][1]
     if apart(wanted, weight) > CLOSE:
         raise Failed(
             f"the predictions of {trial.num_rows} rows weigh {weight:g}, their targets {wanted:g} by weights",

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from typing import Any
 
 from safetensors.torch import load_file
 from torch.utils.checkpoint import checkpoint
@@ -18,32 +16,32 @@ from shardtune.models.adapter import LanguageModel
 from shardtune.parallel.meta_init import named_tensors
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.verify.case import STEPS
-from shardtune.verify.kit import NO_PROCESSES, ONE_ROW, PARITY, TRAINING, CannotStart, Kit
+from shardtune.verify.kit import MOMENTUM, NO_PROCESSES, ONE_ROW, PARITY, TRAINING, CannotStart, Kit
 from shardtune.verify.reference import train_plainly
 from shardtune.verify.result import Failed, Skipped
 from shardtune.verify.structure import ties
 from shardtune.verify.trial import CLOSE, Trajectory, apart, distance, run
 
 ROUNDED = 1e-4
-"""How far losses in fp32 may be from each other, relative, where sums are taken in another order."""
+"""The relative difference allowed between fp32 losses whose sums have another order."""
 HALF = 0.05
-"""How far a loss in bf16 may be from that in fp64, relative."""
+"""The relative difference allowed between a loss in bf16 and in fp64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One thing that a run may have which plain PyTorch has not.
+    """One feature of a run that plain PyTorch lacks.
 
     Attributes:
-        name: as it is told.
+        name: in messages.
         changes: to the recipe.
-        close: how far losses may be from those of plain PyTorch, relative.
-        meaning: what it does.
-        remedy: where to look when it diverges.
+        close: the relative difference allowed from plain PyTorch's losses.
+        meaning: its effect, for messages.
+        remedy: where to look if it diverges.
     """
 
     name: str
-    changes: Mapping[str, Any]
+    changes: Mapping[str, object]
     close: float
     meaning: str
     remedy: str
@@ -97,14 +95,14 @@ SHARDING = Axis(
 
 
 def check_parity(kit: Kit) -> str:
-    """Some steps give the losses and weights of a plain loop in PyTorch, whatever is turned on."""
-    trial = kit.steady_trial()
+    """A few steps give the losses and weights of a plain PyTorch loop, whatever is turned on."""
+    trial = kit.deterministic_trial()
     # The worker of the trial has not been trained; a copy of its model is a plain module with the initial weights.
     model = copy.deepcopy(trial.worker.inner_model).eval()
     optim = kit.case.variant(PARITY).actor.optim
     steps = [[trial.samples[int(row)] for row in rows] for rows in trial.step_rows(STEPS)]
     plain = train_plainly(
-        trial.adapter, model, steps, trial.weigh, lr=optim.lr, momentum=optim.args["momentum"], decay=optim.weight_decay
+        trial.adapter, model, steps, trial.weigh, lr=optim.lr, momentum=MOMENTUM, decay=optim.weight_decay
     )
     agreeing: list[str] = []
     diverging: list[tuple[Axis, str, str]] = []
@@ -116,31 +114,31 @@ def check_parity(kit: Kit) -> str:
             left_out.append(f"{axis.name} ({error.args[0]})")
             continue
         except (Failed, ShardtuneError) as error:
-            said, remedy = error.what, error.remedy or axis.remedy
+            message, remedy = error.what, error.remedy or axis.remedy
         except Exception as error:
-            said = f"it fails: {type(error).__name__}: {str(error).strip().partition(NEW_LINE)[0]}"
-            remedy = f"mend what the message names, or else: {axis.remedy}"
+            message = f"it fails: {type(error).__name__}: {str(error).strip().partition(NEW_LINE)[0]}"
+            remedy = f"fix what the message names, or else: {axis.remedy}"
         else:
-            said, remedy = _compare(plain, found, axis), axis.remedy
-        if said is None:
+            message, remedy = _compare(plain, found, axis), axis.remedy
+        if message is None:
             agreeing.append(axis.name)
         else:
-            diverging.append((axis, said, remedy))
+            diverging.append((axis, message, remedy))
     if diverging:
-        axis, said, remedy = diverging[0]
+        axis, message, remedy = diverging[0]
         others = [other.name for other, *_ in diverging[1:]]
         raise Failed(
-            f"{axis.name} ({axis.meaning}) is the first that diverges from plain PyTorch: {said}. "
+            f"{axis.name} ({axis.meaning}) is the first that diverges from plain PyTorch: {message}. "
             f"Agreeing: {', '.join(agreeing) or 'none'}" + (f"; diverging too: {', '.join(others)}" if others else ""),
             where=f"{type(trial.adapter).__name__}, {axis.name}",
             remedy=remedy,
         )
-    told = f"{STEPS} steps as in plain PyTorch, with {', '.join(agreeing)}"
-    return told + (f"; not tried: {', '.join(left_out)}" if left_out else "")
+    result = f"{STEPS} steps as in plain PyTorch, with {', '.join(agreeing)}"
+    return result + (f"; not tried: {', '.join(left_out)}" if left_out else "")
 
 
 def _axes(kit: Kit) -> Iterator[Axis]:
-    """Each axis with the others off, as far as that goes, in the order in which they build on each other."""
+    """Each axis with the others off as far as possible, in the order in which they build on each other."""
     adapter = kit.trial.adapter
     language = isinstance(adapter, LanguageModel)
     if not language:
@@ -156,20 +154,20 @@ def _axes(kit: Kit) -> Iterator[Axis]:
 
 def _run_of(kit: Kit, axis: Axis) -> Trajectory:
     if axis is SHARDING:
-        told = json.loads((kit.ranks.folder / "run.json").read_text())
+        ranks = kit.ranks.result()
         worker = kit.worker(PARITY)
         worker.load_checkpoint(kit.ranks.folder / "checkpoint")
-        return Trajectory(told["losses"], told["norms"], named_tensors(worker.inner_model))
+        return Trajectory(ranks["losses"], ranks["norms"], named_tensors(worker.inner_model))
     worker = kit.worker({**PARITY, **axis.changes})
     worker.model.eval()
     if axis is CHECKPOINTING:
-        _compute_again(worker)
-        _as_asked_for(kit)
+        _checkpoint_units(worker)
+        _check_own_checkpointing(kit)
     return run(worker, STEPS)
 
 
-def _as_asked_for(kit: Kit) -> None:
-    """The adapter's own way to compute again, in training mode, where models of transformers do so at all."""
+def _check_own_checkpointing(kit: Kit) -> None:
+    """The adapter's own activation checkpointing, in training mode; transformers checkpoints only there."""
     plain = kit.first_run
     found = run(kit.worker({**TRAINING, "actor.model.gradient_checkpointing": True}), STEPS)
     for number, (wanted, got) in enumerate(zip(plain.losses, found.losses, strict=True)):
@@ -181,8 +179,8 @@ def _as_asked_for(kit: Kit) -> None:
             )
 
 
-def _compute_again(worker: SFTWorker) -> None:
-    """Let the backward pass compute the activations of each unit a second time."""
+def _checkpoint_units(worker: SFTWorker) -> None:
+    """Recompute the activations of each unit in the backward pass."""
     units = worker.adapter.shard_units(worker.inner_model)[0]
     if not units:
         raise CannotStart("no units")
@@ -191,7 +189,7 @@ def _compute_again(worker: SFTWorker) -> None:
 
 
 def _compare(plain: Trajectory, found: Trajectory, axis: Axis) -> str | None:
-    """Where a run leaves the plain one, in words; None where it does not."""
+    """The first difference between a run and the plain one; None where there is none."""
     for number, (wanted, got) in enumerate(zip(plain.losses, found.losses, strict=True)):
         if apart(wanted, got) > axis.close:
             return f"in step {number} its loss is {got:.8g}, plain PyTorch's {wanted:.8g}"
@@ -206,7 +204,7 @@ def _compare(plain: Trajectory, found: Trajectory, axis: Axis) -> str | None:
 
 
 def _check_unit_calls(kit: Kit) -> None:
-    """Every forward calls the same units in the same order; ranks would otherwise wait for each other for ever."""
+    """Every forward calls the same units in the same order; ranks would otherwise wait for each other forever."""
     trial = kit.trial
     wanted = trial.unit_calls(trial.loaded([0]))
     others = [(f"row {row}", [row]) for row in range(1, trial.num_rows)]
@@ -234,13 +232,13 @@ def check_shards(kit: Kit) -> str:
     _check_unit_calls(kit)
     if not kit.processes:
         raise Skipped(NO_PROCESSES)
-    trial = kit.steady_trial()
+    trial = kit.deterministic_trial()
     folder = kit.ranks.folder
-    told = json.loads((folder / "run.json").read_text())
+    ranks = kit.ranks.result()
     worker = kit.worker({**PARITY, **ONE_ROW})
     built = ties(worker.inner_model)
-    if told["ties"] != built:
-        lost = next((group for group in built if group not in told["ties"]), told["ties"])
+    if ranks["ties"] != built:
+        lost = next((group for group in built if group not in ranks["ties"]), ranks["ties"])
         raise Failed(
             f"{lost} share one parameter on one rank, and not once the model is sharded",
             where="build(), unit_classes",
@@ -258,7 +256,7 @@ def check_shards(kit: Kit) -> str:
         )
     worker.model.eval()
     one = run(worker, STEPS)
-    _same_losses(one.losses, told["losses"])
+    _same_losses(one.losses, ranks["losses"])
     loaded = kit.worker(PARITY)
     loaded.load_checkpoint(folder / "checkpoint")
     far, worst = distance(one.tensors, named_tensors(loaded.inner_model))
@@ -268,7 +266,7 @@ def check_shards(kit: Kit) -> str:
             where=worst,
             remedy="let a checkpoint hold everything: parameters and persistent buffers",
         )
-    notes = f"; {'; '.join(told['notes'])}" if told["notes"] else ""
+    notes = f"; {'; '.join(ranks['notes'])}" if ranks["notes"] else ""
     return f"{STEPS} steps on two ranks as on one: losses, gradients, weights{notes}"
 
 

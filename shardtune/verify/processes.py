@@ -1,7 +1,7 @@
-"""Processes beside this one: two ranks that train on the case's rows, and a fresh one that loads what was saved.
+"""The kit's other processes: two ranks that train on the case's rows, and a fresh one that loads what was saved.
 
-They are started before they are needed and import torch while other checks run. Their work comes as a line of JSON on
-their standard input; without it, when this process is gone, they end.
+They are started early and import torch while other checks run. Each reads its work, a line of JSON, from its standard
+input; if that is closed because this process is gone, they end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from shardtune.config import Recipe
 from shardtune.launch.local import free_port
@@ -21,61 +21,89 @@ from shardtune.verify.result import Failed
 
 RANKS = 2
 LONGEST = 120.0
-"""Seconds that a process may take for its work; ranks that wait for each other never end."""
+"""The seconds that a process may take; ranks that wait for each other never end."""
 POLL_SECONDS = 0.05
 ERROR = "error.json"
+
+
+class RanksResult(TypedDict):
+    """What two ranks measured.
+
+    Attributes:
+        losses: of each step.
+        norms: of each step's gradient.
+        ties: the names of parameters that have several, before training.
+        notes: of the worker.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    ties: list[list[str]]
+    notes: list[str]
+
+
+class FreshResult(TypedDict):
+    """What a fresh process found.
+
+    Attributes:
+        samples: a fingerprint of each encoded row.
+        losses: by what was loaded (a checkpoint, an exported model): the terms of each row's loss, as `float.hex`.
+    """
+
+    samples: list[str]
+    losses: dict[str, list[dict[str, str]]]
 
 
 class Process:
     """One process of the kit.
 
     Args:
-        folder: where it writes its answer and what it has to say.
-        environment: in addition to this process's.
+        folder: of its result and its output.
+        environment: variables in addition to this process's.
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         paths = os.pathsep.join(dict.fromkeys([*filter(None, sys.path), str(Path.cwd())]))
-        with (folder / "output.txt").open("w") as output:
+        work, send = os.pipe()
+        self._work = os.fdopen(send, "w")
+        with (folder / "output.txt").open("w") as output, os.fdopen(work) as stdin:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "shardtune.verify.helper"],
-                stdin=subprocess.PIPE,
+                stdin=stdin,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "PYTHONPATH": paths, **environment},
                 text=True,
             )
 
-    def send(self, work: Mapping[str, Any]) -> None:
-        """Say what to do."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({**work, "folder": str(self.folder)}) + "\n")
-        self._process.stdin.flush()
+    def send(self, work: Mapping[str, object]) -> None:
+        """Send the process its work."""
+        self._work.write(json.dumps({**work, "folder": str(self.folder)}) + "\n")
+        self._work.flush()
 
     def ended(self) -> bool:
         return self._process.poll() is not None
 
     def failure(self) -> Failed | None:
-        """What it ended with; None where all went well."""
+        """Why it failed; None after success."""
         if self._process.poll() == 0:
             return None
         file = self.folder / ERROR
         if file.is_file():
             return Failed(**json.loads(file.read_text()))
-        said = (self.folder / "output.txt").read_text().strip()
+        output = (self.folder / "output.txt").read_text().strip()
         return Failed(
-            f"a process of the kit ended with exit code {self._process.poll()}: {said[-1500:] or 'it said nothing'}",
+            f"a process of the kit ended with exit code {self._process.poll()}: {output[-1500:] or 'no output'}",
             where=str(self.folder),
-            remedy="see whether the machine is out of memory; what the process says is above",
+            remedy="check whether the machine is out of memory; the process's output is above",
         )
 
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._work.close()
 
 
 class RankPair:
@@ -94,7 +122,7 @@ class RankPair:
         self._failure: Failed | None = None
 
     def start(self) -> None:
-        """Let them begin; to be called early, as they take seconds to import torch."""
+        """Start both early: importing torch takes seconds."""
         port = str(free_port(None))
         for rank in range(RANKS):
             environment = {
@@ -112,7 +140,7 @@ class RankPair:
 
     @property
     def folder(self) -> Path:
-        """Where they have written what they measured, once both are done.
+        """The folder of the ranks' results, once both are done.
 
         Raises:
             Failed: one of them failed, or they wait for each other.
@@ -125,22 +153,26 @@ class RankPair:
             raise self._failure
         return self._folder / "ranks"
 
+    def result(self) -> RanksResult:
+        """What rank 0 measured; raises as `folder` does."""
+        return json.loads((self.folder / "run.json").read_text())
+
     def _wait(self) -> Failed | None:
-        """Until both are done; what went wrong, if anything did."""
+        """Wait until both are done; returns why they failed, if they did."""
         until = time.monotonic() + LONGEST
         while not all(process.ended() for process in self._processes):
             failures = [process.failure() for process in self._processes if process.ended()]
             if any(failures):
-                until = min(until, time.monotonic() + 3.0)  # the other one may tell more
+                until = min(until, time.monotonic() + 3.0)  # the other rank's error may be the cause
             if time.monotonic() > until:
                 break
             time.sleep(POLL_SECONDS)
-        told = [process.failure() for process in self._processes if process.ended()]
-        causes = [failure for failure in told if failure is not None]
+        ended = [process.failure() for process in self._processes if process.ended()]
+        causes = [failure for failure in ended if failure is not None]
         if causes:
             causes.sort(key=lambda failure: failure.where == "another rank")
             return causes[0]
-        if len(told) < RANKS:
+        if len(ended) < RANKS:
             return Failed(
                 f"two ranks did not come to an end within {LONGEST:.0f} s: they wait for each other",
                 where="loss, shard_units",
@@ -150,7 +182,7 @@ class RankPair:
         return None
 
     def give_up(self, failure: Failed) -> None:
-        """Do not wait for them: this is known to keep them from coming to an end."""
+        """Do not wait for the ranks: this failure is known to make them hang."""
         self._waited, self._failure = True, failure
 
     def close(self) -> None:
@@ -159,7 +191,7 @@ class RankPair:
 
 
 class FreshProcess:
-    """A process that has seen nothing of this one but what is on the disk.
+    """A process that shares nothing with this one except files.
 
     Args:
         folder: of the case.
@@ -169,27 +201,23 @@ class FreshProcess:
         self._folder = folder
         self._process: Process | None = None
 
-    def start(self) -> None:
-        """Let it import what it needs."""
+    def start(self) -> Process:
+        """Start it early: importing torch takes seconds."""
         threads = {"OMP_NUM_THREADS": "1"}  # as here: sums over more of them may differ in the last digit
         alone = {name: "" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ}
-        # Another seed than Python would draw anyway, so that what depends on it is found every time.
+        # Never this process's seed, so that code that depends on hash() is found every time.
         hashes = {"PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"}
         self._process = Process(self._folder / "fresh", threads | alone | hashes)
+        return self._process
 
-    def load(self, recipe: Recipe, checkpoint: Path, final: Path) -> dict[str, Any]:
-        """What it finds: `losses`, the terms of each row's loss with the weights of a checkpoint, and of an exported
-        model, as `float.hex`; `samples`, a fingerprint of each row encoded."""
-        if self._process is None:
-            self.start()
-        assert self._process is not None
-        self._process.send(
-            {"work": "load", "recipe": recipe.to_dict(), "checkpoint": str(checkpoint), "final": str(final)}
-        )
+    def load(self, recipe: Recipe, checkpoint: Path, final: Path) -> FreshResult:
+        """Encode the rows, and compute their losses with the weights of a checkpoint and of an exported model."""
+        process = self._process or self.start()
+        process.send({"work": "load", "recipe": recipe.to_dict(), "checkpoint": str(checkpoint), "final": str(final)})
         until = time.monotonic() + LONGEST
-        while not self._process.ended() and time.monotonic() < until:
+        while not process.ended() and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
-        failure = self._process.failure()
+        failure = process.failure()
         if failure is not None:
             raise failure
         return json.loads((self._folder / "fresh" / "found.json").read_text())

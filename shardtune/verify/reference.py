@@ -33,8 +33,8 @@ def train_plainly(
     The denominators are sums of the rows' own weights; nothing is sharded, accumulated or packed.
 
     Args:
-        adapter: says what the loss is.
-        model: a plain module with the weights to start from; changed in place.
+        adapter: defines the loss.
+        model: a plain module with the initial weights; trained in place.
         steps: the rows of each.
         weigh: a row to its weight in each loss term.
         lr: of SGD.
@@ -81,7 +81,7 @@ def _whole_loss(
 def _row_loss(
     adapter: LanguageModel, model: nn.Module, sample: Sample, own: Mapping[str, float]
 ) -> dict[str, torch.Tensor]:
-    """The loss of one row: the cross-entropy of the model's own logits, where that is all there is to it."""
+    """The loss of one row: the cross-entropy of the model's own logits, where the adapter has no other terms."""
     if not isinstance(adapter, CausalLM) or len(own) > 1:
         losses = named(adapter.loss(model, adapter.collate([sample], [0], own)))
         return {term: loss.total for term, loss in losses.items()}

@@ -1,4 +1,4 @@
-"""The result of the conformance kit as a table, with what to do about each failure below it."""
+"""The result of the conformance kit as a table, followed by each failure with its remedy."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def show(report: Report, console: Console | None = None) -> None:
 def summary(report: Report) -> str:
     """The outcome in a line."""
     counts = {outcome: sum(result.outcome == outcome for result in report.results) for outcome in STYLES}
-    told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
+    counted = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
     seconds = sum(result.seconds for result in report.results)
-    return f"{report.adapter}: {told} of {len(report.results)} checks in {seconds:.0f} s"
+    return f"{report.adapter}: {counted} of {len(report.results)} checks in {seconds:.0f} s"
 
 
 def list_checks(console: Console | None = None) -> None:
-    """Print what is checked."""
+    """Print the names of the checks and the properties they check."""
     table = Table(show_header=False, box=None)
     for check in CHECKS:
         table.add_row(check.name, Text(check.title))

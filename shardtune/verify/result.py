@@ -1,4 +1,4 @@
-"""What became of a check: passed, failed (what, where, how to mend it) or skipped (why)."""
+"""The outcome of a check: passed, failed (what, where, remedy) or skipped (why)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Failed(Exception):
     """A check found something wrong.
 
     Args:
-        what: with numbers.
-        where: method, field, parameter or row.
-        remedy: what to do about it.
+        what: is wrong, with numbers.
+        where: the method, field, parameter or row.
+        remedy: how to fix it.
     """
 
     def __init__(self, what: str, *, where: str, remedy: str) -> None:
@@ -26,7 +26,7 @@ class Failed(Exception):
 
 
 class Skipped(Exception):
-    """A check has nothing to check here; the message says why."""
+    """A check does not apply; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Result:
     Attributes:
         name: of the check.
         outcome: passed, failed or skipped.
-        text: what was seen; of a failure what is wrong, with numbers.
+        text: the result in a sentence; for a failure, what is wrong, with numbers.
         where: of a failure.
         remedy: of a failure.
         seconds: it took.
@@ -52,7 +52,7 @@ class Result:
     def __str__(self) -> str:
         if self.outcome != "failed":
             return f"{self.name}: {self.outcome}: {self.text}"
-        return f"{self.name}: {self.text}\n  where: {self.where}\n  mend:  {self.remedy}"
+        return f"{self.name}: {self.text}\n  where:  {self.where}\n  remedy: {self.remedy}"
 
 
 @dataclass(frozen=True, slots=True)

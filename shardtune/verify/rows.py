@@ -1,11 +1,10 @@
-"""The few rows that an adapter is tried on: from the recipe's training data, or the adapter's own examples."""
+"""The rows of the checks: from the recipe's training data, or the adapter's own examples."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +21,7 @@ from shardtune.models.adapter import Adapter
 
 WANTED, FEWEST = 12, 2
 LOOKED_AT = 1000
-"""Rows that are looked at to find those that can be used."""
+"""The most rows that are read to find usable ones."""
 
 
 def rows_for(adapter: Adapter, recipe: Recipe) -> list[Row]:
@@ -36,7 +35,7 @@ def rows_for(adapter: Adapter, recipe: Recipe) -> list[Row]:
     if recipe.data.train_data_paths is not None:
         found, label = _training_rows(recipe, frames_of(encoder)), "data.train_data_paths"
     else:
-        found, label = (_plain(row) for row in adapter.examples()), f"{type(adapter).__name__}.examples"
+        found, label = (_plain_row(row) for row in adapter.examples()), f"{type(adapter).__name__}.examples"
     usable: list[Row] = []
     seen, reason = 0, ""
     for row in found:
@@ -84,13 +83,13 @@ def keep_rows(rows: Sequence[Row], folder: Path) -> Path:
 
 
 def kept_rows(file: Path) -> list[Row]:
-    """The rows that `keep_rows` has written, as the encoder takes them."""
+    """The rows that `keep_rows` wrote, in the form that the encoder takes."""
     found = [row for _, row in read_rows(file, kind_of(file) or "")]
     return [row for row in found if not isinstance(row, RowError)]
 
 
 def _training_rows(recipe: Recipe, frames: FrameOptions | None) -> Iterator[Row]:
-    """Rows as the encoder takes them, those left out that cannot even be read."""
+    """Rows in the form that the encoder takes, without those that cannot be read."""
     data = recipe.data
     sources = resolve_sources(
         data.train_data_paths, data, name_format=lambda row: "rows", frames=frames, report=lambda text: None
@@ -101,7 +100,7 @@ def _training_rows(recipe: Recipe, frames: FrameOptions | None) -> Iterator[Row]
                 prepared = None if isinstance(row, RowError) else _prepared(row, source)
                 if prepared is not None:
                     placed = with_absolute_paths(prepared, file.folder)
-                    yield placed if frames is None else _plain(placed)
+                    yield placed if frames is None else _plain_row(placed)
 
 
 def _prepared(row: Row, source: Source) -> Row | None:
@@ -115,20 +114,24 @@ def _prepared(row: Row, source: Source) -> Row | None:
 
 
 def _unusable(encoder: Encoder, row: Row) -> str | None:
-    """Why a row cannot be used; None where it can, or where that is for the checks to find out."""
+    """Why a row cannot be used; None if it can, or if the checks will find the reason."""
     try:
         weights = encoder.weights(encoder.fit(encoder.encode(row)))
     except RowError as error:
         return error.reason
     except RowDropped as error:
         return f"dropped: {error.reason}"
-    except Exception:  # a fault of the adapter's, which a check will name
+    except Exception:  # a fault of the adapter, which a check will report
         return None
     return None if any(weights.values()) else "it weighs nothing: it has no target"
 
 
-def _plain(value: Any) -> Any:
-    """A value as a file would hold it: arrays as lists."""
+def _plain_row(row: Row) -> Row:
+    return {key: _plain(value) for key, value in row.items()}
+
+
+def _plain(value: object) -> object:
+    """A value in the form of a data file: arrays as lists."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, dict):

@@ -56,11 +56,11 @@ def check_encode(kit: Kit) -> str:
                 where=f"{name}.encode",
                 remedy="work on a copy: dict(row)",
             )
-        for told, sample in (("a second time", again), ("by a copy of the encoder, the last row first", other)):
+        for how, sample in (("a second time", again), ("by a copy of the encoder, the last row first", other)):
             field = difference(first, sample)
             if field is not None:
                 raise Failed(
-                    f"row {number} is encoded otherwise {told}: {field}",
+                    f"row {number} is encoded otherwise {how}: {field}",
                     where=f"{name}.encode",
                     remedy=ENCODING,
                 )
@@ -109,7 +109,7 @@ def check_repeat(kit: Kit) -> str:
 
 
 def check_resume(kit: Kit) -> str:
-    """A run that is saved halfway and goes on in another worker equals one that was not."""
+    """A run that is saved halfway and resumed in another worker equals an uninterrupted one."""
     folder = kit.case.folder / "resume"
     worker = kit.worker(TRAINING)
     begun = run(worker, HALFWAY)
@@ -141,7 +141,7 @@ def _same_runs(kit: Kit, one: Trajectory, other: Trajectory, what: str) -> None:
 
 
 def check_reload(kit: Kit) -> str:
-    """What is saved gives the same losses, and rows the same samples, in a process that has seen nothing else."""
+    """A saved model gives the same losses, and rows the same samples, in a fresh process."""
     if not kit.processes:
         raise Skipped(NO_PROCESSES)
     folder = kit.case.folder / "reload"
@@ -179,7 +179,7 @@ def _same_samples(kit: Kit, there: Sequence[str]) -> None:
 
 
 def digests(adapter: Adapter, recipe: Recipe, *, backwards: bool = False) -> list[str]:
-    """A fingerprint of the sample of each row that the recipe names, encoded in their order or from the last on."""
+    """A fingerprint of each encoded row of the recipe; `backwards` encodes the last row first."""
     encoder, rows = adapter.encoder(with_prompts=False), kept_rows(Path(str(recipe.data.train_data_paths)))
     order = range(len(rows))[::-1] if backwards else range(len(rows))
     found = {row: _digest(encoder.encode(rows[row])) for row in order}

@@ -1,4 +1,4 @@
-"""Checks of what a model consists of: its parameters and buffers, built twice, and what its loss reaches."""
+"""Checks of a model's parameters and buffers, built twice, and of the gradient of its loss."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def check_build(kit: Kit) -> str:
     _same_ties(empty, real)
     _same_buffers(empty, real, kit.adapter(), seed)
     parameters, tied = dict(empty.named_parameters()), ties(empty)
-    said = f"{len(parameters)} parameters, {sum(1 for _ in empty.buffers())} buffers, {len(tied)} tied"
-    return "; ".join([said, *notes])
+    result = f"{len(parameters)} parameters, {sum(1 for _ in empty.buffers())} buffers, {len(tied)} tied"
+    return "; ".join([result, *notes])
 
 
 def ties(model: nn.Module) -> list[list[str]]:
-    """The names of parameters that have several."""
+    """The names of each parameter that has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -72,7 +72,7 @@ def _same_parameters(empty: nn.Module, real: nn.Module) -> None:
 
 
 def _check_shared_memory(real: nn.Module) -> None:
-    """Two parameters over one memory are tied in one process only: each would get a shard of its own."""
+    """Refuse two parameters over the same memory: they are tied in one process only, and sharded separately."""
     first: dict[int, tuple[str, nn.Parameter]] = {}
     for name, parameter in real.named_parameters():
         if parameter.is_meta or not parameter.numel():
@@ -88,11 +88,11 @@ def _check_shared_memory(real: nn.Module) -> None:
 
 
 def _check_plain_tensors(empty: nn.Module) -> None:
-    """A tensor that is neither parameter nor buffer is given no values, moved to no device and saved nowhere."""
+    """Refuse tensors that are neither parameter nor buffer: they are not initialised, moved or saved."""
     known = {id(tensor) for tensor in (*empty.parameters(), *empty.buffers())}
     for prefix, module in empty.named_modules():
         if type(module).__module__.startswith(("torch.", "transformers.")):
-            continue  # these look after what they keep
+            continue  # these manage their own tensors
         for key, value in vars(module).items():
             if isinstance(value, torch.Tensor) and id(value) not in known:
                 name = f"{prefix}.{key}" if prefix else key
@@ -207,7 +207,7 @@ def check_gradient(kit: Kit) -> str:
 
 
 def _tensors(batch: Batch) -> dict[str, torch.Tensor]:
-    """What a micro-batch holds, by name."""
+    """The tensors of a micro-batch, by name."""
     own = {part.name: getattr(batch, part.name) for part in fields(batch)}
     return {**{name: value for name, value in own.items() if isinstance(value, torch.Tensor)}, **batch.fields}
 

@@ -8,21 +8,22 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from shardtune.batch import Batch, PackedBatch, Sample
-from shardtune.models.adapter import LanguageModel, LanguageRoot, WholeStepAdapter
+from shardtune.batch import Batch
+from shardtune.models.adapter import LanguageRoot, WholeStepAdapter
 from shardtune.verify.kit import PARITY, Kit
-from shardtune.verify.masks import halves, maskings, partial_maskings, without_last_target
+from shardtune.verify.masks import maskings, partial_maskings
 from shardtune.verify.result import Failed, Skipped
+from shardtune.verify.tokens import check_packing, check_tokens
 from shardtune.verify.trial import CLOSE, Measured, Trial, apart, distance
 
 RANDOM_SPLITS = 3
 FURTHER = 3
-"""Positions by which padded fields are padded further."""
+"""Additional positions of padding for padded fields."""
 
 
 def check_sums(kit: Kit) -> str:
-    """However rows are split into micro-batches, the totals add up and the weights are those of the rows."""
-    trial = kit.steady_trial()
+    """For any split of rows into micro-batches, the totals add up and the weights are those of the rows."""
+    trial = kit.deterministic_trial()
     rows = list(range(trial.num_rows))
     splits = list(_splits(trial, rows))
     reference: Measured | None = None
@@ -35,18 +36,18 @@ def check_sums(kit: Kit) -> str:
             continue
         _check_totals(trial, reference, measured, splits[0][0], how)
         _check_gradients(trial, reference, measured, splits[0][0], how)
-    told = f"{len(splits)} splits of {len(rows)} rows give the same sums, weights and gradients"
-    return "; ".join([told, *_check_training_mode(kit, splits[:2])])
+    result = f"{len(splits)} splits of {len(rows)} rows give the same sums, weights and gradients"
+    return "; ".join([result, *_check_training_mode(kit, splits[:2])])
 
 
 def _check_training_mode(kit: Kit, splits: Sequence[tuple[str, list[list[int]]]]) -> Iterator[str]:
-    """What is done in training alone has to be a sum over rows, too; dropout and batch norms aside."""
+    """The loss in training mode is a sum over rows too, without dropout and batch norms."""
     if len(splits) < 2:
         return
     trial = Trial(kit.worker(PARITY))
     trial.train()
-    if trial.restless is not None:
-        yield "not compared in training mode, where it draws or counts"
+    if trial.nondeterminism is not None:
+        yield "not compared in training mode, where the loss is random"
         return
     (one, parts), (other, together) = splits
     reference, measured = (trial.measure([trial.batch(part) for part in split]) for split in (parts, together))
@@ -71,11 +72,11 @@ def _splits(trial: Trial, rows: Sequence[int]) -> Iterator[tuple[str, list[list[
 def _check_weights(
     trial: Trial, measured: Measured, rows: Sequence[int], how: str, parts: Sequence[Sequence[int]]
 ) -> None:
-    name, promised = type(trial.adapter).__name__, trial.promised(rows)
+    name, promised = type(trial.adapter).__name__, trial.indexed_weights(rows)
     for term in [term for term, weight in measured.weights.items() if apart(weight, promised[term]) > CLOSE]:
         with torch.no_grad():
             reported = [float(trial.losses(trial.batch(part))[term].weight) for part in parts]
-        expected = [trial.promised(part)[term] for part in parts]
+        expected = [trial.indexed_weights(part)[term] for part in parts]
         wrong = next((n for n, pair in enumerate(zip(reported, expected, strict=True)) if apart(*pair) > CLOSE), 0)
         raise Failed(
             f"{how}, the loss reports weight {reported[wrong]:g} for the term {term!r} of {_rows(parts[wrong])}, which "
@@ -121,11 +122,11 @@ def _check_gradients(trial: Trial, reference: Measured, measured: Measured, one:
 
 
 def check_masked(kit: Kit) -> str:
-    """What weighs nothing gives no loss and no gradient."""
-    trial = kit.steady_trial()
+    """Targets without weight give no loss and no gradient."""
+    trial = kit.deterministic_trial()
     if isinstance(trial.adapter, WholeStepAdapter):
         raise Skipped("the loss is one of all rows of a step, in which each row is another's negative")
-    tried = [*_check_masked_rows(trial), *_check_masked_parts(trial), *_check_masked_tokens(trial)]
+    tried = [*_check_masked_rows(trial), *_check_masked_parts(trial), *check_tokens(trial)]
     if not tried:
         raise Skipped("no field takes a target away: whatever was set to 0, NaN or -100, weights stayed what they were")
     return f"without effect: {', '.join(tried)}"
@@ -155,11 +156,11 @@ def _check_masked_rows(trial: Trial) -> Iterator[str]:
 def _check_nothing(trial: Trial, how: str, terms: frozenset[str], alone: Measured, measured: Measured) -> None:
     name = type(trial.adapter).__name__
     for term in sorted(terms):
-        # A row that weighs nothing at all never gets into a run, so what is said of its weight does not matter.
+        # A row without any weight never enters a run, so the weight that the loss reports for it does not matter.
         if terms != set(trial.terms) and apart(alone.weights[term], measured.weights[term]) > CLOSE:
             raise Failed(
                 f"a row without targets ({how}) counts {measured.weights[term] - alone.weights[term]:g} in the weight "
-                f"that the loss reports for {term!r}; weights says 0",
+                f"that the loss reports for {term!r}; weights has 0",
                 where=f"{name}.loss: LossSum({term}).weight",
                 remedy="count the targets that are left, not the rows or positions",
             )
@@ -173,7 +174,7 @@ def _check_nothing(trial: Trial, how: str, terms: frozenset[str], alone: Measure
 
 
 def _check_masked_parts(trial: Trial) -> Iterator[str]:
-    """With some of its targets taken out, a row weighs what is left, and the loss says so."""
+    """With some of its targets taken out, a row weighs what is left, and the loss reports that weight."""
     sample = trial.samples[0]
     for masking in partial_maskings(trial.weigh, sample, trial.adapter.padding):
         promised = trial.weigh(masking.sample)
@@ -189,99 +190,11 @@ def _check_masked_parts(trial: Trial) -> Iterator[str]:
         yield masking.how
 
 
-def _check_masked_tokens(trial: Trial) -> Iterator[str]:
-    """The loss of a row of tokens is that of one half of its targets and of the other; no token sees a later one."""
-    yield from _check_scaled_targets(trial)
-    yield from _check_causal(trial)
-    for sample in trial.samples:
-        parts = halves(sample)
-        if parts is None:
-            continue
-        whole, first, second = (trial.measure([trial.batch_of([one])]) for one in (sample, *parts))
-        for term in trial.terms:
-            sums = first.totals[term] + second.totals[term]
-            if trial.adapter.row_terms().get(term) is None and apart(whole.totals[term], sums) > CLOSE:
-                raise Failed(
-                    f"the term {term!r} is {whole.totals[term]:.8g} over all targets of a row, {sums:.8g} over "
-                    "one half of them and the other",
-                    where=f"{type(trial.adapter).__name__}.loss",
-                    remedy="multiply each target's loss by its weight, and divide by nothing",
-                )
-        yield "half of a row's targets at a time"
-        break
-    for sample in trial.samples:
-        pair = without_last_target(sample, _another_token(trial))
-        if pair is None:
-            continue
-        before, after = (trial.measure([trial.batch_of([one])]) for one in pair)
-        for term in trial.terms:
-            if trial.adapter.row_terms().get(term) is None and apart(before.totals[term], after.totals[term]) > CLOSE:
-                raise Failed(
-                    f"another token in the place of the last, which is no target, changes the term {term!r} from "
-                    f"{before.totals[term]:.8g} to {after.totals[term]:.8g}",
-                    where=f"{type(trial.adapter).__name__}.loss",
-                    remedy="predict token t from tokens before t alone: a causal mask, targets shifted by one",
-                )
-        yield "the last token, where it is no target"
-        break
-
-
-def _check_scaled_targets(trial: Trial) -> Iterator[str]:
-    """A target of half the weight counts half."""
-    sample = trial.samples[0]
-    if not len(sample.loss_weights):
-        return
-    half = replace(sample, loss_weights=sample.loss_weights / 2)
-    whole, halved = (trial.measure([trial.batch_of([one])]) for one in (sample, half))
-    for term in [term for term in trial.terms if trial.adapter.row_terms().get(term) is None]:
-        if apart(whole.totals[term] / 2, halved.totals[term]) > CLOSE:
-            raise Failed(
-                f"with half the weight on every target the term {term!r} is {halved.totals[term]:.8g}, not half of "
-                f"{whole.totals[term]:.8g}",
-                where=f"{type(trial.adapter).__name__}.loss",
-                remedy="multiply each target's loss by its weight (batch.target_weights)",
-            )
-    yield "half of each target's weight"
-
-
-@torch.no_grad()
-def _check_causal(trial: Trial) -> Iterator[str]:
-    """The last token of a row moves no logits before it: they would be told what they are to predict."""
-    adapter, root = trial.adapter, trial.root
-    sample = max(trial.samples, key=lambda sample: sample.length)
-    if not isinstance(adapter, LanguageModel) or not isinstance(root, LanguageRoot) or sample.length < 2:
-        return
-    tokens = sample.input_ids.copy()
-    tokens[-1] = _another_token(trial)[int(tokens[-1])]
-    places = torch.arange(sample.length - 1)
-    found = []
-    for one in (sample, replace(sample, input_ids=tokens)):
-        batch = trial.batch_of([one])
-        assert isinstance(batch, PackedBatch)
-        found.append(root.logits(batch, places))
-    moved = (found[0] - found[1]).abs().amax(-1) > CLOSE * found[0].abs().max()
-    if bool(moved.any()):
-        raise Failed(
-            f"another last token moves the logits at {int(moved.sum())} of the {len(places)} tokens before it, which "
-            "are to predict it and others",
-            where=f"{type(adapter).__name__}.logits",
-            remedy="let a token see itself and those before it alone: a causal mask, targets shifted by one",
-        )
-    yield "a token for those before it"
-
-
-def _another_token(trial: Trial) -> Mapping[int, int]:
-    """For each token of the rows another one, of those that are targets: none that stands for part of an image."""
-    seen = {int(token) for sample in trial.samples for token in sample.input_ids}
-    targets = {int(token) for sample in trial.samples for token in sample.input_ids[sample.loss_weights > 0]}
-    return {token: min(targets - {token}, default=token) for token in seen}
-
-
 def check_padding(kit: Kit) -> str:
     """Padding a row further changes nothing; neither do neighbours, where rows are packed."""
-    trial = kit.steady_trial()
-    if isinstance(trial.adapter, LanguageModel):
-        return _check_packing(trial, trial.adapter)
+    trial = kit.deterministic_trial()
+    if isinstance(trial.root, LanguageRoot):
+        return check_packing(trial, trial.root)
     if not trial.adapter.padding:
         raise Skipped("no field is padded: all rows have the same shapes")
     before = trial.batch(trial.forwards(range(trial.num_rows))[0])
@@ -316,42 +229,6 @@ def _pad_further(batch: Batch, padding: Mapping[str, float]) -> Batch:
         more = tensor.new_full((tensor.shape[0], FURTHER, *tensor.shape[2:]), value)
         fields[name] = torch.cat([tensor, more], dim=1)
     return replace(batch, fields=fields)
-
-
-@torch.no_grad()
-def _check_packing(trial: Trial, adapter: LanguageModel) -> str:
-    """Packed rows have the logits that each has alone, by the model's own forward."""
-    root = trial.root
-    assert isinstance(root, LanguageRoot)
-    name = type(adapter).__name__
-    chosen = sorted(range(trial.num_rows), key=lambda row: -trial.samples[row].length)[:3]
-    for rows in trial.forwards(chosen):
-        batch = trial.batch(rows)
-        assert isinstance(batch, PackedBatch)
-        start = 0
-        for row in rows:
-            sample = trial.samples[row]
-            places = torch.arange(sample.length)
-            packed = root.logits(batch, places + start)
-            alone = root.reference_logits(_one_row(trial, sample), places)
-            far = float((packed - alone).abs().max() / alone.abs().max().clamp(min=1e-30))
-            if not far <= CLOSE:
-                raise Failed(
-                    f"the logits of row {row} among {len(rows)} in one forward differ from its own by {far:.3g} of the "
-                    "largest",
-                    where=f"{name}.logits, {name}.reference_logits",
-                    remedy="give position_ids and document boundaries (batch.cu_seqlens) to the attention, or let "
-                    "rows_share_forwards be False",
-                )
-            start += sample.length
-    told = "packed rows have the logits that each has alone" if adapter.rows_share_forwards else "one row per forward"
-    return "; ".join([told, *trial.worker.notes])
-
-
-def _one_row(trial: Trial, sample: Sample) -> PackedBatch:
-    batch = trial.batch_of([sample])
-    assert isinstance(batch, PackedBatch)
-    return batch
 
 
 def check_empty(kit: Kit) -> str:

@@ -1,4 +1,4 @@
-"""A model on one rank that checks may ask anything of, and short runs of training to compare."""
+"""A model on one rank whose losses and gradients checks measure, and short runs of training to compare."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from shardtune.batch import Batch, LossSum, Sample
 from shardtune.config import Recipe
-from shardtune.data.loader.step_loader import DataState, StepLoader
+from shardtune.data.loader.step_loader import DataState, Step, StepLoader
 from shardtune.data.prepare import WeighedRows
 from shardtune.models.adapter import Adapter, AdapterRoot, WholeStepAdapter, named
 from shardtune.parallel.buffers import statistical_norms
@@ -25,7 +25,7 @@ from shardtune.verify.result import Failed
 
 Tensors = Mapping[str, torch.Tensor]
 CLOSE = 1e-6
-"""How far two ways to the same number may differ in fp64, relative: more than rounding in fp32, less than any fault."""
+"""The relative difference allowed between two ways to the same number in fp64: far above rounding, below any fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Trajectory:
     Attributes:
         losses: of each step.
         norms: of each step's gradient.
-        tensors: parameters and buffers after it, on their own.
+        tensors: copies of the parameters and buffers after it.
     """
 
     losses: Sequence[float]
@@ -66,7 +66,7 @@ def set_up(recipe: Recipe) -> SFTWorker:
 
 
 def run(worker: SFTWorker, steps: int) -> Trajectory:
-    """Train for some steps, in the mode (training or evaluation) that the model is in."""
+    """Train a number of steps, in the mode (training or evaluation) that the model is in."""
     losses, norms = [], []
     for _ in range(steps):
         measured = worker.run_training()
@@ -81,6 +81,16 @@ def accumulation(worker: SFTWorker) -> Accumulate:
     return WholeStep(adapter, worker.ranks).accumulate if isinstance(adapter, WholeStepAdapter) else accumulate
 
 
+def first_steps(worker: SFTWorker, number: int) -> list[Step]:
+    """The first steps of a run, as its loader makes them."""
+    assert isinstance(worker.loader, StepLoader)
+    state, steps = DataState(), []
+    for _ in range(number):
+        steps.append(worker.loader.step(state))
+        state = steps[-1].after
+    return steps
+
+
 def copies(tensors: Tensors) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
@@ -88,11 +98,11 @@ def copies(tensors: Tensors) -> dict[str, torch.Tensor]:
 class Trial:
     """A model in evaluation mode on one rank, and the rows of its case.
 
-    In evaluation mode nothing is drawn and norms keep their statistics, so what a micro-batch gives depends on its rows
-    alone, and any two ways to the same rows can be compared.
+    In evaluation mode there is no dropout and norms do not update their statistics, so the loss of a micro-batch
+    depends on its rows alone, and any two ways to compute it can be compared.
 
     Args:
-        worker: set up.
+        worker: set up for training.
     """
 
     def __init__(self, worker: SFTWorker) -> None:
@@ -108,7 +118,7 @@ class Trial:
         return self.worker.root
 
     def train(self) -> None:
-        """Turn the model to training mode, but for what draws or keeps statistics there: dropout and batch norms."""
+        """Put the model in training mode, except for dropout and batch norms."""
         self.worker.model.train()
         norms = statistical_norms(self.worker.inner_model).values()
         draws = (module for module in self.root.modules() if isinstance(module, _DropoutNd))
@@ -116,7 +126,7 @@ class Trial:
             module.eval()
 
     def unit_calls(self, batch: Batch) -> list[str]:
-        """The names of the units that a forward calls, in order, as often as it calls them."""
+        """The names of the units that a forward calls, in order, with repetitions."""
         names = {module: name for name, module in self.worker.inner_model.named_modules()}
         units = self.adapter.shard_units(self.worker.inner_model)[0]
         called: list[str] = []
@@ -131,7 +141,7 @@ class Trial:
         return called
 
     def filler(self) -> Batch:
-        """What a rank without rows computes."""
+        """The micro-batch of a rank without rows."""
         sample = self.adapter.filler(self.samples[0])
         return self.adapter.collate([sample], (-1,), dict.fromkeys(self.terms, 0.0))
 
@@ -146,28 +156,28 @@ class Trial:
         return list(self._rows.term_weights)
 
     def weigh(self, sample: Sample) -> dict[str, float]:
-        """What a sample weighs in each term."""
+        """A sample's weight in each term."""
         return {**self.worker.prepared.encoder.weights(sample), **self.adapter.row_terms()}
 
-    def promised(self, rows: Sequence[int]) -> dict[str, float]:
-        """What the row index says that rows weigh, by term."""
+    def indexed_weights(self, rows: Sequence[int]) -> dict[str, float]:
+        """The weight of rows in each term, by the row index."""
         return {term: float(values[list(rows)].sum()) for term, values in self._rows.term_weights.items()}
 
     def batch(self, rows: Sequence[int]) -> Batch:
         """The micro-batch of some rows."""
-        return self.adapter.collate([self.samples[row] for row in rows], list(rows), self.promised(rows))
+        return self.adapter.collate([self.samples[row] for row in rows], list(rows), self.indexed_weights(rows))
 
     def loaded(self, rows: Sequence[int]) -> Batch:
-        """The micro-batch of some rows, or of none, as the loader makes it in a step of all rows."""
+        """The micro-batch of rows, or of none, as the loader makes it in a step of all rows."""
         adapter, companion = self.adapter, self.adapter.companion()
         samples = [self.samples[row] for row in rows] or [adapter.filler(self.samples[0])]
         numbers = list(rows) or [-1]
         if companion is not None and not companion.joins(self.samples) and companion.joins(samples):
             samples, numbers = [*samples, companion.sample], [*numbers, -1]
-        return adapter.collate(samples, numbers, self.promised(rows))
+        return adapter.collate(samples, numbers, self.indexed_weights(rows))
 
     def batch_of(self, samples: Sequence[Sample]) -> Batch:
-        """The micro-batch of samples that are no rows of the case."""
+        """The micro-batch of samples that are not rows of the case."""
         weights = dict.fromkeys(self.terms, 0.0)
         for sample in samples:
             for term, weight in self.weigh(sample).items():
@@ -175,18 +185,18 @@ class Trial:
         return self.adapter.collate(list(samples), list(range(len(samples))), weights)
 
     def forwards(self, rows: Sequence[int]) -> list[list[int]]:
-        """Rows as they may share forwards: all together, or each by itself."""
+        """Rows grouped by forward pass: all together if the adapter allows it, otherwise one by one."""
         return [list(rows)] if self.adapter.rows_share_forwards else [[row] for row in rows]
 
     def losses(self, batch: Batch, seed: int = 0) -> dict[str, LossSum]:
-        """The terms of one micro-batch's loss, with their graph; a whole step's loss as if it were all of the step."""
+        """The terms of a micro-batch's loss, with their graph; for a whole-step loss the micro-batch is the step."""
         seed_rng(seed, 0, 0, 0, "verify")
         if isinstance(self.adapter, WholeStepAdapter):
             return named(self.adapter.step_loss(self.root(batch)))
         return dict(self.root(batch))
 
     def measure(self, batches: Sequence[Batch]) -> Measured:
-        """Losses and gradients of micro-batches together, as a step has them."""
+        """Losses and gradients of micro-batches together, as in one step."""
         weights = self.worker.weights
         weights.zero_gradients()
         denominators = {term: sum(batch.weights.get(term, 0.0) for batch in batches) for term in self.terms}
@@ -207,7 +217,7 @@ class Trial:
 
     @torch.no_grad()
     def row_losses(self) -> list[dict[str, str]]:
-        """The terms of each row's loss, bit by bit, as `float.hex`."""
+        """The terms of each row's loss, exact, as `float.hex`."""
         found = []
         for row in range(self.num_rows):
             losses = self.losses(self.batch([row]))
@@ -217,9 +227,9 @@ class Trial:
     def _check_terms(self, losses: Mapping[str, LossSum]) -> None:
         if set(losses) != set(self.terms):
             raise Failed(
-                f"the loss has the terms {sorted(losses)}, weights says {sorted(self.terms)}",
+                f"the loss has the terms {sorted(losses)}, weights has {sorted(self.terms)}",
                 where=f"{type(self.adapter).__name__}.loss, .weights",
-                remedy="let both name the same terms",
+                remedy="return the same terms from both",
             )
 
     def _gradients(self) -> dict[str, torch.Tensor]:
@@ -230,17 +240,11 @@ class Trial:
 
     def step_rows(self, number: int) -> list[np.ndarray]:
         """The rows of each of the run's first steps."""
-        state, rows = DataState(), []
-        for _ in range(number):
-            assert isinstance(self.worker.loader, StepLoader)
-            step = self.worker.loader.step(state)
-            rows.append(step.rows)
-            state = step.after
-        return rows
+        return [step.rows for step in first_steps(self.worker, number)]
 
     @cached_property
-    def restless(self) -> str | None:
-        """Why two forwards of the same rows cannot be compared with each other; None where they can."""
+    def nondeterminism(self) -> str | None:
+        """Why two forwards of the same rows cannot be compared; None where they can."""
         batch = self.batch(self.forwards(range(self.num_rows))[0])
         with torch.no_grad():
             first, again, other = (
@@ -250,8 +254,8 @@ class Trial:
             return f"the same rows give {shown(first)} and then {shown(again)} with the same seed (see repeat)"
         if not same(first, other):
             return (
-                f"the loss draws at random in evaluation mode too ({shown(first)} and {shown(other)} with two seeds), "
-                "so two ways to it cannot be compared; to have them compared, draw in encode, or while model.training"
+                f"the loss is random in evaluation mode too ({shown(first)} and {shown(other)} with two seeds), so two "
+                "ways to compute it cannot be compared; to compare them, draw in encode, or only while model.training"
             )
         return None
 
@@ -281,7 +285,7 @@ def apart(one: float, other: float) -> float:
 
 
 def distance(one: Tensors, other: Tensors) -> tuple[float, str]:
-    """How far two sets of gradients or weights are apart, relative to the larger one, and the name of the farthest."""
+    """The distance of two sets of gradients or weights, relative to the larger one, and the name that differs most."""
     names = sorted({*one, *other})
     zero = torch.zeros((), dtype=torch.float64)
 
@@ -296,4 +300,4 @@ def distance(one: Tensors, other: Tensors) -> tuple[float, str]:
 
 
 def silent(text: str) -> None:
-    """Nothing is said of data and model: the checks speak for themselves."""
+    """A report function that discards its messages: the checks have their own results."""

@@ -16,6 +16,8 @@ from shardtune.run.api import Run
 
 
 class Encoder:
+    tokenizer = object()
+
     @staticmethod
     def prompt(messages: list[dict[str, Any]]) -> np.ndarray:
         asked.append([f"{turn['role']}: {turn['content']}" for turn in messages])
@@ -24,8 +26,6 @@ class Encoder:
 
 class Worker:
     """Answers `re <turn>`; breaks off at "stop"."""
-
-    tokenizer = object()
 
     def chat_encoder(self) -> Encoder:
         return Encoder()

@@ -112,6 +112,6 @@ def test_chat(trained: Outcome, work: Path, monkeypatch: pytest.MonkeyPatch) -> 
     told = run_cli("chat", "runs/demo", "--max-new-tokens", "2")
     assert told.code == 0, told.err
     assert "the image 'none.png' does not exist" in told.out
-    assert re.search(r"an image of \d+ x \d+, for your next turn", told.out)
+    assert re.search(r"an image of \d+ x \d+, added to your next turn", told.out)
     assert "there are 0 images and 1 places" in told.out
     assert "'.' does not exist" in told.out

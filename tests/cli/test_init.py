@@ -81,7 +81,7 @@ def test_it_overwrites_nothing(empty: Path, taken: str):
     (folder / taken).write_text("mine")
     outcome = run_cli("init", "talk_model")
     assert outcome.code == 2
-    assert f"{taken} is there already" in outcome.err
+    assert f"{taken} already exists" in outcome.err
     assert names(folder) == [taken]
     assert (folder / taken).read_text() == "mine"
 
@@ -89,11 +89,11 @@ def test_it_overwrites_nothing(empty: Path, taken: str):
 @pytest.mark.parametrize(
     ("name", "message", "remedy"),
     [
-        ("my-model", "'my-model' is no name for a Python file and a class", "as in my_model"),
-        ("2fast", "is no name", "as in my_model"),
-        ("class", "is no name", "as in my_model"),
-        ("_", "is no name", "as in my_model"),
-        ("a/b", "is no name", "as in a_b"),
+        ("my-model", "'my-model' cannot be the name of a Python file and a class", "as in my_model"),
+        ("2fast", "cannot be the name", "as in my_model"),
+        ("class", "cannot be the name", "as in my_model"),
+        ("_", "cannot be the name", "as in my_model"),
+        ("a/b", "cannot be the name", "as in a_b"),
         ("torch", "torch is the name of an installed package", "my_torch"),
         ("random", "random is the name of an installed package", "my_random"),
     ],

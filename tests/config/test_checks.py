@@ -1,4 +1,4 @@
-"""Values that contradict each other, and features to come, are refused before anything starts."""
+"""Values that contradict each other are refused before anything starts."""
 
 import pytest
 
@@ -11,11 +11,17 @@ EVAL = "data.eval_data_paths=eval.jsonl"
     ("overrides", "expected"),
     [
         (["actor.global_batch_size=8", "actor.global_batch_tokens=4096"], "exclude each other"),
-        (["actor.global_batch_size=null"], "how large an optimizer step is"),
-        (["actor.micro_batch_size=null"], "leaves a forward without a limit"),
-        (["actor.max_tokens_per_micro_batch=1024"], "data.max_length (2048 tokens) is more than one forward may hold"),
+        (["actor.global_batch_size=null"], "sets the size of an optimizer step"),
+        (["actor.micro_batch_size=null"], "leaves the forward pass without a limit"),
+        (
+            ["actor.max_tokens_per_micro_batch=1024"],
+            "data.max_length (2048 tokens) is more than one forward pass may hold",
+        ),
         (["actor.optim.min_lr=1e-4"], "is above actor.optim.lr (1e-05)"),
-        (["actor.optim.lr_warmup_steps=5", "actor.optim.lr_warmup_steps_ratio=0.1"], "both say how long"),
+        (
+            ["actor.optim.lr_warmup_steps=5", "actor.optim.lr_warmup_steps_ratio=0.1"],
+            "both set the length of the warm-up",
+        ),
         (["actor.optim.lr_scheduler=constant", "actor.optim.min_lr=1e-6"], "has no effect"),
         (["actor.optim.decay_ratio=0.2"], "has no effect with actor.optim.lr_scheduler: cosine"),
         (["runner.max_epochs=-1"], "training would not end"),
@@ -26,24 +32,27 @@ EVAL = "data.eval_data_paths=eval.jsonl"
         (["runner.early_stop.enabled=true"], "runner.early_stop.enabled: True needs evaluation data"),
         (["runner.best.monitor=eval/loss"], "runner.best.monitor: 'eval/loss' needs evaluation data"),
         (["runner.early_stop.enabled=true", EVAL], "needs evaluations during training"),
-        (["data.eval_split=0.1", EVAL], "both say what to evaluate on"),
+        (["data.eval_split=0.1", EVAL], "both choose the evaluation rows"),
         (
             ["actor.optim.state_dtype=int8", "actor.optim.name=RMSprop"],
-            "AdamW, Adam, SGD, not for actor.optim.name: RMSprop",
+            "AdamW, Adam, SGD, not with actor.optim.name: RMSprop",
         ),
         (["actor.optim.state_dtype=bf16", "actor.optim.name=SGD"], "has no effect on SGD without momentum"),
-        (["actor.optim.state_dtype=bf16", "actor.optim.args={fused: true}"], "actor.optim.args.fused does not go with"),
+        (
+            ["actor.optim.state_dtype=bf16", "actor.optim.args={fused: true}"],
+            "actor.optim.args.fused does not work with",
+        ),
         (
             ["actor.optim.state_dtype=int8", "actor.training_backend=fsdp1"],
-            "does not go with actor.training_backend: fsdp1",
+            "does not work with actor.training_backend: fsdp1",
         ),
         (["actor.fsdp_config.prefetch=2", "actor.training_backend=ddp"], "which has nothing to gather"),
-        (["actor.fsdp_config.prefetch=2", "actor.training_backend=fsdp1"], "which has its own way to gather"),
+        (["actor.fsdp_config.prefetch=2", "actor.training_backend=fsdp1"], "which gathers in its own way"),
         (
             ["actor.model.gradient_checkpointing=selective", "actor.model.compile=true"],
-            "chooses among a layer's operations",
+            "selects among a layer's operations",
         ),
-        (["actor.model.compile=true", "actor.parallel.tensor=2"], "does not go with actor.parallel.tensor: 2"),
+        (["actor.model.compile=true", "actor.parallel.tensor=2"], "does not work with actor.parallel.tensor: 2"),
     ],
 )
 def test_contradictions(load, overrides, expected):

@@ -85,7 +85,7 @@ def test_fsdp1_is_laid_out_flat() -> None:
     ],
 )
 def test_fsdp1_refuses_what_it_cannot_do(keys: dict[str, Any], named: str) -> None:
-    with pytest.raises(ParallelError, match=f"fsdp1 does not go with {named}: ") as refused:
+    with pytest.raises(ParallelError, match=f"fsdp1 does not work with {named}: ") as refused:
         flat(4, **keys)
     assert refused.value.where == named
 

@@ -55,10 +55,10 @@ def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["import beside", "from beside.inner import x", "from .beside import x"])
-def test_what_lies_beside_a_file_is_told_to_be_out_of_reach(tmp_path: Path, line: str) -> None:
+def test_importing_a_neighbouring_file_is_an_error_with_a_remedy(tmp_path: Path, line: str) -> None:
     (tmp_path / "beside.py").write_text("x = 1\n")
     (tmp_path / "mine.py").write_text(f"{line}\n")
-    with pytest.raises(ConfigError, match="what lies beside it is not on Python's path") as caught:
+    with pytest.raises(ConfigError, match="its directory is not on Python's path") as caught:
         import_file(tmp_path / "mine.py", "actor.model.adapter")
     assert caught.match("mine.py:1")
 

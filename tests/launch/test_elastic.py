@@ -149,7 +149,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"runner__max_restarts": 1}, "single process, which nobody watches"),
+        ({"runner__max_restarts": 1}, "has no effect on a single process"),
         ({"runner__nproc_per_node": 2, "runner__min_workers": 1}, "no effect with runner.max_restarts: 0"),
         (
             {"runner__nproc_per_node": 2, "runner__max_restarts": 1, "runner__min_workers": 3},

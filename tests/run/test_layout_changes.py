@@ -184,5 +184,5 @@ def test_compiled_layers_whose_matrices_are_shared_are_refused(tmp_path: Path) -
     job = Job.make(tmp_path, "dense")
     ended = job.train("compiled", STEPS, Segment(2, {"tensor": 2}, ["actor.model.compile=true"]))
     assert ended.returncode == 2
-    assert "actor.model.compile: true does not go with actor.parallel.tensor: 2" in ended.stderr
+    assert "actor.model.compile: true does not work with actor.parallel.tensor: 2" in ended.stderr
     assert not job.run("compiled").exists()

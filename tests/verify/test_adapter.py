@@ -131,7 +131,7 @@ def test_failures_are_shown_and_give_the_exit_code() -> None:
     assert outcome.code == 1
     assert re.search(r"2/2 sums +failed", outcome.out)
     assert "1 passed, 1 failed of 2 checks" in outcome.out.replace("\n", " ")
-    assert "where: SumsMean.loss\n  mend:  this looks like a mean" in outcome.out
+    assert "where:  SumsMean.loss\n  remedy: this looks like a mean" in outcome.out
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_a_model_that_cannot_be_set_up_is_told_once(tmp_path: Path) -> None:
 def test_an_assertion_for_tests_of_ones_own() -> None:
     check_adapter(f"{HEALTHY}:Regressor", only=["encode", "sums"])
     check_adapter(f"{HEALTHY}:Regressor", "actor.model.options.width=3", only=["build"])
-    with pytest.raises(AssertionError, match=r"does not conform[\s\S]*sums: the term 'loss' is[\s\S]*mend:"):
+    with pytest.raises(AssertionError, match=r"does not conform[\s\S]*sums: the term 'loss' is[\s\S]*remedy:"):
         check_adapter(f"{BROKEN}:SumsMean", only=["encode", "sums"])
 
 
@@ -246,4 +246,4 @@ def test_the_checks_are_tests_for_pytest(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 failed, 1 passed, 1 skipped, 13 deselected" in done.stdout
-    assert "mend:  this looks like a mean" in done.stdout
+    assert "remedy: this looks like a mean" in done.stdout

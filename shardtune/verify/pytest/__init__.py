@@ -1,4 +1,4 @@
-"""The conformance kit for tests: `check_adapter` in a test of one's own, or the kit's checks as tests.
+"""The conformance kit for tests: `check_adapter` in your own test, or the kit's checks as tests.
 
 pytest --pyargs shardtune.verify.pytest --adapter my_model.py:MyModel --recipe recipe.yaml
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 __all__ = ["check_adapter"]
 
@@ -15,7 +14,7 @@ __all__ = ["check_adapter"]
 def check_adapter(
     adapter: str | Path,
     *overrides: str,
-    recipe: str | Path | Mapping[str, Any] | None = None,
+    recipe: str | Path | Mapping[str, object] | None = None,
     only: Collection[str] = (),
 ) -> None:
     """Assert that an adapter passes the conformance kit.
@@ -27,7 +26,7 @@ def check_adapter(
         only: names of checks; all of them by default.
 
     Raises:
-        AssertionError: a check failed; the message holds what, where and how to mend it, of each that did.
+        AssertionError: a check failed; the message has what, where and the remedy of each failure.
         ShardtuneError: there is no such adapter, the recipe is wrong, or there are no rows.
     """
     from shardtune.verify.adapter import verify_adapter

@@ -1,4 +1,4 @@
-"""What pytest knows of the conformance kit: its options."""
+"""The pytest options of the conformance kit."""
 
 from __future__ import annotations
 

@@ -1,0 +1,33 @@
+"""The recipe as types: every key, its default, its allowed values and its meaning.
+
+The descriptions are the configuration reference: `python -m shardtune.config.reference` prints them as a page.
+"""
+
+from shardtune.config.schema.actor import ActorConfig, FsdpConfig, OptimConfig, ParallelConfig, ParameterGroup
+from shardtune.config.schema.data import DataConfig, DataEntry
+from shardtune.config.schema.evaluation import EvalConfig
+from shardtune.config.schema.model import LoraConfig, ModelConfig, TokenizerConfig, action_tokens
+from shardtune.config.schema.recipe import Recipe, escape_interpolation
+from shardtune.config.schema.runner import BestConfig, EarlyStopConfig, LoggerConfig, RayConfig, RunnerConfig
+
+__all__ = [
+    "ActorConfig",
+    "BestConfig",
+    "DataConfig",
+    "DataEntry",
+    "EarlyStopConfig",
+    "EvalConfig",
+    "FsdpConfig",
+    "LoggerConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "ParameterGroup",
+    "RayConfig",
+    "Recipe",
+    "RunnerConfig",
+    "TokenizerConfig",
+    "action_tokens",
+    "escape_interpolation",
+]

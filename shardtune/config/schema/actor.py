@@ -1,0 +1,142 @@
+"""`actor`: the model and how it is trained: batch sizes, loss, optimizer, and the layout of ranks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from shardtune.config.schema.model import ModelConfig, TokenizerConfig, action_tokens
+from shardtune.config.schema.section import Section, key, section
+from shardtune.config.values import (
+    Count,
+    CountOrUnlimited,
+    FunctionInFile,
+    NamePattern,
+    Names,
+    Number,
+    Reduce,
+    Text,
+    Worker,
+)
+
+
+class ParameterGroup(Section):
+    pattern: NamePattern = Field(
+        description="A regular expression, searched for in the parameters' names; or a part: vision_tower, projector, "
+        "language_model."
+    )
+    lr: Number | None = key(None, "The group's peak learning rate; null: `actor.optim.lr`.", ge=0)
+    weight_decay: Number | None = key(None, "The group's weight decay; null: `actor.optim.weight_decay`.", ge=0)
+
+
+class OptimConfig(Section):
+    name: Text = key("AdamW", "The optimizer: the name of a class in torch.optim.")
+    lr: Number = key(1.0e-5, "The peak learning rate.", gt=0)
+    adam_beta1: Number = key(0.9, "Adam's decay rate of the first moment.", ge=0, lt=1)
+    adam_beta2: Number = key(0.999, "Adam's decay rate of the second moment.", ge=0, lt=1)
+    adam_eps: Number = key(1.0e-8, "Added to Adam's denominator.", gt=0)
+    weight_decay: Number = key(0.01, "Decoupled weight decay; norms and biases are exempt.", ge=0)
+    args: dict[str, object] = key({}, "Further arguments of the optimizer's class, e.g. {momentum: 0.9}.")
+    state_dtype: Literal["fp32", "bf16", "int8"] = key(
+        "fp32",
+        "The storage of the moments of AdamW, Adam and SGD; fp32: as in torch; bf16 (stochastic rounding) or int8 (in "
+        "blocks of 256 with one scale each): half or a quarter of that memory, with some noise.",
+    )
+    groups: list[ParameterGroup] = key(
+        [], "Parameters with their own rate or decay, e.g. [{pattern: embed_tokens, lr: 1e-6}]; the last match counts."
+    )
+    clip_grad: Annotated[Number, Field(gt=0)] | None = key(
+        1.0, "The largest global norm of the gradient, over all ranks and parameters; null: no clipping."
+    )
+    lr_scheduler: Literal["constant", "linear", "cosine", "wsd"] = key(
+        "cosine", "The learning rate after the warm-up; wsd: constant, then linear over the last `decay_ratio`."
+    )
+    lr_warmup_steps: int = key(0, "Optimizer steps over which the rate rises from 0 to `lr`.", ge=0)
+    lr_warmup_steps_ratio: Number = key(0.0, "The same as a share of all steps.", ge=0, le=1)
+    decay_ratio: Number = key(0.1, "wsd: the share of all steps in which the rate falls.", gt=0, le=1)
+    min_lr: Number = key(0.0, "The rate at the last step and after it.", ge=0)
+
+
+class ParallelConfig(Section):
+    data_replicate: Count = key(1, "Copies of the sharded model (HSDP).")
+    data_shard: CountOrUnlimited = key(-1, "Ranks over which each copy is sharded; -1: all that are left.")
+    tensor: Count = key(1, "Ranks that share each matrix multiplication.")
+    sequence: Count = key(1, "Ranks that share each sequence.")
+    expert: Count = key(1, "Ranks over which a layer's experts are distributed.")
+
+
+class FsdpConfig(Section):
+    cpu_offload: bool = key(False, "Keep weights, gradients and optimizer states in host memory.")
+    reshard_after_forward: bool = key(
+        True, "Free a unit's gathered weights after its forward pass and gather them again in the backward pass."
+    )
+    prefetch: Count = key(
+        1,
+        "How many units ahead weights are gathered, in the forward and in the backward pass; 1: FSDP2's default; each "
+        "further one holds the weights of one more unit.",
+    )
+    reduce: Annotated[Literal["last", "every"], Reduce] = key(
+        "last", "Reduce gradients over ranks after the last micro-batch of a step, or after every one (less memory)."
+    )
+    wrap: Names | None = key(
+        None, "Class names of the modules that are sharded as a unit; null: as the model declares."
+    )
+
+
+class ActorConfig(Section):
+    training_backend: Literal["fsdp", "fsdp1", "ddp"] = key(
+        "fsdp",
+        "How the model is distributed over ranks: fsdp is FSDP2; ddp keeps a whole copy on each rank; fsdp1 is torch's "
+        "FullyShardedDataParallel, with the same numbers and checkpoints.",
+    )
+    micro_batch_size: Count | None = key(
+        2, "Maximum rows per forward pass; null: only `max_tokens_per_micro_batch`, which is then required."
+    )
+    max_tokens_per_micro_batch: Count | None = key(
+        None, "Maximum tokens per forward pass; null: no limit; if both limits are given, both apply."
+    )
+    eval_micro_batch_size: Count | None = key(
+        None, "Maximum rows per forward pass in evaluation; null: as in training."
+    )
+    global_batch_size: Count | None = key(
+        32, "Rows per optimizer step, exactly, over all ranks; the last step of an epoch takes what is left."
+    )
+    global_batch_tokens: Count | None = key(
+        None, "Maximum input tokens per optimizer step, over all ranks; replaces `global_batch_size`."
+    )
+    loss: FunctionInFile | None = key(
+        None,
+        "A loss per target, file.py:function: (outputs [n, …], targets [n]) -> losses [n], instead of the model's own; "
+        "null: cross-entropy for language models, otherwise the adapter's; `eval/loss` stays the model's own.",
+    )
+    label_smoothing: Number = key(
+        0.0,
+        "The share of each target's probability that the training loss spreads over the whole vocabulary; `eval/loss` "
+        "is not smoothed.",
+        ge=0,
+        lt=1,
+    )
+    z_loss: Number = key(
+        0.0,
+        "Factor of the squared log-normaliser of the softmax, added to the training loss of each target; not part of "
+        "`eval/loss`.",
+        ge=0,
+    )
+    worker: Worker | None = key(
+        None,
+        "The worker of the task: your class, file.py:Class, or sft_trainer (HALOs' SFTTrainer: padded batches, "
+        "`get_batch_metrics`); null: the one of `model.model_type`.",
+    )
+    model: ModelConfig = section(ModelConfig, "The model.")
+    tokenizer: TokenizerConfig = section(TokenizerConfig, "The tokenizer.")
+    optim: OptimConfig = section(OptimConfig, "Optimizer and learning rate.")
+    parallel: ParallelConfig = section(ParallelConfig, "The layout of ranks.")
+    fsdp_config: FsdpConfig = section(FsdpConfig, "How the model is sharded.")
+
+    @property
+    def added_tokens(self) -> list[str]:
+        """Tokens that are added to the tokenizer's own."""
+        model = self.model
+        appended = model.model_type == "vision_language_action" and model.action_tokens == "appended"
+        return [*self.tokenizer.new_tokens, *(action_tokens(model.num_action_bins) if appended else ())]

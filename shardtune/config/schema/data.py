@@ -1,0 +1,79 @@
+"""`data`: the rows and how they become tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from shardtune.config.schema.section import Section, key
+from shardtune.config.values import Allowed, Count, FunctionInFile, Number, Text, one_or_more
+
+
+class DataEntry(Section):
+    """One source among several in `data.train_data_paths` or `data.eval_data_paths`."""
+
+    path: Text = Field(description="A file, glob, directory or Hub name.")
+    name: Text | None = key(
+        None,
+        "The source's name in logs and counts; for a Hub data set also its configuration; null: derived from the path.",
+    )
+    weight: Number = key(1.0, "An epoch has round(weight x rows) rows of this source.", gt=0)
+    max_samples: Count | None = key(None, "Only this many rows, the first ones; null: all of them.")
+    columns: dict[str, str] = key({}, "As `data.columns`, for this source; its entries take precedence.")
+    format: Literal["messages", "sharegpt", "instruction", "prompt_completion", "question_answer", "text"] | None = key(
+        None, "The row format; null: detected for each row."
+    )
+    split: Text | None = key(
+        None, "The split of a Hub data set; null: train for training rows, validation or test for evaluation rows."
+    )
+
+
+SOURCES = "a path or Hub name, an entry {path, name, weight, …}, or a list of these"
+Sources = Annotated[str | DataEntry | list[str | DataEntry], one_or_more(DataEntry, named=False), Allowed(SOURCES)]
+NamedSources = Annotated[
+    str | DataEntry | list[str | DataEntry] | dict[str, str | DataEntry | list[str | DataEntry]],
+    one_or_more(DataEntry, named=True),
+    Allowed(f"{SOURCES}, or a mapping of set name to any of these"),
+]
+
+
+class DataConfig(Section):
+    train_data_paths: Sources | None = key(
+        None,
+        "The training rows: files, globs, directories and Hub names, or entries {path, name, weight, max_samples, "
+        "columns, format, split}; required unless rows are passed as objects.",
+    )
+    eval_data_paths: NamedSources | None = key(
+        None, "The evaluation rows, likewise, or named sets {math: a.jsonl, chat: b.jsonl} -> eval/math/loss, …"
+    )
+    eval_split: Number = key(
+        0.0, "The share of the training rows that is held out for evaluation, chosen by row hash.", ge=0, lt=1
+    )
+    columns: dict[str, str] = key(
+        {}, "Your names for the columns of a row format, e.g. {question: problem, answer: solution}."
+    )
+    transform: FunctionInFile | None = key(None, "A function row -> row, applied to every row before it is encoded.")
+    chat_template: Text | None = key(
+        None, "null: the tokenizer's own; chatml: the built-in ChatML template; otherwise a Jinja file."
+    )
+    system_prompt: Text | None = key(None, "The system turn of conversations without one; null: none is added.")
+    train_on: Literal["assistant", "last_assistant", "all"] = key(
+        "assistant", "Which tokens are targets: all of the assistant's turns, its last turn, or every token."
+    )
+    max_length: int = key(2048, "Maximum tokens of one row.", ge=2)
+    on_too_long: Literal["truncate", "drop", "fail"] = key(
+        "truncate", "What happens to rows longer than `max_length`; truncated and dropped rows are counted."
+    )
+    on_bad_row: Literal["fail", "skip"] = key(
+        "fail", "What happens to rows that cannot be used; skipped ones are counted and reported with file and row."
+    )
+    max_bad_rows: int = key(100, "With `on_bad_row: skip`: how many rows may be skipped before the run fails.", ge=0)
+    shuffle: bool = key(True, "Shuffle the rows by seed and epoch; false: in the order of the files.")
+    num_workers: int = key(2, "Processes that build the cache and decode rows; 0: only the main process.", ge=0)
+    keep_pixels: bool = key(
+        False,
+        "Store the resized pixels of each image (bytes) in the cache when it is first read: later epochs and runs do "
+        "not decode it. Takes about width x height x 3 bytes at the processor's output size.",
+    )
+    cache_dir: Text | None = key(None, "Where tokenised rows are stored; null: the user's cache directory.")

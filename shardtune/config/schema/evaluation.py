@@ -1,0 +1,52 @@
+"""`eval`: evaluation by generated answers, by metrics, and by episodes in a simulator."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from shardtune.config.schema.section import Section, key
+from shardtune.config.values import (
+    AnswerPattern,
+    Count,
+    Distinct,
+    EnvironmentName,
+    FunctionInFile,
+    Match,
+    Number,
+)
+
+
+class EvalConfig(Section):
+    generate: bool = key(
+        False, "Generate answers to the evaluation rows and report the share of correct ones: eval/eval_accuracy."
+    )
+    max_new_tokens: Count = key(256, "Maximum tokens of one generated answer.")
+    temperature: Number = key(0.0, "The sampling temperature; 0: greedy decoding.", ge=0)
+    answer_pattern: AnswerPattern | None = key(
+        None, "Where the answer is in a text: group 1 of this regular expression; null: the whole text."
+    )
+    match: Match = key(
+        "exact", "When an answer counts as correct: exact (same text), numeric (same number), or file.py:function."
+    )
+    num_samples: Count | None = key(None, "How many evaluation rows are answered; null: all of them.")
+    metrics: Annotated[list[FunctionInFile], Distinct] = key(
+        [],
+        "Your metrics, [file.py:function]: (outputs [n, …], targets [n], weights [n]) -> (sum, weight), called on one "
+        "part of the predictions after another and reported as eval/<function>.",
+    )
+    environment: EnvironmentName | None = key(
+        None,
+        "The simulator in which an action model runs episodes, reported as eval/success: reach, point2d, or "
+        "file.py:Class; null: none.",
+    )
+    environment_options: dict[str, object] = key({}, "Arguments of the environment's class, e.g. {max_steps: 60}.")
+    episodes: Count = key(50, "Episodes in each evaluation, always the same ones.")
+    episode_seed: int = key(0, "The seed from which each episode's seed is derived.", ge=0, lt=2**63)
+    episodes_at_once: Count = key(
+        16, "Episodes that a rank runs in parallel, each in its own environment, with one batched call of the policy."
+    )
+    action_steps: Count | None = key(
+        None, "How many actions of a predicted chunk are executed before the next prediction; null: all of them."
+    )
+    videos: int = key(4, "How many episodes, the first ones, are saved as videos in `samples/`.", ge=0)
+    video_format: Literal["gif", "mp4"] = key("gif", "The format of the videos; mp4 needs the extra `video`.")

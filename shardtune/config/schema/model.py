@@ -1,0 +1,157 @@
+"""`actor.model` and `actor.tokenizer`: the base model, how it is computed, its adapter, and its tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from shardtune.config.schema.section import Section, key, section
+from shardtune.config.values import (
+    Checkpointing,
+    Count,
+    Distinct,
+    FunctionInFile,
+    ImageSize,
+    LoraInit,
+    NameOrNames,
+    NamePattern,
+    Number,
+    Text,
+)
+
+
+class LoraConfig(Section):
+    r: Count = key(16, "The rank of the adapter matrices.")
+    alpha: Number = key(32.0, "The adapter's scale: its output is multiplied by alpha / r.", gt=0)
+    dropout: Number = key(0.0, "Dropout on the adapter's inputs, in training.", ge=0, lt=1)
+    target_modules: NameOrNames = key(
+        "all-linear",
+        "The modules that get an adapter: all-linear (except the head), or a list of name endings; [] with "
+        "`target_parameters` alone.",
+    )
+    target_parameters: list[Text] = key(
+        [],
+        "Parameters with two or three dimensions that get an adapter although they are not the weight of a linear "
+        "layer, by name endings: experts that are stacked in one tensor.",
+    )
+    use_rslora: bool = key(False, "Scale by alpha / sqrt(r) instead of alpha / r.")
+    use_dora: bool = key(False, "Learn each column's magnitude separately from its direction (DoRA).")
+    init: LoraInit = key(
+        True,
+        "How a new adapter is initialised, by PEFT's names: true (A random, B zero), gaussian, orthogonal, pissa, "
+        "pissa_niter_16, olora, mica; false: random, for tests.",
+    )
+    modules_to_save: list[Text] = key(
+        [], "Modules, by name endings, that are trained in full and saved with the adapter."
+    )
+    adapter_path: Text | None = key(
+        None,
+        "The directory of an adapter to start from; its rank, scale and modules are used; null: a new adapter.",
+    )
+    base_dtype: Literal["auto", "bf16", "nf4"] = key(
+        "auto",
+        "The storage of the frozen weights; auto: the dtype of the trained ones; bf16: half of that; nf4: the linear "
+        "layers in four bits (QLoRA).",
+    )
+
+
+class ModelConfig(Section):
+    model_type: Text = key(
+        "causal_lm", "causal_lm, vision_language, vision_language_action, or the name of a registered model."
+    )
+    model_path: Text | None = key(
+        None,
+        "The base model: a directory for `from_pretrained`, or a Hub name; required unless the model is passed as an "
+        "object.",
+    )
+    from_scratch: bool = key(
+        False, "Take only the configuration and tokenizer from `model_path` and initialise the weights from the seed."
+    )
+    config_overrides: dict[str, object] = key(
+        {}, "Values that replace those of the model's own configuration, e.g. {attention_dropout: 0.1}."
+    )
+    adapter: FunctionInFile | None = key(
+        None, "Your class that describes the model, file.py:Class; null: the one of `model_type`."
+    )
+    options: dict[str, object] = key({}, "Your worker's or adapter's own keys, checked by its Options class.")
+    precision: Literal["bf16", "fp16", "fp32", "fp64"] = key(
+        "bf16", "The dtype of the computation; bf16 and fp16 keep weights and optimizer in fp32; fp64 is for proofs."
+    )
+    attn_implementation: Text = key(
+        "auto", "The attention implementation; auto: the fastest exact one here; otherwise a name of transformers."
+    )
+    trust_remote_code: bool = key(False, "Run Python code that comes with the model; it may do anything.")
+    gradient_checkpointing: Checkpointing = key(
+        False,
+        "Recompute activations in the backward pass instead of storing them: less memory, slower; selective: store "
+        "the results of matrix products and attention, and recompute only the rest.",
+    )
+    compile: bool = key(False, "Compile the model with torch.compile.")
+    freeze: list[NamePattern] = key(
+        [],
+        "Parameters that are not trained: regular expressions, searched for in the parameters' names; or parts: "
+        "vision_tower, projector, language_model.",
+    )
+    low_cpu_mem_usage: bool = key(
+        True,
+        "For a registered function to pass on; built-in model types are always built on the meta device and loaded in "
+        "parts.",
+    )
+    micro_batch_size: Count | None = key(
+        None, "The place of `actor.micro_batch_size` in other systems; null: it is given there."
+    )
+    val_micro_batch_size: Count | None = key(
+        None, "The place of `actor.eval_micro_batch_size` in other systems; null: it is given there."
+    )
+    vocab_size: Count | None = key(
+        None, "The required size of the text vocabulary, without padding of the embedding; null: not checked."
+    )
+    hidden_size: Count | None = key(None, "The required hidden size of the text model; null: not checked.")
+    image_size: ImageSize | None = key(
+        None, "The required [height, width] of images at the model's input; null: as its processor makes them."
+    )
+    action_token_len: Count | None = key(
+        None, "Dimensions of an action, one token each; null: those of the statistics."
+    )
+    action_chunks_len: Count = key(1, "Actions that are predicted at once.")
+    unnorm_key: Text | None = key(
+        None, "The data set whose statistics turn action tokens into numbers; null: the only one there is."
+    )
+    num_action_bins: int = key(256, "Tokens for the values of an action.", ge=2)
+    action_tokens: Literal["auto", "appended", "last"] = key(
+        "auto",
+        "Which tokens these are; appended: new ones, <act_0>, <act_1>, …; last: the last ordinary ones; auto: as saved "
+        "with the model, otherwise last.",
+    )
+    action_prompt: Text | None = key(
+        None,
+        "The text before an action, with {instruction}; null: as saved with the model, otherwise its processor's chat "
+        "template, otherwise OpenVLA's.",
+    )
+    action_state: Literal["none", "text"] | None = key(
+        None,
+        "text: the prompt contains the state's values as bin numbers; none: it does not; null: as saved with the "
+        "model, otherwise none.",
+    )
+    action_statistics: Text | None = key(
+        None,
+        "The statistics that normalise actions, a dataset_statistics.json; null: those next to the weights, otherwise "
+        "those of the training rows.",
+    )
+    is_lora: bool = key(False, "Train a low-rank adapter instead of the model's own weights.")
+    lora: LoraConfig = section(LoraConfig, "The low-rank adapter.")
+
+
+class TokenizerConfig(Section):
+    tokenizer_model: Text | None = key(
+        None, "The tokenizer: a directory or a Hub name; null: that of `actor.model.model_path`."
+    )
+    new_tokens: Annotated[list[Text], Distinct] = key(
+        [],
+        "Tokens to add. Their embeddings are trained, with an adapter too; if the embedding has too few rows, it is "
+        "enlarged, and each new row starts as the mean of the others.",
+    )
+
+
+def action_tokens(count: int) -> list[str]:
+    """The tokens that are appended to a vocabulary for the values of an action."""
+    return [f"<act_{number}>" for number in range(count)]

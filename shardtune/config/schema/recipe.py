@@ -1,0 +1,65 @@
+"""The recipe as a whole, and its forms: a dict, an OmegaConf config, YAML."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from pydantic import PrivateAttr
+
+from shardtune.config.schema.actor import ActorConfig
+from shardtune.config.schema.data import DataConfig
+from shardtune.config.schema.evaluation import EvalConfig
+from shardtune.config.schema.runner import RunnerConfig
+from shardtune.config.schema.section import Section, key, section
+from shardtune.config.values import Text
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+class Recipe(Section):
+    """A validated recipe: defaults filled in, interpolation resolved, paths absolute."""
+
+    plugins: list[Text] = key([], "Your files or modules, imported in every process before anything else.")
+    runner: RunnerConfig = section(RunnerConfig, "The run: how long, how often, where to.")
+    actor: ActorConfig = section(ActorConfig, "The model and how it is trained.")
+    data: DataConfig = section(DataConfig, "The rows and how they become tokens.")
+    eval: EvalConfig = section(EvalConfig, "Evaluation by generated answers, and by episodes in a simulator.")
+
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal when every key is, wherever the values were given."""
+        return isinstance(other, Recipe) and self.to_dict() == other.to_dict()
+
+    def where(self, dotted: str) -> str | None:
+        """Where a key was given (`recipe.yaml:12` or the override's text); None for a default."""
+        return self._origins.get(dotted)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dicts, lists and scalars, every key present."""
+        return self.model_dump(mode="python")
+
+    def as_dict_config(self) -> DictConfig:
+        """The same values as an OmegaConf config, in which nothing is interpolated."""
+        from omegaconf import DictConfig
+
+        return DictConfig(escape_interpolation(self.to_dict()))
+
+    def to_yaml(self) -> str:
+        """The resolved recipe as YAML that loads back to an equal one."""
+        from omegaconf import OmegaConf
+
+        return OmegaConf.to_yaml(self.as_dict_config())
+
+
+def escape_interpolation(value: object) -> object:
+    r"""Escape `${` for OmegaConf: a backslash before it, and backslashes already there doubled (`\${` -> `\\\${`)."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
+    if isinstance(value, dict):
+        return {name: escape_interpolation(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [escape_interpolation(item) for item in value]
+    return value

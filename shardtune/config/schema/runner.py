@@ -1,0 +1,141 @@
+"""`runner`: how long a run is, what it saves, where it writes, and how its ranks are started."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from shardtune.config.schema.section import Section, key, section
+from shardtune.config.values import (
+    Count,
+    CountOrUnlimited,
+    Distinct,
+    FunctionInFile,
+    Interval,
+    Number,
+    RunName,
+    StepWindow,
+    Text,
+)
+
+Direction = Literal["auto", "min", "max"]
+
+
+class EarlyStopConfig(Section):
+    enabled: bool = key(False, "End the run once `monitor` has stopped improving.")
+    monitor: Text = key("eval/loss", "The metric to watch; the run must log it.")
+    mode: Direction = key(
+        "auto", "Whether smaller or larger is better; auto: max for accuracies and success rates, otherwise min."
+    )
+    patience: Count = key(5, "Evaluations in a row without improvement after which the run ends.")
+    min_delta: Number = key(0.0, "The smallest change of `monitor` that counts as an improvement.", ge=0)
+
+
+class BestConfig(Section):
+    monitor: Text | None = key(
+        None, "The metric that selects `checkpoints/best`, e.g. eval/eval_accuracy; null: no best checkpoint is kept."
+    )
+    mode: Direction = key(
+        "auto", "Whether smaller or larger is better; auto: max for accuracies and success rates, otherwise min."
+    )
+
+
+class LoggerConfig(Section):
+    log_path: Text = key("runs", "The directory of all run directories; relative to the working directory.")
+    project_name: Text = key("shardtune", "The project name in Weights & Biases.")
+    experiment_name: RunName | None = key(
+        None, "The name of the run directory in `log_path`; null: the recipe file's name without its suffix."
+    )
+    logger_backends: Annotated[list[Literal["jsonl", "tensorboard", "wandb"]], Distinct] = key(
+        ["jsonl", "tensorboard"], "Where metrics are logged; wandb needs the extra `wandb`."
+    )
+    log_interval: Count = key(1, "Optimizer steps between two logged lines of metrics.")
+
+
+class RayConfig(Section):
+    address: Text | None = key(
+        None,
+        "The cluster; null: a local one, started for the run and stopped after it; auto: the one that is running "
+        "here; otherwise host:port of its head.",
+    )
+    cpus_per_worker: Count = key(1, "CPU cores that Ray reserves for each worker.")
+    gpus_per_worker: Annotated[int, Field(ge=0, le=1)] | None = key(
+        None, "GPUs of each worker; null: 1 if the cluster has GPUs and `runner.device` is not cpu."
+    )
+    resources: dict[str, Number] = key({}, "Custom resources of each worker, by the cluster's names, e.g. {a100: 1}.")
+    placement: Literal["pack", "spread", "strict_pack", "strict_spread"] = key(
+        "pack",
+        "Workers on as few hosts as possible (pack), or on as many (spread); strict: all on one host, or each on its "
+        "own.",
+    )
+    wait_seconds: Count = key(60, "How long to wait until the cluster has room for the workers.")
+
+
+class RunnerConfig(Section):
+    task_type: Literal["sft"] = key("sft", "The kind of training: supervised fine-tuning.")
+    max_epochs: CountOrUnlimited = key(
+        1, "Passes over the training rows; with `max_steps`, whichever ends first; -1: no limit."
+    )
+    max_steps: CountOrUnlimited = key(-1, "Optimizer steps after which training ends; -1: no limit.")
+    val_check_interval: Interval = key(
+        -1, 'Optimizer steps between evaluations, or "epoch"; -1: only at the end, if there is evaluation data.'
+    )
+    save_interval: Interval = key(
+        -1, 'Optimizer steps between checkpoints, or "epoch"; -1: only at the end; a final model is always saved.'
+    )
+    eval_before_training: bool = key(False, "Evaluate once before the first step, logged as step 0.")
+    resume_dir: Text | None = key(
+        "auto",
+        "auto: resume from this run's own latest checkpoint, if there is one; a checkpoint or run directory: resume "
+        "from there; null: start from scratch.",
+    )
+    allow_changes: list[Text] = key([], "Keys that may differ from those of the resumed run, e.g. [actor.optim.lr].")
+    overwrite: bool = key(False, "Move an older run in the same directory aside and start from scratch.")
+    keep_last: Count = key(3, "How many of the newest checkpoints are kept, in addition to the best one.")
+    keep_every: Count | None = key(
+        None, "Checkpoints at multiples of this many steps are kept permanently; null: none are."
+    )
+    async_save: bool = key(False, "Write checkpoints in the background while training continues.")
+    final_dtype: Literal["auto", "fp32", "bf16", "fp16"] = key(
+        "auto", "The dtype of the weights in `final/`; auto: that of the base model's files."
+    )
+    seed: int = key(42, "The seed of the row order, of dropout and of new weights.", ge=0, lt=2**63)
+    profile_steps: StepWindow = key([], "First and last optimizer step recorded by torch's profiler, e.g. [10, 12].")
+    deterministic: bool = key(
+        False, "Bitwise repeatable runs on CUDA too, with slower kernels; on a CPU they always are."
+    )
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "Where the model runs; auto: CUDA if there is a GPU.")
+    nproc_per_node: Count = key(1, "Ranks (processes) started on this machine; under torchrun, its own count is used.")
+    num_workers: Count | None = key(None, "Ranks that Ray starts; required with `launcher: ray`.")
+    launcher: Literal["local", "ray"] = key(
+        "local", "What starts the ranks; torchrun and accelerate launch are detected and need no key."
+    )
+    master_port: Annotated[int, Field(ge=1, le=65535)] | None = key(
+        None, "The TCP port of the ranks' rendezvous; null: a free one."
+    )
+    max_restarts: int = key(
+        0,
+        "How often the ranks are restarted from the last checkpoint after one was lost (killed, or its host is gone); "
+        "under torchrun, its own `--max-restarts` is used.",
+        ge=0,
+    )
+    min_workers: Count | None = key(
+        None,
+        "With `max_restarts`: the smallest number of ranks to continue with; null: as many as at first, lost ones are "
+        "replaced.",
+    )
+    lost_after: Count = key(60, "On several hosts: seconds without a heartbeat after which a host counts as lost.")
+    callbacks: Annotated[list[FunctionInFile], Distinct] = key(
+        [],
+        "Your classes that receive the run's events and may request a stop, a save or an evaluation: [file.py:Class].",
+    )
+    early_stop: EarlyStopConfig = section(EarlyStopConfig, "When to end before the last step.")
+    best: BestConfig = section(BestConfig, "Which checkpoint counts as the best.")
+    logger: LoggerConfig = section(LoggerConfig, "Where the run is written and what is logged.")
+    ray: RayConfig = section(RayConfig, "The workers that Ray starts, with `launcher: ray`.")
+
+    @property
+    def workers(self) -> int:
+        """Ranks that our own launchers start."""
+        return (self.num_workers or 1) if self.launcher == "ray" else self.nproc_per_node
