@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardtune.errors import ParallelError
+from shardtune.parallel.torch_private import storage_identity
 
 
 def optimizers_of(module: nn.Module) -> dict[str, torch.optim.Optimizer]:
@@ -122,8 +123,8 @@ class Memory:
         for tensor in self._tensors():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             storage = local.untyped_storage()
-            if local.device.type == self._device.type and storage.nbytes() and storage._cdata not in seen:
-                seen.add(storage._cdata)
+            if local.device.type == self._device.type and storage.nbytes() and storage_identity(storage) not in seen:
+                seen.add(storage_identity(storage))
                 yield storage
 
     def _tensors(self) -> Iterator[torch.Tensor]:

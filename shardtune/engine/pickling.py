@@ -9,7 +9,8 @@ from typing import Any
 import cloudpickle
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
+
+from shardtune.parallel.torch_private import tree_map
 
 
 def pack(value: Any) -> bytes:

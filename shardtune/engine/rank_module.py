@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -34,6 +33,7 @@ from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard import shard_model
 from shardtune.parallel.shard_units import choose_units
 from shardtune.parallel.tensor_parallel import Heads, check_heads
+from shardtune.parallel.torch_private import quieten_redistribution
 from shardtune.training.build.model import share_values
 
 PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -244,7 +244,7 @@ class RankModule:
 def _quieten() -> None:
     """Outputs are parts of gathered tensors, and weights are gathered twice over: both are meant."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    quieten_redistribution()
 
 
 def _heads(module: nn.Module) -> Heads | None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from shardtune.engine.pickling import pack_for_twin, unpack
 from shardtune.engine.rank_process import Failure, Host, Outcome, Request, device_for, failure_of
 from shardtune.engine.ranks import GRACE_SECONDS, Team
 from shardtune.parallel.ranks import COLLECTIVE_TIMEOUT, open_group
+from shardtune.parallel.torch_private import default_store
 
 
 class SpmdRanks(Team):
@@ -33,7 +33,7 @@ class SpmdRanks(Team):
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         open_group(chosen)
         self._host = Host(self.rank, num_ranks, chosen, copies=True)
-        self._store = dist.PrefixStore("shardtune/engine", _get_default_store())
+        self._store = dist.PrefixStore("shardtune/engine", default_store())
         self._number = 0
 
     def _ask(self, requests: Sequence[Request]) -> list[Outcome]:

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from shardtune.errors import DataError, ParallelError
 from shardtune.models.packed_attention import DOCUMENTS
 from shardtune.models.packing_probe import AGREEMENT
 from shardtune.parallel.sequence_parallel import TokenShare
+from shardtune.parallel.torch_private import tree_map
 
 WHERE = "build(sequence_parallel_size=…)"
 REFUSED = ("attention_mask", "labels", "past_key_values")

@@ -19,11 +19,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils._pytree import tree_map
 
 from shardtune.parallel.buffers import norm_parameters
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.torch_private import HYBRID_SHARD_ZERO2, set_parameter, tree_map
 
 Place = tuple[nn.Module, str]
 """A module and the name of one of its own parameters."""
@@ -82,15 +82,14 @@ def _places(root: nn.Module) -> dict[nn.Parameter, list[Place]]:
     """Where each parameter stands; a shared one has several places."""
     found: dict[nn.Parameter, list[Place]] = {}
     for module in root.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                found.setdefault(parameter, []).append((module, key))
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(parameter, []).append((module, key))
     return found
 
 
 def put(places: Sequence[Place], parameter: nn.Parameter) -> None:
     for module, key in places:
-        module._parameters[key] = parameter
+        set_parameter(module, key, parameter)
 
 
 def rows(local: torch.Tensor, mesh: DeviceMesh, shape: torch.Size, requires_grad: bool) -> nn.Parameter:
@@ -280,6 +279,6 @@ class Flattening:
 
     def _strategy(self) -> ShardingStrategy:
         if self._sharding.ranks.layout.replicate > 1:
-            hybrid = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
+            hybrid = ShardingStrategy.HYBRID_SHARD, HYBRID_SHARD_ZERO2
             return hybrid[not self._sharding.reshard_after_forward]
         return ShardingStrategy.FULL_SHARD if self._sharding.reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP

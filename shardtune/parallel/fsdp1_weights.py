@@ -13,12 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.tensor import DTensor
 
 from shardtune.errors import ModelError
 from shardtune.parallel.fsdp1 import FlatSharding, Flattening, Place, put, rank_in, row_ranges, rows
 from shardtune.parallel.fsdp2 import Weights
+from shardtune.parallel.torch_private import (
+    FlatParameter,
+    drop_unreduced_gradient,
+    flat_parameter,
+    free_gathered,
+    reduces_gradients,
+    sum_gradients,
+)
 
 Ranges = Sequence[tuple[int, int]]
 """Per rank that shards a copy of the model: which of a parameter's numbers, in the order of memory, are its own."""
@@ -88,7 +95,7 @@ class FlatWeights(Weights):
         with self._root_shell.no_sync():  # now FSDP1 looks around, as it does before a first forward
             pass
         for shell in self._flattened.wrapped:
-            shell._gradient_predivide_factor = shell._gradient_postdivide_factor = 1
+            sum_gradients(shell)
             if (flat := _trained(shell)) is not None:
                 flat.register_post_accumulate_grad_hook(partial(self._add_held, shell))
 
@@ -129,14 +136,11 @@ class FlatWeights(Weights):
                 continue
             grad = flat.grad.to(self._master)
             self._held[shell] = self._held[shell].add_(grad) if shell in self._held else grad
-            flat.grad = None
-            flat._post_backward_called = False
-            for parameter in flat._params or ():
-                parameter.grad = None
+            drop_unreduced_gradient(flat)
 
     def _add_held(self, shell: FullyShardedDataParallel, flat: torch.Tensor) -> None:
         """Before FSDP1 reduces a gradient: add those of earlier micro-batches."""
-        held = self._held.pop(shell, None) if shell._sync_gradients else None
+        held = self._held.pop(shell, None) if reduces_gradients(shell) else None
         if held is not None:
             assert flat.grad is not None
             flat.grad.data = held.add_(flat.grad)
@@ -173,9 +177,7 @@ class FlatWeights(Weights):
     @torch.no_grad()
     def copy_masters_to_model(self) -> None:
         for shell in self._flattened.wrapped:
-            if shell._handle is not None:
-                shell._handle.reshard(free_unsharded_flat_param=True)
-                shell._handle.post_reshard()
+            free_gathered(shell)
         super().copy_masters_to_model()
 
     def zero_gradients(self) -> None:
@@ -252,5 +254,5 @@ def _overlaps(mine: tuple[int, int], others: Ranges) -> list[int]:
 
 def _trained(shell: FullyShardedDataParallel) -> FlatParameter | None:
     """What a module of FSDP1 has joined, if it is trained."""
-    handle = shell._handle
-    return None if handle is None or not handle.flat_param.requires_grad else handle.flat_param
+    flat = flat_parameter(shell)
+    return flat if flat is not None and flat.requires_grad else None

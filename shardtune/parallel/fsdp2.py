@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardtune.parallel.buffers import Buffers, norm_parameters
 from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.torch_private import multiply_
 
 MASTER_DTYPE = {"bf16": torch.float32, "fp16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -331,7 +332,7 @@ class Weights:
     def scale_gradients(self, factor: float) -> None:
         grads = [local(parameter.grad) for parameter in self.parameters.values() if parameter.grad is not None]
         if factor != 1.0 and grads:
-            torch._foreach_mul_(grads, factor)
+            multiply_(grads, factor)
 
     def zero_gradients(self) -> None:
         for parameter in self.parameters.values():

@@ -123,9 +123,8 @@ def _unshared(model: nn.Module, units: list[nn.Module]) -> tuple[list[nn.Module]
     """The units whose parameters are all their own, and a sentence on the others."""
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners.setdefault(parameter, []).append(module)
+        for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(parameter, []).append(module)
     tied = {parameter: modules for parameter, modules in owners.items() if len(modules) > 1}
     kept, left = [], []
     for unit in units:
