@@ -11,9 +11,10 @@ from typing import Literal
 from shardtune.engine.rank_process import Host, device_for
 from shardtune.engine.ranks import InProcess, Team
 from shardtune.engine.ranks_local import LocalRanks
-from shardtune.engine.ranks_ray import Placement, RayRanks, connect
+from shardtune.engine.ranks_ray import RayRanks, connect
 from shardtune.engine.ranks_spmd import SpmdRanks
 from shardtune.errors import ParallelError
+from shardtune.launch.ray_cluster import Placement
 
 Backend = Literal["local", "torchrun", "ray"]
 BACKENDS = ("local", "torchrun", "ray")

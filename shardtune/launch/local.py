@@ -88,6 +88,11 @@ class RankReport:
     consequence: bool
     message: str
 
+    @classmethod
+    def from_json(cls, text: str) -> RankReport:
+        """What `write_report` wrote."""
+        return cls(**json.loads(text))
+
 
 def lost_a_peer(error: BaseException) -> bool:
     """Whether an error only says that another rank ended before its time."""
@@ -216,7 +221,7 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], stop: StopSignal) -> list[i
 
 
 def _reports(folder: Path) -> list[RankReport]:
-    found = [RankReport(**json.loads(file.read_text())) for file in folder.glob("rank_*.json")]
+    found = [RankReport.from_json(file.read_text()) for file in folder.glob("rank_*.json")]
     return sorted(found, key=lambda report: report.time)
 
 
