@@ -1,4 +1,4 @@
-"""The first weights of a module on its ranks, from where its class says they come."""
+"""The first weights of a module on its ranks, from the source that its class names."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load_first_weights(module: BaseTrainModule, prefix: str, ranks: Ranks, dtype
         seed: of what is drawn.
 
     Returns:
-        What a user should know of them, a sentence each.
+        Notes for the user, a sentence each.
 
     Raises:
         ModelError: there are none, or they do not fit.
@@ -45,8 +45,8 @@ def load_first_weights(module: BaseTrainModule, prefix: str, ranks: Ranks, dtype
     notes: list[str] = []
     if source is None and empty_base and not isinstance(module, PreTrainedModel):
         raise ModelError(
-            f"{type(module).__name__.removeprefix('FSDP')} was made without weights, and says of none where they come "
-            "from",
+            f"{type(module).__name__.removeprefix('FSDP')} was made without weights, and its class names no "
+            "source of them",
             where="materialization_source()",
             remedy="return a state dict, functions that make its tensors, or a path; or make the module outside of "
             "init_empty_weights()",
@@ -81,7 +81,7 @@ def _again(module: BaseTrainModule) -> Callable[[], nn.Module]:
 
 
 def _says_source(module: BaseTrainModule) -> bool:
-    """Whether the user's class itself says where weights come from."""
+    """Whether the user's class overrides the source of weights."""
     return type(module).materialization_source not in (
         BaseTrainModule.materialization_source,
         BaseHuggingFaceTrainModule.materialization_source,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 LARGE_BYTES = 64 << 20
-"""What a call may ship through Ray before a warning says so."""
+"""Above this size of a call's arguments or values a warning is logged."""
 logger = logging.getLogger(__name__)
 
 

@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +37,7 @@ class SpmdRanks(Team):
 
     def _ask(self, requests: Sequence[Request]) -> list[Outcome]:
         request = requests[self.rank]
-        own: Any = None
+        own: object = None
         failure: Failure | None = None
         problem: BaseException | None = None
         try:
@@ -50,7 +49,7 @@ class SpmdRanks(Team):
             return [Outcome(failure=each) for each in failures]
         if request.of_first:
             return [Outcome(own)] * self.num_ranks
-        values: list[Any] = [None] * self.num_ranks
+        values: list[bytes] = [b""] * self.num_ranks
         dist.all_gather_object(values, pack_for_twin(own))
         return [Outcome(unpack(value)) for value in values]
 

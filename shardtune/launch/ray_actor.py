@@ -1,8 +1,8 @@
-"""The actor that holds one rank: it starts the rank's process on its host, passes on what that says, and ends it.
+"""The actor that holds one rank: it starts the rank's process on its host, passes on its output, and ends it.
 
-A rank needs a process of its own: signals reach its main thread, its exit code tells how it went, and nothing of a
+A rank needs a process of its own: signals reach its main thread, its exit code is its outcome, and nothing of a
 process group that broke is left for the next start. This file is sent to the cluster as it is, so that a host without
-shardtune can say so: it imports nothing but Python's own modules before it is used.
+shardtune can report that: it imports nothing but Python's own modules before it is used.
 """
 
 from __future__ import annotations

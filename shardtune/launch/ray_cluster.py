@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Concatenate, Generic, TypedDict, TypeVar, cast
 
@@ -193,10 +194,9 @@ def reserve(
     """
     import ray
 
-    labels = [{"ray.io/node-id": f"!in({','.join(sorted(avoid))})"}] * num_ranks if avoid else []
-    group = ray.util.placement_group(
-        [placement.bundle] * num_ranks, strategy=placement.strategy.upper(), bundle_label_selector=labels
-    )
+    elsewhere = {"ray.io/node-id": f"!in({','.join(sorted(avoid))})"}
+    make = partial(ray.util.placement_group, [placement.bundle] * num_ranks, strategy=placement.strategy.upper())
+    group = make(bundle_label_selector=[elsewhere] * num_ranks) if avoid else make()
     ready, until = group.ready(), time.monotonic() + seconds
     try:
         while not ray.wait([ready], timeout=POLL_SECONDS)[0]:

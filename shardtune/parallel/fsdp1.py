@@ -12,9 +12,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, wraps
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
@@ -79,7 +79,7 @@ def row_ranges(shape: torch.Size, mesh: DeviceMesh) -> list[tuple[int, int]]:
 
 
 def _places(root: nn.Module) -> dict[nn.Parameter, list[Place]]:
-    """Where each parameter stands; a shared one has several places."""
+    """The places of each parameter; a shared one has several."""
     found: dict[nn.Parameter, list[Place]] = {}
     for module in root.modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -139,19 +139,19 @@ class Routed:
         self._cast = cast
         self._open = False
 
-    def method(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self, original: Callable[..., object]) -> Callable[..., object]:
         """`original`, or another method of the same module called inside it."""
 
         @wraps(original)
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> object:
             return original(*args, **kwargs) if self._open else self._run(original, args, kwargs)
 
         return run
 
-    def _run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, original: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         if self._cast is not None:
             args, kwargs = tree_map(self._to_compute, (args, kwargs))
-        result: list[Any] = []
+        result: list[object] = []
 
         def innermost() -> list[torch.Tensor]:
             result[:] = [original(*args, **kwargs)]
@@ -167,12 +167,11 @@ class Routed:
             self._open = False
         return result[0]
 
-    def _to_compute(self, value: Any) -> Any:
-        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(self._cast) if floating else value
+    def _to_compute(self, value: object) -> object:
+        return value.to(self._cast) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: object) -> Iterator[torch.Tensor]:
     """The tensors with a gradient in what a module takes or gives."""
     if isinstance(value, torch.Tensor):
         yield from [value] if value.requires_grad else []
@@ -195,14 +194,14 @@ class Flattening:
 
     Attributes:
         wrapped: FSDP1's modules, each after those inside it; the last is the root's.
-        places: where the cut parameters stand, by name.
+        places: of the cut parameters, by name.
         shapes: of the whole parameters, by name.
     """
 
     def __init__(self, sharding: FlatSharding, names: Mapping[nn.Parameter, str]) -> None:
         self._sharding = sharding
         self._names = names
-        self._routed: list[tuple[nn.Module, str, Callable[..., Any] | None]] = []
+        self._routed: list[tuple[nn.Module, str, Callable[..., object] | None]] = []
         self.wrapped: list[FullyShardedDataParallel] = []
         self.shells: list[Shell] = []
         self.places: dict[str, list[Place]] = {}
@@ -272,7 +271,7 @@ class Flattening:
         self.shells.append(shell)
         return wrapped
 
-    def _process_group(self) -> Any:
+    def _process_group(self) -> dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]:
         mesh = self._sharding.ranks.shard_mesh
         assert mesh is not None
         return mesh.get_group() if mesh.ndim == 1 else (mesh.get_group(1), mesh.get_group(0))

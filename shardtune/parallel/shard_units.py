@@ -46,8 +46,8 @@ def choose_units(
     if not units:
         return [], f"the model is sharded as one: it has no list of blocks of one class that are its own{_HOW}"
     counts = Counter(_class_name(unit) for unit in units)
-    told = ", ".join(f"{count} {name}" for name, count in counts.items())
-    note = f"{told} shard as units, chosen by their size; each has to be called, as a module, in every forward{_HOW}"
+    chosen = ", ".join(f"{count} {name}" for name, count in counts.items())
+    note = f"{chosen} shard as units, chosen by their size; each has to be called, as a module, in every forward{_HOW}"
     return units, "; ".join(part for part in (note, shared) if part)
 
 
@@ -78,7 +78,7 @@ def _of_classes(model: nn.Module, names: Sequence[str], key: str) -> list[nn.Mod
 
 
 def _declared_by_transformers(model: nn.Module) -> list[nn.Module]:
-    """The modules that the models of transformers in it, or the model itself, say must not be split."""
+    """The modules that the models of transformers in it, or the model itself, declare as not to be split."""
     found: dict[nn.Module, None] = {}
     for part in model.modules():
         if isinstance(part, PreTrainedModel):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -201,10 +200,10 @@ def _repeat_heads(projection: nn.Module, ranks: DeviceMesh, heads: Heads) -> Non
     number = ranks.get_local_rank() * heads.key_value // ranks.size()
     part = slice(number * heads.size, (number + 1) * heads.size)
 
-    def enter(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def enter(_module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return (hand_to_all(inputs[0], ranks), *inputs[1:])
 
-    def take(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    def take(_module: nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
         return output[..., part]
 
     projection.register_forward_pre_hook(enter)
