@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor as sharded_tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
 from shardtune.checkpoint.dcp import load_tensors
 from shardtune.checkpoint.safetensors_file import DTYPE_NAMES
 from shardtune.errors import CheckpointError
 from shardtune.optim.low_bit import PARTS, LowBitOptimizer
+from shardtune.parallel.torch_private import StridedShard
 
 Names = Mapping[torch.nn.Parameter, str]
 
@@ -225,7 +225,7 @@ def optimizer_bytes(optimizer: Optimizer, names: Names, shapes: Mapping[str, tor
 
 
 def _placement_name(placement: Placement, name: str) -> str:
-    if isinstance(placement, Shard | _StridedShard):
+    if isinstance(placement, Shard | StridedShard):
         return f"shard:{placement.dim}"
     if isinstance(placement, Replicate):
         return "replicate"

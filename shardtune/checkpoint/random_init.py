@@ -11,7 +11,6 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
@@ -19,6 +18,13 @@ from shardtune.checkpoint.base_weights import fill_base, whole_base
 from shardtune.errors import ModelError
 from shardtune.models.lora.attach import BaseTensor, base_tensors
 from shardtune.parallel.meta_init import materialise
+from shardtune.parallel.torch_private import (
+    OpOverload,
+    TorchDispatchMode,
+    schema_of,
+    set_parameter,
+    storage_identity,
+)
 
 Initialiser = Callable[[nn.Module], None]
 
@@ -142,9 +148,9 @@ class _Writes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[object] = (), kwargs: dict | None = None
     ) -> object:
-        for argument, value in zip(func._schema.arguments, args, strict=False):
+        for argument, value in zip(schema_of(func).arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
-                self.storages.add(value.untyped_storage()._cdata)
+                self.storages.add(storage_identity(value.untyped_storage()))
         return func(*args, **(kwargs or {}))
 
 
@@ -153,7 +159,7 @@ def _written_by(module: nn.Module, init: Initialiser) -> set[str]:
     stand_ins = {name: _empty(parameter) for name, parameter in _parameters(module)}
     with _swapped(module, stand_ins), _Writes() as writes:
         init(module)
-    return {name for name, p in stand_ins.items() if p.untyped_storage()._cdata in writes.storages}
+    return {name for name, p in stand_ins.items() if storage_identity(p.untyped_storage()) in writes.storages}
 
 
 def _run(step: _Step, done: set[str], seed: int, targets: Mapping[str, BaseTensor]) -> None:
@@ -186,11 +192,11 @@ def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def _swapped(module: nn.Module, stand_ins: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """Replaces the parameters under `module`; restores the original objects at the end."""
     slots = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], name) for name in stand_ins]
-    originals = [(owner, key, owner._parameters[key]) for owner, key, _ in slots]
+    originals = [(owner, key, owner.get_parameter(key)) for owner, key, _ in slots]
     for owner, key, name in slots:
-        owner._parameters[key] = stand_ins[name]
+        set_parameter(owner, key, stand_ins[name])
     try:
         yield
     finally:
         for owner, key, parameter in originals:
-            owner._parameters[key] = parameter
+            set_parameter(owner, key, parameter)

@@ -19,6 +19,12 @@ class Layout:
     along `tensor` parts of the same matrices. `expert` is not an axis of the mesh: experts are distributed over
     neighbouring ranks of the other axes.
 
+    Worked example of 8 ranks, replicate 1 x shard 2 x sequence 2 x tensor 2: rank 5 = ((0 * 2 + 1) * 2 + 0) * 2 + 1 is
+    shard 1, sequence 0, tensor 1. It shares matrices with rank 4, its sequence with rank 7, and works on the same rows
+    as ranks 4, 6 and 7 (`model_ranks` is 4), which are those of data rank 5 // 4 = 1 of `num_data_ranks` = 2. Weights
+    are sharded over shard and sequence together: rank 5 has the same slice of matrices as ranks 1, 3 and 7, and a
+    quarter of it. With expert 2, ranks 4 and 5 hold different experts, and ranks 1, 3, 5, 7 the same ones.
+
     Attributes:
         replicate: copies of the sharded model.
         shard: ranks over which the weights of each copy are sharded (together with those of `sequence`).

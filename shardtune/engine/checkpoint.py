@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ def save_state(folder: Path, module: nn.Module, weights: Weights) -> None:
     Frozen weights beside trained ones are left out: they come from where the module's weights come from.
     """
     save_tensors(folder / MODEL, _kept(weights))
-    described: dict[str, Any] = {"optimizers": {}, "schedules": {}}
+    described: dict[str, dict[str, object]] = {"optimizers": {}, "schedules": {}}
     for name, optimizer in optimizers_of(module).items():
         moments, described["optimizers"][name] = optimizer_tensors(optimizer, _names(weights), weights)
         save_tensors(folder / OPTIMIZERS / name, moments)
@@ -90,7 +89,7 @@ def _schedules(module: nn.Module) -> dict[str, torch.optim.lr_scheduler.LRSchedu
     }
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> float:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     raise CheckpointError(

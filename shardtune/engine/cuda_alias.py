@@ -1,9 +1,8 @@
-"""Code that says "cuda" runs on an engine without a GPU: there it means the engine's device."""
+"""On an engine without a GPU "cuda" in a user's code means the engine's device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -22,12 +21,12 @@ class PrintedDevice(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is torch.Tensor.cuda:
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func is torch.Tensor.cuda and isinstance(args[0], torch.Tensor):
             return args[0].to(self._device)
         if any(_names_cuda(value) for value in args):
             args = tuple(self._device if _names_cuda(value) else value for value in args)
@@ -36,7 +35,7 @@ class PrintedDevice(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _names_cuda(value: Any) -> bool:
+def _names_cuda(value: object) -> bool:
     if isinstance(value, torch.device):
         return value.type == "cuda"
     return isinstance(value, str) and (value == "cuda" or value.startswith("cuda:"))

@@ -86,7 +86,7 @@ class TrainEngine:
         where = f"{self._layout}" if self._team is not None else "not built"
         return f"TrainEngine({self._kind.__name__}, {self._executor}, {where})"
 
-    def _call(self, method: Method, /, *args: Any, **kwargs: Any) -> list[Any]:
+    def _call(self, method: Method, /, *args: object, **kwargs: object) -> list[object]:
         marked = any(isinstance(value, NeedParallel) for value in (*args, *kwargs.values()))
         weighed = method.check(args, kwargs, handed=marked)
         team = self._built(method.name)
@@ -271,13 +271,13 @@ class TrainEngine:
         """Write a directory that `from_pretrained` loads, an adapted model's PEFT's; of a plain module its weights."""
         self._asked("save_pretrained", str(path), dtype)
 
-    def _asked(self, action: str, *arguments: Any) -> None:
+    def _asked(self, action: str, *arguments: object) -> None:
         team = self._built(action)
         self._take_turn(team)
         team.ask_all(Request(self._id, action, arguments, of_first=True))
 
     def named_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """All weights, whole, under the names by which others know them, some at a time: for an inference engine.
+        """All weights, whole, under the names that exports have, some at a time: for an inference engine.
 
         The names and values are those of `postprocess_output_named_parameters` where the class has one; otherwise of a
         model of transformers those of its directory, an adapter merged.

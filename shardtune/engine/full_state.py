@@ -35,10 +35,10 @@ class Whole(torch.Tensor):
 def full_state(
     module: BaseTrainModule, weights: Weights, prefix: str, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor under the name by which others know it; all ranks take as many of them.
+    """Every tensor under its name in exports; all ranks iterate alike, as gathering is collective.
 
-    A class that says what its tensors are to others (`postprocess_output_named_parameters`) is asked; otherwise a model
-    of transformers gives them as its directory holds them, an adapter merged, and any other module by its own names.
+    Names and values come from `postprocess_output_named_parameters` where the class overrides it; otherwise those of a
+    model of transformers are as in its directory, an adapter merged, and those of any other module its own.
 
     Args:
         prefix: of the names that the class sees.
@@ -110,7 +110,7 @@ def save_directory(module: BaseTrainModule, weights: Weights, directory: Path, d
 
 
 def _name_the_model(module: PreTrainedModel, directory: Path) -> None:
-    """Who loads the directory knows transformers' class, not the user's."""
+    """Name transformers' class in the config: the user's cannot be imported where the directory is loaded."""
     known = [base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformers.models.")]
     if known and (not dist.is_initialized() or dist.get_rank() == 0):
         file = directory / "config.json"

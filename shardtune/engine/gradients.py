@@ -9,11 +9,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
+
+Roots = torch.Tensor | GradientEdge | Sequence[torch.Tensor] | Sequence[GradientEdge]
+Grads = torch.Tensor | Sequence[torch.Tensor | None] | None
 
 
 class Gradients:
@@ -39,7 +44,7 @@ class Gradients:
         plain, thread = torch.autograd.backward, threading.get_ident()
         inside = False
 
-        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        def backward(tensors: Roots, grad_tensors: Grads = None, *args: Any, **kwargs: Any) -> None:
             nonlocal inside
             if inside or threading.get_ident() != thread:  # activation checkpointing calls it in a backward pass
                 plain(tensors, grad_tensors, *args, **kwargs)
@@ -78,12 +83,12 @@ class Gradients:
         def concerns(optimizer: torch.optim.Optimizer) -> bool:
             return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
-        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
             if concerns(optimizer):
                 for group in optimizer.param_groups:
                     one_by_one_if_mixed(group)
 
-        def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
             if concerns(optimizer):
                 self._weights.copy_masters_to_model()
 
@@ -102,11 +107,11 @@ def one_by_one_if_mixed(group: dict[str, Any]) -> None:
         group["foreach"] = False
 
 
-def _mesh(parameter: nn.Parameter) -> Any:
+def _mesh(parameter: nn.Parameter) -> DeviceMesh | None:
     return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
-def _scaled(tensors: Any, grads: Any, share: float) -> Any:
+def _scaled(tensors: Roots, grads: Grads, share: float) -> Grads:
     """The gradients to begin with, times the share."""
     several = isinstance(tensors, Sequence)
     roots = list(tensors) if several else [tensors]

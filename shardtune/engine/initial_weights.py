@@ -1,4 +1,4 @@
-"""The first weights of a module on its ranks, from where its class says they come."""
+"""The first weights of a module on its ranks, from the source that its class names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardtune.checkpoint.module_weights import Supply, in_files, load_plain
-from shardtune.engine.nn import BaseHuggingFaceTrainModule, BaseTrainModule
+from shardtune.engine.nn import BaseHuggingFaceTrainModule, BaseTrainModule, LoraTrainModule
 from shardtune.errors import ModelError
 from shardtune.models.adapter import WeightSource
 from shardtune.models.lora.attach import base_tensors, is_adapted
@@ -22,7 +22,6 @@ from shardtune.parallel.ranks import Ranks
 from shardtune.training.build.initial_weights import directory_of, split_source
 from shardtune.training.build.model import load_initial_weights
 
-PREPROCESS, SOURCE = "preprocess_input_named_parameters", "materialization_source"
 logger = logging.getLogger(__name__)
 
 
@@ -35,7 +34,7 @@ def load_first_weights(module: BaseTrainModule, prefix: str, ranks: Ranks, dtype
         seed: of what is drawn.
 
     Returns:
-        What a user should know of them, a sentence each.
+        Notes for the user, a sentence each.
 
     Raises:
         ModelError: there are none, or they do not fit.
@@ -46,16 +45,22 @@ def load_first_weights(module: BaseTrainModule, prefix: str, ranks: Ranks, dtype
     notes: list[str] = []
     if source is None and empty_base and not isinstance(module, PreTrainedModel):
         raise ModelError(
-            f"{type(module).__name__.removeprefix('FSDP')} was made without weights, and says of none where they come "
-            "from",
+            f"{type(module).__name__.removeprefix('FSDP')} was made without weights, and its class names no "
+            "source of them",
             where="materialization_source()",
             remedy="return a state dict, functions that make its tensors, or a path; or make the module outside of "
             "init_empty_weights()",
         )
-    if source is not None and _renames(module):
+    overridden = _overrides_input_hook(module)
+    if source is not None and (overridden or "weight_mapping" in vars(module)):
         materialise(module, dtype=dtype, device=ranks.device)
-        supplies = _renamed(module, prefix, _supplies(source, ranks, seed))
-        load_plain(module, supplies, where=f"{SOURCE}()", remedy=f"let {PREPROCESS} give the module's own names")
+        supplies = _renamed(module, prefix, _supplies(source, ranks, seed), changing=overridden)
+        load_plain(
+            module,
+            supplies,
+            where="materialization_source()",
+            remedy="let preprocess_input_named_parameters return the module's own names",
+        )
     else:
         notes = load_initial_weights(
             source, module, module, build=_again(module), seed=seed, dtype=dtype, ranks=ranks, device=ranks.device
@@ -76,16 +81,20 @@ def _again(module: BaseTrainModule) -> Callable[[], nn.Module]:
 
 
 def _says_source(module: BaseTrainModule) -> bool:
-    """Whether the user's class itself says where weights come from."""
-    theirs = getattr(type(module), SOURCE)
-    return theirs not in (getattr(BaseTrainModule, SOURCE), getattr(BaseHuggingFaceTrainModule, SOURCE))
+    """Whether the user's class overrides the source of weights."""
+    return type(module).materialization_source not in (
+        BaseTrainModule.materialization_source,
+        BaseHuggingFaceTrainModule.materialization_source,
+    )
 
 
-def _renames(module: BaseTrainModule) -> bool:
-    theirs = getattr(type(module), PREPROCESS)
-    if theirs.__module__ == BaseTrainModule.__module__:  # LoraTrainModule's does nothing without a mapping
-        return "weight_mapping" in vars(module)
-    return theirs is not getattr(BaseTrainModule, PREPROCESS)
+def _overrides_input_hook(module: BaseTrainModule) -> bool:
+    """Whether the hook for tensors of the source is the user's; LoraTrainModule's own only maps names."""
+    hook = type(module).preprocess_input_named_parameters
+    return hook not in (
+        BaseTrainModule.preprocess_input_named_parameters,
+        LoraTrainModule.preprocess_input_named_parameters,
+    )
 
 
 def _supplies(source: WeightSource, ranks: Ranks, seed: int) -> dict[str, Supply]:
@@ -95,28 +104,39 @@ def _supplies(source: WeightSource, ranks: Ranks, seed: int) -> dict[str, Supply
     return supplies
 
 
-def _renamed(module: BaseTrainModule, prefix: str, supplies: dict[str, Supply]) -> dict[str, Supply]:
-    """Supplies by the module's names, as its class renames and changes them."""
+def _renamed(module: BaseTrainModule, prefix: str, supplies: dict[str, Supply], *, changing: bool) -> dict[str, Supply]:
+    """Supplies by the module's names, as its class renames and changes them.
+
+    Args:
+        changing: the hook may also change values. What it does to a tensor without values does not show that (it may
+            write in place, or return such a tensor at once), so it is called again with each whole tensor.
+    """
     places = {base.own_name: base.name for base in base_tensors(module)}
     names = set(places.values())
     found: dict[str, Supply] = {}
     unknown: list[str] = []
     for name, supply in supplies.items():
-        form = supply.form or ((0,), torch.float32)
-        empty = torch.empty(form[0], dtype=form[1], device="meta")
-        given, changed = module.preprocess_input_named_parameters(name, empty)
+        given, changed = module.preprocess_input_named_parameters(name, _without_values(supply))
         own = given.removeprefix(prefix)
         place = places.get(own, own if own in names else None)
         if place is None:
             unknown.append(given)
-        elif changed is empty:
-            found[place] = supply
-        else:
+        elif changing:
             found[place] = Supply(_changing(module, name, supply), (tuple(changed.shape), changed.dtype))
+        else:
+            found[place] = supply
     if unknown:
         logger.warning("%d tensors have no place in the module, left out: %s", len(unknown), ", ".join(unknown[:5]))
     return found
 
 
+def _without_values(supply: Supply) -> torch.Tensor:
+    if supply.form is None:  # a function's, which makes the same tensor whenever it is called
+        return supply.full().to("meta")
+    shape, dtype = supply.form
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 def _changing(module: BaseTrainModule, name: str, supply: Supply) -> Callable[[], torch.Tensor]:
-    return lambda: module.preprocess_input_named_parameters(name, supply.full())[1]
+    # A copy, as the hook may write into it, and the source may be a state dict of the user's.
+    return lambda: module.preprocess_input_named_parameters(name, supply.full().clone())[1]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -22,7 +21,7 @@ HOOKS = frozenset(
 )
 """Names of hooks and of what methods use; no methods of their own."""
 WEIGHTS = "weights"
-"""The parameter by which a method asks for the weights of its samples."""
+"""The parameter of a method that receives the weights of its samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class Method:
     def takes_weights(self) -> bool:
         return WEIGHTS in self.signature.parameters
 
-    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, handed: bool) -> bool:
+    def check(self, args: tuple[object, ...], kwargs: Mapping[str, object], *, handed: bool) -> bool:
         """Refuse arguments that do not fit, here and not on the ranks; returns whether to hand out weights.
 
         Args:
@@ -93,13 +92,13 @@ def read_methods(kind: type[BaseTrainModule], taken: Collection[str]) -> dict[st
 
 
 def no_method(kind: type, name: str, methods: Mapping[str, Method]) -> AttributeError:
-    """What to say of a name that is none."""
+    """The error for a name that no method has."""
     near = difflib.get_close_matches(name, methods, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     return AttributeError(f"{kind.__name__} has no method {name!r}: it has {', '.join(sorted(methods))}{hint}")
 
 
-def _signature(function: Any, *, bound: bool) -> inspect.Signature:
+def _signature(function: Callable[..., object], *, bound: bool) -> inspect.Signature:
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())
     return signature.replace(parameters=parameters[1:] if bound else parameters)

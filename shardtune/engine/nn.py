@@ -1,6 +1,6 @@
 """Modules whose methods an engine runs on all ranks: what a user's class inherits from.
 
-A class says what it computes in methods of its own, and how it is made in hooks; `TrainEngine` does the rest. Inside a
+A class defines its computations in methods of its own, and overrides hooks; `TrainEngine` does the rest. Inside a
 method everything is PyTorch: call `self(...)`, take a loss, call its `backward()`.
 """
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 import peft
 import torch
@@ -35,19 +35,19 @@ class AutoProcessor:
     """transformers' `AutoProcessor`, which loads processors without the video part that needs torchvision."""
 
     @staticmethod
-    def from_pretrained(path: str | Path, **settings: Any) -> ProcessorMixin:
+    def from_pretrained(path: str | Path, **settings: object) -> ProcessorMixin:
         """The processor of a directory or Hub name; images go through Pillow, so `use_fast` has no effect."""
         trusted = bool(settings.get("trust_remote_code"))
         config = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
         return load_processor(str(path), config, trust_remote_code=trusted)
 
 
-ENTERING, RANK_CONTEXT = "_shardtune_entering", "_shardtune_standing"
+ENTERING, RANK_CONTEXT = "_shardtune_entering", "_shardtune_rank_context"
 
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """Where a module stands among the ranks, and what of a call is this rank's.
+    """The place of a module among the ranks, and this rank's part of a call.
 
     Attributes:
         ranks: of its engine.
@@ -65,16 +65,23 @@ class RankContext:
     tokens: TokenShare | None = None
 
 
+class _Scaling(Protocol):
+    """What the backward pass of `_Scaled` finds of its forward pass."""
+
+    factor: float
+    dtype: torch.dtype
+
+
 class _Scaled(torch.autograd.Function):
     """The same number with a scaled gradient."""
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, value: torch.Tensor, factor: float) -> torch.Tensor:
+    def forward(ctx: _Scaling, local: torch.Tensor, value: torch.Tensor, factor: float) -> torch.Tensor:
         ctx.factor, ctx.dtype = factor, local.dtype
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: _Scaling, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return (grads[0] * ctx.factor).to(ctx.dtype), None, None
 
 
@@ -84,7 +91,7 @@ class BaseTrainModule(nn.Module):
     A class that does not define `on_weights_materialized` has nothing to bind an optimizer in: it is frozen.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         places = [place for place, base in enumerate(cls.__mro__) if issubclass(base, BaseTrainModule)]
         models = [place for place, base in enumerate(cls.__mro__) if base in (PreTrainedModel, nn.Module)]
@@ -195,7 +202,7 @@ class BaseTrainModule(nn.Module):
 
     # How it is called.
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         vars(self)[ENTERING] = True
         return super().__call__(*args, **kwargs)
 
@@ -210,26 +217,26 @@ class BaseTrainModule(nn.Module):
 
 
 def set_rank_context(module: BaseTrainModule, rank_context: RankContext) -> None:
-    """Tell a module where it stands, and from now on refuse `self.forward(...)`."""
+    """Give a module its place among the ranks, and from now on refuse `self.forward(...)` in its methods."""
     vars(module)[RANK_CONTEXT] = rank_context
     if "forward" not in vars(module):
         vars(module)["forward"] = _guarded(module, module.forward)
 
 
 @contextmanager
-def rank_context(module: BaseTrainModule, **changes: Any) -> Iterator[RankContext]:
-    """Inside, the module stands otherwise."""
-    before: RankContext = vars(module)[RANK_CONTEXT]
-    vars(module)[RANK_CONTEXT] = replace(before, **changes)
+def in_call(module: BaseTrainModule, share: float, idle: bool, tokens: TokenShare | None) -> Iterator[None]:
+    """Inside, the module computes this rank's part of a call; arguments as `RankContext` has them."""
+    before = vars(module)[RANK_CONTEXT]
+    vars(module)[RANK_CONTEXT] = replace(before, share=share, idle=idle, tokens=tokens)
     try:
-        yield vars(module)[RANK_CONTEXT]
+        yield
     finally:
         vars(module)[RANK_CONTEXT] = before
 
 
-def _guarded(module: BaseTrainModule, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded(module: BaseTrainModule, forward: Callable[..., object]) -> Callable[..., object]:
     @wraps(forward)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
+    def guarded(*args: object, **kwargs: object) -> object:
         if not vars(module).pop(ENTERING, False):
             raise ModelError(
                 "self.forward(...) does not gather the weights, of which each rank has a part",
@@ -245,7 +252,7 @@ class BaseHuggingFaceTrainModule(BaseTrainModule):
     """The same for models of transformers: `class MyModel(nn.BaseHuggingFaceTrainModule, Qwen2ForCausalLM)`."""
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Self:
         """As transformers' own. Inside `init_empty_weights()` no weights are read: the ranks read their parts."""
         if not nn.Linear(1, 1).weight.is_meta:
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # pyright: ignore
@@ -273,10 +280,10 @@ class BaseHuggingFaceTrainModule(BaseTrainModule):
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """False: the model is transformers' own, whose names on disk its rules know; the class adds methods to it."""
+        """False: transformers' rules for names on disk cover the model, to which the class only adds methods."""
         return False
 
-    # transformers reads the source of a class's module to answer these; a user's module tells it nothing.
+    # transformers reads the source of a class's module to decide these, which is not in a user's module.
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -302,7 +309,7 @@ class BaseHuggingFaceTrainModule(BaseTrainModule):
         return self.tp_plan  # pyright: ignore[reportAttributeAccessIssue, reportReturnType]
 
 
-def _model_class(kind: type) -> Any:
+def _model_class(kind: type) -> type[PreTrainedModel]:
     """The class that is no train module: transformers' own, or what a user's model derives from it."""
     return next(
         base for base in kind.__mro__ if issubclass(base, PreTrainedModel) and not issubclass(base, BaseTrainModule)

@@ -8,13 +8,13 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardtune.errors import ParallelError
+from shardtune.parallel.torch_private import storage_identity
 
 
 def optimizers_of(module: nn.Module) -> dict[str, torch.optim.Optimizer]:
@@ -22,7 +22,7 @@ def optimizers_of(module: nn.Module) -> dict[str, torch.optim.Optimizer]:
     return dict(_optimizers("", vars(module)))
 
 
-def _optimizers(name: str, value: Any) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+def _optimizers(name: str, value: object) -> Iterator[tuple[str, torch.optim.Optimizer]]:
     if isinstance(value, torch.optim.Optimizer):
         yield name, value
     elif isinstance(value, Mapping):
@@ -122,8 +122,8 @@ class Memory:
         for tensor in self._tensors():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             storage = local.untyped_storage()
-            if local.device.type == self._device.type and storage.nbytes() and storage._cdata not in seen:
-                seen.add(storage._cdata)
+            if local.device.type == self._device.type and storage.nbytes() and storage_identity(storage) not in seen:
+                seen.add(storage_identity(storage))
                 yield storage
 
     def _tensors(self) -> Iterator[torch.Tensor]:
@@ -137,7 +137,7 @@ class Memory:
                 yield from _tensors_in(state)
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def _tensors_in(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -153,12 +153,12 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore
 
 
-def _buffer(storage: torch.UntypedStorage) -> Any:
+def _buffer(storage: torch.UntypedStorage) -> ctypes.Array[ctypes.c_char]:
     """The memory of a storage on the host; numpy's view of it would keep it from being resized for good."""
     return (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
 
 
 def _return_to_system() -> None:
-    """What C's allocator keeps for later; only glibc has a way to say so."""
+    """Give memory that C's allocator keeps back to the system; only glibc has a function for it."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

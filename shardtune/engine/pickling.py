@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
+
+from shardtune.parallel.torch_private import tree_map
+
+T = TypeVar("T")
 
 
-def pack(value: Any) -> bytes:
+def pack(value: object) -> bytes:
     """Bytes of which `unpack` makes the value again, in any process that has the same packages."""
     buffer = io.BytesIO()
     cloudpickle.CloudPickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
 
 
-def pack_for_twin(value: Any) -> bytes:
+def pack_for_twin(value: object) -> bytes:
     """The same for a process that runs the same script: its classes are found there by name, and are the same."""
     try:
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
@@ -32,7 +35,7 @@ def unpack(packed: bytes) -> Any:
     return pickle.loads(packed)
 
 
-def detached(value: Any, *, copy: bool) -> Any:
+def detached(value: T, *, copy: bool) -> T:
     """A method's result as it is handed to the caller: tensors whole, without a graph, in host memory.
 
     Every rank calls it, as a sharded tensor is gathered from all.
@@ -41,7 +44,7 @@ def detached(value: Any, *, copy: bool) -> Any:
         copy: also copy what is in host memory already, so that the caller's does not change with the module's.
     """
 
-    def taken(leaf: Any) -> Any:
+    def taken(leaf: object) -> object:
         if isinstance(leaf, DTensor):
             leaf = leaf.full_tensor()
         return leaf.detach().to("cpu", copy=copy) if isinstance(leaf, torch.Tensor) else leaf

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +20,7 @@ from shardtune.engine.cuda_alias import PrintedDevice
 from shardtune.engine.full_state import full_state, save_directory
 from shardtune.engine.gradients import Gradients
 from shardtune.engine.initial_weights import load_first_weights
-from shardtune.engine.nn import BaseTrainModule, RankContext, rank_context, set_rank_context, unwrapped
+from shardtune.engine.nn import BaseTrainModule, RankContext, in_call, set_rank_context, unwrapped
 from shardtune.engine.offload import Memory
 from shardtune.engine.pickling import detached
 from shardtune.engine.sequence_parallel import SequenceForward
@@ -34,6 +32,7 @@ from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard import shard_model
 from shardtune.parallel.shard_units import choose_units
 from shardtune.parallel.tensor_parallel import Heads, check_heads
+from shardtune.parallel.torch_private import quieten_redistribution
 from shardtune.training.build.model import share_values
 
 PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -83,7 +82,7 @@ class RankModule:
         self._module, self._prefix = unwrapped(order.module)
         self._ranks = ranks
         self._memory = Memory(self._module, ranks.device)
-        self._export: Iterator[tuple[str, torch.Tensor]] | None = None
+        self._export: Iterator[tuple[str, torch.Tensor]] = iter(())
         kind = type(self._module)
         trained = trains(kind)
         if not trained:
@@ -135,7 +134,7 @@ class RankModule:
         )
 
     def _units(self) -> list[nn.Module]:
-        """The modules that are gathered as one: what the class says, or what is found."""
+        """The modules that are gathered as one: those that the class names, or those that are found."""
         named = tuple(self._module.non_split_modules)
         chosen = [module for module in self._module.modules() if named and isinstance(module, named)]
         if named and not chosen:
@@ -156,7 +155,7 @@ class RankModule:
             with PrintedDevice(self._ranks.device):
                 yield
 
-    def call(self, name: str, part: Part, copy: bool) -> Any:
+    def call(self, name: str, part: Part, copy: bool) -> object:
         """Run a method on this rank's part of a call; a rank without samples has no result."""
         self.wake()
         share = None if part.num_tokens is None or self._sequence is None else self._sequence.share(part.num_tokens)
@@ -165,14 +164,14 @@ class RankModule:
                 stack.enter_context(self._as_printed())
                 stack.enter_context(self._gradients.counted(part.share))
                 stack.enter_context(self._gradients.stepping())
-                stack.enter_context(rank_context(self._module, share=part.share, idle=part.idle, tokens=share))
+                stack.enter_context(in_call(self._module, part.share, part.idle, share))
                 if share is not None and self._sequence is not None:
                     stack.enter_context(self._sequence.sharing(share))
                 if self._module.training:
                     self._weights.begin_micro_batch(last=True)
                 kwargs = dict(part.kwargs)
-                if isinstance(kwargs.get("weights"), torch.Tensor):
-                    kwargs["weights"] = kwargs["weights"].to(self._ranks.device)
+                if isinstance(weights := kwargs.get("weights"), torch.Tensor):
+                    kwargs["weights"] = weights.to(self._ranks.device)
                 method = self._module if name == "forward" else getattr(self._module, name)
                 value = detached(method(*part.args, **kwargs), copy=copy)
         finally:
@@ -223,7 +222,6 @@ class RankModule:
 
     def export_next(self) -> list[tuple[str, torch.Tensor]]:
         """Some of them; none when all are handed out."""
-        assert self._export is not None
         found: list[tuple[str, torch.Tensor]] = []
         size = 0
         with torch.no_grad():
@@ -235,7 +233,7 @@ class RankModule:
         return found
 
     def stop_export(self) -> None:
-        self._export = None
+        self._export = iter(())
 
     def end(self) -> None:
         self._memory.forget()
@@ -244,7 +242,7 @@ class RankModule:
 def _quieten() -> None:
     """Outputs are parts of gathered tensors, and weights are gathered twice over: both are meant."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    quieten_redistribution()
 
 
 def _heads(module: nn.Module) -> Heads | None:

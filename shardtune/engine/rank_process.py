@@ -46,7 +46,7 @@ class Failure:
         rank: which one.
         error: the exception, where it can travel.
         text: its traceback.
-        consequence: whether it only says that another rank is gone.
+        consequence: whether it only follows from the end of another rank.
     """
 
     rank: int
@@ -59,7 +59,7 @@ class Failure:
 class Outcome:
     """What became of a request: a value, or a failure."""
 
-    value: Any = None
+    value: object = None
     failure: Failure | None = None
 
 
@@ -68,7 +68,7 @@ class Meeting:
     """Where ranks of a team meet.
 
     Attributes:
-        rank: of the process that is told.
+        rank: of the receiving process.
         world_size: of the team.
         address: of rank 0's host.
         port: there.
@@ -119,7 +119,7 @@ class Host:
             )
         return cls(meeting.rank, meeting.world_size, device)
 
-    def do(self, request: Request) -> Any:
+    def do(self, request: Request) -> object:
         """Do what is asked; the exceptions of a user's method come out as they are."""
         if request.action == "build":
             (order,) = request.arguments
@@ -144,7 +144,7 @@ class Host:
         except Exception as error:
             return pack(Outcome(failure=failure_of(self._rank, error)))
 
-    def _end(self, engine: str) -> Any:
+    def _end(self, engine: str) -> None:
         """Let go of an engine, and with the last one that uses it of the group that was opened for them."""
         resident = self._modules.pop(engine, None)
         ended = resident.end() if resident is not None else None

@@ -6,16 +6,15 @@ import os
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from shardtune.engine.pickling import pack_for_twin, unpack
 from shardtune.engine.rank_process import Failure, Host, Outcome, Request, device_for, failure_of
 from shardtune.engine.ranks import GRACE_SECONDS, Team
 from shardtune.parallel.ranks import COLLECTIVE_TIMEOUT, open_group
+from shardtune.parallel.torch_private import default_store
 
 
 class SpmdRanks(Team):
@@ -33,12 +32,12 @@ class SpmdRanks(Team):
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         open_group(chosen)
         self._host = Host(self.rank, num_ranks, chosen, copies=True)
-        self._store = dist.PrefixStore("shardtune/engine", _get_default_store())
+        self._store = dist.PrefixStore("shardtune/engine", default_store())
         self._number = 0
 
     def _ask(self, requests: Sequence[Request]) -> list[Outcome]:
         request = requests[self.rank]
-        own: Any = None
+        own: object = None
         failure: Failure | None = None
         problem: BaseException | None = None
         try:
@@ -50,7 +49,7 @@ class SpmdRanks(Team):
             return [Outcome(failure=each) for each in failures]
         if request.of_first:
             return [Outcome(own)] * self.num_ranks
-        values: list[Any] = [None] * self.num_ranks
+        values: list[bytes] = [b""] * self.num_ranks
         dist.all_gather_object(values, pack_for_twin(own))
         return [Outcome(unpack(value)) for value in values]
 

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from shardtune.errors import DataError, ParallelError
 from shardtune.models.packed_attention import DOCUMENTS
 from shardtune.models.packing_probe import AGREEMENT
 from shardtune.parallel.sequence_parallel import TokenShare
+from shardtune.parallel.torch_private import tree_map
 
 WHERE = "build(sequence_parallel_size=…)"
+Arguments = dict[str, object]
+"""Of a model's forward, by name."""
 REFUSED = ("attention_mask", "labels", "past_key_values")
 
 
@@ -49,12 +50,12 @@ class SequenceForward:
         mine = min(share.length, share.num_tokens - share.start)
         called = inspect.signature(type(model).forward)
 
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+        def enter(module: nn.Module, args: tuple[object, ...], kwargs: Arguments) -> tuple[tuple[()], Arguments]:
             bound = called.bind_partial(module, *args, **kwargs).arguments
             given = {**{k: v for k, v in bound.items() if k not in ("self", "kwargs")}, **bound.get("kwargs", {})}
             return (), _arguments(given, share, mine)
 
-        def leave(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> Any:
+        def leave(_module: nn.Module, _args: object, _kwargs: object, output: object) -> object:
             return tree_map(lambda leaf: _trimmed(leaf, share.length, mine), output)
 
         model.set_attn_implementation(DOCUMENTS)
@@ -114,7 +115,7 @@ def check_shareable(model: nn.Module) -> PreTrainedModel:
     )
 
 
-def _arguments(given: Mapping[str, Any], share: TokenShare, mine: int) -> dict[str, Any]:
+def _arguments(given: Arguments, share: TokenShare, mine: int) -> Arguments:
     """What the model is called with, for what the user calls it with."""
     refused = [name for name in REFUSED if given.get(name) is not None]
     if refused:
@@ -126,10 +127,11 @@ def _arguments(given: Mapping[str, Any], share: TokenShare, mine: int) -> dict[s
             else "leave it out; pad on the right, and ignore the padding's targets",
         )
     name = "inputs_embeds" if given.get("inputs_embeds") is not None else "input_ids"
-    tokens: torch.Tensor = given[name]
-    if tokens.shape[1] != mine:
+    tokens = given[name]
+    if not isinstance(tokens, torch.Tensor) or tokens.shape[1] != mine:
+        number = f"{tokens.shape[1]} tokens" if isinstance(tokens, torch.Tensor) else f"a {type(tokens).__name__}"
         raise DataError(
-            f"the model is called with {tokens.shape[1]} tokens, this rank has {mine} of {share.num_tokens}",
+            f"the model is called with {number}, this rank has {mine} of {share.num_tokens}",
             where='a method called with NeedParallel(…, type="seq")',
             remedy="call it with the tokens that the method got",
         )
@@ -151,7 +153,7 @@ def _arguments(given: Mapping[str, Any], share: TokenShare, mine: int) -> dict[s
     }
 
 
-def _trimmed(leaf: Any, length: int, mine: int) -> Any:
+def _trimmed(leaf: object, length: int, mine: int) -> object:
     if isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and leaf.shape[1] == length:
         return leaf[:, :mine]
     return leaf

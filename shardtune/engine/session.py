@@ -11,9 +11,10 @@ from typing import Literal
 from shardtune.engine.rank_process import Host, device_for
 from shardtune.engine.ranks import InProcess, Team
 from shardtune.engine.ranks_local import LocalRanks
-from shardtune.engine.ranks_ray import Placement, RayRanks, connect
+from shardtune.engine.ranks_ray import RayRanks, connect
 from shardtune.engine.ranks_spmd import SpmdRanks
 from shardtune.errors import ParallelError
+from shardtune.launch.ray_cluster import Placement
 
 Backend = Literal["local", "torchrun", "ray"]
 BACKENDS = ("local", "torchrun", "ray")
@@ -59,7 +60,7 @@ class Session:
 
     @property
     def num_ranks(self) -> int | None:
-        """The number of ranks that engines have to use; None: as they ask for."""
+        """The number of ranks that engines have to use; None: any number."""
         return int(os.environ["WORLD_SIZE"]) if self.backend == "torchrun" else None
 
 
@@ -77,11 +78,11 @@ def init(
     resources_per_rank: Mapping[str, float] | None = None,
     wait_seconds: float = 60.0,
 ) -> None:
-    """Say where the ranks of engines are. Without it, `build` chooses as `init()` does.
+    """Choose where the ranks of engines are. Without it, `build` chooses as `init()` does.
 
     Args:
-        backend: "torchrun": this process is a rank, and so are its like; chosen where a launcher says so. "ray": actors
-            on a cluster; chosen where Ray is connected or RAY_ADDRESS is set. "local": one rank is this process,
+        backend: "torchrun": this process is a rank, and so are its peers; chosen where WORLD_SIZE is above 1. "ray":
+            actors on a cluster; chosen where Ray is connected or RAY_ADDRESS is set. "local": one rank is this process,
             several are processes of this machine.
         address: of a Ray cluster; None: the one that is connected or that RAY_ADDRESS names, else one of this machine.
         device: auto, cpu or cuda.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from shardtune.config.rank_layout import Layout
 from shardtune.errors import DataError
 
 T = TypeVar("T")
+Samples = list[object] | tuple[object, ...] | np.ndarray | torch.Tensor
+"""Samples along the first dimension."""
 WHERE = "NeedParallel"
 
 
@@ -63,14 +65,14 @@ class Part:
         num_tokens: of a whole sequence, in a call that divides tokens.
     """
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
     share: float
     idle: bool = False
     num_tokens: int | None = None
 
 
-def divide(args: Sequence[Any], kwargs: Mapping[str, Any], layout: Layout, *, weighed: bool) -> list[Part]:
+def divide(args: Sequence[object], kwargs: Mapping[str, object], layout: Layout, *, weighed: bool) -> list[Part]:
     """Each rank's part of a call, in rank order.
 
     Worked example: 3 samples on 2 ranks give samples 0 on rank 0 and 1, 2 on rank 1, with shares 1/3 and 2/3. So the
@@ -125,15 +127,15 @@ class _Place:
 
 
 def _part(
-    args: Sequence[Any], kwargs: Mapping[str, Any], place: _Place, weights: Sequence[float], weighed: bool
+    args: Sequence[object], kwargs: Mapping[str, object], place: _Place, weights: Sequence[float], weighed: bool
 ) -> Part:
-    def mine(value: Any) -> Any:
+    def mine(value: object) -> object:
         if not isinstance(value, NeedParallel):
             return value
         rows = slice(0, 1) if place.idle else slice(place.start, place.stop)
-        part = _map(value.data, lambda data: _take(data, rows))
+        part = _map(value.data, lambda samples: _take(samples, rows))
         if value.type == "seq" and place.num_tokens is not None:
-            part = _map(part, lambda data: _take_tokens(data, slice(place.first, place.last)))
+            part = _map(part, lambda samples: _take_tokens(samples, slice(place.first, place.last)))
         return part
 
     own, total = weights[place.start : place.stop], sum(weights)
@@ -158,7 +160,7 @@ def _part(
     )
 
 
-def _agreed(marked: Sequence[NeedParallel[Any]]) -> tuple[int, list[float]]:
+def _agreed(marked: Sequence[NeedParallel[object]]) -> tuple[int, list[float]]:
     """The number of samples, and their weights."""
     sizes = {value.size for value in marked}
     if len(sizes) > 1:
@@ -176,7 +178,7 @@ def _agreed(marked: Sequence[NeedParallel[Any]]) -> tuple[int, list[float]]:
     return marked[0].size, weights
 
 
-def _tokens(marked: Sequence[NeedParallel[Any]], layout: Layout) -> int | None:
+def _tokens(marked: Sequence[NeedParallel[object]], layout: Layout) -> int | None:
     """Tokens of each sequence, where the call divides them among ranks."""
     divided = [value for value in marked if value.type == "seq"]
     if not divided or layout.sequence == 1:
@@ -199,7 +201,7 @@ def _tokens(marked: Sequence[NeedParallel[Any]], layout: Layout) -> int | None:
     return tokens
 
 
-def _size(data: Any) -> int:
+def _size(data: object) -> int:
     sizes = {len(leaf) for leaf in _leaves(data)}
     if len(sizes) > 1:
         raise DataError(
@@ -210,7 +212,7 @@ def _size(data: Any) -> int:
     return sizes.pop() if sizes else 0
 
 
-def _leaves(data: Any) -> list[Any]:
+def _leaves(data: object) -> list[Samples]:
     if isinstance(data, Mapping):
         return [leaf for value in data.values() for leaf in _leaves(value)]
     if isinstance(data, list | tuple) or (isinstance(data, np.ndarray | torch.Tensor) and data.ndim):
@@ -222,27 +224,34 @@ def _leaves(data: Any) -> list[Any]:
     )
 
 
-def _map(data: Any, take: Callable[[Any], Any]) -> Any:
-    return {key: _map(value, take) for key, value in data.items()} if isinstance(data, Mapping) else take(data)
+def _map(data: object, take: Callable[[Samples], object]) -> object:
+    if isinstance(data, Mapping):
+        return {key: _map(value, take) for key, value in data.items()}
+    (samples,) = _leaves(data)
+    return take(samples)
 
 
-def _take(data: Any, part: slice) -> Any:
+def _take(samples: Samples, part: slice) -> Samples:
     # A copy: a part of a tensor would be sent with the memory of the whole.
-    return data[part].clone() if isinstance(data, torch.Tensor) else data[part]
+    return samples[part].clone() if isinstance(samples, torch.Tensor) else samples[part]
 
 
-def _take_tokens(data: Any, part: slice) -> Any:
-    if isinstance(data, torch.Tensor):
-        return data[:, part].clone()
-    return data[:, part] if isinstance(data, np.ndarray) else type(data)(sample[part] for sample in data)
+def _take_tokens(samples: Samples, part: slice) -> Samples:
+    if isinstance(samples, torch.Tensor):
+        return samples[:, part].clone()
+    if isinstance(samples, np.ndarray):
+        return samples[:, part]
+    return type(samples)(sample[part] for sample in samples if isinstance(sample, Sequence))
 
 
-def _lengths(leaf: Any) -> set[int]:
-    if isinstance(leaf, torch.Tensor | np.ndarray):
-        if leaf.ndim >= 2:
-            return {leaf.shape[1]}
-    elif all(isinstance(sample, Sequence) and not isinstance(sample, str) for sample in leaf):
-        return {len(sample) for sample in leaf}
+def _lengths(samples: Samples) -> set[int]:
+    if isinstance(samples, torch.Tensor | np.ndarray):
+        if samples.ndim >= 2:
+            return {samples.shape[1]}
+    else:
+        lengths = [len(s) for s in samples if isinstance(s, Sequence) and not isinstance(s, str)]
+        if len(lengths) == len(samples):
+            return set(lengths)
     raise DataError(
         "a sample is no sequence of tokens",
         where=f'{WHERE}(…, type="seq")',

@@ -45,7 +45,7 @@ def run_elastic(
         left: which of these numbers of ranks can be started (the largest first) where so many were not lost; 0: none.
         fits: whether a number of ranks can have the layout that is asked for.
         stop: asked between two starts.
-        report: tells the user.
+        report: receives messages for the user.
 
     Raises:
         RankLost: once too often, or too few are left.

@@ -2,7 +2,7 @@
 
 A process that ends closes its connections, and the others notice. A host that is cut off or loses power closes nothing:
 a collective would wait for it until its own limit, which is long since a save may be. So one rank of each host leaves a
-sign of life in the store at which the ranks met, and rank 0 looks whether they go on.
+sign of life in the store at which the ranks met, and rank 0 checks that they continue.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ LOST_PEER = (
     "connection was likely closed",
     "failed to recv, got 0 bytes",
 )
-"""What torch's backends say when the process at the other end is gone."""
+"""Messages of torch's backends when the process at the other end is gone."""
 
 
 class RankFailed(Exception):
@@ -78,7 +78,7 @@ class RankReport:
         rank: which one.
         time: when, in seconds since the epoch.
         user_error: whether it is the user's to mend.
-        consequence: whether it only says that another rank is gone.
+        consequence: whether it only follows from the end of another rank.
         message: what is shown.
     """
 
@@ -88,9 +88,14 @@ class RankReport:
     consequence: bool
     message: str
 
+    @classmethod
+    def from_json(cls, text: str) -> RankReport:
+        """What `write_report` wrote."""
+        return cls(**json.loads(text))
+
 
 def lost_a_peer(error: BaseException) -> bool:
-    """Whether an error only says that another rank ended before its time."""
+    """Whether an error only follows from the end of another rank before its time."""
     text = str(error).lower()
     return not isinstance(error, ShardtuneError) and any(sign in text for sign in LOST_PEER)
 
@@ -171,7 +176,7 @@ def run_ranks(
                 if rank.poll() is None:
                     rank.kill()
                 rank.wait()
-        raise_outcome(codes, _reports(Path(folder)), told=stop.asked)
+        raise_outcome(codes, _reports(Path(folder)), stop_sent=stop.asked)
 
 
 def _start(
@@ -201,10 +206,10 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], stop: StopSignal) -> list[i
     Returns:
         The exit codes of those that ended by themselves.
     """
-    until, told = math.inf, False
+    until, forwarded = math.inf, False
     while True:
-        if stop.asked and not told:
-            told = True
+        if stop.asked and not forwarded:
+            forwarded = True
             for rank in ranks:
                 rank.send_signal(signal.SIGTERM)
         codes = [rank.poll() for rank in ranks]
@@ -216,20 +221,24 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], stop: StopSignal) -> list[i
 
 
 def _reports(folder: Path) -> list[RankReport]:
-    found = [RankReport(**json.loads(file.read_text())) for file in folder.glob("rank_*.json")]
+    found = [RankReport.from_json(file.read_text()) for file in folder.glob("rank_*.json")]
     return sorted(found, key=lambda report: report.time)
 
 
 def raise_outcome(
-    codes: Sequence[int | None], reports: Sequence[RankReport], *, told: bool, gone: Mapping[int, str] | None = None
+    codes: Sequence[int | None],
+    reports: Sequence[RankReport],
+    *,
+    stop_sent: bool,
+    gone: Mapping[int, str] | None = None,
 ) -> None:
     """Turn exit codes and reports into the one error that the user sees: the first, not what followed from it.
 
     Args:
         codes: of each rank; None for one that had to be killed.
         reports: in order of time.
-        told: whether the ranks were asked to stop.
-        gone: of each rank of which nothing is heard any more, what is known of that.
+        stop_sent: whether the ranks were sent SIGTERM.
+        gone: of each rank that stopped answering, the reason.
     """
     causes = [report for report in reports if not report.consequence]
     mistake = next((report for report in causes if report.user_error), None)
@@ -237,13 +246,13 @@ def raise_outcome(
         raise ReportedError(mistake.message, mistake.rank)
     # An abort may follow from the error of another rank; SIGTERM before a rank could listen is a stop like any other.
     followed = {-signal.SIGABRT} if causes else set()
-    stopped = {Interrupted.exit_code, -signal.SIGTERM} if told else {Interrupted.exit_code}
+    stopped = {Interrupted.exit_code, -signal.SIGTERM} if stop_sent else {Interrupted.exit_code}
     killed = [
         rank for rank, code in enumerate(codes) if code is not None and code < 0 and code not in followed | stopped
     ]
     if killed or gone:
-        told_of = gone or {killed[0]: f"was ended by {_signal(codes[killed[0]])}"}
-        rank, what = next(iter(told_of.items()))
+        lost = gone or {killed[0]: f"was ended by {_signal(codes[killed[0]])}"}
+        rank, what = next(iter(lost.items()))
         raise RankLost(f"rank {rank} {what}; the other ranks have been ended", sorted({*killed, *(gone or {})}))
     if causes:
         raise RankFailed(f"rank {causes[0].rank} failed:\n{causes[0].message}")
@@ -257,6 +266,6 @@ def raise_outcome(
 
 
 def _signal(code: int | None) -> str:
-    """The name of the signal that an exit code tells of."""
+    """The name of the signal that an exit code stands for."""
     name = signal.Signals(-(code or 0)).name
     return f"{name} (out of memory?)" if name == "SIGKILL" else name

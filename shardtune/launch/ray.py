@@ -1,7 +1,7 @@
-"""Ranks on a Ray cluster: one actor each, placed together, watched and ended together.
+"""The ranks of a run on a Ray cluster: one actor each, placed together, watched and ended together.
 
-The launcher ships the recipe and nothing else: each host reads data and model itself, and ranks talk to each other
-directly. Ray is imported when it is asked for.
+The launcher ships the recipe and nothing else: each host reads data and model itself, and ranks communicate with each
+other directly.
 """
 
 from __future__ import annotations
@@ -14,15 +14,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, TypeVar
 
 from shardtune.config import Recipe
 from shardtune.config.schema import RunnerConfig
 from shardtune.errors import ParallelError
+from shardtune.launch import ray_cluster
 from shardtune.launch.local import GRACE_SECONDS, POLL_SECONDS, REPORT_DIR, RankReport, raise_outcome
 from shardtune.launch.ray_actor import Place, RankHolder, Sign
+from shardtune.launch.ray_cluster import Actor, ActorEnded, Placement
 from shardtune.launch.signals import LAUNCHER_PID, StopSignal
 
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.util.placement_group import PlacementGroup
+
+R = TypeVar("R")
 FORWARDED = (
     *("SHARDTUNE_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "TORCH", "NCCL_", "GLOO_", "CUBLAS_"),
     *("OMP_NUM_THREADS", "PYTHONPATH", "XDG_CACHE_HOME"),
@@ -36,10 +44,11 @@ RESERVE_SECONDS = 3.0
 """How long a number of workers is waited for before a smaller one is tried."""
 HEAD_SECONDS = 10.0
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+NO_CLUSTER = f"{ray_cluster.NO_CLUSTER}; null: one of this machine's own"
 
 
 def _check_head(address: str) -> None:
-    """Whether something listens where a cluster's head is to be: Ray itself tries for minutes."""
+    """Check that something listens at a cluster's head: Ray itself tries for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise _no_cluster(address, "an address is host:port of the head (of a ray:// address, the host and 6379)")
@@ -49,12 +58,12 @@ def _check_head(address: str) -> None:
         raise _no_cluster(address, f"{address} does not answer ({error})") from error
 
 
-def _no_cluster(address: str | None, what: str) -> ParallelError:
-    return ParallelError(
-        f"the Ray cluster cannot be used: {what}",
-        where=f"runner.ray.address = {address or 'null'}",
-        remedy="ray status shows a running cluster, ray start --head begins one; null: one of this machine's own",
-    )
+def _no_cluster(address: str, reason: str) -> ParallelError:
+    return ray_cluster.no_cluster(reason, _where(address), NO_CLUSTER)
+
+
+def _where(address: str | None) -> str:
+    return f"runner.ray.address = {address or 'null'}"
 
 
 @dataclass(slots=True)
@@ -62,93 +71,69 @@ class Cluster:
     """A cluster that this process is connected to.
 
     Attributes:
-        ray: the module.
-        config: the recipe's `runner`.
-        gpus_per_worker: as asked for, or found.
-        lost: hosts of which nothing was heard; no rank goes there again.
+        placement: of the workers, resolved.
+        lost: hosts that stopped answering; no rank goes there again.
         reserved: room for the next start, and for how many workers it is.
     """
 
-    ray: Any
-    config: RunnerConfig
-    gpus_per_worker: int
+    placement: Placement
     lost: set[str] = field(default_factory=set)
-    reserved: tuple[int, Any] | None = None
-
-    def bundle(self) -> dict[str, float]:
-        """What one worker takes."""
-        asked = self.config.ray
-        gpus = {"GPU": float(self.gpus_per_worker)} if self.gpus_per_worker else {}
-        return {"CPU": float(asked.cpus_per_worker), **gpus, **{name: float(n) for name, n in asked.resources.items()}}
+    reserved: tuple[int, PlacementGroup] | None = None
 
     def room(self) -> int:
         """How many workers fit the hosts that are there, were nothing else running on them."""
-        bundle, placement = self.bundle(), self.config.ray.placement
-        nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"] and node["NodeID"] not in self.lost]
-        fit = [min(int(node.get(name, 0) // needed) for name, needed in bundle.items() if needed) for node in nodes]
-        if placement == "strict_spread":
+        needs = [(name, needed) for name, needed in self.placement.bundle.items() if needed]
+        nodes = [node["Resources"] for node in ray_cluster.live_nodes(self.lost)]
+        fit = [min(int(node.get(name, 0) // needed) for name, needed in needs) for node in nodes]
+        if self.placement.strategy == "strict_spread":
             return sum(1 for number in fit if number)
-        return max(fit, default=0) if placement == "strict_pack" else sum(fit)
+        return max(fit, default=0) if self.placement.strategy == "strict_pack" else sum(fit)
 
     def describe(self) -> str:
         """The hosts, for messages."""
-        nodes = [node for node in self.ray.nodes() if node["Alive"] and node["NodeID"] not in self.lost]
-        held = ", ".join(
+        nodes = ray_cluster.live_nodes(self.lost)
+        resources = ", ".join(
             f"{node['NodeManagerAddress']}: " + " ".join(
-                f"{name} {amount:g}" for name, amount in sorted(node["Resources"].items()) if name in self.bundle()
+                f"{name} {amount:g}" for name, amount in sorted(node["Resources"].items())
+                if name in self.placement.bundle
             )
             for node in nodes
         )  # fmt: skip
-        return f"{len(nodes)} host{'s' if len(nodes) != 1 else ''} ({held})"
-
-
-def _import_ray() -> Any:
-    try:
-        import ray
-        import ray.util
-        from ray import cloudpickle  # noqa: F401
-    except ImportError as error:
-        raise ParallelError(
-            f"runner.launcher is ray, and Ray is not installed ({error})",
-            where="runner.launcher = ray",
-            remedy="pip install 'shardtune[ray]', or use runner.nproc_per_node or torchrun",
-        ) from error
-    return ray
+        return f"{len(nodes)} host{'s' if len(nodes) != 1 else ''} ({resources})"
 
 
 @contextmanager
 def connected(runner: RunnerConfig) -> Iterator[Cluster]:
-    """The cluster that a recipe names, or one of this machine's that ends with this."""
-    ray = _import_ray()
-    ours = not ray.is_initialized()
-    if ours:
-        _connect(ray, runner)
+    """The cluster that a recipe names, or one of this machine alone that ends with this."""
+    ray_cluster.import_ray("runner.launcher = ray", "use runner.nproc_per_node or torchrun")
+    connected_here = _connect(runner)
+    ray = runner.ray
+    placement = Placement(ray.placement, ray.cpus_per_worker, ray.gpus_per_worker, ray.resources, ray.wait_seconds)
     try:
-        gpus = runner.ray.gpus_per_worker
-        if gpus is None:
-            gpus = 0 if runner.device == "cpu" or not ray.cluster_resources().get("GPU") else 1
-        yield Cluster(ray, runner, gpus)
+        yield Cluster(placement.resolved(runner.device))
     finally:
-        if ours:
-            ray.shutdown()
+        if connected_here:
+            ray_cluster.disconnect()
 
 
-def _connect(ray: Any, runner: RunnerConfig) -> None:
+def _connect(runner: RunnerConfig) -> bool:
+    if ray_cluster.is_connected():
+        return False
     address = runner.ray.address
     if address not in (None, "auto"):
         _check_head(str(address))
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": "shardtune"}
-    if address is None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # asks the network
-        cores = max(os.cpu_count() or 1, runner.workers * runner.ray.cpus_per_worker)  # as nproc_per_node may, too
-        options |= {"num_cpus": cores, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        ray.init(address=address or "local", **options)
-    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
-        raise _no_cluster(address, str(error).strip().splitlines()[0]) from error
+        return ray_cluster.connect(
+            address,
+            cores=max(os.cpu_count() or 1, runner.workers * runner.ray.cpus_per_worker),  # as with nproc_per_node
+            where=_where(address),
+            remedy=NO_CLUSTER,
+            log_to_driver=False,
+            object_store_bytes=OBJECT_STORE_BYTES,
+        )
     finally:
-        for number, handler in before.items():  # Ray sets one of its own, which would end the run without saving
+        for number, handler in before.items():  # Ray installs its own, which would end the run without saving
             with suppress(ValueError):
                 signal.signal(number, handler)
 
@@ -179,58 +164,42 @@ def run_ranks_on_ray(
     Raises:
         As `run_ranks`; RankLost also where a host is gone.
     """
-    ray, runner = cluster.ray, recipe.runner
-    ray.cloudpickle.register_pickle_by_value(sys.modules[RankHolder.__module__])
+    # Sent by value, so that a host without shardtune can report that it has none.
+    import_module("ray.cloudpickle").register_pickle_by_value(sys.modules[RankHolder.__module__])
     group = _reserve(cluster, workers, stop)
     cluster.reserved = None
     with stop.deferred():
-        ranks = _Ranks(ray, runner.lost_after, bare)
+        ranks = _Ranks(recipe.runner.lost_after, bare)
         try:
-            ranks.make(cluster, group, workers)
+            ranks.make(cluster.placement, group, workers, recipe.runner.master_port)
             ranks.start(arguments, recipe, environment, report)
             ranks.watch(stop)
         finally:
             ranks.end()
             with suppress(Exception):  # the cluster may be gone
-                ray.util.remove_placement_group(group)
+                ray_cluster.release(group)
             cluster.lost |= ranks.lost_nodes()
-        raise_outcome(ranks.codes, ranks.reports, told=stop.asked, gone=ranks.gone)
+        raise_outcome(ranks.codes, ranks.reports, stop_sent=stop.asked, gone=ranks.gone)
 
 
-def _reserve(cluster: Cluster, workers: int, stop: StopSignal) -> Any:
+def _reserve(cluster: Cluster, workers: int, stop: StopSignal) -> PlacementGroup:
     """Room for all workers; an error where the cluster does not have it in time."""
     if cluster.reserved is not None and cluster.reserved[0] == workers:
         return cluster.reserved[1]
-    asked = cluster.config.ray
-    group = _try_to_reserve(cluster, workers, asked.wait_seconds, stop)
+    placement = cluster.placement
+    group = _try_to_reserve(cluster, workers, placement.wait_seconds, stop)
     if group is not None:
         return group
-    takes = " ".join(f"{name} {amount:g}" for name, amount in cluster.bundle().items())
     raise ParallelError(
-        f"the cluster has no room for {workers} workers, waited for {asked.wait_seconds} s: each takes {takes}, "
-        f"placement is {asked.placement}, and there is {cluster.describe()}",
+        f"the cluster has no room for {workers} workers, waited for {placement.wait_seconds:g} s: each takes "
+        f"{placement}, placement is {placement.strategy}, and there is {cluster.describe()}",
         where="runner.num_workers",
         remedy=f"lower it (room for {cluster.room()} if nothing else runs) or what each takes, or add hosts",
     )
 
 
-def _try_to_reserve(cluster: Cluster, workers: int, seconds: float, stop: StopSignal) -> Any | None:
-    ray = cluster.ray
-    labels = [{"ray.io/node-id": f"!in({','.join(sorted(cluster.lost))})"}] * workers if cluster.lost else None
-    group = ray.util.placement_group(
-        [cluster.bundle()] * workers, strategy=cluster.config.ray.placement.upper(), bundle_label_selector=labels
-    )
-    ready, until = group.ready(), time.monotonic() + seconds
-    try:
-        while not ray.wait([ready], timeout=0.25)[0]:
-            stop.check()
-            if time.monotonic() > until:
-                ray.util.remove_placement_group(group)
-                return None
-    except BaseException:
-        ray.util.remove_placement_group(group)
-        raise
-    return group
+def _try_to_reserve(cluster: Cluster, workers: int, seconds: float, stop: StopSignal) -> PlacementGroup | None:
+    return ray_cluster.reserve(cluster.placement, workers, seconds=seconds, avoid=cluster.lost, check=stop.check)
 
 
 def reserve_for_the_rest(cluster: Cluster, numbers: Sequence[int], stop: StopSignal) -> int:
@@ -244,7 +213,7 @@ def reserve_for_the_rest(cluster: Cluster, numbers: Sequence[int], stop: StopSig
     Returns:
         For how many there is room; 0 if too few hosts are left and none came in time.
     """
-    until = time.monotonic() + cluster.config.ray.wait_seconds
+    until = time.monotonic() + cluster.placement.wait_seconds
     while True:
         room = cluster.room()
         for number in (number for number in numbers if number <= room):
@@ -261,56 +230,41 @@ def reserve_for_the_rest(cluster: Cluster, numbers: Sequence[int], stop: StopSig
 class _Ranks:
     """The ranks of one start."""
 
-    def __init__(self, ray: Any, lost_after: float, bare: bool) -> None:
-        self._ray = ray
+    def __init__(self, lost_after: float, bare: bool) -> None:
         self._lost_after = lost_after
         self._bare = bare
-        self._holders: list[Any] = []
+        self._holders: list[Actor[RankHolder]] = []
         self._places: list[Place] = []
         self.codes: list[int | None] = []
         self.reports: list[RankReport] = []
         self.gone: dict[int, str] = {}
 
-    def make(self, cluster: Cluster, group: Any, workers: int) -> None:
+    def make(self, placement: Placement, group: PlacementGroup, workers: int, master_port: int | None) -> None:
         """Make the actors, in the order of their hosts."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        kind = self._ray.remote(RankHolder)
-        bundle = cluster.bundle()
-        made = [
-            kind.options(
-                num_cpus=bundle["CPU"],
-                num_gpus=cluster.gpus_per_worker,
-                resources={name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")},
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
-                max_restarts=0,
-            ).remote(self._lost_after)
-            for number in range(workers)
-        ]
-        self._holders = made
+        made = self._holders = ray_cluster.make_actors(RankHolder, placement, group, workers, self._lost_after)
         self.codes = [None] * workers
-        places = self._ask([holder.place.remote(cluster.config.master_port) for holder in made])
+        places = self._results([holder.call(RankHolder.place, master_port) for holder in made])
         if self.gone:
             return
-        here = self._ray.get_runtime_context().get_node_id()  # rank 0 is near the one who looks on
-        nodes = sorted(dict.fromkeys(place.node for place in places), key=lambda node: node != here)
+        here = ray_cluster.own_node()  # rank 0 goes to the launcher's host, if ranks do
+        nodes = sorted(dict.fromkeys(place.node for place in places.values()), key=lambda node: node != here)
         order = sorted(range(workers), key=lambda number: nodes.index(places[number].node))
         self._holders = [made[number] for number in order]
         self._places = [places[number] for number in order]
 
-    def _ask(self, refs: list[Any]) -> list[Any]:
-        """The answers of all actors; those that do not answer in time are gone."""
-        _, late = self._ray.wait(refs, num_returns=len(refs), timeout=self._lost_after)
-        answers: list[Any] = []
+    def _results(self, refs: list[ObjectRef[R]]) -> dict[int, R]:
+        """By rank, the results of all actors; those that do not answer in time are gone."""
+        ready = ray_cluster.wait(refs, number=len(refs), seconds=self._lost_after)
+        found: dict[int, R] = {}
         for rank, ref in enumerate(refs):
+            if ref not in ready:
+                self.gone[rank] = f"did not answer for {self._lost_after:g} s"
+                continue
             try:
-                if ref in late:
-                    self.gone[rank] = f"did not answer for {self._lost_after:g} s"
-                answers.append(None if ref in late else self._ray.get(ref))
-            except self._ray.exceptions.RayActorError:
+                found[rank] = ray_cluster.result(ref)
+            except ActorEnded:
                 self.gone[rank] = "is gone: its actor has ended"
-                answers.append(None)
-        return answers
+        return found
 
     def start(
         self, arguments: Sequence[str], recipe: Recipe, environment: Mapping[str, str], report: Callable[[str], None]
@@ -324,14 +278,18 @@ class _Ranks:
             names["interface"] = GLOO_INTERFACE
         passed_on = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
         started = [
-            holder.start.remote(
-                list(arguments), recipe.to_yaml(), {**passed_on, **environment, **self._variables(rank, nodes)}, names
+            holder.call(
+                RankHolder.start,
+                list(arguments),
+                recipe.to_yaml(),
+                {**passed_on, **environment, **self._variables(rank, nodes)},
+                names,
             )
             for rank, holder in enumerate(self._holders)
         ]
         on = ", ".join(f"{self._count(node)} on {self._host(node)}" for node in nodes)
         report(f"Ray: {len(self._holders)} workers, {on}")
-        self._ask(started)
+        self._results(started)
 
     def _count(self, node: str) -> int:
         return sum(place.node == node for place in self._places)
@@ -356,7 +314,12 @@ class _Ranks:
             )
 
     def _variables(self, rank: int, nodes: list[str]) -> dict[str, str]:
-        """Those that torchrun sets."""
+        """Those that torchrun sets.
+
+        Worked example: rank 2 of 4, dealt to hosts A A B B with one GPU each rank, is RANK 2 of WORLD_SIZE 4; it is the
+        first on B, so LOCAL_RANK 0 of LOCAL_WORLD_SIZE 2 and GROUP_RANK 1 of GROUP_WORLD_SIZE 2, and its
+        CUDA_VISIBLE_DEVICES holds the GPUs of ranks 2 and 3, of which LOCAL_RANK chooses the first.
+        """
         here, first = self._places[rank], self._places[0]
         near = [other for other, place in enumerate(self._places) if place.node == here.node]
         gpus = list(dict.fromkeys(gpu for other in near for gpu in self._places[other].gpus))
@@ -378,41 +341,42 @@ class _Ranks:
 
     def watch(self, stop: StopSignal) -> None:
         """Pass on what the ranks print until all have ended, or some moments after the first that did not end well."""
-        heard = [time.monotonic()] * len(self._holders)
-        asked: dict[Any, int] = {}
-        until, told = None, False
+        answered = [time.monotonic()] * len(self._holders)
+        polls: dict[ObjectRef[Sign], int] = {}
+        until, forwarded = None, False
         while True:
-            if stop.asked and not told:
-                told = True
+            if stop.asked and not forwarded:
+                forwarded = True
                 for holder in self._holders:
-                    holder.stop.remote()
+                    holder.call(RankHolder.stop)
             waiting = [rank for rank in range(len(self._holders)) if self.codes[rank] is None and rank not in self.gone]
             if until is None and (any(self.codes) or self.gone):
                 until = time.monotonic() + GRACE_SECONDS
             if not waiting or (until is not None and time.monotonic() > until):
                 return
-            asked |= {self._holders[rank].sign.remote(): rank for rank in waiting if rank not in asked.values()}
-            ready, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=POLL_SECONDS)
+            polled = set(polls.values())
+            polls |= {self._holders[rank].call(RankHolder.sign): rank for rank in waiting if rank not in polled}
+            ready = ray_cluster.wait(list(polls), number=len(polls), seconds=POLL_SECONDS)
             for ref in ready:
-                rank = asked.pop(ref)
-                heard[rank] = time.monotonic()
+                rank = polls.pop(ref)
+                answered[rank] = time.monotonic()
                 self._take(rank, ref)
-            for rank in (rank for rank in waiting if time.monotonic() - heard[rank] > self._lost_after):
+            for rank in (rank for rank in waiting if time.monotonic() - answered[rank] > self._lost_after):
                 self.gone.setdefault(rank, f"{self._on(rank)} is lost: nothing was heard for {self._lost_after:g} s")
             if ready:
                 time.sleep(POLL_SECONDS)
 
-    def _take(self, rank: int, ref: Any) -> None:
+    def _take(self, rank: int, ref: ObjectRef[Sign]) -> None:
         try:
-            sign: Sign = self._ray.get(ref)
-        except self._ray.exceptions.RayActorError:
+            sign = ray_cluster.result(ref)
+        except ActorEnded:
             self.gone[rank] = f"{self._on(rank)} is lost: its actor has ended"
             return
         for stream, text in sign.lines:
             self._print(rank, stream, text)
         self.codes[rank] = sign.code
         if sign.report is not None and sign.code is not None:
-            self.reports = sorted([*self.reports, RankReport(**sign.report)], key=lambda report: report.time)
+            self.reports = sorted([*self.reports, RankReport.from_json(sign.report)], key=lambda report: report.time)
 
     def _on(self, rank: int) -> str:
         return f"on {self._places[rank].host} ({self._places[rank].address})" if self._places else ""
@@ -431,9 +395,8 @@ class _Ranks:
         """Kill what is left: the ranks first, then their actors."""
         reachable = [holder for rank, holder in enumerate(self._holders) if rank not in self.gone]
         with suppress(Exception):  # an actor that cannot answer any more is killed by the next lines
-            refs = [holder.end.remote() for holder in reachable]
+            refs = [holder.call(RankHolder.end) for holder in reachable]
             if refs:
-                self._ray.wait(refs, num_returns=len(refs), timeout=END_SECONDS)
+                ray_cluster.wait(refs, number=len(refs), seconds=END_SECONDS)
         for holder in self._holders:
-            with suppress(Exception):
-                self._ray.kill(holder)
+            holder.kill()

@@ -1,15 +1,14 @@
-"""The actor that holds one rank: it starts the rank's process on its host, passes on what that says, and ends it.
+"""The actor that holds one rank: it starts the rank's process on its host, passes on its output, and ends it.
 
-A rank needs a process of its own: signals reach its main thread, its exit code tells how it went, and nothing of a
+A rank needs a process of its own: signals reach its main thread, its exit code is its outcome, and nothing of a
 process group that broke is left for the next start. This file is sent to the cluster as it is, so that a host without
-shardtune can say so: it imports nothing but Python's own modules before it is used.
+shardtune can report that: it imports nothing but Python's own modules before it is used.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import signal
 import socket
@@ -21,7 +20,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 LINES_AT_ONCE = 1000
 
@@ -36,7 +35,7 @@ class Place:
         address: the IP address by which the others reach it.
         gpus: those that Ray gave to the rank, as CUDA_VISIBLE_DEVICES has them.
         cores: of the host.
-        port: one that is free there.
+        port: one that is free there; 0 where the wanted one is taken.
         shardtune: whether the host has it.
     """
 
@@ -56,12 +55,12 @@ class Sign:
     Attributes:
         lines: that it printed: stdout or stderr, text.
         code: its exit code, once it has ended and its last line is among these or those before.
-        report: the error that it left.
+        report: the error that it left, as JSON (`RankReport`).
     """
 
     lines: list[tuple[str, str]]
     code: int | None
-    report: dict[str, Any] | None
+    report: str | None
 
 
 class RankHolder:
@@ -86,20 +85,13 @@ class RankHolder:
         context = ray.get_runtime_context()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         gpus = tuple(name for name in visible.split(",") if name) if context.get_accelerator_ids().get("GPU") else ()
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", wanted_port or 0))
-                port = probe.getsockname()[1]
-            except OSError:
-                port = 0
         return Place(
             context.get_node_id(),
             socket.gethostname(),
-            ray.util.get_node_ip_address(),
+            own_address(),
             gpus,
             os.cpu_count() or 1,
-            port,
+            free_port(wanted_port),
             importlib.util.find_spec("shardtune") is not None,
         )
 
@@ -172,10 +164,10 @@ class RankHolder:
         for line in stream:
             self._lines.append((name, line.rstrip("\n")))
 
-    def _report(self) -> dict[str, Any] | None:
+    def _report(self) -> str | None:
         assert self._folder is not None
         files = list(Path(self._folder.name).glob("rank_*.json"))
-        return json.loads(files[0].read_text()) if files else None
+        return files[0].read_text() if files else None
 
     def _watch(self) -> None:
         while time.monotonic() - self._heard < self._patience:
@@ -184,11 +176,28 @@ class RankHolder:
         os._exit(1)
 
 
+def own_address() -> str:
+    """The IP address by which the other hosts of the cluster reach this one."""
+    import ray
+
+    return ray.util.get_node_ip_address()
+
+
+def free_port(wanted: int | None = None) -> int:
+    """A port of this host that is free now, or the wanted one; 0 where that is taken."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", wanted or 0))
+            return int(probe.getsockname()[1])
+        except OSError:
+            return 0
+
+
 def _interface(variable: str) -> dict[str, str]:
     """The network interface that has the address by which the other hosts reach this one."""
     import psutil
-    import ray
 
-    address = ray.util.get_node_ip_address()
+    address = own_address()
     found = [name for name, held in psutil.net_if_addrs().items() if any(entry.address == address for entry in held)]
     return {variable: found[0]} if found else {}

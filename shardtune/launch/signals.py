@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, and the watch over a parent that may vanish."""
+"""Signals that stop a run, and the watch over a parent that may vanish."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import FrameType
 from shardtune.errors import Interrupted
 
 LAUNCHER_PID = "SHARDTUNE_LAUNCHER_PID"
-"""The process that started this rank; it may be gone before this process can ask who its parent is."""
+"""The process that started this rank; it may be gone before this process can read its parent's id."""
 PARENT_POLL_SECONDS = 0.25
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -22,7 +22,7 @@ class StopSignal:
     """Whether SIGTERM or SIGINT has asked this process to stop, and what it does then.
 
     While nothing is there to be saved (start-up, tokenising, writing `final/`) the signal raises `Interrupted` wherever
-    the main thread stands. Inside `deferred` it is only noted: training asks for it where all ranks can stop together.
+    the main thread stands. Inside `deferred` it is only noted: training checks it where all ranks can stop together.
     The second SIGINT raises `KeyboardInterrupt` at once in any case.
 
     Attributes:

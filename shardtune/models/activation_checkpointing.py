@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from shardtune.config import ModelConfig
 from shardtune.errors import ModelError
 from shardtune.parallel.shard_units import outermost
+from shardtune.parallel.torch_private import OpOverload, schema_of
 
 PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_grouped_mm": 0, "_scaled_mm": 0, "_scaled_grouped_mm": 0}
 """Matrix products of aten, and which of their arguments is the left factor, whose last dimension is summed over."""
@@ -59,12 +60,12 @@ def keep_dear(_context: Any, op: Callable[..., Any], *args: Any, **kwargs: Any) 
     A kernel that draws random numbers is run again: one that is passed over would leave the generator behind, and what
     is drawn after it would differ from the first time.
     """
-    keep = isinstance(op, torch._ops.OpOverload) and _is_dear(op, args, kwargs)
+    keep = isinstance(op, OpOverload) and _is_dear(op, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _is_dear(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    name = op._schema.name.partition("::")[2]
+def _is_dear(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    name = schema_of(op).name.partition("::")[2]
     if name in PRODUCTS:
         left, right = args[PRODUCTS[name] : PRODUCTS[name] + 2]
         return WIDER * left.shape[-1] >= right.shape[-1]
@@ -73,9 +74,9 @@ def _is_dear(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, A
     return torch.Tag.nondeterministic_seeded not in op.tags or _dropout(op, args, kwargs) == 0.0
 
 
-def _dropout(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
+def _dropout(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
     """The share that an attention kernel drops; None if it does not say."""
-    for place, argument in enumerate(op._schema.arguments):
+    for place, argument in enumerate(schema_of(op).arguments):
         if argument.name == "dropout_p":
             given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
             return float(given or 0.0)

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
+
+from shardtune.parallel.torch_private import contents, tree_map_only
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -40,6 +41,6 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
     """Torch's own layers that hold parameters, outside models of transformers."""
     for child in model.children():
         if not isinstance(child, PreTrainedModel) and not isinstance(model, PreTrainedModel):
-            if type(child).__module__.startswith("torch.nn.modules") and child._parameters:
+            if type(child).__module__.startswith("torch.nn.modules") and contents(child)[0]:
                 yield child
             yield from _layers(child)

@@ -17,8 +17,9 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardtune.parallel.meta_init import local_offsets
+from shardtune.parallel.torch_private import StridedShard
 
 StateDtype = Literal["fp32", "bf16", "int8"]
 State = dict[str, torch.Tensor]
@@ -59,10 +60,9 @@ class Place:
         if not isinstance(parameter, DTensor):
             return cls(tuple(parameter.shape), (start, *[0] * (parameter.ndim - 1)) if parameter.ndim else ())
         mesh, placements = parameter.device_mesh, parameter.placements
-        _, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
         last = parameter.ndim - 1
         cuts = [mesh.size(axis) for axis, placement in enumerate(placements) if _dimension(placement) == last]
-        return cls(tuple(parameter.shape), tuple(offsets), math.prod(cuts))
+        return cls(tuple(parameter.shape), local_offsets(parameter), math.prod(cuts))
 
     @property
     def has_blocks(self) -> bool:
@@ -106,7 +106,7 @@ def _block_of(columns: torch.Tensor, width: int, column_parts: int) -> torch.Ten
 
 
 def _dimension(placement: object) -> int | None:
-    return placement.dim if isinstance(placement, Shard | _StridedShard) else None
+    return placement.dim if isinstance(placement, Shard | StridedShard) else None
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.torch_private import NormBase, own_persistent_buffers
 
 
-def statistical_norms(model: nn.Module) -> dict[str, _NormBase]:
+def statistical_norms(model: nn.Module) -> dict[str, NormBase]:
     """The norms with running statistics (batch norms) in a model, by name."""
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, _NormBase) and module.track_running_stats
+        if isinstance(module, NormBase) and module.track_running_stats
     }
 
 
@@ -45,8 +45,7 @@ class Buffers:
         self._places = {
             f"{prefix}.{key}" if prefix else key: (module, key)
             for prefix, module in model.named_modules()
-            for key, buffer in module._buffers.items()
-            if buffer is not None and key not in module._non_persistent_buffers_set
+            for key in own_persistent_buffers(module)
         }
         norms = set(statistical_norms(model).values())
         self._averaged = {name for name, (module, _) in self._places.items() if module in norms}

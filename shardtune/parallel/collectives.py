@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,26 +34,37 @@ def exchange(tensor: torch.Tensor, ranks: DeviceMesh, *, split: int, join: int) 
     return _Exchange.apply(tensor, ranks.get_group(), split, join)
 
 
+class _OverGroup(Protocol):
+    """What a backward pass finds of its forward pass."""
+
+    group: dist.ProcessGroup
+
+
+class _BetweenDimensions(_OverGroup, Protocol):
+    split: int
+    join: int
+
+
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: object, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         total = tensor.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: object, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grads[0], None
 
 
 class _HandToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: _OverGroup, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: _OverGroup, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         total = grads[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None
@@ -61,12 +72,14 @@ class _HandToAll(torch.autograd.Function):
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup, split: int, join: int) -> torch.Tensor:
+    def forward(
+        ctx: _BetweenDimensions, tensor: torch.Tensor, group: dist.ProcessGroup, split: int, join: int
+    ) -> torch.Tensor:
         ctx.group, ctx.split, ctx.join = group, split, join
         return _swap(tensor, group, split, join)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: _BetweenDimensions, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return _swap(grads[0], ctx.group, ctx.join, ctx.split), None, None, None
 
 

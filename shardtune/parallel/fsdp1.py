@@ -12,18 +12,18 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, wraps
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils._pytree import tree_map
 
 from shardtune.parallel.buffers import norm_parameters
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.torch_private import HYBRID_SHARD_ZERO2, set_parameter, tree_map
 
 Place = tuple[nn.Module, str]
 """A module and the name of one of its own parameters."""
@@ -79,18 +79,17 @@ def row_ranges(shape: torch.Size, mesh: DeviceMesh) -> list[tuple[int, int]]:
 
 
 def _places(root: nn.Module) -> dict[nn.Parameter, list[Place]]:
-    """Where each parameter stands; a shared one has several places."""
+    """The places of each parameter; a shared one has several."""
     found: dict[nn.Parameter, list[Place]] = {}
     for module in root.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                found.setdefault(parameter, []).append((module, key))
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(parameter, []).append((module, key))
     return found
 
 
 def put(places: Sequence[Place], parameter: nn.Parameter) -> None:
     for module, key in places:
-        module._parameters[key] = parameter
+        set_parameter(module, key, parameter)
 
 
 def rows(local: torch.Tensor, mesh: DeviceMesh, shape: torch.Size, requires_grad: bool) -> nn.Parameter:
@@ -140,19 +139,19 @@ class Routed:
         self._cast = cast
         self._open = False
 
-    def method(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self, original: Callable[..., object]) -> Callable[..., object]:
         """`original`, or another method of the same module called inside it."""
 
         @wraps(original)
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> object:
             return original(*args, **kwargs) if self._open else self._run(original, args, kwargs)
 
         return run
 
-    def _run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, original: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         if self._cast is not None:
             args, kwargs = tree_map(self._to_compute, (args, kwargs))
-        result: list[Any] = []
+        result: list[object] = []
 
         def innermost() -> list[torch.Tensor]:
             result[:] = [original(*args, **kwargs)]
@@ -168,12 +167,11 @@ class Routed:
             self._open = False
         return result[0]
 
-    def _to_compute(self, value: Any) -> Any:
-        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(self._cast) if floating else value
+    def _to_compute(self, value: object) -> object:
+        return value.to(self._cast) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: object) -> Iterator[torch.Tensor]:
     """The tensors with a gradient in what a module takes or gives."""
     if isinstance(value, torch.Tensor):
         yield from [value] if value.requires_grad else []
@@ -196,14 +194,14 @@ class Flattening:
 
     Attributes:
         wrapped: FSDP1's modules, each after those inside it; the last is the root's.
-        places: where the cut parameters stand, by name.
+        places: of the cut parameters, by name.
         shapes: of the whole parameters, by name.
     """
 
     def __init__(self, sharding: FlatSharding, names: Mapping[nn.Parameter, str]) -> None:
         self._sharding = sharding
         self._names = names
-        self._routed: list[tuple[nn.Module, str, Callable[..., Any] | None]] = []
+        self._routed: list[tuple[nn.Module, str, Callable[..., object] | None]] = []
         self.wrapped: list[FullyShardedDataParallel] = []
         self.shells: list[Shell] = []
         self.places: dict[str, list[Place]] = {}
@@ -273,13 +271,13 @@ class Flattening:
         self.shells.append(shell)
         return wrapped
 
-    def _process_group(self) -> Any:
+    def _process_group(self) -> dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]:
         mesh = self._sharding.ranks.shard_mesh
         assert mesh is not None
         return mesh.get_group() if mesh.ndim == 1 else (mesh.get_group(1), mesh.get_group(0))
 
     def _strategy(self) -> ShardingStrategy:
         if self._sharding.ranks.layout.replicate > 1:
-            hybrid = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
+            hybrid = ShardingStrategy.HYBRID_SHARD, HYBRID_SHARD_ZERO2
             return hybrid[not self._sharding.reshard_after_forward]
         return ShardingStrategy.FULL_SHARD if self._sharding.reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP

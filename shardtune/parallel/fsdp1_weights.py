@@ -1,4 +1,19 @@
-"""The weights of a model that FSDP1 shards: ranges of numbers in training, rows in checkpoints and exports."""
+"""The weights of a model that FSDP1 shards: ranges of numbers in training, rows in checkpoints and exports.
+
+Worked example: a unit has A with shape [4, 3] and b with shape [8], on two ranks. FSDP1 joins them to twenty numbers,
+A's twelve before b's eight, and cuts these into two pieces of ten:
+
+    rank 0: A[0,0] A[0,1] A[0,2] A[1,0] ... A[2,2] A[3,0]
+    rank 1: A[3,1] A[3,2] b[0] ... b[7]
+
+So of A, in the order of memory, rank 0 has the range (0, 10) and rank 1 has (10, 12), which cuts a row in two; of b
+they have (0, 0), none at all, and (0, 8). Checkpoints hold rows, dealt as FSDP2 does: of A rank 0 has rows 0 and 1,
+the range (0, 6), and rank 1 has rows 2 and 3, (6, 12); of b they have (0, 4) and (4, 8). To write a checkpoint, row 2
+and A[3,0] move from rank 0 to rank 1, and b[0] to b[3] from rank 1 to rank 0. In general a rank sends to another the
+overlap of its own range before with the other's range after. Ranges of a parameter follow one another in the order of
+ranks, so one collective for each parameter moves them. (FSDP1 also pads parameters, to aligned addresses and to equal
+pieces; ranges are measured after it has cut, so padding is in none of them.)
+"""
 
 from __future__ import annotations
 
@@ -13,12 +28,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.tensor import DTensor
 
 from shardtune.errors import ModelError
 from shardtune.parallel.fsdp1 import FlatSharding, Flattening, Place, put, rank_in, row_ranges, rows
 from shardtune.parallel.fsdp2 import Weights
+from shardtune.parallel.torch_private import (
+    FlatParameter,
+    drop_unreduced_gradient,
+    flat_parameter,
+    free_gathered,
+    reduces_gradients,
+    sum_gradients,
+)
 
 Ranges = Sequence[tuple[int, int]]
 """Per rank that shards a copy of the model: which of a parameter's numbers, in the order of memory, are its own."""
@@ -44,16 +66,16 @@ class _Piece:
 class FlatWeights(Weights):
     """What `Weights` is, for FSDP1: `parameters` are its own, a range of numbers on each rank.
 
-    FSDP1 divides gradients by the number of ranks; that factor is set to one here. Where it is told not to reduce the
-    gradient of each micro-batch it adds them up in the dtype of the computation; here they are kept apart and added up
-    in full precision, until the last.
-    And to a parameter that no rank has used it gives zeros; here it gets no gradient. All three are what FSDP2 does.
+    Three things differ from FSDP1's own behaviour, and are as with FSDP2. FSDP1 divides gradients by the number of
+    ranks; here the factor is one. Inside `no_sync` it accumulates the gradients of micro-batches in the compute dtype;
+    here they are kept apart and accumulated in full precision until the last micro-batch. A parameter that no rank has
+    used gets zeros as its gradient; here it gets none.
 
     Args:
         sharding: of a model in rows that have their values; they are cut here.
         model: the model inside the root, whose names are used.
         reduce_each: reduce gradients over ranks after each micro-batch.
-        elsewhere: names of parameters that checkpoints leave out.
+        excluded_from_checkpoint: names of parameters that checkpoints leave out.
     """
 
     def __init__(
@@ -85,15 +107,15 @@ class FlatWeights(Weights):
         self.replicates = self.on_ranks
         self.shapes |= self._flattened.shapes
         self.starts |= {name: piece.numbers[rank_in(self._mesh)][0] for name, piece in self._pieces.items()}
-        with self._root_shell.no_sync():  # now FSDP1 looks around, as it does before a first forward
+        with self._root_shell.no_sync():  # runs FSDP1's lazy initialisation, as a first forward does
             pass
         for shell in self._flattened.wrapped:
-            shell._gradient_predivide_factor = shell._gradient_postdivide_factor = 1
+            sum_gradients(shell)
             if (flat := _trained(shell)) is not None:
                 flat.register_post_accumulate_grad_hook(partial(self._add_held, shell))
 
     def _measure(self, places: Mapping[str, list[Place]], shapes: Mapping[str, torch.Size]) -> dict[str, _Piece]:
-        """Who has which numbers: ranges follow one another in the order of ranks, so their lengths say it."""
+        """The ranges of all ranks; they follow one another in the order of ranks, so lengths are exchanged alone."""
         mine = [module.get_parameter(key).numel() for (module, key), *_ in places.values()]
         counts: list[list[int]] = [mine] * dist.get_world_size(self._group)
         dist.all_gather_object(counts, mine, group=self._group)
@@ -122,21 +144,18 @@ class FlatWeights(Weights):
 
     @torch.no_grad()
     def _hold(self) -> None:
-        """Take what a micro-batch left unreduced, and keep the sum in full precision."""
+        """Move the unreduced gradients of a micro-batch into sums in full precision."""
         for shell in self._flattened.wrapped:
             flat = _trained(shell)
             if flat is None or flat.grad is None or flat.grad.numel() == flat.numel():
                 continue
             grad = flat.grad.to(self._master)
             self._held[shell] = self._held[shell].add_(grad) if shell in self._held else grad
-            flat.grad = None
-            flat._post_backward_called = False
-            for parameter in flat._params or ():
-                parameter.grad = None
+            drop_unreduced_gradient(flat)
 
     def _add_held(self, shell: FullyShardedDataParallel, flat: torch.Tensor) -> None:
         """Before FSDP1 reduces a gradient: add those of earlier micro-batches."""
-        held = self._held.pop(shell, None) if shell._sync_gradients else None
+        held = self._held.pop(shell, None) if reduces_gradients(shell) else None
         if held is not None:
             assert flat.grad is not None
             flat.grad.data = held.add_(flat.grad)
@@ -159,7 +178,7 @@ class FlatWeights(Weights):
         super().sync_replicated_gradients()
 
     def _check_reduced(self) -> None:
-        """FSDP1 reduces where a backward pass comes by, and only there."""
+        """FSDP1 reduces a unit's gradient in a backward pass through that unit, and only there."""
         if not self._held:
             return
         shell = self._flattened.shells[self._flattened.wrapped.index(next(iter(self._held)))]
@@ -173,9 +192,7 @@ class FlatWeights(Weights):
     @torch.no_grad()
     def copy_masters_to_model(self) -> None:
         for shell in self._flattened.wrapped:
-            if shell._handle is not None:
-                shell._handle.reshard(free_unsharded_flat_param=True)
-                shell._handle.post_reshard()
+            free_gathered(shell)
         super().copy_masters_to_model()
 
     def zero_gradients(self) -> None:
@@ -252,5 +269,5 @@ def _overlaps(mine: tuple[int, int], others: Ranges) -> list[int]:
 
 def _trained(shell: FullyShardedDataParallel) -> FlatParameter | None:
     """What a module of FSDP1 has joined, if it is trained."""
-    handle = shell._handle
-    return None if handle is None or not handle.flat_param.requires_grad else handle.flat_param
+    flat = flat_parameter(shell)
+    return flat if flat is not None and flat.requires_grad else None

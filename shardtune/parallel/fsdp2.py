@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardtune.parallel.buffers import Buffers, norm_parameters
 from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.torch_private import multiply_
 
 MASTER_DTYPE = {"bf16": torch.float32, "fp16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -45,7 +46,7 @@ def shard(
     alone (DDP) are shards of one rank.
 
     Gradients are summed over ranks, not averaged: losses are divided by the step's weight beforehand. FSDP2 averages
-    unless told otherwise on every one of its modules (on the root alone it is silently wrong), and gloo can only sum.
+    unless every one of its modules is set otherwise (the root alone is silently wrong), and gloo can only sum.
     Scalar parameters, which FSDP2 cannot split, and those of norms that need full precision stay whole on every rank;
     `Weights` sums their gradients.
 
@@ -95,7 +96,7 @@ def gather_ahead(root: nn.Module, number: int) -> None:
     """Have each unit gather the weights of so many others before its own are used.
 
     Those are the next ones in the forward pass and the ones before in the backward pass, in the order in which the
-    model has them. FSDP2 by itself knows the order of the forward pass only in the backward pass, and gathers one.
+    model has them. By itself FSDP2 gathers ahead in the backward pass only, one unit.
 
     Args:
         root: sharded; its own weights count as the first unit's.
@@ -129,7 +130,8 @@ class Weights:
         precision: bf16 | fp16 | fp32 | fp64.
         ranks: of the run.
         reduce_each: reduce gradients over ranks after each micro-batch (less memory) and not only after the last.
-        elsewhere: names of parameters that checkpoints leave out, because they are loaded from where training starts.
+        excluded_from_checkpoint: names of parameters that checkpoints leave out, because they are loaded from where
+            training starts.
         partial: names of parameters that every tensor rank holds, and of whose gradient each computes a part.
 
     Attributes:
@@ -137,7 +139,8 @@ class Weights:
         shapes: of the whole parameters, by name.
         starts: of parameters of which this rank has a range of numbers, in the order of memory: the first, by name.
         on_ranks: whether there are several ranks; otherwise `begin_micro_batch` has nothing to do.
-        settles: whether ranks hold anything whole, parameters or buffers; otherwise `settle` has nothing to do.
+        replicates: whether ranks hold anything whole, parameters or buffers; otherwise `sync_replicated_gradients` has
+            nothing to do.
     """
 
     def __init__(
@@ -197,7 +200,7 @@ class Weights:
         return {name: self.to_checkpoint_layout(name, tensor) for name, tensor in self._own().items()}
 
     def checkpointed(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint of the model holds: `tensors` without those that come from elsewhere."""
+        """What a checkpoint of the model holds: `tensors` without those that are loaded from where training starts."""
         return {
             name: self.to_checkpoint_layout(name, tensor)
             for name, tensor in self._own(self._excluded_from_checkpoint).items()
@@ -208,14 +211,15 @@ class Weights:
         sizes = self._own(self._excluded_from_checkpoint)
         return sum(self.shapes.get(name, t.shape).numel() * t.element_size() for name, t in sizes.items())
 
-    # How checkpoints hold what lies as a parameter does: itself, its gradient, a moment. Here: as it is.
+    # The layout, in checkpoints, of tensors that are laid out like a parameter: itself, its gradient, a moment. FSDP2's
+    # layout is that of checkpoints already.
 
     def to_checkpoint_layout(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Such a tensor as checkpoints hold it, a DTensor of rows or whole on every rank; all ranks call it."""
+        """The tensor in the layout of checkpoints, a DTensor of rows or whole on every rank; all ranks call it."""
         return tensor
 
     def from_checkpoint_layout(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The way back."""
+        """The inverse of `to_checkpoint_layout`; all ranks call it."""
         return tensor
 
     def template(self, name: str) -> torch.Tensor:
@@ -223,7 +227,7 @@ class Weights:
         return self.parameters[name].detach()
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take new values from what `checkpointed` gave, once it has been filled; all ranks call it."""
+        """Load values into the weights from tensors in the layout of `checkpointed`; all ranks call it."""
         self.copy_masters_to_model()
 
     def in_rows(self) -> AbstractContextManager[None]:
@@ -235,7 +239,7 @@ class Weights:
         return not isinstance(parameter, DTensor)
 
     def begin_micro_batch(self, last: bool) -> None:
-        """Say, before its forward, whether a micro-batch is the step's last, after which gradients are reduced."""
+        """Prepare the forward of a micro-batch; after the backward of the last one gradients are reduced over ranks."""
         if self.replicates:
             self._buffers.watch()
         if isinstance(self._root, FSDPModule):
@@ -245,8 +249,18 @@ class Weights:
     def sync_replicated_gradients(self) -> None:
         """Make what ranks hold whole the same on all of them, after the backward pass of a step's last micro-batch.
 
-        That is: sum the gradients of whole parameters, and agree on the buffers that forwards have changed. Once per
-        step: a hook on each backward pass would sum again what earlier micro-batches have summed.
+        That is: sum the gradients of replicated parameters, and agree on the buffers that forwards have changed.
+
+        Once per step, because `.grad` accumulates. Worked example: the two tensor ranks of a layer both hold the weight
+        of a norm of queries, and each uses it on its own heads. Micro-batch 1 gives gradients 1 and 2 there,
+        micro-batch 2 gives 10 and 20. After both backward passes the ranks hold 11 and 22; one sum makes it 33 on both,
+        which is right. transformers' hook sums `.grad` in each backward pass: 1 + 2 = 3 on both after the first, then
+        3 + 10 and 3 + 20, whose sum is 36. With T tensor ranks it counts micro-batch k of n T ** (n - k) times.
+
+        Two kinds are summed differently. `partial` (the example): each tensor rank has a part, so they are summed over
+        tensor ranks, while FSDP sums their shards over the others. Whole parameters that no plan cuts (scalars, norms
+        in full precision): tensor ranks have computed the same gradient, so only tensor rank 0 contributes its own to
+        the sum over all ranks; with every rank's it would be too large by a factor of the number of tensor ranks.
         """
         self._buffers.agree()
         if self._ranks.mesh is None:
@@ -255,11 +269,10 @@ class Weights:
         whole = {name: self.parameters[name] for name in self._whole if self.parameters[name].requires_grad}
         if not whole:
             return
-        # A parameter that no rank used keeps no gradient, so that the optimizer passes over it.
+        # A parameter that no rank used keeps no gradient, so that the optimizer skips it (no weight decay, no moments).
         used = torch.tensor([parameter.grad is not None for parameter in whole.values()], device=self._ranks.device)
-        # Tensor ranks compute the same gradient, so one of them brings it.
-        bring = self._ranks.tensor_rank == 0
-        grads = [torch.zeros_like(p) if p.grad is None or not bring else p.grad for p in whole.values()]
+        contributes = self._ranks.tensor_rank == 0
+        grads = [p.grad if p.grad is not None and contributes else torch.zeros_like(p) for p in whole.values()]
         flat = torch.cat([*(grad.reshape(-1) for grad in grads), used.to(grads[0].dtype)])
         dist.all_reduce(flat)
         pieces = flat.split([*(grad.numel() for grad in grads), len(whole)])
@@ -280,7 +293,7 @@ class Weights:
 
     @torch.no_grad()
     def copy_masters_to_model(self) -> None:
-        """Hand changed weights to the model; to be called after each change of `parameters`.
+        """Copy changed weights to the model; to be called after each change of `parameters`.
 
         After a forward without a backward (the probe, an evaluation) FSDP2 keeps the root's weights gathered, and the
         next forward would take those instead of the changed ones.
@@ -305,7 +318,10 @@ class Weights:
     def gradient_norm(self) -> float:
         """The Euclidean norm of the whole gradient over all ranks, summed in fp64.
 
-        Each rank adds up its parts, each divided by the number of ranks that hold the same part.
+        Each rank adds up the squares of its parts, each divided by the number of ranks that hold the same part, so that
+        the sum over ranks counts every number once. Worked example on 2 shards x 2 tensor ranks: a matrix that both
+        cut lies in 4 different parts, each counted whole; a norm's weight that is sharded and not cut lies in 2 parts,
+        each on 2 ranks, so each rank counts half of its square; a scalar is on all 4, so each counts a quarter.
         """
         square = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         by_copies: dict[int, list[torch.Tensor]] = {}
@@ -331,7 +347,7 @@ class Weights:
     def scale_gradients(self, factor: float) -> None:
         grads = [local(parameter.grad) for parameter in self.parameters.values() if parameter.grad is not None]
         if factor != 1.0 and grads:
-            torch._foreach_mul_(grads, factor)
+            multiply_(grads, factor)
 
     def zero_gradients(self) -> None:
         for parameter in self.parameters.values():

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardtune.errors import ModelError
 from shardtune.parallel.buffers import statistical_norms
+from shardtune.parallel.torch_private import apply_to_tensors, own_persistent_buffers, set_parameter
 
 
 @contextmanager
@@ -56,10 +56,15 @@ def shard_of(tensor: torch.Tensor) -> Shard:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return Shard(tensor, (0,) * tensor.ndim)
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     # A rank without rows (fewer rows than ranks) gets an offset that means nothing.
     local = tensor.to_local()
-    return Shard(local, tuple(offsets) if local.numel() else (0,) * local.ndim)
+    return Shard(local, local_offsets(tensor) if local.numel() else (0,) * local.ndim)
+
+
+def local_offsets(tensor: DTensor) -> tuple[int, ...]:
+    """Where this rank's part of a tensor begins in the whole, for each dimension."""
+    (chunk,) = tensor.__create_chunk_list__()
+    return tuple(chunk.offsets)
 
 
 def materialise(
@@ -98,12 +103,12 @@ def materialise(
             wanted = frozen
         return torch.empty_like(tensor, dtype=wanted, device=device) if tensor.is_meta else tensor.to(device, wanted)
 
-    root._apply(allocate)
+    apply_to_tensors(root, allocate)
     for first, *others in shared:
         parameter = root.get_parameter(first)
         for name in others:
             module, _, attribute = name.rpartition(".")
-            root.get_submodule(module)._parameters[attribute] = parameter
+            set_parameter(root.get_submodule(module), attribute, parameter)
 
 
 def _names_by_parameter(root: nn.Module) -> list[list[str]]:
@@ -126,8 +131,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
+        for name, buffer in own_persistent_buffers(module).items()
     }
 
 

@@ -19,7 +19,7 @@ WHERE = "actor.parallel.expert"
 
 @dataclass(frozen=True, slots=True)
 class ModelParallel:
-    """What sharding has to know of a model that is spread already.
+    """What a model's tensor and expert parallelism means for sharding it.
 
     Attributes:
         partial: names of parameters that every tensor rank holds, and of whose gradient each computes a part.
@@ -33,7 +33,7 @@ class ModelParallel:
 def apply_model_parallel(
     model: nn.Module, tensor_plan: Plan, expert_plan: Plan, ranks: Ranks, heads: Heads | None
 ) -> ModelParallel:
-    """Spread a model in place, as far as the layout asks for it.
+    """Apply tensor and expert parallelism to a model in place, as far as the layout has these axes.
 
     Args:
         model: on the meta device.

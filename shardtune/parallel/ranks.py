@@ -35,7 +35,7 @@ class Ranks:
         mesh: ("replicate", "shard", "tensor") over all ranks, those that share a sequence among "shard"; None for a
             single process, which needs no process group.
         layout: the sizes of the axes.
-        sequence_mesh: the ranks that share this one's sequences.
+        sequence_mesh: the ranks that share this one's sequences; None where none do.
         expert_mesh: ("expert_shard", "expert") over all ranks, where experts are spread.
         counts: whether sums over rows count this rank's: of those that work on the same rows together the first does.
     """
@@ -212,7 +212,13 @@ def open_group(device: torch.device) -> None:
 
 
 def lay_out(layout: Layout, rank: int, device: torch.device) -> Ranks:
-    """The ranks of an open process group in a layout; every rank calls it."""
+    """The ranks of an open process group in a layout; every rank calls it.
+
+    Worked example of 8 ranks, shard 2 x sequence 2 x tensor 2: the mesh of 1 x 4 x 2 is [[[0 1] [2 3] [4 5] [6 7]]],
+    whose "shard" axis is shard and sequence together. The second mesh views the same order as [[[0 1] [2 3]] [[4 5]
+    [6 7]]], so that its "sequence" groups are 0 2, 1 3, 4 6 and 5 7. Sums over rows count ranks 0 and 4 alone, the
+    first of those that work on the same rows.
+    """
     sizes = (layout.replicate, layout.shard * layout.sequence, layout.tensor)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
     sequence = experts = None

@@ -46,8 +46,8 @@ def choose_units(
     if not units:
         return [], f"the model is sharded as one: it has no list of blocks of one class that are its own{_HOW}"
     counts = Counter(_class_name(unit) for unit in units)
-    told = ", ".join(f"{count} {name}" for name, count in counts.items())
-    note = f"{told} shard as units, chosen by their size; each has to be called, as a module, in every forward{_HOW}"
+    chosen = ", ".join(f"{count} {name}" for name, count in counts.items())
+    note = f"{chosen} shard as units, chosen by their size; each has to be called, as a module, in every forward{_HOW}"
     return units, "; ".join(part for part in (note, shared) if part)
 
 
@@ -78,7 +78,7 @@ def _of_classes(model: nn.Module, names: Sequence[str], key: str) -> list[nn.Mod
 
 
 def _declared_by_transformers(model: nn.Module) -> list[nn.Module]:
-    """The modules that the models of transformers in it, or the model itself, say must not be split."""
+    """The modules that the models of transformers in it, or the model itself, declare as not to be split."""
     found: dict[nn.Module, None] = {}
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
@@ -123,9 +123,8 @@ def _unshared(model: nn.Module, units: list[nn.Module]) -> tuple[list[nn.Module]
     """The units whose parameters are all their own, and a sentence on the others."""
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners.setdefault(parameter, []).append(module)
+        for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(parameter, []).append(module)
     tied = {parameter: modules for parameter, modules in owners.items() if len(modules) > 1}
     kept, left = [], []
     for unit in units:

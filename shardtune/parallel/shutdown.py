@@ -1,6 +1,6 @@
 """How a process leaves its group when its script ends: with the others, and with gloo's threads at rest.
 
-A thread of gloo lets go of a collective's tensors some moments after it has said that the collective is done, and takes
+A thread of gloo lets go of a collective's tensors some moments after it has reported the collective as done, and takes
 the interpreter's lock for it. One that waits for that lock when the interpreter begins to end is unwound through
 destructors, which aborts the process (pytorch/pytorch#190489). Destroying a group ends its threads only where nothing
 refers to it any more; the caches of tensors do, for as long as the process lives.
@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
 
 import torch.distributed as dist
 
@@ -41,11 +41,12 @@ def leave_at_exit() -> None:
     if _registered:
         return
     _registered = True
-    said, failed = sys.excepthook, []
+    print_error = sys.excepthook
+    failed: list[BaseException] = []
 
-    def note(*error: Any) -> None:
+    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         failed.append(error)
-        said(*error)
+        print_error(kind, error, trace)
 
     def leave() -> None:
         try:
@@ -97,7 +98,7 @@ class _Thread:
 
 
 def _gloo_threads() -> dict[str, _Thread]:
-    """The threads that do gloo's work, by number; none where the system does not tell."""
+    """The threads that do gloo's work, by number; none where the system does not list them."""
     found: dict[str, _Thread] = {}
     for task in TASKS.iterdir() if TASKS.is_dir() else ():
         with suppress(OSError):  # it has ended

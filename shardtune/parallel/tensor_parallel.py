@@ -7,20 +7,19 @@ have summed included (`Weights.sync_replicated_gradients` does it, once per step
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 
 from shardtune.errors import ParallelError
 from shardtune.parallel.collectives import hand_to_all
+from shardtune.parallel.meta_init import local_offsets
+from shardtune.parallel.torch_private import quieten_redistribution, set_parameter
 
 Plan = Mapping[str, str]
 """Names of modules and parameters, with `*` for layer numbers, to styles of transformers."""
@@ -88,8 +87,7 @@ def parallelise(model: nn.Module, plan: Plan, ranks: DeviceMesh, heads: Heads | 
         ParallelError: the plan is empty or names nothing, or has a style that is not known here.
     """
     _check_plan(model, plan)
-    # A part of a part is gathered in two steps, seldom (exports, probes); torch warns of it each time.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    quieten_redistribution()
     shared = _shared_parameters(model)
     repeated = heads is not None and heads.key_value < ranks.size()
     partial: list[str] = []
@@ -102,7 +100,7 @@ def parallelise(model: nn.Module, plan: Plan, ranks: DeviceMesh, heads: Heads | 
             if key in KEY_VALUE:
                 _repeat_heads(model.get_submodule(name), ranks, heads)
                 partial += [f"{name}.{parameter}" for parameter, _ in model.get_submodule(name).named_parameters()]
-        elif key in model.get_submodule(owner)._parameters:
+        elif key in dict(model.get_submodule(owner).named_parameters(recurse=False)):
             ALL_PARALLEL_STYLES[style].shard_param(model.get_submodule(owner), key, ranks)
         else:
             ALL_PARALLEL_STYLES[style].install_forward(model.get_submodule(name), ranks)
@@ -137,7 +135,7 @@ def row_slice(weight: DTensor) -> Slice:
     (placement,) = weight.placements
     assert isinstance(placement, Shard)
     assert placement.dim == 0
-    _, (start, *_) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    start = local_offsets(weight)[0]
     rows = weight.to_local()
     return Slice(rows, start if len(rows) else weight.shape[0], weight.shape[0], weight.device_mesh)
 
@@ -202,10 +200,10 @@ def _repeat_heads(projection: nn.Module, ranks: DeviceMesh, heads: Heads) -> Non
     number = ranks.get_local_rank() * heads.key_value // ranks.size()
     part = slice(number * heads.size, (number + 1) * heads.size)
 
-    def enter(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def enter(_module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return (hand_to_all(inputs[0], ranks), *inputs[1:])
 
-    def take(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    def take(_module: nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
         return output[..., part]
 
     projection.register_forward_pre_hook(enter)
@@ -233,4 +231,4 @@ def _share_again(model: nn.Module, shared: list[list[str]]) -> None:
             )
         for name in group:
             owner, _, key = name.rpartition(".")
-            model.get_submodule(owner)._parameters[key] = cut
+            set_parameter(model.get_submodule(owner), key, cut)

@@ -9,7 +9,6 @@ from functools import cached_property, partial
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from shardtune.batch import Batch, LossSum, Sample
 from shardtune.config import Recipe
@@ -18,6 +17,7 @@ from shardtune.data.prepare import WeighedRows
 from shardtune.models.adapter import Adapter, AdapterRoot, WholeStepAdapter, named
 from shardtune.parallel.buffers import statistical_norms
 from shardtune.parallel.fsdp2 import local
+from shardtune.parallel.torch_private import DropoutBase
 from shardtune.training.step import Accumulate, accumulate, objective, seed_rng
 from shardtune.training.whole_step_loss import WholeStep
 from shardtune.training.worker.adapter_worker import SFTWorker
@@ -121,7 +121,7 @@ class Trial:
         """Put the model in training mode, except for dropout and batch norms."""
         self.worker.model.train()
         norms = statistical_norms(self.worker.inner_model).values()
-        draws = (module for module in self.root.modules() if isinstance(module, _DropoutNd))
+        draws = (module for module in self.root.modules() if isinstance(module, DropoutBase))
         for module in (*norms, *draws):
             module.eval()
 

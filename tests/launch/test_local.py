@@ -1,4 +1,4 @@
-"""What the user is told of the ranks' ends: the first error, with its rank."""
+"""The user's message about the ends of ranks: the first error, with its rank."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def test_all_is_well(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_stop_that_comes_after_the_end_changes_nothing() -> None:
-    raise_outcome([0, 0], [], told=True)
+    raise_outcome([0, 0], [], stop_sent=True)
     with pytest.raises(Interrupted):
-        raise_outcome([0, 75], [], told=True)
+        raise_outcome([0, 75], [], stop_sent=True)
 
 
 @pytest.mark.parametrize(
-    ("codes", "reports", "told", "error", "message"),
+    ("codes", "reports", "stop_sent", "error", "message"),
     [
         ([1, 1], [BUG, PEER], False, RankFailed, "rank 1 failed:\nTraceback"),
         ([1, -9], [PEER], False, RankFailed, "rank 1 was ended by SIGKILL (out of memory?)"),
@@ -53,9 +53,11 @@ def test_a_stop_that_comes_after_the_end_changes_nothing() -> None:
         ([0, 3], [], False, RankFailed, "rank 1 ended with exit code 3"),
     ],
 )
-def test_the_cause_is_told(codes: list, reports: list, told: bool, error: type[BaseException], message: str) -> None:
+def test_the_cause_is_shown(
+    codes: list, reports: list, stop_sent: bool, error: type[BaseException], message: str
+) -> None:
     with pytest.raises(error) as raised:
-        raise_outcome(codes, reports, told=told)
+        raise_outcome(codes, reports, stop_sent=stop_sent)
     assert message in str(raised.value)
 
 

@@ -38,6 +38,7 @@ from shardtune.models.lora.config import (
 from shardtune.models.lora.nf4 import NF4Linear, to_nf4
 from shardtune.models.new_tokens import KEY as ROWS
 from shardtune.models.new_tokens import check_rows, trained_rows
+from shardtune.parallel.torch_private import contents, own_persistent_buffers
 
 ADAPTER = "default"
 """PEFT's name for an adapter that is the only one."""
@@ -198,13 +199,12 @@ def base_tensors(model: nn.Module) -> Iterator[BaseTensor]:
 
 def _below(module: nn.Module, own: str, name: str) -> Iterator[BaseTensor]:
     layer = module if isinstance(module, NF4Linear) else None
-    persistent = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
-    for key, tensor in {**module._parameters, **persistent}.items():
-        if tensor is not None:
-            then = "weight" if layer is not None and key == "packed" else key
-            packed = layer if then != key else None
-            yield BaseTensor(join(name, then), join(own, key), tensor, packed)
-    for key, child in module._modules.items():
+    parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    for key, tensor in {**parameters, **own_persistent_buffers(module)}.items():
+        then = "weight" if layer is not None and key == "packed" else key
+        packed = layer if then != key else None
+        yield BaseTensor(join(name, then), join(own, key), tensor, packed)
+    for key, child in contents(module)[2].items():
         if child is None:
             continue
         if not isinstance(module, WRAPPING):

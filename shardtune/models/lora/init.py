@@ -24,6 +24,7 @@ from shardtune.models.lora.attach import ADAPTER, adapter_config, lora_layers, t
 from shardtune.models.lora.config import SUBTRACTING
 from shardtune.models.lora.nf4 import NF4Linear, decode
 from shardtune.parallel.meta_init import fill
+from shardtune.parallel.torch_private import contents, set_contents
 
 DECOMPOSING = ("pissa", "olora", "mica")
 """Initialisers that begin with a decomposition of the base weight."""
@@ -171,14 +172,18 @@ def _copied(module: nn.Module, make: Make) -> nn.Module:
     # PEFT keeps the settings of its layers in dicts and lists, which the copy may change.
     vars(copy).update({key: _shallow(value) for key, value in vars(module).items()})
     vars(copy).update({key: OrderedDict() for key in vars(module) if key.endswith("_hooks")})
-    copy._parameters = {
-        "weight" if packed and key == "packed" else key: None
-        if tensor is None
-        else nn.Parameter(make(module, key, tensor.detach()), requires_grad=False)
-        for key, tensor in module._parameters.items()
-    }
-    copy._buffers = {key: None if tensor is None else _whole(tensor) for key, tensor in module._buffers.items()}
-    copy._modules = {key: None if child is None else _copied(child, make) for key, child in module._modules.items()}
+    parameters, buffers, children = contents(module)
+    set_contents(
+        copy,
+        {
+            "weight" if packed and key == "packed" else key: None
+            if tensor is None
+            else nn.Parameter(make(module, key, tensor.detach()), requires_grad=False)
+            for key, tensor in parameters.items()
+        },
+        {key: None if tensor is None else _whole(tensor) for key, tensor in buffers.items()},
+        {key: None if child is None else _copied(child, make) for key, child in children.items()},
+    )
     return copy
 
 

@@ -10,7 +10,6 @@ from typing import TypedDict
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 from transformers import PreTrainedModel
 
@@ -23,6 +22,7 @@ from shardtune.models.lora.attach import base_tensors, is_adapted
 from shardtune.parallel.buffers import statistical_norms
 from shardtune.parallel.meta_init import init_empty_weights, materialise
 from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.torch_private import BatchNormBase, set_parameter
 from shardtune.training.build.initial_weights import Build, constructed, directory_of, seeded, split_source
 
 CONSTRUCTOR = "the module's own constructor"
@@ -64,7 +64,7 @@ def build_empty(build: Build, seed: int) -> tuple[nn.Module, list[str]]:
             )
         if notes or (parameter.is_meta and not parameter.is_contiguous()):  # FSDP2 takes contiguous parameters
             owner, _, key = name.rpartition(".")
-            model.get_submodule(owner)._parameters[key] = empty.setdefault(parameter, _empty(parameter))
+            set_parameter(model.get_submodule(owner), key, empty.setdefault(parameter, _empty(parameter)))
     return model, notes
 
 
@@ -234,7 +234,7 @@ def _gather(source: WeightSource, model: nn.Module, build: Build, seed: int, ran
 
 def _norm_notes(model: nn.Module) -> list[str]:
     """What normalises a micro-batch as a whole depends on how rows are cut into micro-batches."""
-    norms = [name for name, norm in statistical_norms(model).items() if isinstance(norm, _BatchNorm)]
+    norms = [name for name, norm in statistical_norms(model).items() if isinstance(norm, BatchNormBase)]
     if not norms:
         return []
     return [

@@ -1,0 +1,298 @@
+"""Ray, for runs and for engines: a connection to a cluster, room on its hosts, and actors there.
+
+Only this file uses Ray's interface (and `ray_actor.py`, which runs on the cluster). Ray is an extra and slow to import,
+so it is imported inside the functions.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Concatenate, Generic, TypedDict, TypeVar, cast
+
+from shardtune.errors import ParallelError
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+    from ray.util.placement_group import PlacementGroup
+
+T = TypeVar("T")
+R = TypeVar("R")
+POLL_SECONDS = 0.25
+NO_CLUSTER = "ray status shows a running cluster, ray start --head begins one"
+
+
+class ActorEnded(Exception):
+    """An actor or its host is gone; the message is Ray's."""
+
+
+class Node(TypedDict):
+    """A host of a cluster, as Ray describes it; it has further keys."""
+
+    NodeID: str
+    NodeManagerAddress: str
+    Alive: bool
+    Resources: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What each rank takes of a cluster, and on which hosts ranks go.
+
+    Attributes:
+        strategy: pack | spread | strict_pack | strict_spread.
+        cpus: of each rank.
+        gpus: of each rank; None: one where the cluster has any.
+        resources: of each rank besides.
+        wait_seconds: for room.
+    """
+
+    strategy: str = "pack"
+    cpus: float = 1.0
+    gpus: float | None = None
+    resources: Mapping[str, float] = field(default_factory=dict)
+    wait_seconds: float = 60.0
+
+    def resolved(self, device: str) -> Placement:
+        """With the number of GPUs, for ranks on a device (auto, cpu or cuda) of the connected cluster."""
+        import ray
+
+        if self.gpus is not None:
+            return self
+        return replace(self, gpus=1.0 if device != "cpu" and ray.cluster_resources().get("GPU") else 0.0)
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What one rank takes, in Ray's names."""
+        gpus = {"GPU": float(self.gpus)} if self.gpus else {}
+        return {"CPU": float(self.cpus), **gpus, **{name: float(amount) for name, amount in self.resources.items()}}
+
+    def __str__(self) -> str:
+        return " ".join(f"{name} {amount:g}" for name, amount in self.bundle.items())
+
+
+def import_ray(where: str, remedy: str) -> None:
+    """Check that Ray can be imported.
+
+    Raises:
+        ParallelError: it is not installed.
+    """
+    try:
+        import_module("ray.util")
+        import_module("ray.cloudpickle")
+    except ImportError as error:
+        raise ParallelError(
+            f"Ray is not installed ({error})", where=where, remedy=f"pip install 'shardtune[ray]', or {remedy}"
+        ) from error
+
+
+def connect(
+    address: str | None,
+    *,
+    cores: int,
+    where: str,
+    remedy: str = NO_CLUSTER,
+    log_to_driver: bool = True,
+    object_store_bytes: int | None = None,
+) -> bool:
+    """Connect to a cluster, or start one of this machine alone; returns False where this process is connected already.
+
+    Args:
+        address: as `ray.init` takes it; None: of a cluster of this machine alone.
+        cores: that such a cluster has; more than there are lets ranks share them, as processes do.
+        where: of the setting that names the address, for messages.
+        remedy: for messages.
+        log_to_driver: pass on what actors print.
+        object_store_bytes: of a cluster of this machine alone; None: as Ray chooses.
+
+    Raises:
+        ParallelError: the cluster cannot be reached.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return False
+    local = {}
+    if address is None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # the prompt for it contacts the network
+        local = {"num_cpus": cores, "include_dashboard": False, "object_store_memory": object_store_bytes}
+    try:
+        ray.init(
+            address=address or "local",
+            logging_level=logging.ERROR,
+            namespace="shardtune",
+            log_to_driver=log_to_driver,
+            **local,
+        )
+    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+        raise no_cluster(str(error).strip().splitlines()[0], where, remedy) from error
+    return True
+
+
+def no_cluster(reason: str, where: str, remedy: str) -> ParallelError:
+    """The error for a cluster that cannot be reached."""
+    return ParallelError(f"the Ray cluster cannot be used: {reason}", where=where, remedy=remedy)
+
+
+def is_connected() -> bool:
+    import ray
+
+    return ray.is_initialized()
+
+
+def disconnect() -> None:
+    import ray
+
+    ray.shutdown()
+
+
+def live_nodes(avoid: Collection[str] = ()) -> list[Node]:
+    """The hosts of the cluster that answer, without those to avoid (by Ray's names)."""
+    import ray
+
+    nodes: list[Node] = ray.nodes()
+    return [node for node in nodes if node["Alive"] and node["NodeID"] not in avoid]
+
+
+def own_node() -> str:
+    """Ray's name of this host."""
+    import ray
+
+    return ray.get_runtime_context().get_node_id()
+
+
+def free_resources() -> Mapping[str, float]:
+    """What nobody uses now, of the whole cluster."""
+    import ray
+
+    return ray.available_resources()
+
+
+def reserve(
+    placement: Placement,
+    num_ranks: int,
+    *,
+    seconds: float,
+    avoid: Collection[str] = (),
+    check: Callable[[], None] = lambda: None,
+) -> PlacementGroup | None:
+    """Room for all ranks at once; None where the cluster does not have it in time.
+
+    Args:
+        placement: of the ranks.
+        num_ranks: how many.
+        seconds: to wait.
+        avoid: hosts that get no rank, by Ray's names.
+        check: called while waiting; may raise.
+    """
+    import ray
+
+    elsewhere = {"ray.io/node-id": f"!in({','.join(sorted(avoid))})"}
+    make = partial(ray.util.placement_group, [placement.bundle] * num_ranks, strategy=placement.strategy.upper())
+    group = make(bundle_label_selector=[elsewhere] * num_ranks) if avoid else make()
+    ready, until = group.ready(), time.monotonic() + seconds
+    try:
+        while not ray.wait([ready], timeout=POLL_SECONDS)[0]:
+            check()
+            if time.monotonic() > until:
+                release(group)
+                return None
+    except BaseException:
+        release(group)
+        raise
+    return group
+
+
+def release(group: PlacementGroup) -> None:
+    """Give reserved room back."""
+    import ray
+
+    ray.util.remove_placement_group(group)
+
+
+class Actor(Generic[T]):
+    """An actor of a class `T` on a cluster."""
+
+    def __init__(self, handle: ActorHandle[T]) -> None:
+        self._handle = handle
+
+    def call(self, method: Callable[Concatenate[T, ...], R], *arguments: object) -> ObjectRef[R]:
+        """Begin a call of a method, given as the class has it; `result` waits for the value.
+
+        Args:
+            method: of the class.
+            arguments: of the method; what `put` returned stands for its value.
+        """
+        return getattr(self._handle, method.__name__).remote(*arguments)
+
+    def kill(self) -> None:
+        """End the actor, if it can be reached."""
+        import ray
+
+        with suppress(Exception):
+            ray.kill(self._handle)
+
+
+def make_actors(
+    kind: type[T], placement: Placement, group: PlacementGroup, num_ranks: int, *arguments: object
+) -> list[Actor[T]]:
+    """An actor of a class in each place that is reserved.
+
+    Args:
+        kind: the class.
+        placement: of the ranks, resolved.
+        group: the room.
+        num_ranks: for which it was reserved.
+        arguments: of the class.
+    """
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    def make(number: int) -> Actor[T]:
+        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
+        remote = ray.remote(kind).options(
+            num_cpus=placement.cpus,
+            num_gpus=placement.gpus,
+            resources=dict(placement.resources),
+            scheduling_strategy=place,
+            max_restarts=0,
+        )
+        return Actor(cast("ActorHandle[T]", remote.remote(*arguments)))
+
+    return [make(number) for number in range(num_ranks)]
+
+
+def put(value: bytes) -> ObjectRef[bytes]:
+    """Bytes in the cluster's memory, to be sent to several actors once."""
+    import ray
+
+    return ray.put(value)
+
+
+def wait(refs: Sequence[ObjectRef[R]], *, number: int, seconds: float) -> list[ObjectRef[R]]:
+    """Those of some results that are there, once `number` of them are or the time is up."""
+    import ray
+
+    return ray.wait(list(refs), num_returns=number, timeout=seconds)[0]
+
+
+def result(ref: ObjectRef[R]) -> R:
+    """A result of an actor's method.
+
+    Raises:
+        ActorEnded: the actor is gone.
+    """
+    import ray
+    from ray.exceptions import RayActorError
+
+    try:
+        return ray.get(ref)
+    except RayActorError as error:
+        raise ActorEnded(str(error)) from error

@@ -1,0 +1,158 @@
+"""The private names of torch that the package depends on, each with its reason and with what would replace it.
+
+No other file uses a private name of torch (`tests/test_private_names.py` reads them all), so that a new release of
+torch is checked against this file alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._ops import OpOverload as OpOverload
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp._flat_param import FlatParameter as FlatParameter
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
+
+# `OpOverload` is the type of what a selective-checkpointing policy receives; `torch.library` does not export it.
+# `FlatParameter` is the type of a parameter that FSDP1 has joined; only annotations need it.
+# `TorchDispatchMode` sees every operation below autograd; the public `TorchFunctionMode` misses those inside of torch.
+# `tree_map` and `tree_map_only` go through outputs of transformers, which registers its classes with this pytree and
+# with no other. To be replaced by `torch.utils.pytree`, once there is one.
+
+# -- Modules -----------------------------------------------------------------------------------------------------------
+
+NormBase = _NormBase
+"""Batch and instance norms: their common base, which norms of a user's may derive from without the public classes."""
+BatchNormBase = _BatchNorm
+"""Batch norms; as `NormBase`."""
+DropoutBase = _DropoutNd
+"""Layers that drop; as `NormBase`."""
+
+
+def own_persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's own persistent buffers, by name.
+
+    Which buffers are persistent can otherwise be read from a state dict only, which hooks change, FSDP's among them.
+    """
+    return {
+        key: buffer
+        for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        if key not in module._non_persistent_buffers_set
+    }
+
+
+Parameters = dict[str, nn.Parameter | None]
+ModuleBuffers = dict[str, torch.Tensor | None]
+Children = dict[str, nn.Module | None]
+
+
+def contents(module: nn.Module) -> tuple[Parameters, ModuleBuffers, Children]:
+    """A module's own parameters, buffers and children, with the names that hold None.
+
+    The public iterators leave those out, and of a child that has two names the second.
+    """
+    return module._parameters, module._buffers, module._modules
+
+
+def set_contents(module: nn.Module, parameters: Parameters, buffers: ModuleBuffers, children: Children) -> None:
+    """Replace all that a module holds; for a copy that was made without its class's `__init__`."""
+    module._parameters, module._buffers, module._modules = parameters, buffers, children
+
+
+def set_parameter(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
+    """Put a parameter in the place of another one of a module's own.
+
+    Unlike `setattr` and `register_parameter` it runs no registration hooks (those of `init_empty_weights` would move
+    the parameter to the meta device), and leaves a plain attribute of that name alone, such as FSDP1's views.
+    """
+    module._parameters[key] = parameter
+
+
+def apply_to_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change every parameter and buffer of a module as `Module.to` does, with a function of ours.
+
+    FSDP2 learns in the same call where its shards lie; the public methods (`to`, `to_empty`) take one dtype and one
+    device for all tensors.
+    """
+    module._apply(change)
+
+
+def schema_of(operation: OpOverload) -> torch.FunctionSchema:
+    """The names, defaults and aliases of an operation's arguments; torch has no public way to read them."""
+    return operation._schema
+
+
+# -- Tensors -----------------------------------------------------------------------------------------------------------
+
+StridedShard = _StridedShard
+"""The placement of a dimension that is cut among tensor ranks first and among shards after; no `Shard`."""
+
+
+def storage_identity(storage: torch.UntypedStorage) -> int:
+    """Equal for the same memory, which several Python objects may stand for; `data_ptr` is 0 on the meta device."""
+    return storage._cdata
+
+
+def multiply_(tensors: Sequence[torch.Tensor], factor: float) -> None:
+    """Scale tensors in place, all of them with few kernels; the public optimizers and clipping do it this way."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def quieten_redistribution() -> None:
+    """No warning where a part of a part is gathered in two steps: that is seldom (exports, probes), and meant."""
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+# -- Process groups ----------------------------------------------------------------------------------------------------
+
+
+def default_store() -> dist.Store:
+    """The store at which the default process group met. A second one of our own would need another free port."""
+    return cast(dist.Store, _get_default_store())
+
+
+# -- FSDP1: torch develops it no further, so nothing of this is going to be public -------------------------------------
+
+HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
+"""Copies of a sharded model whose weights stay whole between forward and backward."""
+
+
+def flat_parameter(wrapped: FullyShardedDataParallel) -> FlatParameter | None:
+    """The parameter that FSDP1 has made of a unit's; None for a unit without any."""
+    return None if wrapped._handle is None else wrapped._handle.flat_param
+
+
+def free_gathered(wrapped: FullyShardedDataParallel) -> None:
+    """Free a unit's gathered weights, which FSDP1 keeps after a forward without a backward; the next one gathers."""
+    if wrapped._handle is not None:
+        wrapped._handle.reshard(free_unsharded_flat_param=True)
+        wrapped._handle.post_reshard()
+
+
+def sum_gradients(wrapped: FullyShardedDataParallel) -> None:
+    """Let FSDP1 sum gradients over ranks, where it would average."""
+    wrapped._gradient_predivide_factor = wrapped._gradient_postdivide_factor = 1
+
+
+def reduces_gradients(wrapped: FullyShardedDataParallel) -> bool:
+    """Whether this backward pass reduces gradients over ranks, that is, is not inside `no_sync`."""
+    return wrapped._sync_gradients
+
+
+def drop_unreduced_gradient(flat: FlatParameter) -> None:
+    """Forget a gradient that is not reduced yet; FSDP1 would go on adding to it, in the dtype of the computation."""
+    flat.grad = None
+    flat._post_backward_called = False
+    for parameter in flat._params or ():
+        parameter.grad = None

@@ -1,0 +1,124 @@
+"""Private names of torch stand in one module, where a new release of torch can be checked against them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.doc_blocks import ROOT
+
+PACKAGE = ROOT / "shardtune"
+ALLOWED = PACKAGE / "parallel" / "torch_private.py"
+MODULE_INTERNALS = frozenset(("_parameters", "_buffers", "_modules", "_apply", "_non_persistent_buffers_set"))
+OTHERS = frozenset((
+    "_exit",  # of os
+    # Of transformers, which documents several of them for authors of models.
+    "_attn_implementation", "_experts_implementation", "_get_generation_parameters", "_keys_to_ignore_on_load_missing",
+    "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save",
+))  # fmt: skip
+"""Private attributes of other packages than torch."""
+PRIVATE_PATH = re.compile(r"\btorch(?:\.\w+)*\._(?!_)\w+")
+
+
+def private_names(source: str, own: frozenset[str]) -> Iterator[str]:
+    """The private names of torch in a source: imported, in dotted paths, as attributes of objects, in strings.
+
+    Args:
+        source: text of a file.
+        own: private names that the package itself defines somewhere.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            paths = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (path for path in paths if PRIVATE_PATH.search(path))
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if PRIVATE_PATH.search(alias.name))
+        elif isinstance(node, ast.Attribute) and _is_private(node.attr):
+            path = ast.unparse(node)
+            foreign = node.attr not in own | OTHERS or (node.attr in MODULE_INTERNALS and not _is_of_self(node))
+            if foreign or PRIVATE_PATH.search(path):
+                yield path
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and PRIVATE_PATH.search(node.value):
+            yield node.value
+
+
+def _is_of_self(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def defined_names(source: str) -> Iterator[str]:
+    """The private names that a source defines: functions, classes, variables, attributes of `self`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_of_self(node):
+            yield node.attr
+
+
+def sources() -> dict[Path, str]:
+    return {path: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def test_private_names_of_torch_stand_in_one_module():
+    texts = sources()
+    own = frozenset(name for text in texts.values() for name in defined_names(text) if _is_private(name))
+    found = {
+        str(path.relative_to(ROOT)): sorted(names)
+        for path, text in texts.items()
+        if path != ALLOWED and (names := set(private_names(text, own)))
+    }
+    assert not found
+
+
+def test_the_module_holds_nothing_unused():
+    """What it defines is imported somewhere, so that a reason goes with the name it explains."""
+    texts = sources()
+    imported = {
+        alias.name
+        for text in texts.values()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom) and node.module == "shardtune.parallel.torch_private"
+        for alias in node.names
+    }
+    offered = {name for name in defined_names(texts[ALLOWED]) if name.isidentifier()} | {
+        alias.asname
+        for node in ast.walk(ast.parse(texts[ALLOWED]))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname
+    }
+    assert imported
+    assert imported <= offered
+    functions = {node.name for node in ast.parse(texts[ALLOWED]).body if isinstance(node, ast.FunctionDef)}
+    assert not functions - imported
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from torch.utils._pytree import tree_map",
+        "from torch.nn.modules.batchnorm import _NormBase",
+        "import torch.distributed._tensor",
+        "torch._foreach_mul_(grads, 2)",
+        "wrapped._handle.reshard()",
+        "module._parameters['weight'] = weight",
+        "logging.getLogger('torch.distributed.tensor._redistribute')",
+    ],
+)
+def test_private_names_are_found(line: str):
+    assert list(private_names(line, frozenset({"_parameters"})))
+
+
+@pytest.mark.parametrize("line", ["torch.__version__", "self._handle", "from torch.nn import Linear", "os._exit(1)"])
+def test_other_names_are_not(line: str):
+    assert not list(private_names(line, frozenset({"_handle"})))
