@@ -135,11 +135,10 @@ class SFTWorker(FSDPSftWorker):
         self._hooks.check_terms(self._loss_terms(), self.adapter)
         super().__init__(recipe)
         self.episodes_dir: Path | None = None
-        encoder = self.prepared.encoder
+        encoder, self.processor = self.prepared.encoder, self.adapter.processor
         if isinstance(encoder, ChatEncoder):
             self.tokenizer, self.end_of_turn_ids = encoder.tokenizer, encoder.stop_token_ids
             self.chat_template = None if encoder.template is None else encoder.template.text
-            self.processor = self.adapter.processor
         elif has_tokenizer(recipe):
             self.tokenizer = self.adapter.tokenizer
         self.report = report
