@@ -1,4 +1,4 @@
-"""What crosses files: one encoded row, one micro-batch, a loss and a metric."""
+"""The data types shared by all rooms: an encoded row, a micro-batch, a loss and a metric."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from shardtune.errors import ModelError
 
 IGNORED = -100
 """The label of a token that is no target, as `torch.nn.functional.cross_entropy` takes it."""
+TOKENS = "ce"
+"""The name of a language model's loss term: the cross-entropy of its tokens."""
 NO_TOKENS = np.empty(0, np.int32)
 NO_WEIGHTS = np.empty(0, np.float32)
 
@@ -22,13 +24,13 @@ class Sample:
     """One row, encoded: tokens with their targets for a language model, named arrays for any other.
 
     Attributes:
-        input_ids: int32 [length]; empty where a row is no text to go on.
-        loss_weights: float32 [length]; how much token t counts as a target, 0 where it is not supervised.
+        input_ids: int32 [length]; empty in rows of other models than language models.
+        loss_weights: float32 [length]; the weight of token t as a target, 0 where it is not supervised.
             Token 0 has no token before it that could predict it, so its weight never counts.
         prompt_ids: int32 [prompt_length], the conversation up to the answer to generate; only in evaluation rows.
         reference: the answer expected for `prompt_ids`.
-        fields: what an adapter of one's own encodes, by name; each of one dtype and number of dimensions in all rows.
-        size: how large a row of fields is, for dealing rows out evenly; rows of tokens have their length.
+        fields: the arrays of a user's adapter, by name; each of one dtype and number of dimensions in all rows.
+        size: the size of a row of fields, by which rows are divided evenly; rows of tokens have their length.
     """
 
     input_ids: np.ndarray = field(default_factory=lambda: NO_TOKENS)
@@ -50,11 +52,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a model is to go on from.
+    """A prompt to be continued.
 
     Attributes:
         tokens: int32 [length].
-        fields: what belongs to it besides tokens, as in `Sample.fields`.
+        fields: arrays besides tokens, as in `Sample.fields`.
     """
 
     tokens: np.ndarray
@@ -66,10 +68,10 @@ class Batch:
     """One micro-batch: `batch["name"]` holds a field of all its rows.
 
     Attributes:
-        rows: the dataset row of each, -1 for one that only keeps ranks in step and counts for nothing.
-        weights: the weight of each loss term over this micro-batch, as the row index has it.
+        rows: the dataset row of each, -1 for a filler that only keeps ranks in step and has no weight.
+        weights: the weight of each loss term over this micro-batch, from the row index.
         fields: tensors [rows, ...] by name.
-        lengths: int64 [rows] by name: how much of each row of a padded field is its own.
+        lengths: int64 [rows] by name: the length of each row of a padded field, without padding.
     """
 
     rows: tuple[int, ...]
@@ -86,7 +88,10 @@ class Batch:
         return self.fields[name]
 
     def mask(self, name: str) -> torch.Tensor:
-        """Bool [rows, longest]: what of a padded field is a row's own, False where it is padding."""
+        """Bool [rows, longest] of a padded field: False where it is padding.
+
+        Rows of lengths 3 and 1 have [[True, True, True], [True, False, False]].
+        """
         if name not in self.lengths:
             raise ModelError(
                 f"the field {name!r} is not padded; padded are {', '.join(sorted(self.lengths)) or 'none'}",
@@ -98,12 +103,12 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """Real rows, fillers aside."""
+        """Number of rows without fillers."""
         return sum(row >= 0 for row in self.rows)
 
     @property
     def is_filler(self) -> bool:
-        """Whether no row counts."""
+        """Whether all rows are fillers."""
         return self.num_rows == 0
 
     @property
@@ -118,12 +123,12 @@ class Batch:
         return weight or float(self.num_rows or 1)
 
     def widened(self) -> Batch:
-        """The same with floating fields in fp64."""
+        """The same batch with floating fields in fp64."""
         fields = {name: t.double() if t.is_floating_point() else t for name, t in self.fields.items()}
         return replace(self, fields=fields)
 
     def to(self, device: torch.device) -> Batch:
-        """The same on a device."""
+        """The same batch on a device."""
         if device.type == "cpu":
             return self
         return replace(
@@ -137,17 +142,21 @@ class Batch:
 class PackedBatch(Batch):
     """Whole rows of tokens ("documents") laid end to end without padding.
 
+    Worked example: rows [5, 6, 7] and [8, 9], of which all tokens but the first are targets. `input_ids` is
+    [5, 6, 7, 8, 9], `position_ids` [0, 1, 2, 0, 1], `cu_seqlens` [0, 3, 5], `target_positions` [0, 1, 3] and `targets`
+    [6, 7, 9].
+
     Attributes:
         input_ids: int64 [tokens].
         position_ids: int64 [tokens]; restarts at 0 with each document.
-        target_positions: int64 [targets]; the tokens from which something is to be predicted, never a document's last.
+        target_positions: int64 [targets]; the tokens from which a target is predicted, never a document's last.
         targets: int64 [targets]; the token that follows each of them.
         target_weights: float32 [targets].
         cu_seqlens: int32 [documents + 1]; document d is `[cu_seqlens[d], cu_seqlens[d + 1])`.
-        document_weights: float32 [documents]; 1, or 0 for a filler that only keeps ranks in step.
+        document_weights: float32 [documents]; 1, or 0 for a filler.
         max_length: tokens in the longest document.
-        target_weight: the sum of `target_weights`, taken in fp64 from the rows themselves.
-        fields: what a model takes besides tokens (pixels), for all rows together.
+        target_weight: the sum of `target_weights`, computed in fp64 from the rows.
+        fields: further inputs of the model (pixels), for all rows together.
     """
 
     input_ids: torch.Tensor
@@ -188,7 +197,7 @@ class LossSum(NamedTuple):
 
     Attributes:
         total: scalar tensor with a graph, the weighted sum of the loss over its targets.
-        weight: the sum of the targets' weights; equal to what the row index says of these rows.
+        weight: the sum of the targets' weights; the row index has to have the same for these rows.
     """
 
     total: torch.Tensor
@@ -197,7 +206,7 @@ class LossSum(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A quantity that is averaged only at the very end: `total / weight`, both summed over batches and ranks."""
+    """A mean `total / weight`, divided only after both are summed over batches and ranks."""
 
     total: float
     weight: float

@@ -1,4 +1,8 @@
-"""The errors a user can meet. Each says what is wrong, where, and how to mend it."""
+"""Errors for the user. Each names what is wrong, where, and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
 
 
 class ShardtuneError(Exception):
@@ -6,8 +10,8 @@ class ShardtuneError(Exception):
 
     Args:
         what: the fault with the offending value, as one sentence.
-        where: file, line, row, key or field the fault was found in.
-        remedy: what to do about it.
+        where: file, line, row, key or field of the fault.
+        remedy: how to fix it.
     """
 
     exit_code = 2
@@ -26,7 +30,7 @@ class ShardtuneError(Exception):
             lines.append(f"  remedy: {self.remedy}")
         return "\n".join(lines)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Callable[..., ShardtuneError], tuple[object, ...]]:
         return _rebuild, (type(self), self.what, self.where, self.remedy)
 
 
@@ -55,13 +59,13 @@ class CheckpointError(ShardtuneError):
 
 
 class Interrupted(BaseException):
-    """The run was stopped by SIGTERM or SIGINT and has saved what there was to save; the same command continues it.
+    """The run was stopped by SIGTERM or SIGINT and has saved its state; the same command continues it.
 
-    Like `KeyboardInterrupt` it is no `Exception`: it may arise anywhere, and no `except Exception` is meant for it.
+    Like `KeyboardInterrupt` it is no `Exception`: it can be raised anywhere, and `except Exception` must not catch it.
 
     Args:
         message: for the user.
-        together: all ranks stopped at the same place, so that they can end in order.
+        together: all ranks stopped at the same place, so that they can exit together.
     """
 
     exit_code = 75

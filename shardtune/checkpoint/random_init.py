@@ -10,7 +10,6 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
-from torch._ops import OpOverload
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 

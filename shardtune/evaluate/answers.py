@@ -1,13 +1,12 @@
-"""Generative evaluation: which rows are answered, which answers are right, and where they are kept."""
+"""Generative evaluation: the rows to answer, the comparison with their references, and the file of answers."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,25 +14,37 @@ from shardtune.config import EvalConfig
 from shardtune.config.user_code import load_function
 from shardtune.data.cache.dataset import TokenDataset
 from shardtune.errors import ConfigError
-from shardtune.evaluate.generate import Matcher
+from shardtune.evaluate.generate import Matcher, decoded
+from shardtune.models.recipe_hooks import OF_ANSWERS
 
 MANY_UNPARSED = 0.2
-"""From this share of answers on without a match it is said: more often the pattern is wrong than the model."""
+"""Share of answers without a match from which a warning is due: more often the pattern is wrong than the model."""
 SHOWN = 3
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer, as a line of `samples/` has it; `correct` is None where the pattern does not match."""
+
+    row: str
+    prompt: str
+    reference: str | None
+    answer: str
+    correct: bool | None
+
+
 def make_matcher(config: EvalConfig) -> Matcher:
-    """What decides whether an answer is right, by `eval.answer_pattern` and `eval.match`."""
+    """The matcher of `eval.answer_pattern` and `eval.match`."""
     pattern = re.compile(config.answer_pattern) if config.answer_pattern else None
     match = config.match if config.match in ("exact", "numeric") else load_function(config.match, "eval.match")
     return Matcher(pattern, match)
 
 
 def answered_rows(rows: TokenDataset, name: str, most: int | None) -> list[int]:
-    """The rows with a question, the first `most` of them.
+    """The rows with a question, at most the first `most` of them.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there are none.
     """
     wanted = [index for index in range(len(rows)) if rows.row(index).prompt_ids is not None]
     if not wanted:
@@ -47,13 +58,9 @@ def answered_rows(rows: TokenDataset, name: str, most: int | None) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The answers to an evaluation set's questions, each with a verdict.
+    """The answers to an evaluation set's questions, compared with their references."""
 
-    Attributes:
-        samples: row, prompt, reference, answer, and whether it is correct (None: the pattern is not in it).
-    """
-
-    samples: list[dict[str, Any]]
+    all: Sequence[Answer]
 
     @classmethod
     def judge(
@@ -65,43 +72,46 @@ class Answers:
         tokenizer: PreTrainedTokenizerBase,
     ) -> Answers:
         """Compare answers with the rows' references."""
-        samples = []
+        found: list[Answer] = []
         for index, answer in zip(indices, answers, strict=True):
             sample = rows.row(index)
             assert sample.prompt_ids is not None
-            samples.append(
-                {
-                    "row": rows.locate(index),
-                    "prompt": tokenizer.decode(sample.prompt_ids),
-                    "reference": sample.reference,
-                    "answer": answer,
-                    "correct": matcher.correct(answer, sample.reference or ""),
-                }
+            found.append(
+                Answer(
+                    row=rows.locate(index),
+                    prompt=decoded(tokenizer, sample.prompt_ids),
+                    reference=sample.reference,
+                    answer=answer,
+                    correct=matcher.correct(answer, sample.reference or ""),
+                )
             )
-        return cls(samples)
+        return cls(found)
+
+    @property
+    def samples(self) -> list[dict[str, object]]:
+        """The answers as dicts."""
+        return [asdict(answer) for answer in self.all]
 
     def metrics(self) -> dict[str, float]:
         """`eval_accuracy`, in which an answer without the pattern counts as wrong, and how many those are."""
-        verdicts = [sample["correct"] for sample in self.samples]
-        return {
-            "eval_accuracy": sum(verdict is True for verdict in verdicts) / len(verdicts),
-            "unparsed": float(sum(verdict is None for verdict in verdicts)),
-        }
+        verdicts = [answer.correct for answer in self.all]
+        accuracy = sum(verdict is True for verdict in verdicts) / len(verdicts)
+        return dict(zip(OF_ANSWERS, (accuracy, float(verdicts.count(None))), strict=True))
 
     def warning(self, pattern: str | None) -> str:
-        """What to say where the pattern is missing from many answers; "" where it is not."""
-        missed = [sample for sample in self.samples if sample["correct"] is None]
-        if len(missed) < MANY_UNPARSED * len(self.samples):
+        """The warning for a pattern that is missing from many answers; "" if it is not."""
+        missed = [answer for answer in self.all if answer.correct is None]
+        if len(missed) < MANY_UNPARSED * len(self.all):
             return ""
-        shown = "; ".join(repr(sample["answer"][:60]) for sample in missed[:SHOWN])
+        shown = "; ".join(repr(answer.answer[:60]) for answer in missed[:SHOWN])
         return (
-            f"{len(missed)} of {len(self.samples)} answers count as wrong because eval.answer_pattern {pattern!r} is "
+            f"{len(missed)} of {len(self.all)} answers count as wrong because eval.answer_pattern {pattern!r} is "
             f"not in them, such as {shown}. Mend the pattern if these look right; if they are cut off, raise "
             "eval.max_new_tokens"
         )
 
     def keep(self, folder: Path, step: int, name: str) -> None:
-        """Write all of them as `step_N[_name].jsonl`."""
+        """Write the answers to `step_N[_name].jsonl`."""
         folder.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(sample, ensure_ascii=False) for sample in self.samples]
         file = folder / f"step_{step}{'_' + name if name else ''}.jsonl"

@@ -1,4 +1,4 @@
-"""Closed-loop evaluation: a policy plays episodes of an environment, and what counts is how many of them succeed."""
+"""Closed-loop evaluation: a policy plays episodes of an environment; the metric is the share that succeeds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from shardtune.config import Recipe
 from shardtune.data.loader.order import derive_seed
 from shardtune.errors import ConfigError, ModelError
-from shardtune.evaluate.environments.find import EnvironmentSource, acted, begun
+from shardtune.evaluate.environments.find import EnvironmentSource, checked_reset, checked_step
 from shardtune.evaluate.episode_video import Film, check_format, keep_film
 from shardtune.models.action.environment import Environment, Observation, Policy
 from shardtune.parallel.ranks import Ranks
@@ -25,15 +25,15 @@ TABLE = "episodes.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class PlayedEpisode:
-    """How one episode went.
+    """The outcome of one episode, as a line of the table has it.
 
     Attributes:
         episode: its number.
-        seed: that it was reset with.
-        instruction: what was to be done.
-        success: whether it was.
-        steps: actions that were taken.
-        video: the file beside the table that shows it.
+        seed: with which the environment was reset.
+        instruction: the task.
+        success: whether the task was done.
+        steps: number of actions.
+        video: file of its video, beside the table.
     """
 
     episode: int
@@ -46,15 +46,15 @@ class PlayedEpisode:
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """What an evaluation in an environment does.
+    """The settings of an evaluation in an environment.
 
     Attributes:
         source: of the environments.
-        episodes: how many are played.
-        seed: from which each episode's seed follows.
-        action_steps: how many actions of a chunk are taken before the policy is asked again; None: all.
+        episodes: number of episodes.
+        seed: from which each episode's seed is derived.
+        action_steps: actions of a chunk that are taken before the policy is called again; None: all.
         at_once: episodes that a rank plays side by side, one environment each.
-        videos: of the first so many episodes.
+        videos: number of episodes with a video, from the first on.
         video_format: gif or mp4.
     """
 
@@ -68,7 +68,7 @@ class ClosedLoop:
 
     @classmethod
     def of(cls, recipe: Recipe) -> ClosedLoop | None:
-        """The one that a recipe asks for; None without `eval.environment`."""
+        """The settings of a recipe; None without `eval.environment`."""
         config = recipe.eval
         if config.environment is None:
             return None
@@ -83,24 +83,24 @@ class ClosedLoop:
         )
 
     def episode_seed(self, episode: int) -> int:
-        """The seed of an episode, whoever plays it: a number from 0 to 2**32 - 1."""
+        """The seed of an episode, the same on any rank: a number from 0 to 2**32 - 1."""
         return derive_seed(self.seed, "episode", episode) % 2**32
 
     def check(self) -> None:
-        """Make one environment and begin the first episode, to find what is wrong with it while nothing is lost.
+        """Make one environment and begin the first episode, so that its faults show before training starts.
 
         Raises:
-            ConfigError: it cannot be made, or its `reset` fails or returns what is no observation.
+            ConfigError: it cannot be made, or its `reset` fails or returns no observation.
         """
         check_format(self.video_format)
         environment = self.source.make()
-        begun(environment, self.source, 0, self.episode_seed(0))
+        checked_reset(environment, self.source, 0, self.episode_seed(0))
         environment.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How often a policy succeeded.
+    """The outcomes of a policy's episodes.
 
     Attributes:
         episodes: all of them, in order.
@@ -123,7 +123,7 @@ class Score:
 
 
 def wilson_interval(successes: int, number: int, z: float = Z_95) -> tuple[float, float]:
-    """The interval that holds the true share of successes (Wilson, 1927, JASA 22:209-212), by default with 95 %."""
+    """The confidence interval of a success rate (Wilson, 1927, JASA 22:209-212), by default of 95 %."""
     share, spread = successes / number, z * z / number
     middle = (share + spread / 2) / (1 + spread)
     half = z / (1 + spread) * math.sqrt(share * (1 - share) / number + spread / (4 * number))
@@ -140,22 +140,22 @@ def play(
 ) -> Score:
     """Play all episodes on all ranks.
 
-    Episode i is the same on any number of ranks, and goes to data-parallel rank i mod ranks. Every rank calls the
-    policy equally often, since the policy may be a model that is sharded over them: one that has no episodes left asks
-    about an old observation and leaves the answer.
+    Episode i is the same on any number of ranks, and is played by data-parallel rank i mod ranks: of 5 episodes on 2
+    ranks, rank 0 plays 0, 2 and 4 and rank 1 plays 1 and 3. All ranks call the policy equally often, since it may be a
+    model that is sharded over them: a rank with no episodes left passes an old observation and ignores the actions.
 
     Args:
-        closed_loop: what is played.
+        closed_loop: the settings.
         policy: the model; called at the same time on every rank.
-        ranks: that share the episodes.
-        folder: where the table and the videos go; None: nowhere.
+        ranks: among which the episodes are divided.
+        folder: for the table and the videos; None: they are not written.
         poll: called before each call of the policy, by all ranks alike.
 
     Returns:
         The score, the same on every rank.
     """
     numbers = range(ranks.data_rank, closed_loop.episodes, ranks.num_data_ranks)
-    if folder is not None and ranks.is_main:  # before the first reduction, behind which ranks write
+    if folder is not None and ranks.is_main:  # before the first collective, after which ranks write
         _clear(folder)
     films = folder is not None and ranks.counts
     table = _Table(closed_loop, iter(numbers), min(closed_loop.at_once, len(numbers)), folder if films else None)
@@ -175,13 +175,13 @@ def play(
 
 
 def _clear(folder: Path) -> None:
-    """Take away what an earlier evaluation left there."""
+    """Remove the files of an earlier evaluation."""
     for file in folder.glob("episode*"):
         file.unlink()
 
 
 def _checked(actions: np.ndarray, number: int, action_steps: int | None) -> np.ndarray:
-    """The actions that are taken of what the policy gave, float32 [number, steps, A]."""
+    """The first `action_steps` actions of each of the policy's chunks, float32 [number, steps, A]."""
     actions = np.asarray(actions, dtype=np.float32)
     if actions.ndim != 3 or len(actions) != number:
         raise ModelError(
@@ -200,7 +200,7 @@ def _checked(actions: np.ndarray, number: int, action_steps: int | None) -> np.n
 
 @dataclass(slots=True)
 class _Seat:
-    """One environment, and the episode that is played in it."""
+    """One environment, and the episode played in it."""
 
     environment: Environment
     episode: int
@@ -214,10 +214,10 @@ class _Table:
     """The episodes that one rank plays side by side.
 
     Args:
-        closed_loop: what is played.
+        closed_loop: the settings.
         numbers: of this rank's episodes.
-        size: environments.
-        folder: where videos go; None: there are none.
+        size: number of environments.
+        folder: for the videos; None: there are none.
 
     Attributes:
         played: episodes that have ended.
@@ -229,7 +229,7 @@ class _Table:
         self._folder = folder
         self._environments: list[Environment] = []
         self._seats: list[_Seat] = []
-        self._idle: Observation | None = None
+        self._idle: list[Observation] = []  # for the calls of the policy after this rank's last episode
         self.played: list[PlayedEpisode] = []
         try:
             for _ in range(size):
@@ -237,7 +237,7 @@ class _Table:
                 self._begin(self._environments[-1])
             if not size:  # more ranks than episodes
                 self._environments.append(closed_loop.source.make())
-                self._idle = begun(self._environments[0], closed_loop.source, 0, closed_loop.episode_seed(0))
+                self._idle = [checked_reset(self._environments[0], closed_loop.source, 0, closed_loop.episode_seed(0))]
         except BaseException:
             self.close()
             raise
@@ -248,36 +248,33 @@ class _Table:
         return len(self._seats)
 
     def observations(self) -> list[Observation]:
-        """What the policy is asked about, at least one."""
-        if self._seats:
-            return [seat.observation for seat in self._seats]
-        assert self._idle is not None
-        return [self._idle]
+        """The input of the policy's next call: one observation of each live episode, or an old one."""
+        return [seat.observation for seat in self._seats] or self._idle
 
     def act(self, chunks: np.ndarray) -> None:
-        """Take actions [observations, steps, A], until an episode ends; where one has ended the next one begins."""
+        """Take actions [observations, steps, A]; an episode that ends is followed by the next one."""
         seats, self._seats = self._seats, []
-        for seat, chunk in zip(seats, chunks, strict=False):  # a rank without episodes has an answer to leave
+        for seat, chunk in zip(seats, chunks, strict=False):  # without episodes there is one chunk, which is ignored
             if any(self._step(seat, action) for action in chunk):
-                self._idle = seat.observation
+                self._idle = [seat.observation]
                 self._begin(seat.environment)
             else:
                 self._seats.append(seat)
 
     def _begin(self, environment: Environment) -> None:
-        """Begin the next episode that is left."""
+        """Begin the next episode, if one is left."""
         number = next(self._numbers, None)
         if number is None:
             return
         seed = self._closed_loop.episode_seed(number)
-        seat = _Seat(environment, number, seed, begun(environment, self._closed_loop.source, number, seed))
+        seat = _Seat(environment, number, seed, checked_reset(environment, self._closed_loop.source, number, seed))
         self._show(seat)
         self._seats.append(seat)
 
     def _step(self, seat: _Seat, action: np.ndarray) -> bool:
         """Take one action; returns whether the episode has ended."""
         place = f"episode {seat.episode}, seed {seat.seed}, action {seat.steps + 1}"
-        outcome = acted(seat.environment, self._closed_loop.source, action.copy(), place)
+        outcome = checked_step(seat.environment, self._closed_loop.source, action.copy(), place)
         seat.observation = outcome.observation
         seat.steps += 1
         self._show(seat)

@@ -25,7 +25,7 @@ class Film:
         """One more frame.
 
         Raises:
-            ConfigError: it is no picture, or has another size than the first.
+            ConfigError: it is no image, or its size is not that of the first.
         """
         fine = isinstance(frame, np.ndarray) and frame.dtype == np.uint8 and frame.ndim == 3 and frame.shape[2] == 3
         if not fine or (self.frames and frame.shape != self.frames[0].shape):
@@ -55,13 +55,13 @@ def check_format(video_format: str) -> None:
 
 
 def keep_film(film: Film, file: Path, frames_per_second: int, *, success: bool) -> None:
-    """Write a film; its last frame, framed in green or red, stays for a second.
+    """Write a video; its last frame, with a green or red border, is shown for a second.
 
     Args:
         film: at least one frame.
         file: ends with .gif or .mp4.
-        frames_per_second: at which it is shown.
-        success: how the episode ended.
+        frames_per_second: of the video.
+        success: whether the episode succeeded.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     pictures = [Image.fromarray(frame) for frame in film.frames]
@@ -84,7 +84,7 @@ def _write_mp4(pictures: list[Image.Image], file: Path, frames_per_second: int) 
     import av
     from av.video.frame import VideoFrame
 
-    width, height = (size + size % 2 for size in pictures[0].size)  # H.264 wants even sizes
+    width, height = (size + size % 2 for size in pictures[0].size)  # H.264 needs even sizes
     with av.open(str(file), "w") as container:
         stream = container.add_stream("libx264", rate=Fraction(frames_per_second))
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"

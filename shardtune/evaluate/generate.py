@@ -1,4 +1,4 @@
-"""Batched answers from the sharded model on all ranks, and how an answer is compared with the one expected."""
+"""Batched generation from the sharded model on all ranks, and the comparison of answers with references."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from shardtune.parallel.ranks import Ranks
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How answers are drawn.
+    """How answers are sampled.
 
     Attributes:
         max_new_tokens: of an answer, its end-of-turn token included.
         temperature: 0 is greedy.
-        top_p: the smallest set of tokens with this much probability is drawn from.
-        seed: of the draws.
+        top_p: tokens are sampled from the smallest set with this probability.
+        seed: of the sampling.
     """
 
     max_new_tokens: int = 256
@@ -39,11 +39,11 @@ class Generator:
     """Answers prompts with a (sharded) model; every rank calls it with the same prompts.
 
     Args:
-        root: the module that is sharded.
-        tokenizer: turns answers into text.
+        root: the sharded module.
+        tokenizer: decodes the answers.
         stop_ids: tokens that end an answer.
-        ranks: share the prompts.
-        batch_rows: prompts of one batch.
+        ranks: among which the prompts are divided.
+        batch_rows: prompts per batch.
     """
 
     def __init__(
@@ -82,12 +82,16 @@ class Generator:
     ) -> list[list[int]]:
         """The tokens of each answer, its first stop token included, in the order of the prompts, on every rank.
 
-        Prompts are dealt to ranks by length, so that a batch holds prompts of about one length; a rank without prompts
-        in the last round answers another rank's and throws the answers away: it has to join the gathering of weights.
+        Prompts are sorted by length, so that those of a batch have about the same. A rank without a batch in the last
+        round computes another rank's and discards the answers: it has to take part in the all-gathers of the weights.
+
+        Worked example: 10 prompts, `batch_rows` = 4, 2 ranks, sampling. Batches hold 4, 4 and 2 prompts. In round 1
+        rank 0 has batch 0 and rank 1 batch 1; in round 2 rank 0 has batch 2, and rank 1 computes it too. Greedy
+        decoding takes ceil(10 / 2) = 5 prompts per batch at most, here 4.
 
         Args:
-            prompts: what is to be gone on from.
-            sampling: how answers are drawn.
+            prompts: to be continued.
+            sampling: how answers are sampled.
             poll: called before each batch, by all ranks alike.
             streamer: a transformers streamer, for a single prompt.
         """
@@ -95,7 +99,9 @@ class Generator:
         companion = self._root.companion_prompt(prompts)
         num_ranks = self._ranks.num_data_ranks
         rows = self._batch_rows
-        if sampling.temperature == 0:  # draws belong to a batch, so with them batches are the same on any ranks
+        if (
+            sampling.temperature == 0
+        ):  # samples depend on the batch, so with sampling the batches are the same on any ranks
             rows = max(1, min(rows, -(-len(prompts) // num_ranks)))
         batches = [order[start : start + rows] for start in range(0, len(order), rows)]
         mine: list[tuple[int, list[int]]] = []
@@ -115,10 +121,10 @@ class Generator:
         return [found[number] for number in range(len(prompts))]
 
     def _answer(
-        self, asked: list[Prompt], companion: Prompt | None, sampling: Sampling, streamer: object | None
+        self, batch: list[Prompt], companion: Prompt | None, sampling: Sampling, streamer: object | None
     ) -> list[list[int]]:
-        alone = companion is None or self._root.companion_prompt(asked) is not None
-        prompts = asked if alone or companion is None else [*asked, companion]
+        joins = companion is not None and self._root.companion_prompt(batch) is None
+        prompts = [*batch, companion] if companion is not None and joins else batch
         longest = max(len(prompt.tokens) for prompt in prompts)
         pad = self._stop_ids[0]
         input_ids = torch.full((len(prompts), longest), pad, dtype=torch.int64)
@@ -142,28 +148,32 @@ class Generator:
         further = self._root.prompt_inputs(prompts, longest)
         arguments |= {name: tensor.to(device) for name, tensor in further.items()}
         output = self._root.generate(input_ids.to(device), attention_mask.to(device), arguments)
-        return [self._ended(row) for row in output[: len(asked), longest:].tolist()]
+        return [self._ended(row) for row in output[: len(batch), longest:].tolist()]
 
     def _ended(self, tokens: list[int]) -> list[int]:
-        """An answer without what stands behind its first stop token."""
+        """An answer up to its first stop token, which is included."""
         stop = next((place for place, token in enumerate(tokens) if token in self._stop_ids), len(tokens) - 1)
         return tokens[: stop + 1]
 
     def text(self, tokens: Sequence[int]) -> str:
         """An answer's text, without its stop token."""
-        kept = [token for token in tokens if token not in self._stop_ids]
-        text = self._tokenizer.decode(kept, skip_special_tokens=True)
-        assert isinstance(text, str)
-        return text
+        return decoded(self._tokenizer, [token for token in tokens if token not in self._stop_ids], special=False)
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, tokens: list[int] | np.ndarray, *, special: bool = True) -> str:
+    """Tokens as text, with or without special tokens."""
+    text = tokenizer.decode(tokens, skip_special_tokens=not special)
+    assert isinstance(text, str)  # a list only for a list of sequences
+    return text
 
 
 @dataclass(frozen=True, slots=True)
 class Matcher:
-    """Decides whether an answer is right.
+    """Compares an answer with its reference.
 
     Attributes:
-        pattern: regular expression searched in answer and reference, the last match counts; group 1 (or the whole
-            match) is compared. None compares the whole texts.
+        pattern: regular expression searched in answer and reference, of which the last match counts; group 1 (or the
+            whole match) is compared. None compares the whole texts.
         match: "exact", "numeric", or a function (answer, reference) -> bool.
     """
 
@@ -171,7 +181,7 @@ class Matcher:
     match: str | Callable[[str, str], bool]
 
     def extract(self, text: str) -> str | None:
-        """What is compared, or None where the pattern does not match."""
+        """The part of a text that is compared; None where the pattern does not match."""
         if self.pattern is None:
             return text.strip()
         found = list(self.pattern.finditer(text))
@@ -187,15 +197,15 @@ class Matcher:
         if wanted is None:
             wanted = reference.strip()
         if callable(self.match):
-            return self._ask(self.match, got, wanted)
+            return self._call(self.match, got, wanted)
         if self.match == "numeric":
             left, right = _number(got), _number(wanted)
             return left is not None and left == right
         return got == wanted
 
     @staticmethod
-    def _ask(match: Callable[[str, str], bool], got: str, wanted: str) -> bool:
-        """The user's own function."""
+    def _call(match: Callable[[str, str], bool], got: str, wanted: str) -> bool:
+        """The result of the user's function."""
         try:
             return bool(match(got, wanted))
         except Exception as error:
@@ -207,7 +217,7 @@ class Matcher:
 
 
 def _number(text: str) -> Decimal | None:
-    """A number as people write it: 1,234.50 and $7 included."""
+    """A number from text, with separators and signs of currency: 1,234.50 and $7."""
     try:
         return Decimal(re.sub(r"[,$€£%\s]", "", text).rstrip("."))
     except InvalidOperation:

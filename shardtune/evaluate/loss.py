@@ -1,4 +1,4 @@
-"""Evaluation over exactly the supervised tokens of all rows, on any number of ranks: each sum is divided once."""
+"""Evaluation over exactly the supervised tokens of all rows, on any number of ranks; each sum is divided once."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import numpy as np
 import torch
 
-from shardtune.batch import Batch, Metric
+from shardtune.batch import TOKENS, Batch, Metric
 from shardtune.config import RunnerConfig
 from shardtune.data.loader.prefetch import computed_ahead
 from shardtune.data.loader.step_loader import BatchMaker
 from shardtune.errors import ConfigError, ModelError
+from shardtune.models.recipe_hooks import OF_ANSWERS, OF_LOSSES
 from shardtune.parallel.ranks import Ranks
 
 BLOCK_MICRO_BATCHES = 16
-"""Micro-batches of each rank that are dealt together: enough to balance ranks, few enough to keep memory flat."""
-
-OF_LOSSES = ("loss", "perplexity")
-"""Metrics that are made of the losses."""
+"""Micro-batches per rank that are dealt together: enough to balance ranks, few enough to keep memory flat."""
 
 
 def evaluation_blocks(
@@ -34,7 +32,7 @@ def evaluation_blocks(
 
 
 def as_metrics(values: Mapping[str, Metric | tuple[float, float]], where: str) -> dict[str, Metric]:
-    """What a model measures of itself besides its losses, as metrics by name.
+    """The values of an adapter's `metrics`, as `Metric`s by name.
 
     Raises:
         ModelError: a value is no pair of numbers, or a name is that of a loss.
@@ -84,13 +82,13 @@ def sum_evaluation(
     return ranks.reduce_metrics(totals)
 
 
-def summarize(sums: Mapping[str, Metric], token_term: str = "ce") -> dict[str, float]:
-    """The metrics of an evaluation set: `loss` (the sum of all terms), `perplexity` of tokens, and the rest as it is.
+def summarize(sums: Mapping[str, Metric], token_term: str = TOKENS) -> dict[str, float]:
+    """The metrics of an evaluation set: `loss` (the sum of all terms), `perplexity` of tokens, and all others.
 
-    With several loss terms each also stands as `loss/<term>`.
+    With several loss terms there is also `loss/<term>` for each.
 
     Args:
-        sums: of every metric; the terms of the loss are named `loss/<term>`.
+        sums: (sum, weight) of every metric; the terms of the loss are named `loss/<term>`.
         token_term: the term that is the cross-entropy of tokens.
     """
     terms = {name: metric.mean for name, metric in sums.items() if name.startswith("loss/")}
@@ -102,11 +100,11 @@ def summarize(sums: Mapping[str, Metric], token_term: str = "ce") -> dict[str, f
 
 
 def check_monitors(config: RunnerConfig, known: Collection[str] | None) -> None:
-    """Refuse to watch a metric that no evaluation gives.
+    """Refuse a monitor that is no metric of any evaluation.
 
     Args:
-        config: says what early stopping and the best checkpoint watch.
-        known: the names that evaluations give; None where that shows only in the first one.
+        config: names the monitors of early stopping and the best checkpoint.
+        known: the names of all metrics; None if they are known only after the first evaluation.
     """
     watched = {
         "best": config.best.monitor,
@@ -116,7 +114,7 @@ def check_monitors(config: RunnerConfig, known: Collection[str] | None) -> None:
         if monitor is None or known is None or monitor in known:
             continue
         remedy = f"use one of {', '.join(sorted(known))}" if known else "give data.eval_data_paths or data.eval_split"
-        if monitor.rpartition("/")[2] in ("eval_accuracy", "unparsed"):
+        if monitor.rpartition("/")[2] in OF_ANSWERS:
             remedy += "; answers are counted with eval.generate: true"
         key = f"runner.{section}.monitor"
         raise ConfigError(f"{key}: no evaluation of this run gives {monitor!r}", where=key, remedy=remedy)

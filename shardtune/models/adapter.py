@@ -1,4 +1,4 @@
-"""What a model is to the rest of the system: how it is built, how a row becomes a sample, what its loss is."""
+"""The contract between a model and the rest of the system: how it is built, how rows are encoded, what its loss is."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ TERM = "loss"
 Losses = LossSum | Mapping[str, LossSum]
 Measured = Mapping[str, Metric | tuple[float, float]]
 WeightSource = Mapping[str, torch.Tensor | Callable[[], torch.Tensor] | str | Path | None] | str | Path | None
-"""Where weights come from: tensors, or functions that make them, by name; files; None: the module's constructor. In a
+"""The source of weights: tensors, or functions that make them, by name; files; None: the module's constructor. In a
 mapping a submodule's name may stand for all of its tensors, with a path or None."""
 
 
 class Evaluation(NamedTuple):
-    """The losses of a micro-batch, and what else is measured of it.
+    """The losses and metrics of a micro-batch.
 
     Attributes:
         losses: as `Adapter.loss` returns them, by term.
@@ -58,8 +58,8 @@ class Evaluation(NamedTuple):
 class Adapter(ABC):
     """The contract between a model and the training loop.
 
-    An adapter holds no weights: `build` returns them, and every other method receives them. Three methods are a model's
-    own, `build`, `encode` and `loss`; all others have defaults that suit most models.
+    An adapter has no weights: `build` returns them, and every other method receives them. Three methods have to be
+    written, `build`, `encode` and `loss`; all others have defaults that suit most models.
 
     Args:
         recipe: of the run.
@@ -67,14 +67,14 @@ class Adapter(ABC):
 
     Attributes:
         Options: the types of `actor.model.options`, a pydantic model; an unknown key is an error.
-        padding: fields whose rows differ in length, and the value they are padded with at the end.
-        unit_classes: class names of the modules that are gathered and freed together, usually the layers; without any,
-            as transformers declares them, else chosen by size.
-        reads: keys of the recipe that the adapter acts on by itself, of those that are otherwise refused: such as
-            `actor.model.config_overrides`, where `build` hands them to a config.
-        tensor_plan: how ranks share matrix multiplications (`actor.parallel.tensor`): names of modules and parameters,
-            with `*` for numbers in them, to styles of transformers ("colwise", "rowwise", "embedding_rowwise", …);
-            without one, as a model of transformers declares it.
+        padding: fields whose rows differ in length, and the value with which they are padded at the end.
+        unit_classes: class names of the modules that shard as a unit, usually the layers; by default as transformers
+            declares them, else chosen by size.
+        reads: keys of the recipe that the adapter reads, of those that are otherwise refused: such as
+            `actor.model.config_overrides`, where `build` passes them to a config.
+        tensor_plan: the tensor-parallel plan (`actor.parallel.tensor`): names of modules and parameters, with `*` for
+            numbers in them, to styles of transformers ("colwise", "rowwise", "embedding_rowwise", …); by default as a
+            model of transformers declares it.
         options: the recipe's `actor.model.options`, an instance of `Options`.
     """
 
@@ -101,27 +101,30 @@ class Adapter(ABC):
             self._tokenizer = recipe_tokenizer(self.recipe)
         return self._tokenizer
 
-    # What a model is.
+    # The model and its rows.
 
     @abstractmethod
     def build(self) -> nn.Module:
-        """The model. It is called with parameters going to the meta device, so a constructor costs no memory; where the
-        weights to start from are those of the constructor itself, it is called once more for real."""
+        """The model.
+
+        It is called with new parameters on the meta device, so that a constructor takes no memory, and once more for
+        real where training starts from the weights of the constructor.
+        """
 
     @abstractmethod
     def encode(self, row: Row) -> Sample:
-        """One row of the data as named arrays. A row that lacks something may raise KeyError or ValueError."""
+        """One row of the data as named arrays. For a faulty row it may raise KeyError or ValueError."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Losses:
         """The loss of one micro-batch as a sum, `LossSum(total, weight)`, or several by name.
 
-        The weight is what the sum is divided by in the end, once, over all micro-batches and ranks of a step; it has to
-        be what `weights` says of these rows. A term is scaled by scaling its total.
+        The sums of all micro-batches and ranks of a step are divided once, by the sum of the weights, which have to
+        equal those that `weights` returns for these rows. A term is scaled by scaling its total.
         """
 
     def weights(self, sample: Sample) -> Mapping[str, float]:
-        """What a row weighs in each term of the loss, known before training.
+        """The weight of a row in each term of the loss, known before training.
 
         By default: the weights of its tokens; else the number of labels that are not -100, where there is a field
         `labels`; else 1.
@@ -132,91 +135,92 @@ class Adapter(ABC):
         return {TERM: 1.0 if labels is None else float(np.count_nonzero(labels != IGNORED))}
 
     def metrics(self, model: nn.Module, batch: Batch) -> Measured:
-        """What evaluation measures besides the losses: (sum, weight) by name. By default nothing."""
+        """Metrics of evaluation besides the losses: (sum, weight) by name. By default none."""
         return {}
 
     def predictions(self, model: nn.Module, batch: Batch) -> Iterator[Prediction]:
-        """What the model says of each target, in pieces of any size: what `eval.metrics` and `actor.loss` work on."""
+        """The model's predictions, in pieces of any number of targets: the input of `eval.metrics` and `actor.loss`."""
         raise ConfigError(
-            f"{type(self).__name__} gives no predictions",
+            f"{type(self).__name__} has no predictions",
             where="eval.metrics, actor.loss",
             remedy="write its method predictions(model, batch), which yields Prediction(outputs, targets, weights)",
         )
 
     def initial_weights(self) -> WeightSource:
-        """Where training starts: a state dict, a dict of functions that make its tensors, a file or directory, or None
-        for what the module's own constructor does. By default `actor.model.model_path`, if it is given."""
+        """The weights to start from: a state dict, a dict of functions that make its tensors, a file or directory, or
+        None for those of the module's constructor. By default `actor.model.model_path`, if it is given."""
         config = self.recipe.actor.model
         return None if config.from_scratch else config.model_path
 
     def shard_units(self, model: nn.Module) -> tuple[list[nn.Module], str]:
-        """The modules whose parameters are gathered and freed together, and a sentence on how they were chosen."""
+        """The modules that shard as a unit, and a sentence on how they were chosen."""
         return choose_units(model, self.unit_classes, self.recipe.actor.fsdp_config.wrap)
 
     def check_layout(self, layout: Layout) -> None:
-        """Refuse a layout that the model cannot have, as far as that shows before it is built."""
+        """Refuse a layout that the model does not support, as far as that is known without building it."""
         if layout.sequence > 1:
             raise cannot_share_sequences(type(self).__name__, "it takes whole rows")
 
     def apply_model_parallel(self, model: nn.Module, ranks: Ranks) -> ModelParallel:
-        """Spread the model over the ranks that work on the same rows, before it is sharded."""
+        """Split the model among the ranks that share rows, before it is sharded."""
+        self.check_layout(ranks.layout)
         declared = model if isinstance(model, PreTrainedModel) else None
         tensor_plan = self.tensor_plan or (declared.tp_plan if declared is not None else {})
         return apply_model_parallel(model, tensor_plan, declared.ep_plan if declared is not None else {}, ranks, None)
 
     def set_execution(self, model: nn.Module) -> None:
-        """Apply `actor.model.gradient_checkpointing` and `actor.model.compile`, by default to what shards together."""
+        """Apply `actor.model.gradient_checkpointing` and `actor.model.compile`, by default to each sharding unit."""
         config = self.recipe.actor.model
         if config.gradient_checkpointing or config.compile:
             set_execution(model, self.shard_units(model)[0], config)
 
     def examples(self) -> Sequence[Row]:
-        """A few rows for the conformance kit to try the adapter on; by default none, and the kit asks for a recipe."""
+        """A few rows for the conformance kit; by default none, and the kit needs a recipe."""
         return ()
 
-    # What the system asks, which has a default that seldom changes.
+    # Methods that few models override.
 
     def row_terms(self) -> Mapping[str, float]:
-        """Loss terms that weigh every row alike and are no part of what `weights` says of a sample."""
+        """Loss terms with the same weight for every row, besides those of `weights`."""
         return {}
 
     def encoder(self, *, with_prompts: bool) -> Encoder:
-        """What turns rows into samples in the processes that build the cache."""
+        """The encoder that makes samples of rows, in the processes that build the cache."""
         chunk = self.action_chunk
         return FieldEncoder(self, self.recipe) if chunk is None else FrameFieldEncoder(self, self.recipe, chunk)
 
     def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> Batch:
-        """Samples as one micro-batch; by default each field is stacked, and padded where `padding` names it."""
+        """One micro-batch of samples; by default each field is stacked, and padded where `padding` names it."""
         batch = stack(samples, rows, weights, self.padding)
         return batch.widened() if self.recipe.actor.model.precision == "fp64" else batch
 
     def filler(self, sample: Sample) -> Sample:
-        """What a rank without rows computes for nothing, so that others need not wait; by default this sample."""
+        """The sample that a rank without rows computes with weight 0, for the collectives; by default this one."""
         return sample
 
     @property
     def action_chunk(self) -> int | None:
-        """Rows are frames of robot data (docs/robot-data.md), each with so many actions from there on; None: rows are
-        those of the data files."""
+        """Number of actions per row, where rows are frames of robot data (docs/robot-data.md); None: rows are those of
+        the data files."""
         return None
 
     def may_be_idle(self, name: str) -> bool:
-        """Whether a trained parameter may be without a gradient; by default none may."""
+        """Whether a trained parameter may have no gradient; by default none may."""
         return False
 
     def companion(self) -> Companion | None:
-        """What joins a micro-batch whose rows call fewer parts of the model than others of its step; by default nothing
-        does, as every row calls all parts."""
+        """A sample that is added to micro-batches whose rows call fewer parts of the model than others of the step; by
+        default None, as every row calls all parts."""
         return None
 
     @property
     def processor(self) -> ProcessorMixin | None:
-        """What is saved beside the weights in place of a tokenizer: a processor of images and text."""
+        """A processor of images and text, which is saved beside the weights instead of a tokenizer."""
         return None
 
     @property
     def prepares_in_processes(self) -> bool:
-        """Whether `collate` takes so long (it decodes images) that `data.num_workers` processes do it ahead."""
+        """Whether `collate` is slow (it decodes images) and runs in `data.num_workers` processes, ahead of training."""
         return False
 
     def root(self, model: nn.Module) -> AdapterRoot:
@@ -230,15 +234,15 @@ class Adapter(ABC):
         return type(self).predictions is not Adapter.predictions
 
     def train_loss(self, model: nn.Module, batch: Batch, token_loss: TokenLoss | None) -> dict[str, LossSum]:
-        """The loss of one micro-batch by term; that of each target is `token_loss`, where it is given."""
+        """The training loss of one micro-batch by term, with `token_loss` as the loss of a target if it is given."""
         if token_loss is None:
             return named(self.loss(model, batch))
         term = next(iter(batch.weights), TERM)
         return {term: predicted_loss(checked(self.predictions(model, batch)), token_loss)}
 
     def evaluate(self, model: nn.Module, batch: Batch, measure: Measure | None = None) -> Evaluation:
-        """The losses and metrics of one micro-batch, and what `measure` makes of its predictions."""
-        own: Any = self.metrics(model, batch)
+        """The losses and metrics of one micro-batch, with those that `measure` computes from its predictions."""
+        own = self.metrics(model, batch)
         if not isinstance(own, Mapping):
             raise ModelError(
                 f"metrics returned a {type(own).__name__}, not a dict",
@@ -267,22 +271,22 @@ class Adapter(ABC):
     def probe_assumptions(
         self, root: AdapterRoot, samples: Sequence[Sample], device: torch.device, dtype: torch.dtype
     ) -> list[str]:
-        """Prove on real rows what the adapter relies on; returns what had to be given up, a sentence each."""
+        """Check on real rows what the adapter relies on; returns a sentence for each way that is switched off."""
         return []
 
     def check_rows(self, lengths: np.ndarray, locate: Callable[[int], str]) -> None:  # noqa: B027 (may stay empty)
-        """Refuse rows that the model cannot take; `lengths` is int32 [rows], `locate` says where a row comes from."""
+        """Refuse rows that the model cannot take; `lengths` is int32 [rows], `locate` names the place of a row."""
 
     def restore_model(self, model: nn.Module) -> None:  # noqa: B027 (may stay empty)
-        """Undo what `build` changed in a model that its caller goes on using."""
+        """Undo the changes of `build` to a model that the caller goes on using."""
 
 
 class WholeStepAdapter(Adapter):
-    """A model whose loss is no sum over rows but one of all rows of a step: a contrastive loss with in-batch negatives.
+    """A model whose loss is no sum over rows but a function of all rows of a step, such as a contrastive loss.
 
-    `outputs` is computed micro-batch by micro-batch and gathered from all ranks; `step_loss` sees all rows of the step,
-    whatever the ranks and micro-batches. Each micro-batch is computed twice, so that memory stays that of one of them
-    (Gao et al., 2021, arXiv:2101.06983).
+    `outputs` is computed micro-batch by micro-batch and gathered from all ranks; `step_loss` receives those of all rows
+    of the step, for any ranks and micro-batches. Each micro-batch is computed twice, so that memory is that of one of
+    them (Gao et al., 2021, arXiv:2101.06983). Evaluation is by `step_loss` alone: `metrics` is not called.
     """
 
     @abstractmethod
@@ -295,7 +299,7 @@ class WholeStepAdapter(Adapter):
 
     @property
     def predicts(self) -> bool:
-        """Its loss is none of single targets."""
+        """False: its loss is no sum over targets."""
         return False
 
     def loss(self, model: nn.Module, batch: Batch) -> Losses:
@@ -308,16 +312,16 @@ class WholeStepAdapter(Adapter):
 
 
 class LanguageModel(Adapter):
-    """A model over rows of tokens, packed end to end, that can also answer."""
+    """A model over rows of tokens, packed end to end, that can also generate."""
 
     @property
     def metric_names(self) -> Sequence[str]:
-        """What `evaluate` measures besides losses and `token_accuracy`."""
+        """The metrics of `evaluate` besides losses and `token_accuracy`."""
         return ()
 
     @abstractmethod
     def logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
-        """[positions, vocabulary]: the logits at these tokens, by the path that `loss` takes."""
+        """[positions, vocabulary]: the logits at these tokens, computed as in `loss`."""
 
     @abstractmethod
     def reference_logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
@@ -330,14 +334,14 @@ class LanguageModel(Adapter):
         """Continue left-padded prompts [rows, tokens]; returns prompts and answers, int64 [rows, longer]."""
 
     def companion_prompt(self, prompts: Sequence[Prompt]) -> Prompt | None:
-        """What joins a batch without images where another of these prompts has some; None where none has.
+        """A prompt that is added to batches without images if another of these prompts has some; None if none has.
 
         All ranks have to call the same parts of a sharded model.
         """
         return None
 
     def prompt_inputs(self, prompts: Sequence[Prompt], longest: int) -> Mapping[str, torch.Tensor]:
-        """What `generate` takes besides the tokens of prompts, which are padded on the left to `longest`."""
+        """Further inputs of `generate` for prompts whose tokens are padded on the left to `longest`."""
         return {}
 
     def root(self, model: nn.Module) -> LanguageRoot:
@@ -345,16 +349,16 @@ class LanguageModel(Adapter):
 
 
 def cannot_share_sequences(what: str, why: str) -> ParallelError:
-    """What is said of a model whose sequences ranks cannot share."""
+    """The error for a model without sequence parallelism."""
     where = "actor.parallel.sequence"
     return ParallelError(f"{what} cannot share sequences among ranks: {why}", where=where, remedy=f"set {where}: 1")
 
 
 def named(losses: Losses) -> dict[str, LossSum]:
-    """The terms of a loss by name, each a number with a graph (in training) and the weight of its targets.
+    """The terms of a loss by name, checked: each a scalar with a graph (in training) and a weight.
 
     Raises:
-        ModelError: a term is none.
+        ModelError: a term is no `LossSum` of a scalar and a number, or has no graph.
     """
     terms = {TERM: losses} if isinstance(losses, LossSum) else losses
     if not isinstance(terms, Mapping) or not all(isinstance(term, LossSum) for term in terms.values()):
@@ -374,7 +378,7 @@ def named(losses: Losses) -> dict[str, LossSum]:
 
 
 def _summable(name: str, term: LossSum) -> LossSum:
-    """A term of a loss whose total is a scalar, its weight as a number."""
+    """A loss term, checked to have a scalar as its total and a number as its weight."""
     total, weight = term
     if not isinstance(total, torch.Tensor) or total.ndim:
         kind = f"of shape {list(total.shape)}" if isinstance(total, torch.Tensor) else f"a {type(total).__name__}"
@@ -394,11 +398,12 @@ def _summable(name: str, term: LossSum) -> LossSum:
 
 
 class AdapterRoot(nn.Module):
-    """The module that is sharded: its forward is the adapter's loss, so that every parallel layout shares one path.
+    """The module that is sharded: its forward is the adapter's loss, in every parallel layout.
 
     Attributes:
-        token_loss: the training loss of a target where the recipe asks for another than the adapter's own.
-        measure: what evaluation computes from predictions.
+        entry_points: names of further methods that use the weights, which sharding gathers for them.
+        token_loss: the training loss of a target, if the recipe names one instead of the adapter's.
+        measure: the recipe's metrics of evaluation, which are computed from predictions.
     """
 
     entry_points: ClassVar[Sequence[str]] = ("evaluate",)
@@ -412,20 +417,20 @@ class AdapterRoot(nn.Module):
 
     def forward(self, batch: Batch) -> dict[str, LossSum]:
         losses = self._adapter.train_loss(self.model, batch, self.token_loss)
-        return losses if max(batch.rows) >= 0 else _for_nothing(losses)
+        return _weightless(losses) if batch.is_filler else losses
 
     def evaluate(self, batch: Batch) -> Evaluation:
         found = self._adapter.evaluate(self.model, batch, self.measure)
-        return found if max(batch.rows) >= 0 else Evaluation(_for_nothing(found.losses), {})
+        return Evaluation(_weightless(found.losses), {}) if batch.is_filler else found
 
 
-def _for_nothing(losses: Mapping[str, LossSum]) -> dict[str, LossSum]:
-    """The losses of a batch that no row of counts: computed for the others' sake."""
+def _weightless(losses: Mapping[str, LossSum]) -> dict[str, LossSum]:
+    """The losses of a batch of fillers with weight 0; they keep their graph, for the collectives of the backward."""
     return {name: LossSum(losses[name].total * 0.0, 0.0) for name in losses}
 
 
 class WholeStepRoot(AdapterRoot):
-    """A root whose forward gives the outputs that a step's loss is made of."""
+    """A root whose forward returns the outputs from which the loss of a step is computed."""
 
     def __init__(self, adapter: WholeStepAdapter, model: nn.Module) -> None:
         super().__init__(adapter, model)
@@ -433,13 +438,13 @@ class WholeStepRoot(AdapterRoot):
 
     def forward(self, batch: Batch) -> dict[str, torch.Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         found = self._step_adapter.outputs(self.model, batch)
-        return dict(found) if isinstance(found, Mapping) else found  # `WholeStep` says what is wrong with another
+        return dict(found) if isinstance(found, Mapping) else found  # `WholeStep` refuses anything else
 
 
 class LanguageRoot(AdapterRoot):
-    """A root that also gives logits and answers."""
+    """A root that also computes logits and generates."""
 
-    entry_points = ("evaluate", "logits", "reference_logits", "generate")
+    entry_points = (*AdapterRoot.entry_points, "logits", "reference_logits", "generate")
 
     def __init__(self, adapter: LanguageModel, model: nn.Module) -> None:
         super().__init__(adapter, model)

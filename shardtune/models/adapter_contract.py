@@ -1,17 +1,16 @@
-"""What a class has to be to serve as an adapter, checked before anything is built or read."""
+"""Checks of a user's adapter class, made before anything is built or read."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 from collections.abc import Mapping
-from typing import Any
 
 from pydantic import BaseModel
 
 from shardtune.config.user_code import check_call
 from shardtune.errors import ConfigError
-from shardtune.models.adapter import Adapter
+from shardtune.models.adapter import Adapter, WholeStepAdapter
 
 PAGE = "docs/add-a-model.md shows how"
 CALLS = {
@@ -26,23 +25,25 @@ CALLS = {
     "initial_weights": "",
     "examples": "",
 }
-"""The methods that authors write, and what they are called with."""
+"""The methods that authors write, and the arguments they are called with."""
+UNCALLED_IN_WHOLE_STEPS = ("loss", "train_loss", "evaluate", "metrics")
+"""Methods that training and evaluation of a `WholeStepAdapter` do not call."""
 DECLARED = ("Options", "padding", "unit_classes", "reads")
 OWN = "shardtune."
-"""How the names of the package's own modules begin."""
+"""Prefix of the package's own modules."""
 MEANT = 0.83
-"""How alike a name has to be to one of the above to be taken for a misspelling of it: metric and metrics are."""
+"""Similarity (difflib's ratio) from which a name counts as a misspelling of one above: metric and metrics have 0.92."""
 
 
 def check_adapter_class(kind: type[Adapter], where: str) -> None:
-    """Refuse a class that lacks methods, whose methods take other arguments, or that declares what cannot be.
+    """Refuse a class that lacks methods, whose methods take other arguments, or whose attributes have wrong types.
 
     Args:
-        kind: the user's.
-        where: the recipe names it.
+        kind: the user's class.
+        where: the place of the recipe that names it, for messages.
 
     Raises:
-        ConfigError: says what, and how it is written.
+        ConfigError: names the fault and the correct form.
     """
     if inspect.isabstract(kind):
         lacking = ", ".join(sorted(kind.__abstractmethods__))
@@ -55,10 +56,12 @@ def check_adapter_class(kind: type[Adapter], where: str) -> None:
         made = f"{kind.__name__}.__init__(recipe, tokenizer)"
         check_call(written["__init__"], 3, made, where)
     _check_names(kind, written, where)
+    if issubclass(kind, WholeStepAdapter):
+        _check_whole_step(kind, where)
 
 
 def check_made(adapter: Adapter, where: str) -> None:
-    """Refuse an adapter whose own `__init__` has left out that of `Adapter`."""
+    """Refuse an adapter whose `__init__` does not call that of `Adapter`."""
     if "recipe" not in vars(adapter):
         name = type(adapter).__name__
         raise ConfigError(
@@ -69,25 +72,25 @@ def check_made(adapter: Adapter, where: str) -> None:
 
 
 def _check_declared(kind: type[Adapter], where: str) -> None:
-    """What the class says in place of methods has the types that are read."""
-    options: Any = kind.Options
+    """Check the types of the class attributes."""
+    options: object = kind.Options
     if not (inspect.isclass(options) and issubclass(options, BaseModel)):
         raise ConfigError(
-            f"{kind.__name__}.Options is {_told(options)}, not a class of pydantic",
+            f"{kind.__name__}.Options is {_describe(options)}, not a class of pydantic",
             where=where,
             remedy="class Options(pydantic.BaseModel): width: int = 16; and in the adapter: Options = Options",
         )
-    padding: Any = kind.padding
+    padding: object = kind.padding
     if not isinstance(padding, Mapping) or not all(isinstance(value, int | float) for value in padding.values()):
         raise ConfigError(
-            f"{kind.__name__}.padding is {_told(padding)}, not a dict of numbers",
+            f"{kind.__name__}.padding is {_describe(padding)}, not a dict of numbers",
             where=where,
             remedy='padding = {"field": 0}: the fields whose rows differ in length, and what they are filled with',
         )
     for name, value in (("unit_classes", kind.unit_classes), ("reads", kind.reads)):
         if isinstance(value, str) or not all(isinstance(item, str) for item in value):
             raise ConfigError(
-                f"{kind.__name__}.{name} is {_told(value)}, not a tuple of names",
+                f"{kind.__name__}.{name} is {_describe(value)}, not a tuple of names",
                 where=where,
                 remedy=f'{name} = ("{value}",)'
                 if isinstance(value, str)
@@ -95,20 +98,20 @@ def _check_declared(kind: type[Adapter], where: str) -> None:
             )
 
 
-def _check_method(kind: type[Adapter], name: str, found: Any, where: str) -> None:
-    """A method that is called with what the system has to give."""
+def _check_method(kind: type[Adapter], name: str, found: object, where: str) -> None:
+    """Check that a method can be called with its documented arguments."""
     call = f"{kind.__name__}.{name}({CALLS[name]})"
     function = found.__func__ if isinstance(found, staticmethod | classmethod) else found
     if not callable(function):
         raise ConfigError(
-            f"{kind.__name__}.{name} is {_told(found)}, not a method", where=where, remedy=f"write {call}"
+            f"{kind.__name__}.{name} is {_describe(found)}, not a method", where=where, remedy=f"write {call}"
         )
     arguments = len(CALLS[name].split(", ")) if CALLS[name] else 0
     check_call(function, arguments + (not isinstance(found, staticmethod)), call, where)
 
 
-def _check_names(kind: type[Adapter], written: Mapping[str, Any], where: str) -> None:
-    """A name that is nearly one of those that are read would be passed over in silence."""
+def _check_names(kind: type[Adapter], written: Mapping[str, object], where: str) -> None:
+    """Refuse misspelt names: nothing would ever read them."""
     free = [name for name in (*CALLS, *DECLARED) if name not in written]
     lower = {name.lower(): name for name in free}
     for name in written:
@@ -117,22 +120,33 @@ def _check_names(kind: type[Adapter], written: Mapping[str, Any], where: str) ->
         near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=MEANT)
         if near:
             raise ConfigError(
-                f"{kind.__name__}.{name} is nothing that an adapter is asked for",
+                f"{kind.__name__}.{name} is no method or attribute of an adapter",
                 where=where,
                 remedy=f"did you mean {lower[near[0]]}? The name of a helper of your own may begin with _",
             )
     if "options" in written:
         raise ConfigError(
-            f"{kind.__name__}.options is what a recipe gives, and cannot be set by the class",
+            f"{kind.__name__}.options is set by the recipe, and cannot be set by the class",
             where=where,
             remedy="did you mean Options, the class of their types?",
         )
 
 
-def _is_users(kind: type[Any]) -> bool:
-    """Whether a base class is none of the package's, nor of Python's."""
+def _check_whole_step(kind: type[WholeStepAdapter], where: str) -> None:
+    """Refuse overrides that a loss of whole steps would bypass."""
+    for name in UNCALLED_IN_WHOLE_STEPS:
+        if getattr(kind, name) is not getattr(WholeStepAdapter, name):
+            raise ConfigError(
+                f"{kind.__name__}.{name} is never called: a WholeStepAdapter is trained and evaluated by its step_loss",
+                where=where,
+                remedy="leave it out; step_loss may return several terms, each of which is logged",
+            )
+
+
+def _is_users(kind: type) -> bool:
+    """Whether a base class is the user's own: neither the package's nor Python's."""
     return issubclass(kind, Adapter) and not kind.__module__.startswith(OWN)
 
 
-def _told(value: Any) -> str:
+def _describe(value: object) -> str:
     return f"the class {value.__name__}" if inspect.isclass(value) else f"{value!r}"[:60]

@@ -1,4 +1,4 @@
-"""The encoder of an adapter of one's own: its `encode` and `weights`, with what goes wrong in them told by row."""
+"""The encoder of a user's adapter: calls its `encode` and `weights`, and names the row in which they fail."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import json
 import math
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -23,20 +23,23 @@ import torch
 from shardtune.batch import Sample
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.user_code import USER_MODULE, import_file
-from shardtune.data.encoder import FrameOptions, LengthLimit, Row, RowDropped, RowError
+from shardtune.data.encoder import Encoder, FrameOptions, LengthLimit, Row, RowDropped, RowError
 from shardtune.errors import DataError, ModelError, ShardtuneError
 
 NEVER_A_ROW = (NameError, ImportError, MemoryError)
-"""What is wrong with code, or with the machine, whatever a row holds."""
+"""Exceptions that are faults of the code or the machine, whatever the row holds."""
 ENCODING_VERSION = 1
-"""Part of every cache key: raised when the same row would come out differently."""
+"""Part of every cache key; to be increased when the same row would be encoded differently."""
 
 
 class RowEncoding(Protocol):
-    """What an adapter says of rows."""
+    """The part of an adapter that deals with rows."""
 
     padding: ClassVar[Mapping[str, float]]
 
+    @classmethod
+    def from_recipe(cls, recipe: Recipe) -> RowEncoding: ...
+    def encoder(self, *, with_prompts: bool) -> Encoder: ...
     def encode(self, row: Row) -> Sample: ...
     def weights(self, sample: Sample) -> Mapping[str, float]: ...
 
@@ -45,8 +48,8 @@ class FieldEncoder:
     """Encodes rows by a user's adapter.
 
     Args:
-        adapter: whose methods are asked.
-        recipe: by which other processes find the same adapter.
+        adapter: the adapter, whose methods are called.
+        recipe: from which other processes make the same adapter.
     """
 
     def __init__(self, adapter: RowEncoding, recipe: Recipe) -> None:
@@ -55,8 +58,8 @@ class FieldEncoder:
         data = recipe.data
         self._limit = LengthLimit(data.max_length, data.on_too_long)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _again, (Place.of(type(self._adapter)), self._recipe.to_dict())
+    def __reduce__(self) -> tuple[Callable[..., Encoder], tuple[Place, dict[str, object]]]:
+        return _from_recipe, (Place.of(type(self._adapter)), self._recipe.to_dict())
 
     def encode(self, row: Row) -> Sample:
         try:
@@ -73,8 +76,8 @@ class FieldEncoder:
         size = sample.size or max(1, sum(len(fields[name]) for name in self._adapter.padding if name in fields))
         return replace(sample, fields=fields, size=size)
 
-    def _check_sample(self, sample: Any) -> None:
-        """What `encode` returned is a sample that holds something."""
+    def _check_sample(self, sample: object) -> None:
+        """Refuse anything from `encode` that is no sample, or an empty one."""
         if not isinstance(sample, Sample):
             found = f"a {type(sample).__name__}, not a Sample"
         elif not isinstance(sample.fields, Mapping) or isinstance(sample.input_ids, Mapping):
@@ -106,7 +109,7 @@ class FieldEncoder:
                 )
 
     def fit(self, sample: Sample) -> Sample:
-        """The sample with its padded fields cut at `data.max_length`, or as `data.on_too_long` asks."""
+        """The sample with its padded fields cut to `data.max_length`, or whatever else `data.on_too_long` asks for."""
         if len(sample.input_ids):
             return self._limit.apply(sample)
         most, padded = self._limit.max_length, self._adapter.padding
@@ -125,7 +128,7 @@ class FieldEncoder:
         return replace(sample, fields=fields, size=max(1, sum(len(fields[name]) for name in padded if name in fields)))
 
     def weights(self, sample: Sample) -> Mapping[str, float]:
-        found: Any = self._adapter.weights(sample)
+        found = self._adapter.weights(sample)
         try:
             weights = {name: float(weight) for name, weight in found.items()}
         except (AttributeError, TypeError, ValueError):
@@ -164,11 +167,11 @@ class FieldEncoder:
 
 
 class FrameFieldEncoder(FieldEncoder):
-    """The same for rows that are frames of robot data.
+    """`FieldEncoder` for rows that are frames of robot data.
 
     Args:
         adapter, recipe: as for `FieldEncoder`.
-        chunk: actions of a row.
+        chunk: number of actions of a row.
     """
 
     def __init__(self, adapter: RowEncoding, recipe: Recipe, chunk: int) -> None:
@@ -182,8 +185,8 @@ class Place:
 
     Attributes:
         module: its name.
-        file: of a module that is a user's own file and no importable module; None otherwise.
-        name: of the class.
+        file: the user's file, where the module is one that cannot be imported by name; None otherwise.
+        name: qualified name of the class.
     """
 
     module: str
@@ -191,22 +194,22 @@ class Place:
     name: str
 
     @classmethod
-    def of(cls, kind: type[Any]) -> Place:
+    def of(cls, kind: type[RowEncoding]) -> Place:
         own_file = kind.__module__.startswith(USER_MODULE)
         return cls(kind.__module__, inspect.getfile(kind) if own_file else None, kind.__qualname__)
 
-    def find(self) -> Any:
+    def find(self) -> type[RowEncoding]:
         if self.file is None:
             module = importlib.import_module(self.module)
         else:
             module = import_file(Path(self.file), "actor.model.adapter")
-        found: Any = module
-        for part in self.name.split("."):
-            found = vars(found)[part]
-        return found
+        *outer, last = self.name.split(".")
+        for part in outer:
+            module = vars(module)[part]
+        return vars(module)[last]
 
 
-def _again(place: Place, values: dict[str, Any]) -> FieldEncoder:
+def _from_recipe(place: Place, values: dict[str, object]) -> Encoder:
     """The encoder of the same recipe in another process."""
     recipe = load_recipe(values, in_memory=_EVERY_PATH, files_must_exist=False)
     return place.find().from_recipe(recipe).encoder(with_prompts=False)
@@ -215,7 +218,7 @@ def _again(place: Place, values: dict[str, Any]) -> FieldEncoder:
 _EVERY_PATH = ("actor.model.model_path", "data.train_data_paths", "data.eval_data_paths")
 
 
-def _as_array(name: str, value: Any) -> np.ndarray:
+def _as_array(name: str, value: object) -> np.ndarray:
     try:
         array = _from_torch(value) if isinstance(value, torch.Tensor) else np.asarray(value)
     except ValueError as error:
@@ -226,13 +229,13 @@ def _as_array(name: str, value: Any) -> np.ndarray:
 
 
 def _from_torch(tensor: torch.Tensor) -> np.ndarray:
-    """Its values; numpy has no bfloat16, which fp32 holds exactly."""
+    """A tensor as an array; bfloat16, which numpy lacks, becomes fp32, which holds it exactly."""
     values = tensor.detach().cpu()
     return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
 
 
 def _reason(error: Exception, row: Row) -> str:
-    """What went wrong in a user's `encode`, and where."""
+    """The message for an exception in a user's `encode`, with file and line."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     place = f" ({Path(frames[0].filename).name}:{frames[0].lineno})" if frames else ""
     if isinstance(error, KeyError):
@@ -241,12 +244,12 @@ def _reason(error: Exception, row: Row) -> str:
 
 
 def _is_code(thing: object, *own: object) -> bool:
-    """Whether what lacks an attribute is no value of a row: a misspelling, whatever a row holds."""
+    """Whether an object that lacks an attribute is code and no value of a row: then it is a misspelling in the code."""
     return isinstance(thing, ModuleType | type) or any(thing is other for other in own)
 
 
-def _code(kind: type[Any]) -> str:
-    """The code of a user's class and its bases: that of the files they stand in, of a package all of its files."""
+def _code(kind: type) -> str:
+    """A digest of the code of a user's class and its bases: of their files, or of all files of their packages."""
     digest = hashlib.blake2b(digest_size=20)
     for base in kind.__mro__:
         if _is_ours(base):
@@ -256,7 +259,7 @@ def _code(kind: type[Any]) -> str:
     return digest.hexdigest()
 
 
-def _sources(kind: type[Any]) -> Iterable[bytes]:
+def _sources(kind: type) -> Iterable[bytes]:
     """A class's own file without its comments and layout, then the other files of its package."""
     try:
         own = Path(inspect.getfile(kind))
@@ -281,6 +284,6 @@ def _compiled(function: FunctionType) -> Iterable[bytes]:
         waiting += [item for item in code.co_consts if isinstance(item, CodeType)]
 
 
-def _is_ours(kind: type[Any]) -> bool:
-    """A class of this package, whose versions are in the key by `ENCODING_VERSION`, or of Python."""
+def _is_ours(kind: type) -> bool:
+    """Whether a class is this package's (covered by `ENCODING_VERSION`) or Python's."""
     return kind.__module__.partition(".")[0] in (__name__.partition(".")[0], "builtins", *sys.stdlib_module_names)

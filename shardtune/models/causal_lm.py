@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
+from transformers.utils.generic import ModelOutput
 
-from shardtune.batch import Batch, LossSum, Metric, PackedBatch, Sample
+from shardtune.batch import TOKENS, Batch, LossSum, Metric, PackedBatch, Sample
 from shardtune.config import DataConfig
 from shardtune.config.rank_layout import Layout
-from shardtune.data.chat.encoder import ChatEncoder
+from shardtune.data.chat.encoder import ChatEncoder, TrainOn
 from shardtune.data.chat.template import load_template
-from shardtune.data.encoder import Row
+from shardtune.data.encoder import Row, TooLong
 from shardtune.data.loader.packing import NO_ROW, pack
 from shardtune.errors import ModelError
 from shardtune.models.activation_checkpointing import checkpoint_arguments
@@ -31,6 +32,7 @@ from shardtune.models.adapter import (
     WeightSource,
     cannot_share_sequences,
 )
+from shardtune.models.attention_implementation import attention_name, pretrained, set_attention, under_attention
 from shardtune.models.loss import (
     IDENTITY,
     PLAIN,
@@ -46,17 +48,38 @@ from shardtune.models.loss import (
 from shardtune.models.packed_attention import DOCUMENTS
 from shardtune.models.packing_probe import probe_packing
 from shardtune.models.pretrained import model_directory
+from shardtune.models.sequence_part import SequencePart
 from shardtune.models.user_metrics import Measure, Prediction
-from shardtune.parallel.collectives import sum_over
 from shardtune.parallel.meta_init import init_empty_weights
 from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
 from shardtune.parallel.ranks import Ranks
-from shardtune.parallel.sequence_parallel import TokenShare
 from shardtune.parallel.shard_units import choose_units, outermost
 from shardtune.parallel.tensor_parallel import Heads, check_heads
 
 BALANCE = "router_balance"
-TOKENS = "ce"
+
+
+class CausalLMSettings(TypedDict, total=False):
+    """What a recipe sets of a `CausalLM`; its arguments of the same names."""
+
+    attn_implementation: str
+    wrap: list[str] | None
+    trust_remote_code: bool
+    compile: bool
+    gradient_checkpointing: bool | str
+    precision: str
+    model: PreTrainedModel | None
+    model_path: str | None
+    data: DataConfig | None
+
+
+class EncodingSettings(TypedDict):
+    """What a recipe sets of a `ChatEncoder`; its arguments of the same names."""
+
+    train_on: TrainOn
+    system_prompt: str | None
+    max_length: int
+    on_too_long: TooLong
 
 
 class CausalLM(LanguageModel):
@@ -64,20 +87,20 @@ class CausalLM(LanguageModel):
 
     Args:
         config: the model's config.
-        attn_implementation: auto (documents kept apart by our own attention, where the model takes one) or a name that
-            transformers knows.
+        attn_implementation: auto (shardtune's document attention, where the model's attention can be replaced) or a
+            name of transformers.
         wrap: class names of the modules that shard as a unit; None: as the model declares.
         trust_remote_code: let the config's own code define the model.
         compile: compile the units.
-        gradient_checkpointing: compute the units again in the backward pass; selective: but for matrix products.
+        gradient_checkpointing: recompute the units in the backward pass; selective: except for matrix products.
         precision: bf16 | fp16 | fp32 | fp64; no grouped kernel takes fp64, so there experts are computed one by one.
         model: a model in memory instead of one built from `config`.
-        make: makes the model instead of `config`.
-        model_path: where the weights are; None: in memory, or drawn from the seed.
+        make: function that makes the model, instead of `config`.
+        model_path: of the weights; None: they are in memory, or drawn from the seed.
         data: how rows are encoded.
     """
 
-    _auto: ClassVar[Any] = AutoModelForCausalLM
+    _auto: ClassVar[type[_BaseAutoModelClass]] = AutoModelForCausalLM
     _kind = "causal language model"
 
     def __init__(
@@ -122,13 +145,13 @@ class CausalLM(LanguageModel):
     def build(self) -> PreTrainedModel:
         model = self._model if self._model is not None else self._from_config()
         takes = inspect.signature(model.base_model.forward).parameters
-        self._own_attention = _attention_name(model) or "eager"
+        self._own_attention = attention_name(model)
         self.packs = "position_ids" in takes and any(p.kind is p.VAR_KEYWORD for p in takes.values())
         self._attention = self._own_attention
         if self._asked == "auto":
             self.packs = self.packs and model._can_set_attn_implementation()
             self._attention = DOCUMENTS if self.packs else self._own_attention
-        _set_attention(model, self._attention)
+        set_attention(model, self._attention)
         if self._precision == "fp64" and model.config._experts_implementation is not None:
             model.set_experts_implementation("eager")
         if self._gradient_checkpointing:
@@ -145,22 +168,22 @@ class CausalLM(LanguageModel):
         return model
 
     def set_execution(self, model: nn.Module) -> None:
-        """`build` has done it."""
+        """Nothing: `build` has done it already."""
 
     def restore_model(self, model: nn.Module) -> None:
-        """Undo what `build` changed in a model that its caller goes on using."""
+        """Undo the changes of `build` to a model that the caller goes on using."""
         if model is not self._model:
             return
-        _set_attention(model, self._own_attention)
+        set_attention(model, self._own_attention)
         if self._gradient_checkpointing:
-            _hf(model).activation_checkpointing_disable()
+            pretrained(model).activation_checkpointing_disable()
 
     def _from_config(self) -> PreTrainedModel:
         implementation = None if self._asked == "auto" else self._asked
         try:
             with init_empty_weights():
                 if self._make is not None:
-                    return _hf(self._make())
+                    return pretrained(self._make())
                 return self._auto.from_config(
                     self.config,
                     dtype=torch.float32,
@@ -176,24 +199,24 @@ class CausalLM(LanguageModel):
 
     @property
     def has_experts(self) -> bool:
-        """Whether tokens go to experts, in groups whose sizes depend on all tokens of a forward."""
+        """Whether the model is a mixture of experts, whose group sizes depend on all tokens of a forward."""
         return self._experts_per_token > 0
 
     @property
     def sliding_window(self) -> int | None:
-        """The tokens that a layer with a sliding window sees; None where all layers see all."""
+        """Size of the sliding window in tokens; None where no layer has one."""
         text = self.config.get_text_config().to_dict()
         if not text.get("use_sliding_window", True):
             return None
         return text.get("sliding_window")
 
     def one_row_per_forward(self, model: nn.Module) -> None:
-        """Give up packing: from now on each forward holds one row, under the model's own attention."""
+        """Stop packing: from now on each forward holds one row, with the model's own attention."""
         self.packs, self._attention = False, self._own_attention
-        _set_attention(model, self._attention)
+        set_attention(model, self._attention)
 
     def use_own_head(self) -> None:
-        """Give up the chunked head: logits come from the model's own forward, at supervised positions only."""
+        """Stop using the chunked head: logits come from the model's own forward, at supervised positions only."""
         self._through_own_head = True
 
     @property
@@ -205,12 +228,15 @@ class CausalLM(LanguageModel):
         return self._by_length
 
     def share_by_length(self, on: bool) -> bool:
-        """Compute rows of one length side by side, without packing; returns whether that is so now."""
+        """Put rows of one length into a forward as a batch, without packing; returns whether that is possible."""
         self._by_length = on and not self.packs and not self._through_own_head
         return self._by_length
 
     def _sequences(self, batch: PackedBatch) -> int:
-        """How many sequences a forward is given: one, or rows of one length side by side."""
+        """Number of sequences of a forward: 1, or the rows if all have the same length.
+
+        3 rows of 7 tokens, packed into 21, become a batch [3, 7]; rows of 7, 7 and 6 tokens stay [1, 20].
+        """
         rows = len(batch.document_weights)
         return rows if self._by_length and rows * batch.max_length == len(batch.input_ids) else 1
 
@@ -235,8 +261,7 @@ class CausalLM(LanguageModel):
         return ChatEncoder(self.tokenizer, template, with_prompts=with_prompts, **self._encoding)
 
     @property
-    def _encoding(self) -> dict[str, Any]:
-        """What the recipe says of how rows become tokens."""
+    def _encoding(self) -> EncodingSettings:
         data = self._data
         return {
             "train_on": data.train_on,
@@ -252,11 +277,11 @@ class CausalLM(LanguageModel):
         return NO_ROW
 
     def shortened(self, sample: Sample, most: int) -> Sample:
-        """A row's first tokens, for a probe."""
+        """A row's first tokens, for the packing probe."""
         return replace(sample, input_ids=sample.input_ids[:most], loss_weights=sample.loss_weights[:most])
 
     def changed(self, sample: Sample) -> Sample:
-        """A row of other tokens and the same shape, for a probe."""
+        """A row of the same shape with other tokens, for the packing probe."""
         other = sample.input_ids
         return replace(sample, input_ids=np.roll(other, 1) if len(set(other.tolist())) > 1 else other * 0)
 
@@ -271,17 +296,17 @@ class CausalLM(LanguageModel):
         return Heads(query, int(values.get("num_key_value_heads") or query), size)
 
     def apply_model_parallel(self, model: nn.Module, ranks: Ranks) -> ModelParallel:
-        """Spread the model over the ranks that work on the same rows, by the plans that transformers has for it."""
+        """Split the model among the ranks that share rows, by the plans that transformers declares for it."""
         layout = ranks.layout
+        self.check_layout(layout)
         if layout.sequence > 1:
             if self._attention != DOCUMENTS:
                 raise cannot_share_sequences(
                     f"{type(model).__name__} with attn_implementation {self._attention}", "attention is not ours"
                 )
             self._sequence = ranks.sequence_mesh
-        return apply_model_parallel(
-            model, _hf(model).tp_plan, _hf(model).ep_plan, ranks, self._heads() if layout.tensor > 1 else None
-        )
+        declared, heads = pretrained(model), self._heads() if layout.tensor > 1 else None
+        return apply_model_parallel(model, declared.tp_plan, declared.ep_plan, ranks, heads)
 
     def row_terms(self) -> Mapping[str, float]:
         return {BALANCE: 1.0} if self._balance_factor else {}
@@ -292,7 +317,7 @@ class CausalLM(LanguageModel):
     def probe_assumptions(
         self, root: AdapterRoot, samples: Sequence[Sample], device: torch.device, dtype: torch.dtype
     ) -> list[str]:
-        """Prove, on real rows, that packing is exact for this model; otherwise do without."""
+        """Check on real rows that packing is exact for this model; otherwise stop packing."""
         assert isinstance(root, LanguageRoot)
         return probe_packing(root, self, samples, device, dtype)
 
@@ -313,24 +338,31 @@ class CausalLM(LanguageModel):
         return self.train_loss(model, batch, None)
 
     def train_loss(self, model: nn.Module, batch: Batch, token_loss: TokenLoss | None) -> dict[str, LossSum]:
-        return self._measure(model, batch, token_loss or PLAIN).losses
+        packed = _packed(batch)
+        at = self._to_head(model, packed, packed.target_positions)
+        return self._losses(at, packed, token_loss or PLAIN, count_correct=False)[0]
 
     def evaluate(self, model: nn.Module, batch: Batch, measure: Measure | None = None) -> Evaluation:
-        return self._measure(model, batch, PLAIN, measure or _nothing)
+        packed = _packed(batch)
+        at = self._to_head(model, packed, packed.target_positions)
+        losses, correct = self._losses(at, packed, PLAIN, count_correct=True)
+        accuracy = {"token_accuracy": Metric(float(correct), float(packed.targets.numel()))}
+        further = {} if measure is None else measure(self._pieces(at, packed))
+        return Evaluation(losses, {**accuracy, **further})
 
     def predictions(self, model: nn.Module, batch: Batch) -> Iterator[Prediction]:
-        """The logits of the supervised positions, as many at a time as the loss holds."""
-        assert isinstance(batch, PackedBatch)
-        at = self._to_head(model, batch, batch.target_positions)
-        return self._pieces(at.everywhere(), at.head, batch)
+        """The logits at the supervised positions, in chunks of the loss's size."""
+        packed = _packed(batch)
+        return self._pieces(self._to_head(model, packed, packed.target_positions), packed)
 
-    def _pieces(self, hidden: torch.Tensor, head: nn.Module | None, batch: PackedBatch) -> Iterator[Prediction]:
+    def _pieces(self, at: _AtHead, batch: PackedBatch) -> Iterator[Prediction]:
+        hidden = at.part.gather(at.hidden)
         size = chunk_rows(hidden.device, self._vocabulary)
         for start in range(0, hidden.shape[0], size):
-            part = slice(start, start + size)
-            logits = hidden[part] if head is None else self._transform(head(hidden[part]))
-            acc = accumulation_dtype(logits.dtype)
-            yield Prediction(logits.to(acc), batch.targets[part], batch.target_weights[part])
+            rows = slice(start, start + size)
+            logits = hidden[rows] if at.head is None else self._transform(at.head(hidden[rows]))
+            logits = logits.to(accumulation_dtype(logits.dtype))
+            yield Prediction(logits, batch.targets[rows], batch.target_weights[rows])
 
     @property
     def _vocabulary(self) -> int:
@@ -338,24 +370,22 @@ class CausalLM(LanguageModel):
 
     def _to_head(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> _AtHead:
         """Run the model up to its head, at some tokens."""
-        assert isinstance(model, PreTrainedModel)
-        arguments: dict[str, Any] = {"output_router_logits": True} if self._balance_factor else {}
-        share = TokenShare.of(len(batch.input_ids), self._sequence) if self._sequence is not None else None
-        input_ids, position_ids, mine = batch.input_ids, batch.position_ids, None
-        if share is not None:
-            arguments["token_share"] = share
-            input_ids, position_ids, mine = share.cut(input_ids), share.cut(position_ids), share.mine(positions)
-            positions = positions[mine] - share.start
+        model = pretrained(model)
+        part = SequencePart.of(len(batch.input_ids), positions, self._sequence)
+        input_ids = part.cut(batch.input_ids)
+        arguments: dict[str, object] = {"output_router_logits": True} if self._balance_factor else {}
+        if part.share is not None:
+            arguments["token_share"] = part.share
         if self.packs:
-            arguments["position_ids"] = position_ids.unsqueeze(-2)
+            arguments["position_ids"] = part.cut(batch.position_ids).unsqueeze(-2)
         if batch.fields:
             arguments |= self._further_inputs(batch)
         if self._attention == DOCUMENTS or self._attention.startswith("flash"):
             arguments |= {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
             arguments |= {"max_length_q": batch.max_length, "max_length_k": batch.max_length}
         if self._through_own_head:
-            outputs = model(input_ids=input_ids[None], use_cache=False, logits_to_keep=positions, **arguments)
-            return _AtHead(outputs, outputs.logits[0], None, share, mine)
+            outputs = model(input_ids=input_ids[None], use_cache=False, logits_to_keep=part.positions, **arguments)
+            return _AtHead(outputs.logits[0], None, self._routers(outputs), part)
         head = model.get_output_embeddings()
         if head is None:
             raise ModelError(
@@ -365,47 +395,40 @@ class CausalLM(LanguageModel):
             )
         sequences = input_ids.view(self._sequences(batch) if self._by_length else 1, -1)
         outputs = model.base_model(input_ids=sequences, use_cache=False, **arguments)
-        # In the head's dtype: models that add up their residuals in fp32 (Mamba) leave them so.
-        hidden = outputs[0].flatten(0, 1).index_select(0, positions)
-        return _AtHead(outputs, hidden.to(next(head.parameters(), hidden).dtype), head, share, mine)
+        # In the head's dtype: models that add up their residuals in fp32 (Mamba) return fp32.
+        hidden = outputs[0].flatten(0, 1).index_select(0, part.positions)
+        hidden = hidden.to(next(head.parameters(), hidden).dtype)
+        return _AtHead(hidden, head, self._routers(outputs), part)
 
-    def _measure(
-        self, model: nn.Module, batch: Batch, token_loss: TokenLoss, measure: Measure | None = None
-    ) -> Evaluation:
-        """The losses; with `measure` also metrics: which predictions are right, and what it makes of them."""
-        assert isinstance(batch, PackedBatch)
-        at = self._to_head(model, batch, batch.target_positions)
-        targets, weights, counts = batch.targets, batch.target_weights, measure is not None
-        if at.mine is not None:
-            targets, weights = targets[at.mine], weights[at.mine]
+    def _routers(self, outputs: ModelOutput) -> tuple[torch.Tensor, ...]:
+        return outputs["router_logits"] if self._balance_factor else ()
+
+    def _losses(
+        self, at: _AtHead, batch: PackedBatch, token_loss: TokenLoss, *, count_correct: bool
+    ) -> tuple[dict[str, LossSum], torch.Tensor]:
+        """The losses by term, and the number of targets with the largest logit (0 unless they are counted)."""
+        targets, weights = at.part.select(batch.targets), at.part.select(batch.target_weights)
         if type(at.head) is nn.Linear and isinstance(token_loss, CrossEntropy):
             total, correct = linear_cross_entropy(
                 at.hidden, at.head.weight, targets, weights, bias=at.head.bias, transform=self._transform,
-                loss=token_loss, count_correct=counts,
+                loss=token_loss, count_correct=count_correct,
             )  # fmt: skip
         else:
             total, correct = head_cross_entropy(
                 at.hidden, _same if at.head is None else at.head, self._vocabulary, targets, weights,
-                transform=IDENTITY if at.head is None else self._transform, token_loss=token_loss, count_correct=counts,
+                transform=IDENTITY if at.head is None else self._transform, token_loss=token_loss,
+                count_correct=count_correct,
             )  # fmt: skip
-        if at.share is not None:  # the same on all ranks that share the sequences
-            total, correct = sum_over(total, at.share.ranks), sum_over(correct, at.share.ranks)
-        losses = {TOKENS: LossSum(total, batch.target_weight)}
+        losses = {TOKENS: LossSum(at.part.sum(total), batch.target_weight)}
         if self._balance_factor:
-            routers = at.outputs.router_logits
-            if at.share is not None:
-                routers = tuple(at.share.whole(logits) for logits in routers)
+            routers = tuple(at.part.whole(logits) for logits in at.routers)
             balance = router_balance(routers, batch.cu_seqlens, batch.document_weights, self._experts_per_token)
             losses[BALANCE] = LossSum(self._balance_factor * balance, float(batch.num_rows))
-        if measure is None:
-            return Evaluation(losses, {})
-        accuracy = Metric(float(correct), float(batch.targets.numel()))
-        further = measure(self._pieces(at.everywhere(), at.head, batch)) if measure is not _nothing else {}
-        return Evaluation(losses, {"token_accuracy": accuracy, **further})
+        return losses, at.part.sum(correct)
 
     def logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
         at = self._to_head(model, batch, positions)
-        return at.everywhere(at.hidden if at.head is None else self._transform(at.head(at.hidden)))
+        return at.part.gather(at.hidden if at.head is None else self._transform(at.head(at.hidden)))
 
     def reference_logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
         arguments = {"input_ids": batch.input_ids[None], "use_cache": False, **self._further_inputs(batch)}
@@ -415,86 +438,50 @@ class CausalLM(LanguageModel):
             return model(**arguments).logits[0].index_select(0, positions)
 
     def _further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
-        """What the model takes besides tokens and their positions."""
+        """Inputs of the model besides tokens and their positions."""
         return {}
 
     def generate(
         self, model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, arguments: Mapping[str, object]
     ) -> torch.Tensor:
-        model = _hf(model)
+        model = pretrained(model)
         with under_attention(model, self._own_attention), torch.compiler.set_stance("force_eager"):
             generate: Any = model.generate
-            # With a cache, a router's logits are those of the newest tokens: no balance loss can be made of them.
+            # With a cache, router logits are those of the newest tokens only: no balance loss can be computed.
             routers = {"output_router_logits": False} if self._balance_factor else {}
             return generate(input_ids=input_ids, attention_mask=attention_mask, **arguments, **routers)
 
 
 @dataclass(frozen=True, slots=True)
 class _AtHead:
-    """Where a model's head begins.
+    """A forward up to the model's head.
 
     Attributes:
-        outputs: the model's.
-        hidden: [tokens, width], what the head takes; the logits where there is no head left.
+        hidden: [requested tokens of this rank, width], the head's input; the logits where there is no head left.
         head: the head, or None.
-        share: which tokens are this rank's, where ranks share them.
-        mine: bool [tokens asked for]: which of those are.
+        routers: [tokens of this rank, experts] of each layer; empty without a balance loss.
+        part: the tokens of this rank.
     """
 
-    outputs: Any
     hidden: torch.Tensor
     head: nn.Module | None
-    share: TokenShare | None
-    mine: torch.Tensor | None
-
-    def everywhere(self, values: torch.Tensor | None = None) -> torch.Tensor:
-        """What this rank has of the tokens asked for (by default `hidden`) to that of all of them."""
-        values = self.hidden if values is None else values
-        return values if self.share is None or self.mine is None else self.share.gather(values, self.mine)
+    routers: tuple[torch.Tensor, ...]
+    part: SequencePart
 
 
-def _hf(model: nn.Module) -> PreTrainedModel:
-    """What this adapter built, as the type that it is."""
-    assert isinstance(model, PreTrainedModel)
-    return model
+def _packed(batch: Batch) -> PackedBatch:
+    """The same batch, as the type that `CausalLM.collate` makes."""
+    assert isinstance(batch, PackedBatch)
+    return batch
 
 
 def _same(logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def _nothing(predictions: Iterator[Prediction]) -> Mapping[str, Metric]:
-    return {}
-
-
 def _declared_transform(config: PreTrainedConfig) -> LogitTransform:
-    """What the model's config says is done to the logits; a probe compares it with the model's own forward."""
+    """The transform of the logits that the model's config declares; the packing probe checks it."""
     values = config.get_text_config().to_dict()
     scale = float(values.get("logit_scale") or 1.0) / float(values.get("logits_scaling") or 1.0)
     softcap = values.get("final_logit_softcapping")
     return LogitTransform(scale, softcap) if scale != 1.0 or softcap else IDENTITY
-
-
-def _attention_name(model: nn.Module) -> str | None:
-    """How the language model computes attention."""
-    return _hf(model).config.get_text_config()._attn_implementation
-
-
-def _set_attention(model: nn.Module, name: str) -> None:
-    """Let the language model compute attention in another way; eyes keep theirs."""
-    config = _hf(model).config
-    if _attention_name(model) == name:
-        return
-    inner = [key for key in config.sub_configs if config.get_text_config() is getattr(config, key)]
-    _hf(model).set_attn_implementation({inner[0]: name} if inner else name)
-
-
-@contextmanager
-def under_attention(model: nn.Module, name: str) -> Iterator[None]:
-    """Another attention implementation for a while."""
-    before = _attention_name(model) or "eager"
-    _set_attention(model, name)
-    try:
-        yield
-    finally:
-        _set_attention(model, before)

@@ -1,4 +1,4 @@
-"""The sizes that a recipe names of its model: they have to be what the model has."""
+"""Checks that sizes in a recipe are those of its model."""
 
 from __future__ import annotations
 
@@ -16,58 +16,58 @@ SECTION = "actor.model"
 
 
 def check_sizes(
-    asked: ModelConfig,
+    given: ModelConfig,
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase | None = None,
     images: ImageText | None = None,
 ) -> None:
-    """Compare vocabulary, width and size of images with the model's.
+    """Compare vocabulary, width and image size with the model's.
 
     Args:
-        asked: the section `actor.model`.
-        config: the model's.
-        tokenizer: the model's.
-        images: its processor at work; None for a model that takes no images.
+        given: the section `actor.model`.
+        config: of the model.
+        tokenizer: of the model.
+        images: its image processing; None for a model that takes no images.
 
     Raises:
-        ConfigError: the first that is another; says what the model has.
+        ConfigError: a size differs; names that of the model.
     """
     text = config.get_text_config()
-    if asked.vocab_size is not None:
+    if given.vocab_size is not None:
         own = [config.text_vocabulary] if isinstance(config, OpenVLAConfig) else [text.vocab_size]
         if tokenizer is not None and not isinstance(config, OpenVLAConfig):
             own.append(len(tokenizer))
-        _compare("vocab_size", asked.vocab_size, own)
-    if asked.hidden_size is not None:
-        _compare("hidden_size", asked.hidden_size, [text.hidden_size])
-    if asked.image_size is not None:
+        _compare("vocab_size", given.vocab_size, own)
+    if given.hidden_size is not None:
+        _compare("hidden_size", given.hidden_size, [text.hidden_size])
+    if given.image_size is not None:
         if images is None:
             raise ConfigError(
-                f"{SECTION}.image_size: {asked.image_size}, and the model takes no images",
+                f"{SECTION}.image_size: {given.image_size}, and the model takes no images",
                 where=f"{SECTION}.image_size",
                 remedy="leave it out",
             )
-        _compare("image_size", tuple(asked.image_size), [made_size(images, asked.image_size)])
+        _compare("image_size", tuple(given.image_size), [made_size(images, given.image_size)])
 
 
 def made_size(images: ImageText, size: list[int]) -> tuple[int, int]:
-    """(height, width) that the processor makes of an image of that size."""
+    """(height, width) of the pixels that the processor makes from an image of this size."""
     height, width = size
     made = images.pixels([Image.new("RGB", (width, height))])
     pixels = made["pixel_values"]
-    if "image_grid_thw" in made:  # of patches, which the model joins afterwards
+    if "image_grid_thw" in made:  # [images, 3]: frames, rows and columns of patches
         patch = int(images.processor.image_processor.patch_size)
         rows, columns = made["image_grid_thw"][0, 1:].tolist()
         return rows * patch, columns * patch
     return int(pixels.shape[-2]), int(pixels.shape[-1])
 
 
-def _compare(key: str, asked: object, own: Iterable[object]) -> None:
+def _compare(key: str, given: object, own: Iterable[object]) -> None:
     known = list(dict.fromkeys(own))
-    if asked not in known:
-        told = " or ".join(str(list(value) if isinstance(value, tuple) else value) for value in known)
+    if given not in known:
+        own_sizes = " or ".join(str(list(value) if isinstance(value, tuple) else value) for value in known)
         raise ConfigError(
-            f"{SECTION}.{key} is {list(asked) if isinstance(asked, tuple) else asked}, the model has {told}",
+            f"{SECTION}.{key} is {list(given) if isinstance(given, tuple) else given}, the model has {own_sizes}",
             where=f"{SECTION}.{key}",
-            remedy=f"set it to {told}, or leave it out",
+            remedy=f"set it to {own_sizes}, or leave it out",
         )

@@ -1,11 +1,11 @@
-"""From a recipe's `actor.model` to the adapter that describes the model, and to the model itself."""
+"""From a recipe's `actor.model` to the adapter of its model, and to the model itself."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -32,7 +32,7 @@ from shardtune.models.action.vision_language_action import VisionLanguageAction
 from shardtune.models.activation_checkpointing import set_execution
 from shardtune.models.adapter import Adapter, LanguageModel
 from shardtune.models.adapter_contract import check_adapter_class, check_made
-from shardtune.models.causal_lm import CausalLM
+from shardtune.models.causal_lm import CausalLM, CausalLMSettings
 from shardtune.models.check_sizes import check_sizes
 from shardtune.models.new_tokens import add_new_tokens
 from shardtune.models.pretrained import (
@@ -48,10 +48,10 @@ from shardtune.models.vision.processors import load_processor
 from shardtune.models.vision.vision_language import VisionLanguage
 from shardtune.parallel.shard_units import choose_units
 
-GIVE_EYES = "give the directory of a vision-language model (its config.json names such an architecture)"
+GIVE_VISION_MODEL = "give the directory of a vision-language model (its config.json names such an architecture)"
 
 OWN_CONFIGS = {OpenVLAConfig.model_type: OpenVLAConfig}
-"""Config classes of models that transformers does not have, by the `model_type` of their config.json."""
+"""Config classes of models that transformers lacks, by the `model_type` of their config.json."""
 
 MODEL_TYPES = {
     "causal_lm": "any causal language model of transformers, by its config.json",
@@ -86,7 +86,7 @@ def find_adapter(
         )
     wrap = recipe.actor.fsdp_config.wrap
     if config.model_type in ("vision_language", "vision_language_action"):
-        return _with_eyes(recipe, model, tokenizer)
+        return _vision_language_adapter(recipe, model, tokenizer)
     _check_read(recipe, CausalLM)
     adapter = causal_lm(config, wrap=wrap, model=model, data=recipe.data)
     adapter.take_tokenizer(tokenizer or recipe_tokenizer(recipe))
@@ -95,7 +95,7 @@ def find_adapter(
     return adapter
 
 
-def _with_eyes(
+def _vision_language_adapter(
     recipe: Recipe, model: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase | None
 ) -> VisionLanguage:
     """The adapter of a recipe's vision-language model."""
@@ -134,7 +134,7 @@ def vision_language_action(
     """The adapter of a recipe's action model.
 
     Args:
-        recipe: of the run, whose data say what actions are like where the model does not.
+        recipe: of the run; its data define the actions where the model does not.
         config, wrap, model, data, processor_path: as for `vision_language`.
     """
     if model is not None and not isinstance(model, ActionPolicy):
@@ -145,17 +145,17 @@ def vision_language_action(
             "shardtune.models.action.policy.action_class",
         )
     loaded, processor = _config_and_processor(config, None, model, processor_path)
-    tokenizer: Any = vars(processor)["tokenizer"]
+    tokenizer = _tokenizer_of(processor)
     add_new_tokens(tokenizer, recipe.actor.added_tokens)
     settings = settings_for(recipe, loaded, tokenizer)
     return VisionLanguageAction(loaded, processor, settings, **_settings(config, wrap, model, data))
 
 
 def adapter_class(config: ModelConfig) -> type[Adapter] | None:
-    """The user's adapter class that a recipe asks for; None where it asks for none.
+    """The user's adapter class that a recipe names; None where it names none.
 
     Raises:
-        ConfigError: it is no adapter, or does not keep the contract of one.
+        ConfigError: it is no adapter, or breaks the contract of one.
     """
     if config.adapter is not None:
         found = load_function(config.adapter, "actor.model.adapter")
@@ -175,14 +175,14 @@ def adapter_class(config: ModelConfig) -> type[Adapter] | None:
 
 
 def _named(config: ModelConfig) -> str:
-    """What of a recipe names its adapter."""
+    """The key of a recipe that names its adapter, with its value."""
     if config.adapter is not None:
         return f"actor.model.adapter = {config.adapter}"
     return f"actor.model.model_type = {config.model_type}"
 
 
 def _check_read(recipe: Recipe, kind: type[Adapter]) -> None:
-    """Refuse keys that an adapter does not act on; a language model is taken to read all those of text."""
+    """Refuse keys that an adapter does not read; a language model is assumed to read all keys about text."""
     model, data = recipe.actor.model, recipe.data
     given = {"data.keep_pixels": data.keep_pixels and not issubclass(kind, VisionLanguage)}
     if not issubclass(kind, LanguageModel):
@@ -201,7 +201,7 @@ def _check_read(recipe: Recipe, kind: type[Adapter]) -> None:
         )
 
 
-def _is_adapter(found: Any) -> TypeGuard[type[Adapter]]:
+def _is_adapter(found: object) -> TypeGuard[type[Adapter]]:
     return inspect.isclass(found) and issubclass(found, Adapter)
 
 
@@ -209,7 +209,7 @@ def causal_lm(
     config: ModelConfig,
     *,
     wrap: list[str] | None = None,
-    overrides: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, object] | None = None,
     model: PreTrainedModel | None = None,
     data: DataConfig | None = None,
 ) -> CausalLM:
@@ -239,8 +239,8 @@ def causal_lm(
 
 def _settings(
     config: ModelConfig, wrap: list[str] | None, model: PreTrainedModel | None, data: DataConfig | None
-) -> dict[str, Any]:
-    """What a language model's adapter takes from a recipe."""
+) -> CausalLMSettings:
+    """The settings of a language model's adapter from a recipe."""
     return {
         "attn_implementation": config.attn_implementation,
         "wrap": wrap,
@@ -258,7 +258,7 @@ def vision_language(
     config: ModelConfig,
     *,
     wrap: list[str] | None = None,
-    overrides: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, object] | None = None,
     model: PreTrainedModel | None = None,
     data: DataConfig | None = None,
     processor_path: str | None = None,
@@ -275,11 +275,11 @@ def vision_language(
 
 def _config_and_processor(
     config: ModelConfig,
-    overrides: Mapping[str, Any] | None,
+    overrides: Mapping[str, object] | None,
     model: PreTrainedModel | None,
     processor_path: str | None,
 ) -> tuple[PreTrainedConfig, ProcessorMixin]:
-    """Of a model with eyes."""
+    """The config and the processor of a vision-language model."""
     loaded = load_config(config, overrides, OWN_CONFIGS) if model is None else model.config
     path = processor_path or config.model_path
     if path is None:
@@ -287,7 +287,11 @@ def _config_and_processor(
     if isinstance(loaded, OpenVLAConfig) and config.model_type == "vision_language_action":
         return loaded, load_openvla_processor(model_directory(path), loaded)
     if model is None and loaded.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-        remedy = "set actor.model.model_type: causal_lm" if type(loaded) in MODEL_FOR_CAUSAL_LM_MAPPING else GIVE_EYES
+        remedy = (
+            "set actor.model.model_type: causal_lm"
+            if type(loaded) in MODEL_FOR_CAUSAL_LM_MAPPING
+            else GIVE_VISION_MODEL
+        )
         raise ModelError(
             f"{config.model_path} holds a model of type {loaded.model_type!r}, which takes no images and text",
             where=f"{MODEL_PATH}: config.json",
@@ -303,7 +307,7 @@ def _config_and_processor(
 
 
 def get_model(
-    cfg: ModelConfig | Mapping[str, Any], override_config_kwargs: Mapping[str, Any] | None = None
+    cfg: ModelConfig | Mapping[str, object], override_config_kwargs: Mapping[str, object] | None = None
 ) -> nn.Module:
     """The model of `actor.model`, its parameters on the meta device; its own forward takes `labels` and returns a loss.
 
@@ -336,12 +340,12 @@ def get_model(
 
 
 def _registered_model(
-    config: ModelConfig, overrides: Mapping[str, Any] | None = None
+    config: ModelConfig, overrides: Mapping[str, object] | None = None
 ) -> Callable[[], nn.Module] | None:
-    """What makes the model of a registered `model_type`; None where no function is registered for it.
+    """The function that makes the model of a registered `model_type`; None where none is registered.
 
     Raises:
-        ConfigError: the name is not known at all.
+        ConfigError: the name is unknown.
     """
     if config.model_type in MODEL_TYPES:
         return None
@@ -353,14 +357,14 @@ def _registered_model(
     return lambda: function(OmegaConf.create(values))
 
 
-def _with_overrides(config: ModelConfig, overrides: Mapping[str, Any] | None) -> ModelConfig:
+def _with_overrides(config: ModelConfig, overrides: Mapping[str, object] | None) -> ModelConfig:
     return config.model_copy(update={"config_overrides": {**config.config_overrides, **(overrides or {})}})
 
 
 def get_model_config_and_processor(
-    cfg: ActorConfig | Mapping[str, Any],
+    cfg: ActorConfig | Mapping[str, object],
 ) -> tuple[PreTrainedConfig, ProcessorMixin | PreTrainedTokenizerBase]:
-    """The config and the processor of a model: what a registered function gives, or those in its directories.
+    """The config and the processor of a model: from a registered function, or from its directories.
 
     The tokenizer of a built-in model type pads at the left, as generation needs it.
 
@@ -369,7 +373,7 @@ def get_model_config_and_processor(
             `model.model_path`).
 
     Raises:
-        ConfigError: sizes in `model` are not the model's, or the function gives something else.
+        ConfigError: sizes in `model` are not the model's, or the function returns something else.
         ModelError: there is no such directory, or it lacks something.
     """
     given = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg
@@ -388,14 +392,14 @@ def get_model_config_and_processor(
         tokenizer, images = processor, None
     else:
         config, processor = _config_and_processor(at, None, None, source)
-        tokenizer, images = vars(processor)["tokenizer"], _images(processor, config)
+        tokenizer, images = _tokenizer_of(processor), _images(processor, config)
     tokenizer.padding_side = "left"
     check_sizes(model, config, tokenizer, images)
     return config, processor
 
 
 def _registered_parts(actor: ActorConfig) -> tuple[PreTrainedConfig, ProcessorMixin]:
-    """What the function of a registered name gives."""
+    """The config and the processor from the function of a registered name."""
     name = actor.model.model_type
     _require_known(name)
     function = registered_processor(name)
@@ -405,7 +409,7 @@ def _registered_parts(actor: ActorConfig) -> tuple[PreTrainedConfig, ProcessorMi
             where="actor.model.model_type",
             remedy=f'decorate one with register_model({name!r}, gives="config_and_processor")',
         )
-    found: Any = function(OmegaConf.create(actor.model_dump()))
+    found = function(OmegaConf.create(actor.model_dump()))
     if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], PreTrainedConfig):
         raise ConfigError(
             f"the function of {name} returned {type(found).__name__}, not a config and a processor",
@@ -413,9 +417,13 @@ def _registered_parts(actor: ActorConfig) -> tuple[PreTrainedConfig, ProcessorMi
             remedy="return model_config, input_processor",
         )
     config, processor = found
-    asked = actor.model.image_size is not None and isinstance(processor, ProcessorMixin)
-    check_sizes(actor.model, config, images=_images(processor, config) if asked else None)
+    checks_images = actor.model.image_size is not None and isinstance(processor, ProcessorMixin)
+    check_sizes(actor.model, config, images=_images(processor, config) if checks_images else None)
     return found
+
+
+def _tokenizer_of(processor: ProcessorMixin) -> PreTrainedTokenizerBase:
+    return vars(processor)["tokenizer"]
 
 
 def _images(processor: ProcessorMixin, config: PreTrainedConfig) -> ImageText:
@@ -423,7 +431,7 @@ def _images(processor: ProcessorMixin, config: PreTrainedConfig) -> ImageText:
 
 
 def _require_known(name: str) -> None:
-    """Refuse a `model_type` that nobody has registered, before anything else is asked of it."""
+    """Refuse a `model_type` that is neither built in nor registered."""
     if name in MODEL_TYPES or name in known_names():
         return
     raise ConfigError(
@@ -437,7 +445,7 @@ def _require_known(name: str) -> None:
 
 
 def known_architectures() -> dict[str, list[str]]:
-    """The `model_type`s of config.json files that the built-in types cover, by type."""
+    """The architectures (`model_type` of config.json) that each built-in model type covers."""
     return {
         "causal_lm": sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
         "vision_language": sorted(

@@ -1,10 +1,10 @@
-"""Token cross-entropy through a head without ever holding all logits, and the router's balance loss; always as sums."""
+"""Token cross-entropy without ever holding all logits, and the router's balance loss; always as sums."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,17 +19,21 @@ from shardtune.parallel.fsdp2 import local
 from shardtune.parallel.tensor_parallel import Slice, row_slice
 
 LOGITS_PER_CHUNK = {"cpu": 2**23, "cuda": 2**26}
-"""Logits held at a time (32 and 256 MiB in fp32), whatever the rows and the vocabulary; a GPU needs many to be busy."""
+"""Logits in memory at a time (32 and 256 MiB in fp32), for any rows and vocabulary; a GPU needs many to be busy."""
 
 
 def chunk_rows(device: torch.device, vocabulary: int) -> int:
-    """How many rows of logits are held at a time."""
+    """Number of targets whose logits are computed at a time.
+
+    With a vocabulary of 151,936 a CPU takes 2^23 // 151936 = 55 rows: 100 targets are rows 0:55 and 55:110, where
+    slicing ends the second chunk at row 100.
+    """
     return max(1, LOGITS_PER_CHUNK.get(device.type, LOGITS_PER_CHUNK["cpu"]) // vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
-    """What a model does to its head's output before the softmax, as its config declares it.
+    """A model's transform of its head's output before the softmax, as its config declares it.
 
     Attributes:
         scale: factor on the logits (Cohere's `logit_scale`, one over Granite's `logits_scaling`).
@@ -47,7 +51,7 @@ class LogitTransform:
         return logits
 
     def backward_(self, grad: torch.Tensor, transformed: torch.Tensor) -> torch.Tensor:
-        """Turn the gradient at the transformed logits into that at the head's output, in place."""
+        """The gradient with respect to the head's output from that with respect to the transformed logits, in place."""
         if self.softcap is not None:
             grad.mul_(1 - (transformed / self.softcap).square())
         if self.scale != 1.0:
@@ -68,16 +72,16 @@ class CrossEntropy:
     """The loss of a target t with logits x: `L - sum_v q_v x_v + z L^2`, where L = logsumexp(x).
 
     Attributes:
-        smoothing: the share of q that is spread evenly over the vocabulary, the rest of it being on t
-            (arXiv:1512.00567, section 7; as `F.cross_entropy(label_smoothing=...)`).
-        z: draws the normaliser L towards 0 (PaLM, arXiv:2204.02311, section 5).
+        smoothing: the part of q that is spread evenly over the vocabulary, the rest is on t (arXiv:1512.00567,
+            section 7; as `F.cross_entropy(label_smoothing=...)`).
+        z: weight of the z-loss, which draws the normaliser L towards 0 (PaLM, arXiv:2204.02311, section 5).
     """
 
     smoothing: float = 0.0
     z: float = 0.0
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Of whole logits [n, vocabulary] and targets [n], the losses [n]."""
+        """Losses [n] of logits [n, vocabulary] and targets [n]."""
         losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=self.smoothing)
         return losses + self.z * logits.logsumexp(-1).square() if self.z else losses
 
@@ -88,14 +92,14 @@ TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def chosen_loss(config: ActorConfig) -> TokenLoss | None:
-    """The training loss of a target that a recipe asks for; None where it is the model's own.
+    """The training loss of a target that a recipe names; None for the model's own.
 
     Raises:
         ConfigError: the function of `actor.loss` cannot be used.
     """
     if config.loss is None:
-        asked = config.label_smoothing or config.z_loss
-        return CrossEntropy(config.label_smoothing, config.z_loss) if asked else None
+        changed = config.label_smoothing or config.z_loss
+        return CrossEntropy(config.label_smoothing, config.z_loss) if changed else None
     spec, name = config.loss, config.loss.rpartition(":")[2]
     function = load_function(spec, "actor.loss")
     check_call(function, 2, f"{name}(outputs, targets)", f"actor.loss: {spec}")
@@ -117,7 +121,12 @@ def chosen_loss(config: ActorConfig) -> TokenLoss | None:
 
 
 class SharedVocabulary:
-    """Each tensor rank has the logits of a part of the vocabulary.
+    """Reductions over logits of which each tensor-parallel rank has a part of the vocabulary.
+
+    Worked example: a vocabulary of 10 on two ranks. Rank 0 has tokens 0 to 4, rank 1 tokens 5 to 9. For the targets
+    [7, 2] `_place` is, on rank 1, the columns [2, 0] with `here` = [True, False] (7 - 5 = 2; 2 - 5 is outside, so the
+    column is clamped to 0 and not used), and on rank 0 the columns [0, 2] with [False, True]. `at` sums both ranks'
+    values, of which exactly one per target is not 0.
 
     Args:
         part: this rank's rows of the head.
@@ -151,7 +160,7 @@ class SharedVocabulary:
         return grad.scatter_add_(1, place, values.where(here, 0.0)) if grad.shape[-1] else grad
 
     def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
-        """[rows, 1]: the first of the tokens with the largest logit."""
+        """[rows, 1]: the lowest token id among those with the largest logit, as `argmax` on whole logits."""
         largest = self.largest(logits)
         found = torch.full_like(largest, self._part.total, dtype=torch.int64)
         if logits.shape[-1]:
@@ -165,7 +174,7 @@ class SharedVocabulary:
         return self._part.total
 
     def _place(self, logits: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the targets are among this rank's tokens, and whether they are."""
+        """The columns of the targets in this rank's logits, and whether they are there (0 where they are not)."""
         place = index - self._part.start
         here = (place >= 0) & (place < logits.shape[-1])
         return place.where(here, 0), here
@@ -180,13 +189,13 @@ def _chunk_loss(
     with_grad: bool,
     shared: SharedVocabulary | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The weighted loss of some rows, and its gradient at the head's output; the logits are used up.
+    """The weighted loss of some rows, and its gradient with respect to the head's output. Overwrites the logits.
 
     Args:
-        logits: [rows, vocabulary], transformed already.
+        logits: [rows, vocabulary], after the transform.
         index: [rows, 1], the targets.
         scale: [rows, 1], their weights.
-        shared: which of the logits are here, where they are not all.
+        shared: this rank's part of the vocabulary; None: `logits` has all of it.
     """
     largest = logits.amax(-1, keepdim=True) if shared is None else shared.largest(logits)
     at_target = logits.gather(1, index) if shared is None else shared.at(logits, index)
@@ -194,7 +203,7 @@ def _chunk_loss(
     if loss.smoothing:
         whole = logits.sum(-1, keepdim=True) if shared is None else shared.sum(logits.sum(-1, keepdim=True))
         at_target = (1 - loss.smoothing) * at_target + loss.smoothing / vocabulary * whole
-    # A soft cap's own gradient needs the logits once more; without one they give way to their gradient.
+    # A soft cap's gradient needs the logits once more; without one their memory is reused for their gradient.
     powers = (logits - largest if transform.softcap is not None else logits.sub_(largest)).exp_()
     sums = powers.sum(-1, keepdim=True) if shared is None else shared.sum(powers.sum(-1, keepdim=True))
     normalizer = sums.log() + largest
@@ -204,6 +213,8 @@ def _chunk_loss(
     total = (losses * scale).sum()
     if not with_grad:
         return total, None
+    # d loss / d x_v = scale * (softmax_v * (1 + 2 z L) - q_v), where q_v is smoothing / vocabulary for every token and
+    # 1 - smoothing more at the target. Of 3 tokens with target 1 and no smoothing: scale * (p0, p1 - 1, p2).
     factor = scale * (1 + 2 * loss.z * normalizer) if loss.z else scale
     grad, at_targets = powers.mul_(factor / sums), -(1 - loss.smoothing) * scale
     grad = grad.scatter_add_(1, index, at_targets) if shared is None else shared.add_at(grad, index, at_targets)
@@ -215,14 +226,14 @@ def _chunk_loss(
 class _LinearCrossEntropy(torch.autograd.Function):
     """Weighted sum of the cross-entropy of `transform(hidden @ weight.T + bias)`, chunk by chunk.
 
-    The gradients are taken in the forward pass, while a chunk's logits exist, and only scaled in the backward pass:
+    The gradients are computed in the forward pass, while a chunk's logits exist, and only scaled in the backward pass:
     three matrix products per chunk, as with stored logits. The head's gradient is summed over chunks in fp32 and
     rounded once.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, target_weights, transform, loss, count_correct, with_grad, part):
-        # needs_input_grad speaks of the inputs alone; whether a graph is being recorded has to be handed in.
+        # needs_input_grad covers the inputs only; whether a graph is recorded has to be passed as an argument.
         needs_hidden, needs_weight, needs_bias = (need and with_grad for need in ctx.needs_input_grad[:3])
         shared = None if part is None else SharedVocabulary(part)
         acc = torch.promote_types(hidden.dtype, torch.float32)
@@ -231,14 +242,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty(hidden.shape, dtype=acc, device=hidden.device) if needs_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=acc, device=hidden.device) if needs_weight else None
         grad_bias = torch.zeros(bias.shape, dtype=acc, device=hidden.device) if needs_bias else None
-        # Half-precision factors are multiplied exactly and summed in fp32; on a CPU by widening them, the head once.
-        exact: dict[str, Any] = {"out_dtype": acc} if hidden.is_cuda and hidden.dtype != acc else {}
-        head = weight if exact else weight.to(acc)
-        chunk = chunk_rows(hidden.device, weight.shape[0] if part is None else part.total)  # alike on tensor ranks
+        # Products of half-precision numbers are exact in fp32, in which they are summed: on a GPU by the kernel, on a
+        # CPU by converting the factors, the head once.
+        mixed = hidden.is_cuda and hidden.dtype != acc
+        multiply = partial(torch.mm, out_dtype=acc) if mixed else torch.mm
+        head = weight if mixed else weight.to(acc)
+        # By the whole vocabulary: all tensor-parallel ranks need the same number of chunks.
+        chunk = chunk_rows(hidden.device, weight.shape[0] if part is None else part.total)
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
-            inputs = hidden[rows] if exact else hidden[rows].to(acc)
-            logits = torch.mm(inputs, head.t(), **exact)
+            inputs = hidden[rows] if mixed else hidden[rows].to(acc)
+            logits = multiply(inputs, head.t())
             if bias is not None:
                 logits += bias.to(acc)
             if transform is not IDENTITY:
@@ -256,13 +270,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_bias += grad.sum(0)
             grad = grad.to(inputs.dtype)
             if grad_hidden is not None:
-                grad_hidden[rows] = torch.mm(grad, head, **exact)
-            if grad_weight is not None and exact:
-                grad_weight += torch.mm(grad.t(), inputs, **exact)
+                grad_hidden[rows] = multiply(grad, head)
+            if grad_weight is not None and mixed:
+                grad_weight += multiply(grad.t(), inputs)
             elif grad_weight is not None:
                 grad_weight.addmm_(grad.t(), inputs)
         if part is not None and grad_hidden is not None:
-            dist.all_reduce(grad_hidden, group=part.ranks.get_group())  # each rank has seen its part of the head alone
+            dist.all_reduce(grad_hidden, group=part.ranks.get_group())  # each rank's is from its part of the head only
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.mark_non_differentiable(correct)
@@ -292,11 +306,11 @@ def linear_cross_entropy(
 
     Args:
         hidden: [targets, width], any floating dtype; half precision is summed in fp32.
-        weight: [vocabulary, width], of the same dtype; where tensor ranks share it, a DTensor of their rows.
+        weight: [vocabulary, width], of the same dtype; under tensor parallelism a DTensor, sharded by rows.
         targets: int64 [targets].
         target_weights: float32 [targets].
-        bias: [vocabulary] or None; shared like the weight.
-        transform: what the model does to its logits.
+        bias: [vocabulary] or None; sharded like the weight.
+        transform: of the logits.
         loss: of a target.
         count_correct: also count the targets that have the largest logit (otherwise the count is 0).
 
@@ -321,15 +335,15 @@ def head_cross_entropy(
     token_loss: TokenLoss = PLAIN,
     count_correct: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `linear_cross_entropy`, for a head that is more than one matrix or a loss that is another.
+    """As `linear_cross_entropy`, for a head that is no single matrix or for another loss.
 
-    Its chunks are computed twice: once more in the backward pass.
+    Each chunk is recomputed in the backward pass.
 
     Args:
         hidden: [targets, width].
         head: maps [rows, width] to logits [rows, vocabulary].
         vocabulary: the number of logits, which sets the rows of a chunk.
-        token_loss: of the transformed logits, in the dtype that sums are taken in; not called without a row.
+        token_loss: of the transformed logits, in the dtype of the sums; not called without rows.
     """
     acc = accumulation_dtype(hidden.dtype)
 
@@ -342,11 +356,11 @@ def head_cross_entropy(
     total = hidden.new_zeros((), dtype=acc)
     correct = targets.new_zeros(())
     chunk = chunk_rows(hidden.device, vocabulary)
-    # Without targets the head still runs, on no rows: its weights must have a gradient on every rank or on none.
+    # Without targets the head runs on an empty chunk: its weights must have a gradient on every rank or on none.
     for start in range(0, max(1, hidden.shape[0]), chunk):
         part = slice(start, start + chunk)
         arguments = (hidden[part], targets[part], target_weights[part])
-        with set_checkpoint_early_stop(False):  # which would end the second time by an exception inside `token_loss`
+        with set_checkpoint_early_stop(False):  # early stop would raise an exception inside the user's `token_loss`
             part_total, part_correct = checkpoint(chunk_sum, *arguments, use_reentrant=False)
         total, correct = total + part_total, correct + part_correct
     return total, correct
@@ -360,8 +374,11 @@ def router_balance(
 ) -> torch.Tensor:
     """The sum over documents of the load-balancing loss of Switch Transformer (arXiv:2101.03961, eqs. 4 to 6).
 
-    It is not a sum over tokens (of a batch it is not the mean of its parts), so it is taken per document, over all
-    layers together as transformers does, and averaged over documents.
+    It is a product of two token means, so the loss of a batch is not the mean of its rows' losses. It is therefore
+    computed per document, over all layers together as transformers does, and averaged over documents.
+
+    Worked example: documents of 2 and 1 tokens are packed into 3, so `document` is [0, 0, 1]; with 2 layers and 4
+    experts `chosen` and `probability` are [2, 4], and their rows are divided by 2 * 2 and 1 * 2 routings.
 
     Args:
         router_logits: per layer [tokens, experts].

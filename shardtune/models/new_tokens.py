@@ -1,9 +1,8 @@
-"""Tokens that a recipe adds: they come into the tokenizer, and where the model has too few embeddings it gets more."""
+"""Tokens that a recipe adds to the tokenizer, and the rows they need in the model's embeddings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ KEY = "actor.tokenizer.new_tokens"
 
 
 def add_new_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
-    """Add tokens to a tokenizer, in place; those that it has already stay as they are."""
+    """Add tokens to a tokenizer, in place; tokens that it has already are left as they are."""
     if tokens:
         tokenizer.add_tokens(list(tokens))
 
@@ -28,12 +27,12 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> list
 
 
 def grow_embeddings(model: nn.Module, ids: Sequence[int]) -> list[str]:
-    """Give a model of transformers embeddings for tokens with these ids, and its head rows, where it has too few.
+    """Enlarge the embedding and the head of a model of transformers where they lack rows for tokens with these ids.
 
-    A model in memory gets the mean of its rows as each new row; without memory, loading does that (`mean_rows`).
+    In a model in memory each new row is the mean of the others; on the meta device loading does that (`mean_rows`).
 
     Returns:
-        What was done, for the user; nothing for a model that has enough, or none of transformers.
+        A note for the user; empty for a model that has enough rows, or is none of transformers.
     """
     if not ids or not isinstance(model, PreTrainedModel) or model.get_input_embeddings() is None:
         return []
@@ -49,24 +48,26 @@ def grow_embeddings(model: nn.Module, ids: Sequence[int]) -> list[str]:
 
 
 def growing(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters of a model that have a row for each token."""
+    """The parameters of a model that have one row per token."""
     if not isinstance(model, PreTrainedModel):
         return set()
     return {parameter for module in _embeddings(model) for parameter in module.parameters()}
 
 
-def check_rows(stored: Any, needed: Mapping[str, Sequence[int]], config: LoraConfig) -> None:
-    """Compare which rows a stored adapter trains with those of the new tokens.
+def check_rows(
+    stored: list[int] | dict[str, list[int]] | None, needed: Mapping[str, Sequence[int]], config: LoraConfig
+) -> None:
+    """Refuse a stored adapter that does not train the rows of all new tokens.
 
     Args:
         stored: the adapter's `trainable_token_indices`.
-        needed: by the name of the embedding or head.
-        config: names the adapter.
+        needed: rows, by the name of the embedding or head.
+        config: names the adapter, for messages.
 
     Raises:
-        ConfigError: it lacks some, which would never be trained.
+        ConfigError: some rows are missing, and would never be trained.
     """
-    rows = {"": stored} if isinstance(stored, list) else stored or {}  # a list is of the input embedding
+    rows = {"": stored} if isinstance(stored, list) else stored or {}  # a list stands for the input embedding
     known = {row for ids in rows.values() for row in ids}
     missing = sorted({row for ids in needed.values() for row in ids} - known)
     if missing:
@@ -85,10 +86,10 @@ def _embeddings(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def trained_rows(model: nn.Module, ids: Sequence[int], trained_in_full: set[nn.Module]) -> dict[str, list[int]]:
-    """Of which modules an adapter trains which rows: PEFT's `trainable_token_indices`.
+    """The rows that an adapter trains, by module: PEFT's `trainable_token_indices`.
 
     Raises:
-        ConfigError: the model has no embedding that is known, or a head that PEFT cannot train by rows.
+        ConfigError: the model has no known embedding, or a head that PEFT cannot train by rows.
     """
     if not ids:
         return {}

@@ -1,11 +1,10 @@
-"""The user's own keys under `actor.model.options`, as types."""
+"""The user's own keys under `actor.model.options`, read into a pydantic model."""
 
 from __future__ import annotations
 
 import difflib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -16,13 +15,13 @@ KEY = "actor.model.options"
 
 
 class NoOptions(BaseModel):
-    """No key at all."""
+    """Options of an adapter that has none."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 def read_options(kind: type[BaseModel], recipe: Recipe) -> BaseModel:
-    """`actor.model.options` as an instance of `kind`, as strict as the rest of a recipe: "16" is no int.
+    """`actor.model.options` as an instance of `kind`, as strictly as the rest of a recipe: "16" is no int.
 
     Raises:
         ConfigError: an unknown key, at any depth, with the nearest known one, or a value of another type.
@@ -30,7 +29,7 @@ def read_options(kind: type[BaseModel], recipe: Recipe) -> BaseModel:
     given = recipe.actor.model.options
     _check_keys(kind, given, KEY, recipe)
     try:
-        # As JSON, of which a list may be a tuple and a text a path or a member of an Enum.
+        # From JSON even strict validation takes a list as a tuple, and a string as a path or a member of an Enum.
         read = kind.model_validate_json(json.dumps(given), strict=kind.model_config.get("strict", True))
     except ValidationError as error:
         first = error.errors()[0]
@@ -44,8 +43,8 @@ def read_options(kind: type[BaseModel], recipe: Recipe) -> BaseModel:
     return read
 
 
-def _check_keys(kind: type[BaseModel], given: Mapping[str, Any], place: str, recipe: Recipe) -> None:
-    """Refuse keys that a model of options does not have, unless it says that it takes any."""
+def _check_keys(kind: type[BaseModel], given: Mapping[str, object], place: str, recipe: Recipe) -> None:
+    """Refuse keys that are no fields of `kind`, unless it declares extra="allow"."""
     if kind.model_config.get("extra") == "allow":
         return
     known = {name for name, field in kind.model_fields.items() for name in (name, field.alias) if name}
@@ -60,8 +59,8 @@ def _check_keys(kind: type[BaseModel], given: Mapping[str, Any], place: str, rec
             )
 
 
-def _check_inner(read: Any, given: Any, place: str, recipe: Recipe) -> None:
-    """The same of models within: in fields, lists and dicts."""
+def _check_inner(read: object, given: object, place: str, recipe: Recipe) -> None:
+    """`_check_keys` for nested models: in fields, lists and dicts."""
     if isinstance(read, BaseModel) and isinstance(given, Mapping):
         _check_keys(type(read), given, place, recipe)
         values = dict(vars(read))

@@ -1,10 +1,16 @@
-"""Attention over rows packed end to end, in which no document sees another.
+"""Attention over rows packed end to end ("documents"), in which no document attends to another.
 
-Registered with transformers' `AttentionInterface` as `DOCUMENTS`; the boundaries arrive as the keyword arguments that
-transformers hands down to every attention layer (`cu_seq_lens_q`, `max_length_q`).
+Registered with transformers' `AttentionInterface` as `DOCUMENTS`; the boundaries are the keyword arguments that
+transformers passes to every attention layer (`cu_seq_lens_q`, `max_length_q`).
+
+Worked example: rows of 3, 2 and 4 tokens are packed into one sequence of 9. `cu_seq_lens_q` is [0, 3, 5, 9]: document
+d is tokens [cu[d], cu[d + 1]), and the differences [3, 2, 4] are the lengths that query, key and value are split into.
+Token 4, the second of document 1, attends to tokens 3 and 4.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -39,76 +45,80 @@ def document_attention(
     """Attention of each document to itself, with the model's window, soft cap and sinks.
 
     Args:
-        module: the attention layer, which says whether it is causal.
+        module: the attention layer; its `is_causal` is the default of the argument.
         query: [rows, heads, tokens, head_dim]; one row, or with `token_share` several: documents lie end to end.
         key: [rows, key_value_heads, tokens, head_dim].
         value: [rows, key_value_heads, tokens, value_dim].
-        attention_mask: must be None; documents are told by `cu_seq_lens_q`.
+        attention_mask: must be None; the documents are given by `cu_seq_lens_q`.
         dropout: probability on the attention weights.
         scaling: factor on the scores; None: 1 / sqrt(head_dim).
         sliding_window: tokens a query sees, itself included.
         softcap: scores become `softcap * tanh(scores / softcap)`.
-        s_aux: [heads], attention sinks: one more score per head that takes weight and gives nothing.
-        is_causal: None: what the layer says.
+        s_aux: [heads], attention sinks: one more score per head in the softmax, without a value.
+        is_causal: None: as the layer declares.
         cu_seq_lens_q: int32 [documents + 1].
         max_length_q: tokens in the longest document.
-        token_share: where ranks share the tokens of a forward: which are this rank's. Heads are exchanged for tokens.
+        token_share: this rank's tokens under sequence parallelism. Heads are then exchanged for tokens.
 
     Returns:
         ([rows, tokens, heads, value_dim], None).
     """
     if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None:
         raise ValueError(
-            f"{DOCUMENTS} needs document boundaries and no mask: the model did not hand them to its layers"
+            f"{DOCUMENTS} needs document boundaries and no mask: the model did not pass them to its layers"
         )
-    if token_share is not None:
-        whole = (cu_seq_lens_q, max_length_q)
-        return _exchanged(
-            token_share, module, query, key, value, dropout, scaling, sliding_window, softcap, s_aux, is_causal, *whole
-        )
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    plain = softcap is None and s_aux is None
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and plain and not dropout:
-        return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scale, causal, sliding_window), None
-    lengths = cu_seq_lens_q.diff().tolist()
-    parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
-    if plain:
-        outputs = [_sdpa(q, k, v, scale, causal, sliding_window, dropout) for q, k, v in parts]
-    else:
-        outputs = [_explicit(q, k, v, scale, causal, sliding_window, dropout, softcap, s_aux) for q, k, v in parts]
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
+    settings = _Settings(
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
+        window=sliding_window,
+        dropout=dropout,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    if token_share is None:
+        return _attention(query, key, value, cu_seq_lens_q, max_length_q, settings), None
+    # 4 heads and 8 tokens on 2 ranks: a rank has [rows, 4 heads, 4 tokens], exchanges it for [rows, 2 heads, 8 tokens],
+    # computes attention of whole documents there, and exchanges the result back. It needs the sinks of its 2 heads.
+    rows, ranks = query.shape[0], token_share.ranks
+    query, key, value = (_end_to_end(to_heads(tensor, token_share)) for tensor in (query, key, value))
+    if s_aux is not None:
+        settings = replace(settings, sinks=s_aux.chunk(ranks.size())[ranks.get_local_rank()])
+    output = _attention(query, key, value, cu_seq_lens_q, max_length_q, settings)
+    return to_tokens(output.unflatten(1, (rows, -1))[0], token_share), None
 
 
-def _exchanged(
-    share: TokenShare,
-    module: nn.Module,
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """How a layer's attention is computed; `window` and `sinks` as `sliding_window` and `s_aux` above."""
+
+    scale: float
+    causal: bool
+    window: int | None
+    dropout: float
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
+def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    dropout: float,
-    scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
-    is_causal: bool | None,
-    cu_seq_lens_q: torch.Tensor,
-    max_length_q: int,
-) -> tuple[torch.Tensor, None]:
-    """`document_attention` of all tokens of this rank's heads, for all heads of this rank's tokens."""
-    rows = query.shape[0]
-    query, key, value = (_end_to_end(to_heads(tensor, share)) for tensor in (query, key, value))
-    if s_aux is not None:
-        s_aux = s_aux.chunk(share.ranks.size())[share.ranks.get_local_rank()]
-    output, _ = document_attention(
-        module, query, key, value, None, dropout, scaling, sliding_window, softcap, s_aux, is_causal, cu_seq_lens_q,
-        max_length_q,
-    )  # fmt: skip
-    return to_tokens(output.unflatten(1, (rows, -1))[0], share), None
+    cu_seqlens: torch.Tensor,
+    max_length: int,
+    settings: _Settings,
+) -> torch.Tensor:
+    """[1, tokens, heads, value_dim]: by FlashAttention, by one call per document, or by the formula."""
+    plain = settings.softcap is None and settings.sinks is None
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and plain and not settings.dropout:
+        return _varlen(query, key, value, cu_seqlens, max_length, settings)
+    lengths = cu_seqlens.diff().tolist()
+    documents = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    one = _sdpa if plain else _explicit
+    return torch.cat([one(q, k, v, settings) for q, k, v in documents], dim=2).transpose(1, 2)
 
 
 def _end_to_end(tensor: torch.Tensor) -> torch.Tensor:
-    """[rows, heads, tokens, size] to [1, heads, rows x tokens, size]."""
+    """[rows, heads, tokens, size] to [1, heads, rows * tokens, size]."""
     return tensor.transpose(0, 1).flatten(1, 2)[None]
 
 
@@ -118,25 +128,28 @@ def _varlen(
     value: torch.Tensor,
     cu_seqlens: torch.Tensor,
     max_length: int,
-    scale: float,
-    causal: bool,
-    window: int | None,
+    settings: _Settings,
 ) -> torch.Tensor:
-    """torch's FlashAttention over documents of several lengths."""
+    """torch's FlashAttention over documents of different lengths."""
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    left = -1 if window is None else window - 1  # transformers counts the query itself, FlashAttention does not
-    right = 0 if causal else left
+    # A window of 4 is the query and 3 tokens before it; FlashAttention counts those 3, and -1 means no limit.
+    left = -1 if settings.window is None else settings.window - 1
+    right = 0 if settings.causal else left
     grouped = q.shape[1] != k.shape[1]
     out = varlen_attn(
         q, k, v, cu_seqlens, cu_seqlens, max_length, max_length,
-        scale=scale, window_size=(left, right), enable_gqa=grouped,
+        scale=settings.scale, window_size=(left, right), enable_gqa=grouped,
     )  # fmt: skip
     assert isinstance(out, torch.Tensor)
     return out[None]
 
 
 def _visible(length: int, causal: bool, window: int | None, device: torch.device) -> torch.Tensor:
-    """Which key each query sees: bool [length, length]."""
+    """Bool [queries, keys]: which keys each query attends to.
+
+    `distance` is query minus key position. Causal with a window of 2, query 3 has distances [3, 2, 1, 0] to keys 0 to
+    3 and attends to keys 2 and 3.
+    """
     place = torch.arange(length, device=device)
     distance = place[:, None] - place[None, :]
     mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
@@ -145,43 +158,25 @@ def _visible(length: int, causal: bool, window: int | None, device: torch.device
     return mask
 
 
-def _sdpa(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    dropout: float,
-) -> torch.Tensor:
-    length = query.shape[2]
-    mask = None
-    if window is not None and window < length:
-        mask, causal = _visible(length, causal, window, query.device), False
-    grouped = query.shape[1] != key.shape[1]
+def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: _Settings) -> torch.Tensor:
+    length, causal, mask = query.shape[2], settings.causal, None
+    if settings.window is not None and settings.window < length:
+        mask, causal = _visible(length, causal, settings.window, query.device), False
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
-    )
+        query, key, value, attn_mask=mask, dropout_p=settings.dropout, is_causal=causal, scale=settings.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
 
 
-def _explicit(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    dropout: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """The formula written out, for what no kernel offers: soft caps (Gemma 2) and sinks (gpt-oss)."""
+def _explicit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: _Settings) -> torch.Tensor:
+    """The formula written out, for features that no kernel has: soft caps (Gemma 2) and sinks (gpt-oss)."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    scores = query @ key.transpose(-1, -2) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    visible = _visible(query.shape[2], causal, window, query.device)
+    scores = query @ key.transpose(-1, -2) * settings.scale
+    if settings.softcap is not None:
+        scores = settings.softcap * torch.tanh(scores / settings.softcap)
+    visible = _visible(query.shape[2], settings.causal, settings.window, query.device)
+    sinks = settings.sinks
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
@@ -189,7 +184,7 @@ def _explicit(
     weights = scores.softmax(-1, dtype=acc)
     if sinks is not None:
         weights = weights[..., :-1]
-    return F.dropout(weights.to(query.dtype), dropout) @ value
+    return F.dropout(weights.to(query.dtype), settings.dropout) @ value
 
 
 AttentionInterface.register(DOCUMENTS, document_attention)

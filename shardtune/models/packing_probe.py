@@ -1,4 +1,4 @@
-"""Does this model, as it stands, keep packed rows apart and give each what it gives alone? Measured before training."""
+"""The packing probe: before training, checks that packed rows have the logits that each row has alone."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from shardtune.errors import ModelError
 from shardtune.models.adapter import LanguageRoot
 
 LONGEST = 2048
-"""Tokens of a row that the probe looks at."""
+"""Tokens of a row that the probe computes."""
 LONGEST_WINDOW = 4096
-"""Sliding windows up to this many tokens are looked beyond, where a row is long enough."""
+"""Largest sliding window, in tokens, for which rows longer than the window are probed."""
 POSITIONS = 8
 """Tokens at either end of a row whose logits are compared: a leak shows most at the start, a window at the end."""
 AGREEMENT = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
-"""How far two ways to the same logits may differ, relative to the largest; a wrong window or a leak moves them more."""
+"""Largest relative difference of logits computed in two ways; a wrong window or a leak causes a larger one."""
 ISOLATION = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 5e-3}
-"""How far a row of a mixture of experts may move when its neighbour changes, as its experts get other shapes."""
+"""Largest change of a mixture of experts' logits when the other row changes, as its experts get other shapes."""
 SAME_SHAPES = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-4}
-"""How far a row of any other model may move: less than the last digit, as all shapes stay the same."""
+"""Largest such change in any other model: less than the last digit, as all shapes stay the same."""
 
 
 class Choices(Protocol):
-    """What an adapter of language models may give up where its faster way is not exact."""
+    """An adapter of language models, with the faster ways that can be switched off where they are not exact."""
 
     @property
     def packs(self) -> bool: ...
@@ -48,20 +48,20 @@ class Choices(Protocol):
 def probe_packing(
     root: LanguageRoot, adapter: Choices, samples: Sequence[Sample], device: torch.device, dtype: torch.dtype
 ) -> list[str]:
-    """Choose the fastest way that gives right numbers for this model; every rank calls it with the same rows.
+    """Choose the fastest way that is exact for this model; every rank calls it with the same rows.
 
-    Packing and the chunked head are kept where the logits of real rows agree with the model's own forward of each row
-    alone under its own eager attention, and where changing one packed row leaves the other in place.
+    Packing and the chunked head are used if the logits of real rows agree with the model's own forward of each row
+    alone with its own eager attention, and if changing one packed row does not change the logits of the other.
 
     Args:
         root: the (sharded) module.
-        adapter: whose choices are changed where a check fails.
+        adapter: its faster ways are switched off where a check fails.
         samples: two rows of the data.
         device: where the model computes.
         dtype: the compute dtype.
 
     Returns:
-        What was given up, one sentence each; empty when packing is exact.
+        One sentence for each way that is not used; empty if packing is exact.
     """
     was_training = root.training
     root.eval()
@@ -124,7 +124,7 @@ def _batches(
     device: torch.device,
     dtype: torch.dtype,
 ) -> bool:
-    """Whether two rows of one length, side by side, have the logits of each alone and do not move each other."""
+    """Whether two rows of one length in a batch have the logits of each alone and do not affect each other."""
     pair = [row, adapter.changed(row)]
     other = root.reference_logits(adapter.collate([pair[1]], [0], {}).to(device), _ends(pair[1]).to(device))
     together = _packed(root, adapter, pair, device)
@@ -142,7 +142,7 @@ def _isolated(
     device: torch.device,
     tolerance: float,
 ) -> bool:
-    """Whether a row stays in place when all tokens of the other change."""
+    """Whether the logits of a row stay the same when all tokens of the other change."""
     for number in range(len(rows)):
         changed = list(rows)
         changed[number] = adapter.changed(rows[number])
@@ -154,19 +154,23 @@ def _isolated(
 
 
 def _most(window: int | None) -> int:
-    """Tokens of a row: enough to look beyond the model's window, and not more than one forward can hold."""
+    """Tokens of a row: more than the model's sliding window, and few enough for one forward."""
     beyond = window + 2 * POSITIONS if window is not None and window <= LONGEST_WINDOW else 0
     return max(LONGEST, beyond)
 
 
 def _ends(row: Sample) -> torch.Tensor:
-    """The first and the last tokens of a row; all of a short one."""
+    """Positions of the first and the last POSITIONS tokens of a row; all of a short one."""
     place = torch.arange(row.length)
     return place[(place < POSITIONS) | (place >= row.length - POSITIONS)]
 
 
 def _packed(root: LanguageRoot, adapter: Choices, rows: list[Sample], device: torch.device) -> list[torch.Tensor]:
-    """The logits at both ends of each row when the rows are packed into one forward."""
+    """The logits at both ends of each row when the rows are packed into one forward.
+
+    Rows of 20 and 30 tokens start at 0 and 20: the positions are 0-7, 12-19 and 20-27, 42-49, and the logits
+    [32, vocabulary] are split into two of 16.
+    """
     batch = adapter.collate(rows, range(len(rows)), {}).to(device)
     starts = np.cumsum([0, *(row.length for row in rows)])
     ends = [_ends(row) + int(start) for row, start in zip(rows, starts, strict=False)]

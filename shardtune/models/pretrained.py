@@ -1,4 +1,4 @@
-"""What a model directory (or Hub name) holds besides weights: its config, its tokenizer, and where its files are."""
+"""Config, tokenizer and files of a model directory or Hub name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
@@ -23,19 +22,19 @@ GIVE_A_MODEL = (
 )
 TRUST = "read that code; if you trust it, set actor.model.trust_remote_code=true"
 SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
-"""What of a Hub model is fetched besides weights."""
+"""Files that are downloaded besides weights."""
 
 
 def load_config(
     config: ModelConfig,
-    overrides: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, object] | None = None,
     classes: Mapping[str, type[PreTrainedConfig]] = MappingProxyType({}),
 ) -> PreTrainedConfig:
     """The model's own config with `actor.model.config_overrides`.
 
     Args:
         config: the recipe's `actor.model`.
-        overrides: further settings over those of the recipe.
+        overrides: further settings, which win over those of the recipe.
         classes: config classes by `model_type` that take precedence over those of transformers.
     """
     path = config.model_path
@@ -59,8 +58,8 @@ def load_config(
     return loaded
 
 
-def _override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
-    """Set `actor.model.config_overrides`, and check that the settings agree with each other."""
+def _override(config: PreTrainedConfig, overrides: Mapping[str, object]) -> None:
+    """Set `actor.model.config_overrides`, and check that the settings are consistent."""
     text = config.get_text_config()
     known = text.to_dict()
     for key in overrides:
@@ -92,7 +91,7 @@ def no_model_path() -> ConfigError:
 
 
 def model_directory(path: str) -> Path:
-    """The directory with a model's files: the one that is named, or the copy of what a Hub name names."""
+    """The directory with a model's files: the given one, or the local copy of a Hub model."""
     if Path(path).is_dir() or Path(path).is_absolute():
         return Path(path)
     try:
@@ -112,7 +111,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     """The tokenizer of a directory or Hub name."""
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # tokenizers raises plain Exceptions for a torn file
+    except Exception as error:  # tokenizers raises plain Exceptions for a truncated file
         raise ModelError(
             f"{path} holds no tokenizer that can be read: {_first_line(error)}",
             where="actor.tokenizer.tokenizer_model",
@@ -121,7 +120,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 
 def recipe_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The tokenizer that a recipe names, by itself or with its model."""
+    """The tokenizer of a recipe: its `tokenizer_model`, or else that of its model."""
     source = recipe.actor.tokenizer.tokenizer_model or recipe.actor.model.model_path
     if source is None:
         raise no_model_path()
@@ -142,7 +141,7 @@ def has_tokenizer(recipe: Recipe) -> bool:
 def check_vocabulary(
     tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, new_tokens: Sequence[str] = ()
 ) -> None:
-    """Refuse a tokenizer with tokens that the model has no embedding for, and gets none for."""
+    """Refuse a tokenizer with tokens, beyond the new ones, that the model has no embedding for."""
     rows = int(config.get_text_config().vocab_size)
     largest = max((number for token, number in tokenizer.get_vocab().items() if token not in new_tokens), default=-1)
     if largest >= rows:

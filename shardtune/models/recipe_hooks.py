@@ -1,4 +1,4 @@
-"""What a recipe adds to an adapter: another loss per target, and metrics of the user's own."""
+"""What a recipe adds to an adapter: another loss per target, and the user's metrics."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from shardtune.models.loss import TokenLoss, chosen_loss
 from shardtune.models.user_metrics import METRICS, UserMetrics
 
 R = TypeVar("R", bound=AdapterRoot)
-OWN_METRICS = ("loss", "perplexity", "token_accuracy", "eval_accuracy", "unparsed")
-"""What evaluation gives by itself."""
+OF_LOSSES = ("loss", "perplexity")
+"""Metrics that evaluation derives from the losses."""
+OF_ANSWERS = ("eval_accuracy", "unparsed")
+"""Metrics of generative evaluation."""
+OWN_METRICS = (*OF_LOSSES, "token_accuracy", *OF_ANSWERS)
+"""Metrics that evaluation computes without any function of the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """The loss and metrics that a recipe names, checked against the adapter that is to give predictions for them.
+    """The loss and metrics that a recipe names, checked against the adapter whose predictions they take.
 
     Attributes:
         token_loss: the training loss of a target; None: the adapter's own.
@@ -31,27 +35,27 @@ class Hooks:
 
     @classmethod
     def of(cls, recipe: Recipe, adapter: Adapter, *, training: bool) -> Hooks:
-        """Those of a recipe; the loss only for training.
+        """The hooks of a recipe; the loss only for training.
 
         Raises:
-            ConfigError: a function cannot be used, or the adapter gives no predictions.
+            ConfigError: a function cannot be used, or the adapter has no predictions.
         """
         actor = recipe.actor
         hooks = cls(chosen_loss(actor) if training else None, UserMetrics(recipe.eval.metrics))
         hooks.metrics.check_names(OWN_METRICS)
-        asked = {
+        requested = {
             "actor.loss": actor.loss if training else None,
             "actor.label_smoothing": actor.label_smoothing if training else 0.0,
             "actor.z_loss": actor.z_loss if training else 0.0,
             METRICS: recipe.eval.metrics,
         }
-        for key, value in asked.items():
+        for key, value in requested.items():
             if value and not adapter.predicts:
                 raise _no_predictions(key, adapter, recipe)
         return hooks
 
     def check_terms(self, terms: Collection[str], adapter: Adapter) -> None:
-        """Refuse a loss per target in place of a loss of several terms; of a language model it replaces the tokens'."""
+        """Refuse a loss per target for an adapter with several loss terms, except a language model's token term."""
         if self.token_loss is None or isinstance(adapter, LanguageModel) or len(terms) == 1:
             return
         raise ConfigError(
@@ -62,13 +66,13 @@ class Hooks:
         )
 
     def attach(self, root: R) -> R:
-        """The same root, which now uses them."""
+        """Set the hooks on a root; returns the root."""
         root.token_loss = self.token_loss
         root.measure = self.metrics if self.metrics.names else None
         return root
 
     def all_names(self, own: Sequence[str]) -> list[str]:
-        """The names of an evaluation's metrics, these included."""
+        """The names of all metrics of an evaluation: the adapter's and the user's."""
         self.metrics.check_names(own)
         return [*own, *self.metrics.names]
 

@@ -1,9 +1,9 @@
-"""What is computed from predictions by functions of the user's own: a loss per target, and metrics of evaluation."""
+"""Losses per target and evaluation metrics that a user's functions compute from predictions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, SupportsFloat
 
 import torch
 
@@ -16,12 +16,12 @@ METRICS = "eval.metrics"
 
 
 class Prediction(NamedTuple):
-    """What a model says of some targets, before any loss.
+    """A model's predictions for some targets, before any loss.
 
     Attributes:
         outputs: [targets, ...], logits or values.
         targets: [targets, ...].
-        weights: [targets], how much each counts.
+        weights: [targets], the weight of each.
     """
 
     outputs: torch.Tensor
@@ -31,13 +31,17 @@ class Prediction(NamedTuple):
 
 Measure = Callable[[Iterator[Prediction]], Mapping[str, Metric]]
 """Predictions to (sum, weight) by name."""
+Pair = Metric | tuple[SupportsFloat, SupportsFloat]
+"""(sum, weight)."""
+UserMetric = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Pair]
+"""Outputs, targets and weights of a `Prediction` to (sum, weight)."""
 
 
-def checked(predictions: Any) -> Iterator[Prediction]:
-    """What an adapter's `predictions` gives, piece by piece.
+def checked(predictions: Iterable[Prediction]) -> Iterator[Prediction]:
+    """The pieces that an adapter's `predictions` yields, each checked.
 
     Raises:
-        ModelError: a piece is none, or its parts are not of the same targets.
+        ModelError: a piece is no `Prediction`, or its parts differ in their number of targets.
     """
     if isinstance(predictions, Prediction) or not isinstance(predictions, Iterable):
         raise _no_prediction(f"predictions returned {_of_kind(predictions)}, not pieces one after the other")
@@ -46,8 +50,8 @@ def checked(predictions: Any) -> Iterator[Prediction]:
             raise _no_prediction(f"predictions gave {_of_kind(piece)}, not a Prediction")
         parts = dict(zip(Prediction._fields, piece, strict=True))
         if not all(isinstance(part, torch.Tensor) and part.ndim for part in parts.values()):
-            told = ", ".join(f"{name} {_of_kind(part)}" for name, part in parts.items())
-            raise _no_prediction(f"a prediction has parts that are no tensors of a target each: {told}")
+            found = ", ".join(f"{name} {_of_kind(part)}" for name, part in parts.items())
+            raise _no_prediction(f"a prediction has parts that are no tensors of a target each: {found}")
         if len({len(part) for part in parts.values()}) > 1:
             raise _no_prediction(f"a prediction has {', '.join(f'{len(part)} {name}' for name, part in parts.items())}")
         yield Prediction(*piece)
@@ -61,14 +65,14 @@ def _no_prediction(what: str) -> ModelError:
     )
 
 
-def _of_kind(value: Any) -> str:
+def _of_kind(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}"
     return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple) else "")
 
 
 def predicted_loss(predictions: Iterable[Prediction], token_loss: TokenLoss) -> LossSum:
-    """The weighted sum of a loss per target; half-precision outputs are taken in fp32."""
+    """The weighted sum of a loss per target; half-precision outputs are converted to fp32."""
     total, weight = torch.zeros(()), 0.0
     for outputs, targets, weights in predictions:
         acc = accumulation_dtype(outputs.dtype)
@@ -102,7 +106,7 @@ class UserMetrics:
     """
 
     def __init__(self, specs: Sequence[str]) -> None:
-        self._functions = {}
+        self._functions: dict[str, tuple[str, UserMetric]] = {}
         for spec in specs:
             name = spec.rpartition(":")[2]
             function = load_function(spec, METRICS)
@@ -119,7 +123,7 @@ class UserMetrics:
 
         Args:
             taken: names of other metrics.
-            names: of these; None: all.
+            names: names to check; None: those of all functions.
         """
         for name in sorted(set(taken) & set(self._functions if names is None else names)):
             raise ConfigError(
@@ -129,7 +133,7 @@ class UserMetrics:
             )
 
     def __call__(self, predictions: Iterator[Prediction]) -> dict[str, Metric]:
-        """The (sum, weight) of each function over all predictions."""
+        """(sum, weight) of each function over all predictions."""
         sums: dict[str, Metric] = {}
         for piece in predictions:
             if not len(piece.outputs):
@@ -141,7 +145,7 @@ class UserMetrics:
         return sums
 
 
-def _pair(returned: Any, spec: str) -> Metric:
+def _pair(returned: Pair, spec: str) -> Metric:
     if isinstance(returned, Metric):
         return returned
     try:
@@ -155,5 +159,5 @@ def _pair(returned: Any, spec: str) -> Metric:
         ) from error
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:80]

@@ -1,4 +1,4 @@
-"""A head that says how good a state is, from a language model's hidden states."""
+"""A value head on a language model's hidden states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ValueHead(nn.Module):
 
     Args:
         hidden_size: the width of the hidden states.
-        sizes: of the layers between.
+        sizes: widths of the layers between.
     """
 
     def __init__(self, hidden_size: int, sizes: Sequence[int] = (512, 128)) -> None:
@@ -32,7 +32,7 @@ class ValueHead(nn.Module):
         self.value = nn.Linear(widths[-1], 1)
 
     def forward(self, hidden_states: HiddenStates) -> torch.Tensor:
-        """Values [batch, tokens, 1]; from what generation returns, one for each new token.
+        """Values [batch, tokens, 1]; from the hidden states of a generation, one for each new token.
 
         Raises:
             ModelError: hidden states of another form or width.
@@ -51,10 +51,11 @@ class ValueHead(nn.Module):
 
 
 def of_new_tokens(hidden_states: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """What the head of the model saw for each new token: [batch, new tokens, width].
+    """The hidden states from which each new token was predicted: [batch, new tokens, width].
 
-    The first step holds the whole prompt, the others one position each (or, without a cache, all so far); the last
-    layer's last position is in each the one from which the new token was predicted.
+    `hidden_states[step][layer]` is [batch, positions, width]. The first step holds the whole prompt, the others one
+    position each (or, without a cache, all so far); in every step the new token was predicted from the last layer's
+    last position. With a prompt of 5 tokens and 3 new ones: positions 5, 1, 1 -> 4, 0, 0, stacked to 3 tokens.
     """
     try:
         return torch.stack([layers[-1][:, -1] for layers in hidden_states], dim=1)

@@ -7,19 +7,15 @@ import math
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardtune.config import OptimConfig
 from shardtune.config.parameter_patterns import as_pattern
 from shardtune.errors import ConfigError
-from shardtune.optim.low_bit import LOW_BIT, LowBitOptimizer
-
-if TYPE_CHECKING:
-    from shardtune.config.parameter_patterns import as_pattern
-from shardtune.config import OptimConfig
+from shardtune.optim.low_bit import LOW_BIT, LowBitOptimizer, ParamGroup
 
 REFUSED = {
     "LBFGS": "it evaluates the loss several times per step",
@@ -29,7 +25,7 @@ NOT_SHARDED = {
     "Adafactor": "torch's works on whole matrices",
     "Rprop": "torch's writes to single elements, which sharded weights do not allow",
 }
-"""Optimizers of torch that fail on weights of which each rank has a part."""
+"""Optimizers of torch that fail on sharded weights."""
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
@@ -52,11 +48,11 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return known[name]
 
 
-def _arguments(kind: type[torch.optim.Optimizer], config: OptimConfig) -> dict[str, Any]:
-    """The recipe's values as arguments of this optimizer; what it cannot take is refused where it was given."""
+def _arguments(kind: type[torch.optim.Optimizer], config: OptimConfig) -> ParamGroup:
+    """The recipe's values as arguments of this optimizer; values that it cannot take are refused."""
     accepted = set(inspect.signature(kind).parameters) - {"self", "params"}
     adam, decays = "betas" in accepted, "weight_decay" in accepted
-    values: dict[str, Any] = {"weight_decay": config.weight_decay} if decays else {}
+    values: ParamGroup = {"weight_decay": config.weight_decay} if decays else {}
     if adam:
         values |= {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
     further = accepted - {"lr", *values}
@@ -74,7 +70,7 @@ def _arguments(kind: type[torch.optim.Optimizer], config: OptimConfig) -> dict[s
             raise ConfigError(
                 f"actor.optim.args.{key} = {value!r}: torch.optim.{kind.__name__} {has}",
                 where="actor.optim.args",
-                remedy=f"it takes {', '.join(sorted(further))}; lr, weight_decay and adam_* stand in actor.optim",
+                remedy=f"it takes {', '.join(sorted(further))}; lr, weight_decay and adam_* are keys of actor.optim",
             )
         values[key] = tuple(value) if isinstance(value, list) else value
     return values
@@ -85,7 +81,7 @@ def check_optimizer(config: OptimConfig, num_ranks: int) -> None:
 
     Args:
         config: the recipe's `actor.optim`.
-        num_ranks: that the weights are sharded over.
+        num_ranks: number of ranks over which the weights are sharded.
     """
     kind = optimizer_class(config.name)
     if num_ranks > 1 and config.name in NOT_SHARDED:
@@ -119,14 +115,14 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer over named parameters, in groups of equal learning rate and weight decay.
 
-    Each group carries `base_lr`, which `set_learning_rate` scales, and `names`, the parameters it holds.
+    Each group has `base_lr`, which `set_learning_rate` scales, and `names`, those of its parameters.
 
     Args:
         parameters: by name.
         config: the recipe's `actor.optim`.
         shapes: of whole parameters, by name, where a rank's part has another number of dimensions.
-        seed: of the run, from which states in bf16 and int8 are rounded.
-        starts: by name, of parameters of which this rank has a range of numbers: the first of them.
+        seed: of the run; states in bf16 and int8 are rounded by it.
+        starts: by name, for parameters of which this rank has a range of the flattened numbers: its first index.
     """
     kind = optimizer_class(config.name)
     arguments = _arguments(kind, config)
@@ -137,7 +133,7 @@ def build_optimizer(
                 where="actor.optim.groups",
                 remedy=f"names look like {', '.join(list(parameters)[:3])}",
             )
-    # Parameters that every rank holds whole stand apart: torch does not take both kinds in one operation.
+    # Sharded and replicated parameters are in different groups: torch does not mix them in one operation.
     groups: dict[tuple[float, float, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters.items():
         key = (*_group_of(name, len(shapes.get(name, parameter.shape)), config), isinstance(parameter, DTensor))
@@ -167,25 +163,25 @@ def _low_bit(name: str) -> type[LowBitOptimizer]:
     return LOW_BIT[name]
 
 
-def _make(
-    kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]], arguments: Mapping[str, Any]
-) -> torch.optim.Optimizer:
+def _make(kind: type[torch.optim.Optimizer], groups: list[ParamGroup], arguments: ParamGroup) -> torch.optim.Optimizer:
     try:
         return kind(groups, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"torch.optim.{kind.__name__} refuses its parameters or arguments: {error}",
             where="actor.optim",
-            remedy=f"the documentation of torch.optim.{kind.__name__} says what each may be; AdamW takes any",
+            remedy=f"see the documentation of torch.optim.{kind.__name__}; AdamW takes any parameters",
         ) from error
 
 
 def rate_factor(step: int, total_steps: int, config: OptimConfig) -> float:
-    """Where the schedule stands at a step, between 0 (the minimal rate) and 1 (the full rate).
+    """The schedule at a step, between 0 (the minimal rate) and 1 (the full rate).
+
+    Worked example: 4 warm-up steps of 10 in total, linear: 1/4, 2/4, 3/4, 4/4, then 1 - 0/6, 1 - 1/6, …, 1 - 5/6.
 
     Args:
         step: optimizer steps done before this one.
-        total_steps: the horizon; from there on the rate stays at its minimum (at its full value if constant).
+        total_steps: the horizon; from there on the rate is the minimal one (the full one for `constant`).
     """
     warmup = config.lr_warmup_steps or round(config.lr_warmup_steps_ratio * total_steps)
     if step < warmup:
@@ -197,12 +193,12 @@ def rate_factor(step: int, total_steps: int, config: OptimConfig) -> float:
         return 1.0 - progress
     if config.lr_scheduler == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * progress))
-    decay_steps = max(1, round(config.decay_ratio * total_steps))  # wsd: warm up, stay, decay linearly
+    decay_steps = max(1, round(config.decay_ratio * total_steps))  # wsd: warm-up, stable, linear decay
     return min(1.0, max(0.0, (total_steps - step) / decay_steps))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, total_steps: int, config: OptimConfig) -> float:
-    """Set every group's rate for a step; returns that of `actor.optim.lr`."""
+    """Set every group's learning rate for a step; returns the rate that `actor.optim.lr` has then."""
     factor = rate_factor(step, total_steps, config)
     in_warmup = step < (config.lr_warmup_steps or round(config.lr_warmup_steps_ratio * total_steps))
     bases = [*(group["base_lr"] for group in optimizer.param_groups), config.lr]

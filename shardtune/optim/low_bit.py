@@ -1,7 +1,8 @@
-"""AdamW, Adam and SGD with momentum whose states are kept in bf16 or in 8 bits.
+"""AdamW, Adam and SGD with momentum whose states are stored in bf16 or in 8 bits.
 
-The arithmetic is that of `torch.optim`, in the precision of the weights; only what is kept between steps is rounded
-(`moments.py`). A parameter is computed on in pieces, so that its states never exist in full precision as a whole.
+The arithmetic is that of `torch.optim`, in the precision of the weights; only the states stored between steps are
+rounded (`quantized_state.py`). A parameter is updated in chunks of rows, so that its states are never in full precision
+as a whole.
 """
 
 from __future__ import annotations
@@ -18,31 +19,36 @@ from shardtune.data.loader.order import derive_seed
 from shardtune.optim.quantized_state import SCALE, Moment, Place, StateDtype, chunks, local, noise, rows_of, scales_like
 
 PARTS = "column_parts"
-"""In the state of a parameter with blocks: into how many parts ranks cut its rows."""
+"""In the state of a parameter with blocks: the number of parts into which ranks cut its rows."""
 Values = dict[str, torch.Tensor]
+"""Moments by name."""
+ParameterState = dict[str, torch.Tensor | int]
+"""The state of one parameter: `step`, the moments, their scales, and `PARTS`."""
+ParamGroup = dict[str, Any]
+"""A parameter group of torch.optim: `params`, `names`, and the settings that its optimizer takes."""
 
 
 class LowBitOptimizer(torch.optim.Optimizer):
-    """An optimizer that keeps its moments in bf16 or int8.
+    """An optimizer whose moments are stored in bf16 or int8.
 
-    What is rounded up and what down depends on seed, step, the parameter's name and the place in the whole parameter:
-    steps with the same gradients are bitwise the same on any layout whose ranks have whole rows (or equal blocks of
-    them).
+    Whether a number is rounded up or down depends on seed, step, the parameter's name and the index in the whole
+    parameter: steps with the same gradients are bitwise the same on any layout whose ranks have whole rows (or equal
+    blocks of them).
 
     Args:
-        groups: with `names`, those of their parameters.
-        arguments: as the class of the same name in `torch.optim` takes them.
+        groups: parameter groups with `names`, those of their parameters.
+        arguments: of the class of the same name in `torch.optim`.
         state_dtype: bf16 | int8.
         seed: of the run.
-        starts: by name, of parameters of which this rank has a range of numbers: the first of them.
+        starts: by name, for parameters of which this rank has a range of the flattened numbers: its first index.
     """
 
     moments: ClassVar[tuple[Moment, ...]]
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
-        arguments: Mapping[str, Any],
+        groups: list[ParamGroup],
+        arguments: ParamGroup,
         *,
         state_dtype: StateDtype,
         seed: int,
@@ -53,10 +59,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
         self._starts = starts
 
     @abstractmethod
-    def _move(
-        self, group: Mapping[str, Any], number: int, weights: torch.Tensor, grad: torch.Tensor, values: Values
-    ) -> None:
-        """Move some weights in place, and put the new moments into `values`.
+    def _move(self, group: ParamGroup, number: int, weights: torch.Tensor, grad: torch.Tensor, values: Values) -> None:
+        """Update some weights in place, and put the new moments into `values`.
 
         Args:
             number: of the step, from 1.
@@ -74,7 +78,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
                     self._step(group, name, parameter)
         return loss
 
-    def _step(self, group: Mapping[str, Any], name: str, parameter: torch.Tensor) -> None:
+    def _step(self, group: ParamGroup, name: str, parameter: torch.Tensor) -> None:
         place = Place.of(parameter, self._starts.get(name, 0))
         state = self.state[parameter]
         if not state:
@@ -89,44 +93,46 @@ class LowBitOptimizer(torch.optim.Optimizer):
             values = {moment.name: moment.read(state, first, last).to(part.dtype) for moment in self.moments}
             self._move(group, number, part, rows_of(grad, first, last).to(part.dtype), values)
             bits = noise(place.numbers(first, part), key) if rounded else torch.zeros_like(part, dtype=torch.int64)
+            # 32 random bits per number: moment 0 is rounded by the lower 16, moment 1 by the upper 16.
             for turn, moment in enumerate(self.moments):
                 moment.write(state, first, last, values[moment.name], bits >> 16 * turn & 0xFFFF)
 
-    def _fresh(self, group: Mapping[str, Any], parameter: torch.Tensor, place: Place) -> dict[str, Any]:
-        state: dict[str, Any] = {"step": torch.tensor(0.0)}
+    def _fresh(self, group: ParamGroup, parameter: torch.Tensor, place: Place) -> ParameterState:
+        state: ParameterState = {"step": torch.tensor(0.0)}
         for moment in self.moments:
             state |= moment.fresh(parameter, place, group["state_dtype"])
         return state | self._parts(state, place)
 
-    def _parts(self, state: Mapping[str, Any], place: Place) -> dict[str, int]:
+    def _parts(self, state: Mapping[str, object], place: Place) -> dict[str, int]:
         return {PARTS: place.column_parts} if any(key.endswith(SCALE) for key in state) else {}
 
     # Checkpoints.
 
     def scales(self, parameter: torch.Tensor, column_parts: int) -> Values:
-        """Tensors for the scales that a checkpoint holds, of a layout that cut rows into so many parts."""
+        """Empty tensors for the scales in a checkpoint whose layout cut rows into `column_parts` parts."""
         scales = scales_like(parameter, Place.of(parameter), column_parts)
         return {moment.name + SCALE: torch.zeros_like(scales) for moment in self.moments}
 
     @torch.no_grad()
-    def own_form(self, parameter: torch.Tensor, state: Mapping[str, Any], kept: StateDtype) -> dict[str, Any]:
-        """The state that a checkpoint held, in this layout's blocks."""
+    def own_form(
+        self, parameter: torch.Tensor, state: Mapping[str, torch.Tensor | int], kept: StateDtype
+    ) -> ParameterState:
+        """The state read from a checkpoint, in this layout's blocks."""
         place, cut = Place.of(parameter), int(state.get(PARTS, 1))
-        found: dict[str, Any] = {"step": state["step"]}
+        tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+        found: ParameterState = {"step": state["step"]}
         for moment in self.moments:
-            found |= moment.moved(dict(state), parameter, place, kept, cut)
+            found |= moment.moved(tensors, parameter, place, kept, cut)
         return found | self._parts(found, place)
 
 
 class LowBitAdam(LowBitOptimizer):
-    """`torch.optim.Adam`; arguments lr, betas, eps, weight_decay (part of the gradient), maximize."""
+    """`torch.optim.Adam`; arguments lr, betas, eps, weight_decay (added to the gradient), maximize."""
 
     moments = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))
     decoupled: ClassVar[bool] = False
 
-    def _move(
-        self, group: Mapping[str, Any], number: int, weights: torch.Tensor, grad: torch.Tensor, values: Values
-    ) -> None:
+    def _move(self, group: ParamGroup, number: int, weights: torch.Tensor, grad: torch.Tensor, values: Values) -> None:
         (beta1, beta2), rate, decay = group["betas"], group["lr"], group["weight_decay"]
         grad = -grad if group.get("maximize") else grad
         if self.decoupled:
@@ -140,7 +146,7 @@ class LowBitAdam(LowBitOptimizer):
 
 
 class LowBitAdamW(LowBitAdam):
-    """`torch.optim.AdamW`; arguments as Adam's, the decay apart from the gradient."""
+    """`torch.optim.AdamW`; arguments as Adam's, with decoupled weight decay."""
 
     decoupled = True
 
@@ -150,9 +156,7 @@ class LowBitSGD(LowBitOptimizer):
 
     moments = (Moment("momentum_buffer", signed=True),)
 
-    def _move(
-        self, group: Mapping[str, Any], number: int, weights: torch.Tensor, grad: torch.Tensor, values: Values
-    ) -> None:
+    def _move(self, group: ParamGroup, number: int, weights: torch.Tensor, grad: torch.Tensor, values: Values) -> None:
         momentum, decay = group["momentum"], group["weight_decay"]
         grad = -grad if group.get("maximize") else grad
         grad = grad.add(weights, alpha=decay) if decay else grad
@@ -165,4 +169,4 @@ class LowBitSGD(LowBitOptimizer):
 
 
 LOW_BIT: Mapping[str, type[LowBitOptimizer]] = {"AdamW": LowBitAdamW, "Adam": LowBitAdam, "SGD": LowBitSGD}
-"""By the name of what they are in `torch.optim`."""
+"""By the name of the same optimizer in `torch.optim`."""

@@ -6,16 +6,11 @@ import json
 from pathlib import Path
 
 from shardtune.config import EvalConfig
-from shardtune.evaluate.answers import Answers, make_matcher
+from shardtune.evaluate.answers import Answer, Answers, make_matcher
 
 
 def answers(*verdicts: bool | None) -> Answers:
-    return Answers(
-        [
-            {"row": f"r:{n}", "prompt": "q", "reference": "1", "answer": f"so it is {n}", "correct": verdict}
-            for n, verdict in enumerate(verdicts)
-        ]
-    )
+    return Answers([Answer(f"r:{n}", "q", "1", f"so it is {n}", verdict) for n, verdict in enumerate(verdicts)])
 
 
 def test_an_answer_without_the_pattern_is_wrong_and_counted() -> None:

@@ -64,7 +64,7 @@ def forgetful(self: Any, recipe: Any, tokenizer: Any = None) -> None:
             r"Mine.unit_classes is 'Block', not a tuple of names.*unit_classes = \(\"Block\",\)",
         ),
         ({"unit_classes": (nn.Linear,)}, "texts, no classes"),
-        ({"metric": lambda self, model, batch: {}}, "Mine.metric is nothing that an adapter is asked for.*metrics"),
+        ({"metric": lambda self, model, batch: {}}, "Mine.metric is no method or attribute of an adapter.*metrics"),
         ({"weight": lambda self, sample: {}}, "did you mean weights"),
         ({"init_weights": lambda self: None}, "did you mean initial_weights"),
         ({"unit_class": ("Linear",)}, "did you mean unit_classes"),

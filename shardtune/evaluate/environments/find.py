@@ -1,4 +1,4 @@
-"""The environment that a recipe names: made, begun and acted in with every fault said as the user's."""
+"""The environment that a recipe names; faults in its code become errors that name it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -17,13 +16,13 @@ from shardtune.models.action.environment import Environment, Observation, Outcom
 KEY = "eval.environment"
 OPTIONS = "eval.environment_options"
 BUILT_IN = {"reach": "reach:Reach", "point2d": "point2d:Point2d"}
-"""Name in a recipe -> module and class of this package."""
+"""From the name in a recipe to module and class in this package."""
 PAGE = "docs/closed-loop.md shows one"
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSource:
-    """Where environments come from.
+    """The class of an environment and its arguments, from a recipe.
 
     Attributes:
         spec: a built-in name, or file.py:Class.
@@ -31,7 +30,7 @@ class EnvironmentSource:
     """
 
     spec: str
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
 
     @property
     def name(self) -> str:
@@ -84,11 +83,11 @@ class EnvironmentSource:
         return made
 
 
-def begun(environment: Environment, source: EnvironmentSource, episode: int, seed: int) -> Observation:
+def checked_reset(environment: Environment, source: EnvironmentSource, episode: int, seed: int) -> Observation:
     """The first observation of an episode.
 
     Raises:
-        ConfigError: `reset` failed, or returned what is no observation.
+        ConfigError: `reset` failed, or did not return an `Observation`.
     """
     place = f"episode {episode}, seed {seed}"
     with named_errors(source.spec, KEY, f"reset ({place})"):
@@ -97,17 +96,17 @@ def begun(environment: Environment, source: EnvironmentSource, episode: int, see
     return observation
 
 
-def acted(environment: Environment, source: EnvironmentSource, action: np.ndarray, place: str) -> Outcome:
-    """What comes of an action, float32 [A].
+def checked_step(environment: Environment, source: EnvironmentSource, action: np.ndarray, place: str) -> Outcome:
+    """The outcome of an action.
 
     Args:
         environment: in the middle of an episode.
-        source: where it comes from.
-        action: what is done.
+        source: of the environment.
+        action: float32 [A].
         place: the episode, its seed and the action's number, for messages.
 
     Raises:
-        ConfigError: `step` failed, or returned what is no outcome.
+        ConfigError: `step` failed, or did not return an `Outcome`.
     """
     with named_errors(source.spec, KEY, f"step ({place})"):
         outcome = environment.step(action)
@@ -122,8 +121,8 @@ def acted(environment: Environment, source: EnvironmentSource, action: np.ndarra
     return Outcome(outcome.observation, bool(outcome.success), bool(outcome.done))
 
 
-def _check_observation(observation: Any, where: str) -> None:
-    """Refuse what is no `Observation`."""
+def _check_observation(observation: object, where: str) -> None:
+    """Refuse anything that is no `Observation`."""
     wanted = set(Observation.__required_keys__)
     if not isinstance(observation, Mapping) or set(observation) != wanted:
         what = (
@@ -148,7 +147,7 @@ def _check_observation(observation: Any, where: str) -> None:
         raise _fault(f"{where} returned the state {state.tolist()}", "give finite numbers")
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
 
 

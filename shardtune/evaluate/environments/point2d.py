@@ -1,7 +1,7 @@
-"""A point that is to be moved onto the disc of the named colour, in numpy and Pillow alone.
+"""A task in numpy and Pillow only: move a point onto the disc of the named colour.
 
-The picture shows the table as seen from the point, which stays in its middle. Discs of other colours lie there too, so
-that only who heeds the instruction knows where to go.
+The image shows the table from above with the point in its middle. Discs of other colours lie there too, so that the
+instruction is needed to choose the target.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ CAMERA = "top"
 COLOURS = {"red": (215, 40, 40), "blue": (40, 70, 215), "green": (40, 160, 60), "yellow": (235, 200, 40)}
 TABLE, OUTSIDE, POINT = (225, 222, 214), (60, 60, 66), (20, 20, 20)
 STRIDE = 0.08
-"""How far one action moves the point along each axis at most; the table is 1 wide."""
+"""The largest movement of one action along each axis; the table is 1 wide."""
 RADIUS = 0.12
 """Of the discs."""
 NEAR = 0.06
-"""The distance from a disc's centre that counts as being on it."""
+"""The largest distance from a disc's centre that counts as being on it."""
 HOLD = 2
-"""Steps in a row that the point has to stay there."""
+"""Consecutive steps for which the point has to stay there."""
 APART = 0.3
 VIEW = 0.75
-"""What the picture shows of the table, from the point on to each side."""
+"""The part of the table that the image shows, from the point to each side."""
 FINER = 4
-"""Pictures are drawn so many times larger, then made smaller, so that edges are smooth."""
+"""Factor by which images are drawn larger and then reduced, for smooth edges."""
 
 
 class Point2d(ScriptedEnvironment):
@@ -39,7 +39,7 @@ class Point2d(ScriptedEnvironment):
 
     Args:
         image_size: pixels of the image, which is square.
-        discs: how many lie on the table, 1 to 4, each of another colour.
+        discs: number of discs, 1 to 4, each of another colour.
         max_steps: actions after which an episode has failed.
 
     Raises:
@@ -95,7 +95,7 @@ class Point2d(ScriptedEnvironment):
         }
 
     def _picture(self, size: int) -> np.ndarray:
-        """What is seen from the point, uint8 [size, size, 3]."""
+        """The table from above around the point, uint8 [size, size, 3]."""
         pixels = size * FINER
         image = Image.new("RGB", (pixels, pixels), OUTSIDE)
         draw = ImageDraw.Draw(image)

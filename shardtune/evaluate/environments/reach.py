@@ -1,7 +1,7 @@
-"""A robot hand over a table that is to touch a ball, seen by a camera at its wrist (MuJoCo, the `[sim]` extra).
+"""A task in MuJoCo (the `[sim]` extra): a robot hand over a table touches a ball, seen by a camera at its wrist.
 
-The hand moves along three sliding joints. An action says how far, in metres along x, y and z; position servos follow it
-in simulated time. The camera moves with the hand, so where the ball is in the image is where the hand has to go.
+The hand moves along three sliding joints. An action is a movement in metres along x, y and z, which position servos
+follow in simulated time. The camera moves with the hand, so the ball's place in the image gives the direction to it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from shardtune.models.action.environment import Observation, Outcome
 CAMERA = "wrist"
 COLOURS = {"red": "0.85 0.10 0.10 1", "blue": "0.10 0.20 0.85 1"}
 STRIDE = 0.03
-"""Metres along each axis that one action moves the hand at most."""
+"""The largest movement of one action along each axis, in metres."""
 NEAR = 0.02
-"""Metres between the hand's tip and the ball's centre that count as touching it."""
+"""The largest distance in metres between the hand's tip and the ball's centre that counts as touching it."""
 HOLD = 2
-"""Steps in a row that the tip has to stay there."""
+"""Consecutive steps for which the tip has to stay there."""
 REACH = 0.12
 """Balls and the hand at first lie in -REACH..REACH along x and y."""
 APART = 0.08
@@ -87,7 +87,7 @@ class Reach(ScriptedEnvironment):
 
     Args:
         image_size: pixels of the camera's image, which is square.
-        balls: 1: only the ball that is meant lies on the table; 2: both do, and the instruction tells which is meant.
+        balls: 1: only the target lies on the table; 2: both balls do, and the instruction names the target.
         max_steps: actions after which an episode has failed.
 
     Raises:
@@ -138,11 +138,11 @@ class Reach(ScriptedEnvironment):
         return Outcome(self._observe(), success, success)
 
     def to_target(self) -> np.ndarray:
-        """From the hand's tip to the centre of the ball that is meant, float64 [3] in metres."""
+        """From the hand's tip to the target's centre, float64 [3] in metres."""
         return self._data.mocap_pos[self._index(self._target)] - self._data.qpos
 
     def expert(self) -> np.ndarray:
-        """The action of one who sees where everything is, float32 [3]: towards the ball, down once it is below."""
+        """An action from the simulator's state, float32 [3]: towards the target, and down once above it."""
         way = self.to_target()
         way[2] += max(0.0, float(np.linalg.norm(way[:2])) - NEAR)
         return np.clip(0.6 * way, -STRIDE, STRIDE).astype(np.float32)
@@ -167,7 +167,7 @@ class Reach(ScriptedEnvironment):
 
 
 def _import_mujoco() -> ModuleType:
-    """The package, told to render without a screen on Linux unless MUJOCO_GL says how.
+    """The package, set to render without a screen on Linux unless MUJOCO_GL is given.
 
     Raises:
         ConfigError: it is not installed, or finds no OpenGL.
@@ -200,7 +200,7 @@ def _model() -> Any:
     return _import_mujoco().MjModel.from_xml_string(MODEL)
 
 
-_renderers: dict[int, Any] = {}  # by the size of their pictures: they hold OpenGL contexts, which are shared
+_renderers: dict[int, Any] = {}  # by image size: their OpenGL contexts are shared
 
 
 def _renderer(size: int) -> Any:
@@ -210,12 +210,12 @@ def _renderer(size: int) -> Any:
             _renderers[size] = mujoco.Renderer(_model(), size, size)
         except (AttributeError, ImportError, RuntimeError, mujoco.FatalError) as error:
             raise _no_rendering(error) from error
-        if len(_renderers) == 1:  # behind what MuJoCo registered by now, so that it is called first
+        if len(_renderers) == 1:  # registered after MuJoCo's own exit handlers, so it runs before them
             atexit.register(_close_renderers)
     return _renderers[size]
 
 
 def _close_renderers() -> None:
-    """Give the contexts back while the libraries that made them are still there."""
+    """Free the contexts while the libraries that made them are still loaded."""
     while _renderers:
         _renderers.popitem()[1].close()

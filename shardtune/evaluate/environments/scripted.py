@@ -1,4 +1,4 @@
-"""Demonstrations: an environment whose task a script can do, played and recorded."""
+"""Demonstrations: recorded episodes of an environment with a scripted expert."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shardtune.models.action.environment import Environment, Observation
 
 
 class ScriptedEnvironment(Environment):
-    """An environment that knows what an expert would do.
+    """An environment with a scripted expert.
 
     Attributes:
-        disturbance: standard deviation of what is added to the actions of demonstrations, in their units.
-        disturbed: the share of actions to which it is added.
+        disturbance: standard deviation of the noise on the actions of demonstrations, in their units.
+        disturbed: the share of actions with noise.
     """
 
     disturbance: float = 0.0
@@ -26,19 +26,19 @@ class ScriptedEnvironment(Environment):
 
     @abstractmethod
     def expert(self) -> np.ndarray:
-        """The expert's next action, float32 [A], from what the simulator knows."""
+        """The expert's next action, float32 [A], from the simulator's state."""
 
 
 def demonstrations(environment: ScriptedEnvironment, episodes: int, seed: int = 0) -> Iterator[Episode]:
-    """Episodes that the expert succeeds in.
+    """Episodes in which the expert succeeds.
 
-    Some actions are disturbed before they are done, and recorded as the expert meant them: so the recordings hold what
-    to do where a policy that is not perfect ends up (Laskey et al., 2017, arXiv:1703.09327).
+    Noise is added to some of the actions that are executed, and the expert's own action is recorded: so the recordings
+    contain corrections of the errors of an imperfect policy (Laskey et al., 2017, arXiv:1703.09327).
 
     Args:
-        environment: is played in.
-        episodes: how many.
-        seed: from which everything follows; other episodes than those of closed-loop evaluation, whatever it is.
+        environment: to play in.
+        episodes: number of episodes.
+        seed: of the episodes and the noise; for any seed, the episodes differ from those of closed-loop evaluation.
 
     Raises:
         DataError: the expert fails more often than it succeeds.
@@ -63,7 +63,7 @@ def demonstrations(environment: ScriptedEnvironment, episodes: int, seed: int = 
 
 def _played(environment: ScriptedEnvironment, seed: int, random: np.random.Generator) -> Episode | None:
     """One episode; None where the expert fails."""
-    seen: list[Observation] = [environment.reset(seed)]
+    observations: list[Observation] = [environment.reset(seed)]
     actions: list[np.ndarray] = []
     for _ in range(environment.max_steps):
         actions.append(environment.expert())
@@ -71,18 +71,21 @@ def _played(environment: ScriptedEnvironment, seed: int, random: np.random.Gener
         noise = random.normal(0.0, environment.disturbance, actions[-1].shape) if is_disturbed else 0.0
         outcome = environment.step((actions[-1] + noise).astype(np.float32))
         if outcome.success:
-            return _recorded(seen, actions)
+            return _recorded(observations, actions)
         if outcome.done:
             return None
-        seen.append(outcome.observation)
+        observations.append(outcome.observation)
     return None
 
 
-def _recorded(seen: list[Observation], actions: list[np.ndarray]) -> Episode:
-    states = [observation["state"] for observation in seen]
+def _recorded(observations: list[Observation], actions: list[np.ndarray]) -> Episode:
+    states = [observation["state"] for observation in observations]
     return Episode(
-        {camera: np.stack([observation["images"][camera] for observation in seen]) for camera in seen[0]["images"]},
+        {
+            camera: np.stack([observation["images"][camera] for observation in observations])
+            for camera in observations[0]["images"]
+        },
         np.stack([state for state in states if state is not None]) if states[0] is not None else None,
         np.stack(actions),
-        seen[0]["instruction"],
+        observations[0]["instruction"],
     )

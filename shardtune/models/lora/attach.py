@@ -1,8 +1,8 @@
-"""Low-rank adapters: PEFT's own layers, put into a model before it has memory, and the names of what is below them.
+"""Low-rank adapters: PEFT's own layers, injected into a model on the meta device, and the names of the base weights.
 
 The model keeps its class and is changed in place. Adapted modules become layers of PEFT, so a parameter `q.weight` is
-called `q.base_layer.weight` from then on; `base_tensors` tells the old names, under which weight files hold them.
-Modules that are trained in full beside the adapter (`modules_to_save`) stay as they are and just go on being trained.
+called `q.base_layer.weight` from then on; `base_tensors` gives the original names, which are those of weight files.
+Modules that are trained in full beside the adapter (`modules_to_save`) are not replaced.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING, TypeGuard
 
 import peft
 import torch
@@ -44,14 +45,19 @@ ADAPTER = "default"
 """PEFT's name for an adapter that is the only one."""
 WRAPPING = (LoraLayer, TrainableTokensWrapper, TrainableTokensLayer)
 
+if TYPE_CHECKING:
+
+    class AdaptedLayer(LoraLayer, nn.Module):
+        """A layer of PEFT: each is both, though `LoraLayer` itself is no module."""
+
 
 @dataclass(frozen=True, slots=True)
 class BaseTensor:
     """A parameter or persistent buffer that the model had before it was adapted.
 
     Attributes:
-        name: then, which is its name in weight files.
-        own_name: now.
+        name: its original name, as in weight files.
+        own_name: its name in the adapted model.
         tensor: the parameter or buffer; of a layer in NF4 its codes.
         layer: the NF4 layer it belongs to, if any.
     """
@@ -63,7 +69,7 @@ class BaseTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor, as weight files have it."""
+        """The shape of the whole tensor in weight files."""
         layer = self.layer
         return tuple(self.tensor.shape) if layer is None else (layer.out_features, layer.in_features)
 
@@ -71,16 +77,16 @@ class BaseTensor:
 def attach_adapter(
     model: nn.Module, config: LoraConfig, new_ids: Sequence[int] = (), afresh: Sequence[str] = ()
 ) -> list[str]:
-    """Freeze a model and give it an adapter, in place, on the meta device; to be called before it is sharded.
+    """Freeze a model and inject an adapter, in place, on the meta device, before the model is sharded.
 
     Args:
-        model: any module; a model of transformers keeps what it can do.
+        model: any module; a model of transformers keeps its class and methods.
         config: the recipe's `actor.model.lora`.
-        new_ids: of tokens whose embeddings are trained, beside the adapter.
-        afresh: modules without pretrained weights, which a fresh adapter has trained in full.
+        new_ids: ids of tokens whose embeddings are trained beside the adapter.
+        afresh: modules without pretrained weights; beside a fresh adapter they are trained in full.
 
     Returns:
-        What a user should know: what was left out, and what comes along.
+        Notes for the user: modules that are not adapted, and others that are trained too.
 
     Raises:
         ConfigError: a name matches nothing, or PEFT cannot adapt what it matches.
@@ -90,12 +96,12 @@ def attach_adapter(
         made = stored_config(Path(config.adapter_path))
         made.lora_dropout = config.dropout
         trained = trained_in_full(model, made.modules_to_save or (), notes)
-        made.modules_to_save = None  # PEFT would train a copy, and keep the original for nothing
-        names, begun = None, made.init_lora_weights
-        made.init_lora_weights = True  # there is no memory yet
+        made.modules_to_save = None  # PEFT would train a copy and keep the original in memory
+        names, init = None, made.init_lora_weights
+        made.init_lora_weights = True  # the model is on the meta device
         check_rows(made.trainable_token_indices, trained_rows(model, new_ids, _inside(model, trained)), config)
     else:
-        begun = config.init
+        init = config.init
         trained = trained_in_full(model, [*config.modules_to_save, *_to_train(model, config, afresh, notes)], notes)
         made, names = fresh_config(model, config, trained, notes)
         made.trainable_token_indices = trained_rows(model, new_ids, _inside(model, trained)) or None
@@ -110,14 +116,14 @@ def attach_adapter(
     for _, wrapper in token_rows(model):
         wrapper.token_adapter.trainable_tokens_original.clear()  # PEFT's copy, for taking rows out of a merged weight
     made.modules_to_save = sorted(trained) or None
-    made.init_lora_weights = begun  # pyright: ignore[reportAttributeAccessIssue] (PEFT declares fewer names)
+    made.init_lora_weights = init  # pyright: ignore[reportAttributeAccessIssue] (PEFT declares fewer names)
     for name in trained:
         model.get_submodule(name).requires_grad_(True)
     return notes
 
 
 def _to_train(model: nn.Module, config: LoraConfig, afresh: Sequence[str], notes: list[str]) -> list[str]:
-    """Of modules that begin with random weights, those that are trained in full: frozen they would be noise."""
+    """The modules with random weights that are trained in full: frozen, they would be noise."""
     named = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules
     adapted = {name for ending in named for name, _ in model.named_modules() if ends(name, ending)}
     found = [name for name in afresh if not any(is_inside(other, [name]) for other in adapted)]
@@ -134,9 +140,9 @@ def _inside(model: nn.Module, names: Collection[str]) -> set[nn.Module]:
 
 
 def keep_in_nf4(model: nn.Module, dtype: torch.dtype) -> str:
-    """Put the frozen linear layers of an adapted model into NF4, before it has memory; returns what was done, in words.
+    """Replace the frozen linear layers of an adapted model on the meta device by NF4 layers; returns a note.
 
-    As QLoRA does, the head, embeddings, norms and biases stay as they are.
+    As in QLoRA, the head, embeddings, norms and biases are not quantised.
 
     Args:
         dtype: of the computation.
@@ -163,7 +169,7 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def detach_adapter(model: nn.Module) -> None:
-    """Take the adapter out of a model again; what was below it is left as it is."""
+    """Remove the adapter from a model; the base weights are left as they are."""
     for name, layer in [*lora_layers(model), *token_rows(model)]:
         below = layer.token_adapter.base_layer if isinstance(layer, TrainableTokensWrapper) else layer
         while isinstance(below, LoraLayer):
@@ -178,22 +184,22 @@ def adapter_config(model: nn.Module) -> peft.LoraConfig:
     return vars(model)["peft_config"][ADAPTER]
 
 
-def lora_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """PEFT's layers by name, each a `LoraLayer`, the outermost of nested ones only."""
+def lora_layers(model: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
+    """PEFT's layers by name, the outermost of nested ones only."""
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
-        if _is_layer(module) and module not in inside:
+        if is_adapted_layer(module) and module not in inside:
             inside.update(module.modules())
             yield name, module
 
 
 def token_rows(model: nn.Module) -> list[tuple[str, TrainableTokensWrapper]]:
-    """PEFT's wrappers of embeddings and heads of which single rows are trained, by name."""
+    """PEFT's wrappers of embeddings and heads that are trained by rows, with their names."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, TrainableTokensWrapper)]
 
 
 def base_tensors(model: nn.Module) -> Iterator[BaseTensor]:
-    """The parameters (shared ones under each name) and persistent buffers of a model without its adapter."""
+    """The parameters (shared ones under each name) and persistent buffers of the base model."""
     yield from _below(model, "", "")
 
 
@@ -216,13 +222,14 @@ def _below(module: nn.Module, own: str, name: str) -> Iterator[BaseTensor]:
 def trainable_patterns(
     parameters: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size] = MappingProxyType({})
 ) -> list[tuple[str, int, int]]:
-    """What is trained, in few lines: (name with numbers as *, tensors, parameters), in the model's order.
+    """A summary of what is trained: (name with numbers as *, tensors, parameters), in the model's order.
 
-    Read as a regular expression, in `actor.model.freeze` or `actor.optim.groups`, each finds the names it stands for.
+    `layers.0.q.weight` and `layers.1.q.weight`, 64 numbers each, become ("layers.*.q.weight", 2, 128). As patterns of
+    `actor.model.freeze` or `actor.optim.groups` they match the names that they stand for.
 
     Args:
-        parameters: by name; the frozen ones are passed over.
-        shapes: of whole parameters, by name, where a rank's part has another.
+        parameters: by name; frozen ones are left out.
+        shapes: of whole parameters, by name, where this rank's part has another shape.
     """
     found: dict[str, tuple[int, int]] = {}
     for name, parameter in parameters.items():
@@ -236,7 +243,7 @@ def trainable_patterns(
 def _inject(made: peft.LoraConfig, model: nn.Module) -> None:
     try:
         with warnings.catch_warnings():
-            # Of tied weights, of Conv1D's layout, of patterns for parameters: what matters is said in our own notes.
+            # On tied weights, Conv1D's layout, patterns for parameters: the notes above cover what matters.
             warnings.simplefilter("ignore")
             peft.inject_adapter_in_model(made, model, ADAPTER, low_cpu_mem_usage=True)
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
@@ -248,22 +255,22 @@ def _inject(made: peft.LoraConfig, model: nn.Module) -> None:
 
 
 def _check_reach(model: nn.Module, names: Collection[str] | None) -> None:
-    """What is adapted is what was meant, where that is known, and works when it is sharded."""
+    """Refuse an adapter on other modules than intended, or on ones that do not work when sharded."""
     adapted = {name for name, layer in lora_layers(model) if not isinstance(layer, ParamWrapper)}
     if names is not None and adapted != set(names):
         raise ConfigError(
-            f"PEFT adapts other modules than asked for: {', '.join(sorted(adapted ^ set(names))[:3])}",
+            f"PEFT adapts other modules than those named: {', '.join(sorted(adapted ^ set(names))[:3])}",
             where=f"{SECTION}.target_modules",
             remedy="name them otherwise",
         )
-    unheard = [name for name, layer in lora_layers(model) if isinstance(layer, MultiheadAttention)]
-    if unheard:
+    unsupported = [name for name, layer in lora_layers(model) if isinstance(layer, MultiheadAttention)]
+    if unsupported:
         raise ConfigError(
-            f"{unheard[0]} is an nn.MultiheadAttention, whose adapter would be merged and taken out in every forward",
+            f"{unsupported[0]} is an nn.MultiheadAttention, whose adapter would be merged and removed in every forward",
             where=f"{SECTION}.target_modules",
             remedy="leave it out",
         )
 
 
-def _is_layer(module: nn.Module) -> bool:
+def is_adapted_layer(module: nn.Module) -> TypeGuard[AdaptedLayer]:
     return isinstance(module, LoraLayer)

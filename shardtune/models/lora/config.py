@@ -1,4 +1,4 @@
-"""What is adapted and how, as PEFT's own config: from a recipe, with names checked against the model, or as stored."""
+"""PEFT's LoraConfig of an adapter: from a recipe, with names checked against the model, or from a directory."""
 
 from __future__ import annotations
 
@@ -59,14 +59,16 @@ def fresh_config(
         task_type=peft.TaskType.CAUSAL_LM if kind.endswith("ForCausalLM") else None,
         init_lora_weights="mica" if config.init == "mica" else True,  # others are drawn once there is memory
     )
-    asked = config.target_modules
-    if asked == ALL_LINEAR:
+    targets = config.target_modules
+    if targets == ALL_LINEAR:
         names = _all_linear(model, trained, notes)
     else:
-        names = [name for ending in ([asked] if isinstance(asked, str) else asked) for name in _ending(model, ending)]
+        names = [
+            name for ending in ([targets] if isinstance(targets, str) else targets) for name in _ending(model, ending)
+        ]
         _check_apart(names, trained)
-    names = _not_renamed(model, made, names, everything=asked == ALL_LINEAR, notes=notes)
-    if asked == ALL_LINEAR and not config.target_parameters:
+    names = _not_renamed(model, made, names, everything=targets == ALL_LINEAR, notes=notes)
+    if targets == ALL_LINEAR and not config.target_parameters:
         notes += _left_out(model)
     for ending in config.target_parameters:
         _check_parameter(model, ending)
@@ -164,14 +166,14 @@ def _not_renamed(
     trial = deepcopy(made)
     trial.target_modules = list(names)
     convert_peft_config_for_transformers(trial, model, None)
-    assert trial.target_modules is not None
-    taken = [name for name in names if name not in trial.target_modules]
+    remaining = set(trial.target_modules or ())
+    taken = [name for name in names if name not in remaining]
     if not taken:
         return names
     what = f"{len(taken)} linear layers ({taken[0]}, …) whose names PEFT takes for fused experts' in this kind of model"
     if everything:
         notes.append(f"LoRA leaves out {what}")
-        return [name for name in names if name in trial.target_modules]
+        return [name for name in names if name in remaining]
     raise ConfigError(
         f"{SECTION}.target_modules names {what}",
         where=f"{SECTION}.target_modules",

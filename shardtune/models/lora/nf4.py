@@ -1,12 +1,17 @@
-"""Frozen linear layers kept in four bits (NF4), decoded where they are used: by plain PyTorch, or the same bits faster.
+"""Frozen linear layers stored in four bits (NF4) and decoded in each use, by plain PyTorch or by bitsandbytes.
 
 After QLoRA (Dettmers et al., 2023, arXiv:2305.14314): weights are cut into blocks of 64, each divided by its largest
 magnitude, and every value becomes the nearest of 16 levels, the quantiles of a normal distribution. Blocks never cross
 rows, so a rank that has some rows of a matrix can encode and decode them alone, and FSDP2 shards the codes like any
 matrix.
 
-The codes are those of bitsandbytes, by level, rounding and order in a byte. Where that is installed its kernels decode
-them, on a CPU or a GPU, once they have been seen to give plain PyTorch's bits there.
+Worked example: a row of 100 weights is padded with 28 zeros to two blocks of 64. A block takes 36 bytes: 32 bytes of
+codes, then its largest magnitude in fp32, so the row takes 72. In the first block let that be 0.5: a weight of 0.22 is
+0.44 of it, the nearest level is 0.4407 (code 12), and it is decoded as 0.4407 * 0.5 = 0.2204. If the next weight is
+-0.5 (code 0), the two share the byte 12 << 4 | 0 = 192.
+
+The codes are those of bitsandbytes, by level, rounding and order in a byte. Where it is installed, its kernels decode
+them, on a CPU or a GPU, if a trial there gives the same bits as plain PyTorch.
 """
 
 from __future__ import annotations
@@ -17,11 +22,11 @@ import importlib.util
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
 from shardtune.errors import ModelError
 
@@ -30,7 +35,7 @@ logger = logging.getLogger(__name__)
 BLOCK = 64
 CODE_BYTES = BLOCK // 2
 BLOCK_BYTES = CODE_BYTES + 4
-"""Two codes to a byte, then the block's largest magnitude in fp32."""
+"""Two codes per byte, then the block's largest magnitude in fp32."""
 
 # Appendix E of the paper: the levels of NF4.
 LEVELS = (
@@ -57,14 +62,14 @@ _PAIRS = torch.cartesian_prod(torch.tensor(LEVELS), torch.tensor(LEVELS))
 KERNELS = "bitsandbytes"
 """The package whose kernels are used where it is installed."""
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What they decode to."""
+"""Dtypes that they can decode to."""
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, int, str, list[int], torch.dtype], torch.Tensor]
 """(codes [bytes, 1], scales [blocks], block, "nf4", shape, dtype) -> values, as bitsandbytes' `dequantize_4bit`."""
 
 
 def packed_width(columns: int) -> int:
-    """The bytes that a row of so many weights takes."""
+    """Bytes of a row of so many weights: ceil(columns / 64) blocks of 36, as the last may be padded."""
     return -(-columns // BLOCK) * BLOCK_BYTES
 
 
@@ -91,22 +96,22 @@ def encode(weight: torch.Tensor) -> torch.Tensor:
             remedy="mend the base model's weights, or set actor.model.lora.base_dtype: bf16",
         )
     levels = torch.tensor(LEVELS, device=weight.device)
-    between = (levels[1:] + levels[:-1]) / 2
+    between = (levels[1:] + levels[:-1]) / 2  # the code of a value is the number of midpoints below it
     codes = torch.bucketize(values / torch.where(scale > 0, scale, 1.0), between, out_int32=True).to(torch.uint8)
-    pairs = (codes[..., 0::2] << 4) | codes[..., 1::2]
+    pairs = (codes[..., 0::2] << 4) | codes[..., 1::2]  # weights 0 and 1 are the high and the low half of byte 0
     return torch.cat([pairs, scale.contiguous().view(torch.uint8)], dim=-1).view(rows, blocks * BLOCK_BYTES)
 
 
 @torch.no_grad()
 def decode(packed: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """The weights that `encode` kept: [rows, columns], level times scale in fp32, then cast.
+    """The weights that `encode` stored: [rows, columns], level times scale in fp32, then cast.
 
     Args:
         packed: uint8 [rows, packed_width(columns)].
         columns: of the matrix.
         dtype: of the result.
     """
-    # A compiler fuses the plain decoding by itself.
+    # torch.compile fuses the plain decoding.
     kernel = None if torch.compiler.is_compiling() else kernel_for(packed.device, dtype)
     if kernel is None:
         return decode_plainly(packed, columns, dtype)
@@ -123,7 +128,7 @@ def decode_plainly(packed: torch.Tensor, columns: int, dtype: torch.dtype) -> to
 
 
 def _decode_by(kernel: Kernel, packed: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """`decode` by a kernel that takes codes and scales apart."""
+    """`decode` by a kernel that takes codes and scales as separate tensors."""
     rows = packed.shape[0]
     blocks = packed.view(rows, -1, BLOCK_BYTES)
     codes = blocks[..., :CODE_BYTES].reshape(-1, 1)
@@ -133,7 +138,7 @@ def _decode_by(kernel: Kernel, packed: torch.Tensor, columns: int, dtype: torch.
 
 @functools.cache
 def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel | None:
-    """The installed kernel for a device and dtype, if it gives the very bits of `decode_plainly` there."""
+    """The installed kernel for a device and dtype, if its results equal those of `decode_plainly` bit for bit."""
     if device.type == "meta" or dtype not in KERNEL_DTYPES or importlib.util.find_spec(KERNELS) is None:
         return None
     # Every byte of codes, and scales of many sizes; the last block of each row is not full.
@@ -158,7 +163,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel | None:
 
 
 def _pairs(device: torch.device) -> torch.Tensor:
-    """[256, 2]: the levels of both codes in a byte; kept per device, where no compiler has to see through that."""
+    """[256, 2]: the levels of both codes of a byte; cached per device, except under torch.compile."""
     return _PAIRS.to(device) if torch.compiler.is_compiling() else _pairs_on(device)
 
 
@@ -167,32 +172,39 @@ def _pairs_on(device: torch.device) -> torch.Tensor:
     return _PAIRS.to(device)
 
 
+class _Context(FunctionCtx):
+    """The state between the two passes of `_Linear`."""
+
+    columns: int
+    saved_tensors: tuple[torch.Tensor, ...]
+
+
 class _Linear(torch.autograd.Function):
-    """A linear layer whose matrix is decoded anew in each pass, so that no graph keeps it."""
+    """A linear layer whose matrix is decoded in each pass, so that the graph does not keep it."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, columns: int
+        ctx: _Context, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, columns: int
     ) -> torch.Tensor:
         ctx.save_for_backward(packed)
         ctx.columns = columns
         return F.linear(x, decode(packed, columns, x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: _Context, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (packed,) = ctx.saved_tensors
         return grads[0] @ decode(packed, ctx.columns, grads[0].dtype), None, None, None
 
 
 class NF4Linear(nn.Linear):
-    """A frozen linear layer whose matrix is kept in NF4, on the meta device until it is loaded.
+    """A frozen linear layer whose matrix is stored in NF4, on the meta device until it is loaded.
 
     Args:
         linear: the layer it replaces.
-        dtype: in which others, who read `weight`, get the matrix.
+        dtype: of the property `weight`.
 
     Attributes:
-        packed: uint8 [out_features, packed_width(in_features)], of which each rank has some rows.
+        packed: uint8 [out_features, packed_width(in_features)], sharded by rows.
     """
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
@@ -212,19 +224,17 @@ class NF4Linear(nn.Linear):
         return decode(self.packed, self.in_features, self.dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        result = _Linear.apply(input, self.packed, self.bias, self.in_features)
-        assert isinstance(result, torch.Tensor)
-        return result
+        return _Linear.apply(input, self.packed, self.bias, self.in_features)
 
 
 def to_nf4(model: nn.Module, kept: Collection[nn.Module], dtype: torch.dtype) -> list[str]:
-    """Replace frozen linear layers by `NF4Linear`, in a model without memory; returns their names.
+    """Replace frozen linear layers by `NF4Linear`, in a model on the meta device; returns their names.
 
-    What is trained, tied to another weight, or of a class of its own (which may use its matrix otherwise) stays.
+    Layers that are trained, tied to another weight, or of a subclass (which may use its matrix otherwise) are left out.
 
     Args:
         model: parameters on the meta device.
-        kept: modules that stay as they are, with all that is inside them.
+        kept: modules that are left out, with all their submodules.
         dtype: of the computation.
     """
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
@@ -242,6 +252,6 @@ def to_nf4(model: nn.Module, kept: Collection[nn.Module], dtype: torch.dtype) ->
 
 
 def coded_sizes(model: nn.Module) -> dict[nn.Parameter, int]:
-    """Of parameters that are codes, how many weights they stand for."""
+    """The number of weights that each parameter of codes stands for."""
     layers = [module for module in model.modules() if isinstance(module, NF4Linear)]
     return {layer.packed: layer.in_features * layer.out_features for layer in layers}

@@ -102,7 +102,7 @@ class CachedRowsTask(Task):
         if isinstance(encoder, ChatEncoder):
             template = None if encoder.template is None else encoder.template.text
             return TextParts(encoder.tokenizer, self.adapter.processor, template, tuple(encoder.stop_token_ids))
-        return TextParts(self.adapter.tokenizer if has_tokenizer(self.recipe) else None)
+        return TextParts(self.adapter.tokenizer if has_tokenizer(self.recipe) else None, self.adapter.processor)
 
     # The model.
 
