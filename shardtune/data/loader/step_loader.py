@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
+from pydantic import JsonValue
 
 from shardtune.batch import Batch, Sample
 from shardtune.data.loader.order import DataOrder
 from shardtune.data.loader.packing import NO_ROW, deal, deal_by_length, pack
 from shardtune.data.loader.prefetch import computed_ahead
+from shardtune.data.loader.protocol import DataState, Step
 
 
 class Rows(Protocol):
@@ -24,37 +26,6 @@ class Rows(Protocol):
     def term_weights(self) -> Mapping[str, np.ndarray]: ...
     def row(self, index: int) -> Sample: ...
     def field_counts(self, name: str) -> np.ndarray: ...
-
-
-@dataclass(frozen=True, slots=True)
-class DataState:
-    """Where the data stands: everything a resumed run needs, on any number of ranks."""
-
-    epoch: int = 0
-    rows_consumed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One optimizer step as one rank sees it.
-
-    Attributes:
-        state: where the data stands before it.
-        after: where the data stands after it.
-        rows: int64 [rows], the data set's rows of the whole step on all ranks, in order.
-        micro_batches: this rank's share, `Batch`es or what else the worker takes; as many on every rank.
-        denominators: per loss term, the weight of all rows of the step.
-        num_tokens: input tokens of the step on all ranks.
-        num_targets: the supervised weight of the step on all ranks, or 0 where no term counts tokens.
-    """
-
-    state: DataState
-    after: DataState
-    rows: np.ndarray
-    micro_batches: tuple[Any, ...]
-    denominators: Mapping[str, float]
-    num_tokens: int
-    num_targets: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +170,19 @@ class StepLoader:
     def rows_per_epoch(self) -> int:
         return self._order.rows_per_epoch
 
+    @property
+    def num_samples(self) -> int:
+        return self.rows_per_epoch
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Nothing to refuse: a step of any size is dealt to any number of ranks."""
+
+    def state_dict(self) -> None:
+        """Nothing: the order is a function of the seed, so a `DataState` is the whole position."""
+
+    def load_state_dict(self, saved: Mapping[str, JsonValue], state: DataState, *, allow_changed: bool) -> None:
+        """Nothing to restore: `steps` starts at any `DataState`."""
+
     def _rows(self, state: DataState) -> tuple[DataState, DataState, np.ndarray]:
         """Where the step that begins at `state` begins and ends, and its rows."""
         rows = self._order.step(state.epoch, state.rows_consumed)
@@ -209,7 +193,7 @@ class StepLoader:
         done = consumed >= self._order.rows_per_epoch
         return state, DataState(state.epoch + 1, 0) if done else DataState(state.epoch, consumed), rows
 
-    def step(self, state: DataState) -> Step:
+    def step(self, state: DataState) -> Step[Batch]:
         """The step that begins at `state`; at an epoch's end, the next epoch's first."""
         state, after, rows = self._rows(state)
         denominators = self._maker.denominators(rows)
@@ -223,7 +207,7 @@ class StepLoader:
             num_targets=denominators.get(self._token_term, 0.0) if self._token_term else 0.0,
         )
 
-    def steps(self, state: DataState) -> Iterator[Step]:
+    def steps(self, state: DataState) -> Iterator[Step[Batch]]:
         """Steps without end from `state` on."""
         if self._num_processes:
             yield from computed_ahead(self.step, self._states(state), self._num_processes)

@@ -8,9 +8,10 @@ from itertools import count, islice
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from pydantic import JsonValue
 from torch.utils.data import DataLoader
 
-from shardtune.data.loader.step_loader import DataState, Step
+from shardtune.data.loader.protocol import DataState, Step
 from shardtune.data.user_loader.batch import SameFields, UserBatch, fingerprint, rows_agreed, tokens_of
 from shardtune.data.user_loader.errors import (
     data_changed,
@@ -162,7 +163,7 @@ class BatchLoader:
     def num_steps(self, epoch: int) -> int:
         return -(-self._turns // self._turns_per_step)
 
-    def steps(self, state: DataState) -> Iterator[Step]:
+    def steps(self, state: DataState) -> Iterator[Step[UserBatch]]:
         """Steps without end from `state` on."""
         epoch, done = state.epoch, state.rows_consumed // self._rows_per_turn
         while True:
@@ -217,7 +218,7 @@ class BatchLoader:
             self._last = batch
             yield batch
 
-    def _step(self, batches: list[Any], turns: int, state: DataState, after: DataState) -> Step:
+    def _step(self, batches: list[Any], turns: int, state: DataState, after: DataState) -> Step[UserBatch]:
         """A step of the batches taken in so many turns, of which a sharded loader may have fewer."""
         if self._last is None:
             raise DataError("the loader yields no batch", where="build_dataloader", remedy="give every rank rows")
@@ -268,6 +269,12 @@ class BatchLoader:
             )
 
     # Resuming.
+
+    def state_dict(self) -> Mapping[str, JsonValue]:
+        return self.record().to_json()
+
+    def load_state_dict(self, saved: Mapping[str, JsonValue], state: DataState, *, allow_changed: bool) -> None:
+        self.resume(state, LoaderRecord.from_json(saved), allow_changed=allow_changed)
 
     def record(self) -> LoaderRecord:
         """What a checkpoint is to know of the loader as it stands; all ranks call it."""

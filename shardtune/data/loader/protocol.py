@@ -1,0 +1,101 @@
+"""What a worker needs from a loader: optimizer steps from any position, and a state to save with a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+from pydantic import JsonValue
+
+
+class MicroBatch(Protocol):
+    """What one forward takes."""
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """The weight of each loss term over this micro-batch."""
+        ...
+
+
+B_co = TypeVar("B_co", bound=MicroBatch, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class DataState:
+    """The position in the data: everything a resumed run needs, on any number of ranks."""
+
+    epoch: int = 0
+    rows_consumed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Generic[B_co]):
+    """One optimizer step as one rank sees it.
+
+    Attributes:
+        state: the position before it.
+        after: the position after it.
+        rows: int64 [rows], the data set's rows of the whole step on all ranks, in order; empty where a loader of the
+            user's does not number them.
+        micro_batches: this rank's share; as many on every rank.
+        denominators: per loss term, the weight of all rows of the step.
+        num_tokens: input tokens of the step on all ranks.
+        num_targets: the supervised weight of the step on all ranks, or 0 where no term counts tokens.
+    """
+
+    state: DataState
+    after: DataState
+    rows: np.ndarray
+    micro_batches: tuple[B_co, ...]
+    denominators: Mapping[str, float]
+    num_tokens: int
+    num_targets: float
+
+
+class Loader(Protocol[B_co]):
+    """Yields a rank's optimizer steps from any position; the built-in `StepLoader` and the user's `BatchLoader`."""
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """The rows by which `DataState.rows_consumed` advances in an epoch."""
+        ...
+
+    @property
+    def num_samples(self) -> int:
+        """The rows of an epoch as shown to the user; without those that only fill up the last batch."""
+        ...
+
+    def num_steps(self, epoch: int) -> int:
+        """Optimizer steps of an epoch."""
+        ...
+
+    def steps(self, state: DataState) -> Iterator[Step[B_co]]:
+        """Steps without end from `state` on."""
+        ...
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Refuse, on one rank, a step that cannot be divided among `num_ranks`.
+
+        Raises:
+            ConfigError: the sizes of the recipe do not divide.
+        """
+        ...
+
+    def state_dict(self) -> Mapping[str, JsonValue] | None:
+        """What a checkpoint stores beside the `DataState`; None where that suffices. All ranks call it."""
+        ...
+
+    def load_state_dict(self, saved: Mapping[str, JsonValue], state: DataState, *, allow_changed: bool) -> None:
+        """Go to the position of a checkpoint, before the next call of `steps`. All ranks call it.
+
+        Args:
+            saved: what `state_dict` returned.
+            state: the position at which it was saved.
+            allow_changed: accept data other than that of the checkpoint.
+
+        Raises:
+            CheckpointError: the data is not that of the checkpoint.
+        """
+        ...
