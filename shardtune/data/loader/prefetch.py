@@ -109,7 +109,7 @@ class _Messages(Dataset[bytes], Generic[T, R]):
             return pickle.dumps(answer)
 
 
-def _unchanged(message: bytes) -> bytes:
+def _unchanged(message: T) -> T:
     return message
 
 
