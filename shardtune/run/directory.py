@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
 import re
@@ -13,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO
 
 from shardtune.checkpoint.atomic import read_json, recover, write_json, write_text
 from shardtune.checkpoint.store import CheckpointStore, open_checkpoint
 from shardtune.config import Recipe, load_recipe
+from shardtune.data.file_lock import FileLock
 from shardtune.errors import CheckpointError, ConfigError
 from shardtune.launch.local import launch_id, restarted_launch
 from shardtune.run.resume_check import LARGER, check_changes, has_grown
@@ -171,11 +170,11 @@ class RunLock:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / LOCK
-        self._file: IO[str] | None = None
+        self._lock = FileLock(self._path)
 
     @property
     def held(self) -> bool:
-        return self._file is not None
+        return self._lock.held
 
     def acquire(self) -> None:
         """Hold the directory, which is made; waits some seconds for another to let go of it.
@@ -183,25 +182,21 @@ class RunLock:
         Raises:
             CheckpointError: another holds it, or it cannot be written.
         """
+
+        def gives_up(_: str, seconds: float) -> bool:
+            return seconds > LOCK_WAIT_SECONDS and self._lock.holder_alive
+
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self._path, "a+")  # noqa: SIM115 (held as long as the run)
+            acquired = self._lock.acquire(gives_up)
         except OSError as error:
             raise _unwritable(self._path.parent, error) from error
-        until = time.monotonic() + LOCK_WAIT_SECONDS
-        while True:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except OSError:
-                if time.monotonic() > until:
-                    self.release()
-                    raise CheckpointError(
-                        f"another process is training in {self._path.parent}",
-                        where=str(self._path),
-                        remedy="wait for it, stop it, or choose another runner.logger.experiment_name",
-                    ) from None
-            time.sleep(0.1)
+        if not acquired:
+            raise CheckpointError(
+                f"{self._lock.holder()} is training in {self._path.parent}",
+                where=str(self._path),
+                remedy="wait for it, stop it, or choose another runner.logger.experiment_name",
+            )
 
     def acquire_existing(self) -> None:
         """Hold the directory if a run was there before."""
@@ -209,9 +204,7 @@ class RunLock:
             self.acquire()
 
     def release(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._lock.release()
 
 
 def check_unlocked(run_dir: Path) -> None:

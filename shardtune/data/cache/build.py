@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
-import os
-import signal
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
-from multiprocessing.queues import SimpleQueue
+from itertools import tee
 from pathlib import Path
 
 from shardtune.data.cache.entry import EncodedRow, EncodedRows, EntryWriter, Tally
 from shardtune.data.cache.fields import Kinds, kinds_of, require_same_kinds
 from shardtune.data.cache_directory import content_size
 from shardtune.data.encoder import Encoder, Row, RowDropped, RowError, bad_row
-from shardtune.data.loader.prefetch import kill_started, quiet_tokenizers
+from shardtune.data.loader.prefetch import ProcessDied, computed_ahead
 from shardtune.data.progress import BuildProgress
 from shardtune.data.robot.frames import FrameRow
 from shardtune.data.row_files import Chunk
@@ -34,7 +25,6 @@ from shardtune.errors import DataError
 
 # Below this many bytes starting processes costs more than it saves.
 _SMALL_FILE = 1 << 20
-_AHEAD = 3  # chunks in flight per process
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +49,7 @@ def build_entry(task: BuildTask, folder: Path, num_workers: int, progress: Build
     """Encodes the file into `folder`. Raises `DataError` at the first fault that the task does not allow."""
     writer, first = EntryWriter(folder), None
     try:
-        with _encoded_chunks(task, num_workers) as results:
+        with closing(_encoded_chunks(task, num_workers)) as results:
             for chunk, result in results:
                 rows = _within_limit(task, chunk, result, writer.tally.kept)
                 first = _check_fields(task, rows, first)
@@ -133,16 +123,14 @@ def _require_fields_of(first: EncodedRow, row: EncodedRow) -> None:
         require_same_kinds(kinds_of(row.sample.fields), kinds_of(first.sample.fields), f"row {first.number:,}")
 
 
-def _within_limit(task: BuildTask, chunk: Chunk, result: Callable[[], EncodedRows], kept: int) -> EncodedRows:
+def _within_limit(task: BuildTask, chunk: Chunk, result: EncodedRows | DataError, kept: int) -> EncodedRows:
     """The chunk's rows up to the task's limit, beyond which not even a bad row matters."""
-    if task.limit is None:
-        return result()
-    room = task.limit - kept
-    try:
-        rows = result()
-    except DataError:
+    room = None if task.limit is None else task.limit - kept
+    if isinstance(result, DataError):
+        if room is None:
+            raise result
         return encode_chunk(task, chunk, room)
-    return rows if rows.tally.kept < room else encode_chunk(task, chunk, room)
+    return result if room is None or result.tally.kept < room else encode_chunk(task, chunk, room)
 
 
 def _encode_row(task: BuildTask, number: int, row: Row | RowError, tally: Tally) -> EncodedRow | None:
@@ -186,63 +174,26 @@ def _row_digest(row: Row) -> int:
 
 # -- processes -----------------------------------------------------------------------------------------------------
 
-_task: BuildTask | None = None
 
-
-@contextmanager
-def _encoded_chunks(task: BuildTask, num_workers: int) -> Iterator[Iterator[tuple[Chunk, Callable[[], EncodedRows]]]]:
-    """The chunks of the file in order, each with what waits for its encoded rows or raises what encoding raised."""
-    chunks = task.source.chunks(task.file)
+def _encoded_chunks(task: BuildTask, num_workers: int) -> Generator[tuple[Chunk, EncodedRows | DataError], None, None]:
+    """The chunks of the file in order, each with its encoded rows or with the error of one."""
     if num_workers < 2 or content_size(task.file.path) < _SMALL_FILE:
-        yield ((chunk, partial(encode_chunk, task, chunk)) for chunk in chunks)
-        return
-    # Forked, so that a large tokenizer is shared instead of sent, and functions from the user's files need no import.
-    context = multiprocessing.get_context("fork")
-    started = context.SimpleQueue()
-    pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(task, os.getpid(), started))
-    with quiet_tokenizers():
-        try:
-            yield _in_order(pool, chunks, num_workers * _AHEAD)
-        except BrokenProcessPool as error:
-            kill_started(started)
-            raise DataError(
-                "a process that tokenises the data died; the machine may be out of memory",
-                where=task.file.label,
-                remedy="lower data.num_workers",
-            ) from error
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        num_workers = 0
+    chunks, ahead = tee(task.source.chunks(task.file))
+    try:
+        with closing(computed_ahead(partial(_encoded, task), ahead, num_workers)) as results:
+            yield from zip(chunks, results, strict=False)  # not strict: nothing is read behind the last chunk
+    except ProcessDied as error:
+        raise DataError(
+            "a process that tokenises the data died; the machine may be out of memory",
+            where=task.file.label,
+            remedy="lower data.num_workers",
+        ) from error
 
 
-def _in_order(
-    pool: ProcessPoolExecutor, chunks: Iterator[Chunk], ahead: int
-) -> Iterator[tuple[Chunk, Callable[[], EncodedRows]]]:
-    waiting: deque[tuple[Chunk, Future[EncodedRows]]] = deque()
-    for chunk in islice(chunks, ahead):
-        waiting.append((chunk, pool.submit(_work, chunk)))
-    while waiting:
-        chunk, future = waiting.popleft()
-        yield chunk, future.result
-        for following in islice(chunks, 1):
-            waiting.append((following, pool.submit(_work, following)))
-
-
-def _start_worker(task: BuildTask, parent: int, started: SimpleQueue[int]) -> None:
-    global _task
-    _task = task
-    started.put(os.getpid())
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the parent decides, and ends the pool
-    threading.Thread(target=_follow, args=(parent,), daemon=True, name="cache-worker-watch").start()
-
-
-def _follow(parent: int) -> None:
-    """Ends this process when its parent is gone: a killed parent cannot end it."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
-
-
-def _work(chunk: Chunk) -> EncodedRows:
-    assert _task is not None
-    return encode_chunk(_task, chunk)
+def _encoded(task: BuildTask, chunk: Chunk) -> EncodedRows | DataError:
+    """An error is a value here: behind `task.limit` rows it does not matter."""
+    try:
+        return encode_chunk(task, chunk)
+    except DataError as error:
+        return error

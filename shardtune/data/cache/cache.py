@@ -14,9 +14,9 @@ from typing import Literal
 from shardtune.data.cache.build import BuildTask, build_entry, too_many_bad
 from shardtune.data.cache.dataset import Part, TokenDataset
 from shardtune.data.cache.entry import LAYOUT_VERSION, Entry, sync_folder
-from shardtune.data.cache.lock import HeartbeatLock
 from shardtune.data.cache_directory import cache_error, cache_root, print_line, writable
 from shardtune.data.encoder import Encoder, bad_row
+from shardtune.data.file_lock import FileLock
 from shardtune.data.progress import show_progress
 from shardtune.data.robot.content import content_digest
 from shardtune.data.sources.resolve import LEROBOT, Source, SourceFile
@@ -116,11 +116,18 @@ class EntryCache:
     def _build(self, task: BuildTask, folder: Path) -> Entry:
         locks = writable(self._root / "locks")
         writable(folder.parent)
-        lock = HeartbeatLock(locks / folder.name)
+        lock = FileLock(locks / folder.name)
         waiting = _Waiting(task.file.label, self._report)
-        with lock.hold(lambda: _open_entry(folder) is not None, waiting) as held:
-            if held and _open_entry(folder) is None:
+
+        def is_built(holder: str, seconds: float) -> bool:
+            waiting(holder, seconds)
+            return _open_entry(folder) is not None
+
+        try:
+            if lock.acquire(is_built) and _open_entry(folder) is None:
                 self._build_locked(task, folder)
+        finally:
+            lock.release()
         entry = _open_entry(folder)
         if entry is None:
             raise DataError(
@@ -144,12 +151,12 @@ class EntryCache:
 
 
 class _Waiting:
-    """Says that another process builds, first at once and then now and then."""
+    """Reports that another process builds, first after a second and then now and then."""
 
     def __init__(self, label: str, report: Callable[[str], None]) -> None:
         self._label = label
         self._report = report
-        self._next = 0.0
+        self._next = 1.0
 
     def __call__(self, holder: str, seconds: float) -> None:
         if seconds >= self._next:

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TypedDict
 
 import numpy as np
 
@@ -19,7 +19,9 @@ from shardtune.data.cache.fields import FieldColumn, FieldsReader, FieldsWriter,
 LAYOUT_VERSION = 2
 _KEPT_NOTES = 100
 _ALIGNMENT = 64
-# Array -> element type. The loss weights of a row are runs of equal values: most rows have two or three.
+# Array -> element type. Loss weights are stored as runs of equal values, of which most rows have two or three: the
+# weights 0 0 0 1 1 of a row are run_values 0 1 and run_lengths 3 2. The arrays of all rows are laid end to end; row i
+# has the runs [run_offsets[i], run_offsets[i + 1]), and likewise its tokens, prompt and reference.
 _ARRAYS = {
     "tokens": np.dtype("<i4"),
     "lengths": np.dtype("<i4"),
@@ -53,6 +55,29 @@ class Notes:
         self.count += other.count
         self.first.extend(other.first[: _KEPT_NOTES - len(self.first)])
 
+    @classmethod
+    def from_json(cls, content: NotesJson) -> Notes:
+        return cls(content["count"], [(number, reason) for number, reason in content["first"]])
+
+
+class NotesJson(TypedDict):
+    """`Notes` in an entry's description."""
+
+    count: int
+    first: list[tuple[int, str]]
+
+
+class TallyJson(TypedDict):
+    """`Tally` in an entry's description."""
+
+    rows: int
+    kept: int
+    truncated: NotesJson
+    too_long: NotesJson
+    no_target: NotesJson
+    filtered: NotesJson
+    bad: NotesJson
+
 
 @dataclass(slots=True)
 class Tally:
@@ -79,23 +104,32 @@ class Tally:
     def extend(self, other: Tally) -> None:
         self.rows += other.rows
         self.kept += other.kept
-        for name in ("truncated", "too_long", "no_target", "filtered", "bad"):
-            getattr(self, name).extend(getattr(other, name))
+        self.truncated.extend(other.truncated)
+        self.too_long.extend(other.too_long)
+        self.no_target.extend(other.no_target)
+        self.filtered.extend(other.filtered)
+        self.bad.extend(other.bad)
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Tally:
-        def read(value: Any) -> Any:
-            if not isinstance(value, Mapping):
-                return value
-            return Notes(value["count"], [(number, reason) for number, reason in value["first"]])
-
-        return cls(**{key: read(value) for key, value in content.items()})
+    def from_json(cls, content: TallyJson) -> Tally:
+        return cls(
+            rows=content["rows"],
+            kept=content["kept"],
+            truncated=Notes.from_json(content["truncated"]),
+            too_long=Notes.from_json(content["too_long"]),
+            no_target=Notes.from_json(content["no_target"]),
+            filtered=Notes.from_json(content["filtered"]),
+            bad=Notes.from_json(content["bad"]),
+        )
 
 
 @dataclass(slots=True)
 class EncodedRows:
-    """Consecutive encoded rows as flat arrays: what a worker process hands back. The keys are those of `_ARRAYS`,
-    with counts per row (`token_counts`, `run_counts`, `prompt_counts`, `reference_counts`) in place of offsets."""
+    """Consecutive encoded rows as flat arrays: the result of a worker process.
+
+    The keys are those of `_ARRAYS`, with counts per row (`token_counts`, `run_counts`, `prompt_counts`,
+    `reference_counts`) in place of offsets.
+    """
 
     arrays: dict[str, np.ndarray]
     terms: dict[str, np.ndarray]
@@ -153,7 +187,11 @@ def _prompt(sample: Sample) -> np.ndarray:
 
 
 def _runs(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The values of the runs of equal weights, and how long each is."""
+    """The values of the runs of equal weights, and how long each is.
+
+    Worked example: in 0 0 0 1 1 the neighbours differ at place 2 (0 and 1), so a run starts at 2 + 1; with the first
+    the starts are 0 3, the values 0 1, and the lengths the differences of 0 3 5.
+    """
     if not len(weights):
         return weights, np.empty(0, np.int32)
     starts = np.concatenate([[0], np.flatnonzero(weights[1:] != weights[:-1]) + 1])
@@ -182,6 +220,7 @@ class EntryWriter:
         }
         for name in _ARRAYS:
             if name in counts:
+                # Counts 5 2 behind an array that ends at 10 are the offsets 15 17: a row's end is the next one's start.
                 ends = self._ends[name] + np.cumsum(counts[name], dtype=np.int64)
                 self._ends[name] = int(ends[-1]) if len(ends) else self._ends[name]
                 self._append(name, ends)
@@ -194,7 +233,7 @@ class EntryWriter:
             earlier.append(rows.terms.get(name, np.zeros(kept)))
         self.tally.extend(rows.tally)
 
-    def finish(self, about: Mapping[str, Any]) -> None:
+    def finish(self, about: Mapping[str, str]) -> None:
         """Joins the arrays into one file, so that opening takes one mapping, and makes it durable.
 
         The description comes last: an entry without one is torn.
@@ -206,7 +245,7 @@ class EntryWriter:
         places: dict[str, tuple[int, int]] = {}
         with (self._folder / "rows.bin").open("wb") as rows:
             for name in self._files:
-                rows.write(bytes(-rows.tell() % _ALIGNMENT))
+                rows.write(bytes(-rows.tell() % _ALIGNMENT))  # behind 70 bytes, 58 zeros up to 128
                 start, piece = rows.tell(), self._folder / f"{name}.part"
                 with piece.open("rb") as file:
                     shutil.copyfileobj(file, rows, 1 << 20)

@@ -1,7 +1,7 @@
 """Which rows an optimizer step holds, as a pure function of (seed, epoch, rows consumed).
 
-Nothing here depends on the number of ranks, and no array as long as the data set is held: the permutation is a keyed
-bijection that is computed for the indices asked for.
+Nothing here depends on the number of ranks, and no array as long as the data set is kept in memory: the permutation is
+a keyed bijection that is computed only for the indices of a step.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
     A balanced Feistel network over the next power of four, walked along its cycle until it is back inside [0, size)
     (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002): fewer than four rounds of walking on average.
 
+    Worked example: for size 10, `(size - 1).bit_length()` is 4, so `half_bits` is 2 and the network permutes [0, 16).
+    Index 6 = 0b0110 has the halves left = 0b01 and right = 0b10. A round makes of them (right, left ^ f(right)), which
+    can be undone whatever f is, so six rounds are a bijection of [0, 16). If 6 goes to 13, which is outside, and 13 to
+    4, then 6 goes to 4. No other index does: its walk would have to pass through 13, which only the walk from 6 does.
+
     Args:
         index: integer array of any shape.
         size: length of the domain.
@@ -73,13 +78,13 @@ class OrderSource:
 
 
 class DataOrder:
-    """The rows of every epoch in training order, and where its steps are cut.
+    """The rows of every epoch in training order, and how an epoch is cut into steps.
 
     Args:
         sources: the spans of the data set, in order.
         seed: of the whole run.
         shuffle: False keeps the order of the files.
-        global_batch_size: rows of a step; the last step of an epoch holds what is left.
+        global_batch_size: rows of a step; the last step of an epoch has the remaining ones.
         global_batch_tokens: instead of rows, the input tokens a step may hold (at least one row).
         lengths: int32 [rows], needed to cut by tokens.
     """
@@ -101,9 +106,10 @@ class DataOrder:
         self._sources = tuple(sources)
         self._seed = seed
         self._shuffle = shuffle
-        self._batch_rows = global_batch_size
-        self._batch_tokens = global_batch_tokens
-        self._lengths = lengths
+        # Exactly one of the two: the rows of a step, or its tokens with the length of each row.
+        self._batch_rows = global_batch_size or 0
+        self._batch_tokens = global_batch_tokens or 0
+        self._lengths = np.empty(0, np.int32) if lengths is None else lengths
         self._ends = np.cumsum([source.rows_per_epoch for source in self._sources], dtype=np.int64)
         self._steps: dict[int, int] = {}
         if not self.rows_per_epoch:
@@ -118,7 +124,12 @@ class DataOrder:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def rows(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """The data set's rows at places [start, stop) of an epoch, int64; in O(stop - start)."""
+        """The data set's rows at places [start, stop) of an epoch, int64; in O(stop - start).
+
+        Worked example: sources of 3 rows with weight 1 and of 4 rows (numbers 3 to 6) with weight 0.5 give an epoch of
+        3 + 2 = 5 rows, `_ends` = [3, 5]. Place 4 (after the permutation of [0, 5)) is in the second source, as 4 >= 3,
+        and is its row number 4 - 3 = 1 of this epoch; `_choose` makes of 1 one of its four rows, say 2: row 3 + 2 = 5.
+        """
         size = self.rows_per_epoch
         place = np.arange(start, min(stop, size), dtype=np.int64)
         if self._shuffle and place.size:
@@ -134,7 +145,8 @@ class DataOrder:
     def _choose(self, source: OrderSource, epoch: int, place: np.ndarray) -> np.ndarray:
         """The rows of one source that an epoch holds; with weight 2.5 each row twice, and half of them once more.
 
-        Which half is drawn anew each epoch.
+        Which half is drawn anew each epoch. Worked example: 4 rows with weight 2.5 are places 0 to 9, which modulo 4
+        are 0 1 2 3, 0 1 2 3, 0 1; the permutation of [0, 4) then sends 0 and 1 to the two rows that come a third time.
         """
         size = source.stop - source.start
         if source.rows_per_epoch == size or not self._shuffle or not place.size:
@@ -144,14 +156,13 @@ class DataOrder:
 
     def step(self, epoch: int, start: int) -> np.ndarray:
         """The rows of the step that begins after `start` rows of an epoch; empty at its end."""
-        if self._batch_rows is not None:
+        if self._batch_rows:
             return self.rows(epoch, start, start + self._batch_rows)
-        assert self._lengths is not None
-        assert self._batch_tokens is not None
         taken = np.empty(0, dtype=np.int64)
         block = 64
         while True:
             taken = np.concatenate([taken, self.rows(epoch, start + taken.size, start + taken.size + block)])
+            # Lengths 5 3 4 6 sum up to 5 8 12 18: of 12 tokens 3 rows fit, the first sum above 12 being at place 3.
             tokens = np.cumsum(self._lengths[taken], dtype=np.int64)
             fits = int(np.searchsorted(tokens, self._batch_tokens, side="right"))
             if fits < taken.size or start + taken.size >= self.rows_per_epoch:
@@ -161,14 +172,14 @@ class DataOrder:
     def num_steps(self, epoch: int) -> int:
         """Steps of an epoch: arithmetic for a batch of rows, one pass over the lengths for a batch of tokens."""
         size = self.rows_per_epoch
-        if self._batch_rows is not None:
+        if self._batch_rows:
             return -(-size // self._batch_rows)
         if epoch not in self._steps:
-            assert self._lengths is not None
-            assert self._batch_tokens is not None
             tokens = np.cumsum(self._lengths[self.rows(epoch, 0, size)], dtype=np.int64)
             start = steps = 0
             while start < size:
+                # As `step`, from sums over the epoch: behind `start` rows that sum to `before`, a step ends before the
+                # first row at which the sum exceeds before + _batch_tokens; one row at least, however long.
                 before = int(tokens[start - 1]) if start else 0
                 start = max(start + 1, int(np.searchsorted(tokens, before + self._batch_tokens, side="right")))
                 steps += 1

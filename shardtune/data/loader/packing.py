@@ -18,6 +18,11 @@ def deal(lengths: np.ndarray, num_ranks: int, *, max_rows: int | None, max_token
     Every rank gets the same number of micro-batches, the smallest for which both limits hold; a bin may stay empty.
     The fullest bins of all ranks come first, so that ranks that wait for each other hold about as many tokens.
 
+    Worked example: lengths 9 2 7 4 on two ranks, `max_tokens` 12. The 22 tokens need at least ceil(22 / (2 x 12)) = 1
+    micro-batch per rank, so two bins: row 0 (9) goes to the first, row 2 (7) to the second, row 3 (4) to the second,
+    which has fewer (11), and row 1 (2) to the first (11). The result is [[[0, 1]], [[2, 3]]]. With more bins, sorted
+    by tokens, rank r has the bins r, r + ranks, r + 2 ranks, ...: its micro-batch m is bin m x ranks + r.
+
     Args:
         lengths: int [rows], tokens of each row.
         num_ranks: data-parallel ranks.
@@ -54,6 +59,9 @@ def deal_by_length(
 
     For models that cannot keep rows apart in one sequence. Every rank gets the same number of micro-batches; one may
     stay empty. The largest of all ranks come first.
+
+    Worked example: lengths 5 3 5 5 on two ranks, `max_tokens` 10. A micro-batch of length 5 has room for 10 // 5 = 2
+    rows, so the bins are [0, 2], [3] and [1], and one that is empty: [[[0, 2], [1]], [[3], []]].
 
     Args:
         lengths, num_ranks, max_rows, max_tokens: as for `deal`.
@@ -109,7 +117,7 @@ def pack(samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, f
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     token_weights = np.concatenate([sample.loss_weights for sample in samples]).astype(np.float32)
     token_weights[cu_seqlens[:-1]] = 0.0  # nothing comes before a document's first token
-    targets = np.flatnonzero(token_weights)
+    targets = np.flatnonzero(token_weights)  # never a first token, so targets - 1 stays in the same document
     return PackedBatch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])),

@@ -1,130 +1,119 @@
-"""Work that processes do ahead of who needs it, in order."""
+"""Results that processes compute ahead of their use, in order, by torch's `DataLoader`."""
 
 from __future__ import annotations
 
-import multiprocessing
+import atexit
 import os
+import pickle
 import signal
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from itertools import islice
-from multiprocessing.queues import SimpleQueue
-from typing import Any, TypeVar
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from typing import Generic, TypeVar
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
-from shardtune.data.loader.shared_memory import SharedMemoryMessage, packed
 from shardtune.errors import DataError
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 AHEAD = 2
-"""Pieces of work that each process is ahead by."""
+"""Results that each process may be ahead by."""
 _WATCH_SECONDS = 1.0
 
 
-def computed_ahead(function: Callable[[T], R], items: Iterable[T], num_processes: int) -> Iterator[R]:
+class ProcessDied(DataError):
+    """A process that computes ahead was killed, for example for want of memory."""
+
+
+def computed_ahead(function: Callable[[T], R], items: Iterable[T], num_processes: int) -> Generator[R, None, None]:
     """`function` of each item, in their order, computed in processes that fork here.
 
     Args:
-        function: what is computed; it sees this process as it is now. A result's tensors come through shared memory, in
-            one piece.
-        items: read ahead of what is asked for, so they may have no end.
-        num_processes: 0: nothing is started, each result is computed when it is asked for.
+        function: sees this process as it is when the first result is requested. The tensors of a result come through
+            shared memory.
+        items: read only a few ahead of the results, so they may have no end.
+        num_processes: 0: nothing is started, each result is computed when it is requested.
 
     Raises:
-        DataError: one of the processes was killed. What the function raises comes as it is, in its place.
+        ProcessDied: one of the processes was killed. An error of the function is raised as it is, in its place.
     """
     if not num_processes:
         yield from map(function, items)
         return
-    pending, waiting = enumerate(items), deque[Future[SharedMemoryMessage]]()
-    # Forked, so that nothing has to be sent to it that this process knows.
-    context = multiprocessing.get_context("fork")
-    started = context.SimpleQueue()
-    most = num_processes * AHEAD
-    pool = ProcessPoolExecutor(
-        num_processes, context, initializer=_begin, initargs=(function, os.getpid(), started, most)
-    )
+    with quiet_tokenizers(), _signal_handler_kept():
+        messages = [iter(_loader(function, items, num_processes))]
+    # Its processes end with it. At exit that has to come before multiprocessing waits for them: they ignore SIGTERM.
+    atexit.register(messages.clear)
     try:
-        with quiet_tokenizers():
-            for number, item in islice(pending, most):
-                waiting.append(pool.submit(_work, number, item))
-        while waiting:
-            found = _received(waiting.popleft().result())
-            for number, item in islice(pending, 1):
-                waiting.append(pool.submit(_work, number, item))
-            yield found
-    except BrokenProcessPool as error:
-        kill_started(started)
-        raise _died(error) from error
+        while True:
+            try:
+                message = next(messages[0], None)
+                if message is None:
+                    return
+                result, error = pickle.loads(message)
+            except (RuntimeError, EOFError, OSError) as problem:  # of torch, whose process is gone, not of the function
+                cause = str(problem)
+                break
+            if error is not None:
+                raise error
+            yield result
     finally:
-        waiting.clear()
-        pool.shutdown(wait=True, cancel_futures=True)
+        messages.clear()
+        atexit.unregister(messages.clear)
+    # Raised here, because the traceback of `problem` would keep the iterator and its processes alive.
+    raise ProcessDied(
+        f"a process that makes micro-batches died: {cause}",
+        where="data.num_workers",
+        remedy="memory may be full: lower data.num_workers, or the rows of a micro-batch",
+    )
 
 
-def kill_started(processes: SimpleQueue[int]) -> None:
-    """Kills what is left of a broken pool, by the numbers that its processes gave when they began.
-
-    The pool asks them to end, and waits; but they may wait for a lock that died with the one that held it.
-    """
-    while not processes.empty():
-        with suppress(ProcessLookupError):
-            os.kill(processes.get(), signal.SIGKILL)
-
-
-def _received(message: SharedMemoryMessage) -> Any:
-    try:
-        return message.opened()
-    except FileNotFoundError as error:  # its process is gone, and so is the memory
-        raise BrokenProcessPool(str(error)) from error
-    except OSError as error:
-        raise _not_shared(error) from error
+def _loader(function: Callable[[T], R], items: Iterable[T], num_processes: int) -> DataLoader[bytes]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # more processes than cores
+        return DataLoader(
+            _Messages(function),
+            batch_size=None,
+            sampler=items,
+            collate_fn=_unchanged,
+            num_workers=num_processes,
+            prefetch_factor=AHEAD,
+            multiprocessing_context="fork",  # so that nothing has to be pickled that this process already holds
+            worker_init_fn=partial(_begin, os.getpid()),
+            generator=torch.Generator(),  # by default the seed of the processes is drawn from the global one
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class _Worker:
-    """A process of the pool.
+class _Messages(Dataset[bytes], Generic[T, R]):
+    """`[item]` is the pickled pair (result, None), or (None, error); torch would raise another error with its text."""
 
-    Attributes:
-        function: computes a result.
-        most: results that may be under way at once, of all processes.
-        kept: numbers and files of results whose memory may not have been opened yet.
-    """
+    def __init__(self, function: Callable[[T], R]) -> None:
+        self._function = function
 
-    function: Callable[[Any], Any]
-    most: int
-    kept: deque[tuple[int, int]]
-
-    def work(self, number: int, item: Any) -> SharedMemoryMessage:
-        # A piece is given out when the one that is `most` before it has been opened.
-        while self.kept and self.kept[0][0] <= number - self.most:
-            os.close(self.kept.popleft()[1])
-        found = self.function(item)
+    def __getitem__(self, item: T) -> bytes:
         try:
-            message = packed(found)
-        except OSError as error:
-            raise _not_shared(error) from error
-        if message.file is not None:
-            self.kept.append((number, message.file))
-        return message
+            answer = self._function(item), None
+        except Exception as error:
+            answer = None, error
+        # Pickled here, and not by the queue's thread, where a failure would be printed and leave the reader waiting.
+        try:
+            return bytes(ForkingPickler.dumps(answer))
+        except RuntimeError:  # no room in shared memory, in containers often 64 MB: the content goes through the pipe
+            return pickle.dumps(answer)
 
 
-_worker: _Worker | None = None
+def _unchanged(message: T) -> T:
+    return message
 
 
-def _begin(function: Callable[[Any], Any], parent: int, started: SimpleQueue[int], most: int) -> None:
-    global _worker
-    _worker = _Worker(function, most, deque())
-    started.put(os.getpid())
-    torch.set_num_threads(1)
+def _begin(parent: int, _: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they reach a whole group; the parent decides when work ends
     threading.Thread(target=_follow, args=(parent,), daemon=True, name="shardtune-ahead-watch").start()
@@ -137,14 +126,22 @@ def _follow(parent: int) -> None:
     os._exit(1)
 
 
-def _work(number: int, item: Any) -> SharedMemoryMessage:
-    assert _worker is not None
-    return _worker.work(number, item)
+@contextmanager
+def _signal_handler_kept() -> Iterator[None]:
+    """Keep torch's handler of SIGCHLD out: it raises wherever the main thread is, as in the middle of a step."""
+    if threading.current_thread() is not threading.main_thread():  # where torch sets none
+        yield
+        return
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 @contextmanager
 def quiet_tokenizers() -> Iterator[None]:
-    """Tells the tokenizers library that forking is meant, so that it does not warn about its threads."""
+    """Keep the tokenizers library from warning that a process with its threads forks."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -155,20 +152,3 @@ def quiet_tokenizers() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-def _not_shared(error: OSError) -> DataError:
-    return DataError(
-        f"a micro-batch cannot be handed over in shared memory: {error}",
-        where="data.num_workers",
-        remedy="set it to 0, or make room in memory and let processes of one user open each other's files in /proc",
-    )
-
-
-def _died(error: BrokenProcessPool) -> DataError:
-    cause = str(error.__cause__ or "").strip(" \n'\"").rpartition("\n")[2]
-    return DataError(
-        "a process that makes micro-batches died" + (f": {cause}" if cause else ""),
-        where="data.num_workers",
-        remedy="memory, in which batches are shared, may be full: lower data.num_workers, or the rows of a micro-batch",
-    )

@@ -18,7 +18,7 @@ from shardtune.data.loader.protocol import DataState, Step
 
 
 class Rows(Protocol):
-    """What the loader asks of a data set."""
+    """What the loader reads from a data set."""
 
     @property
     def lengths(self) -> np.ndarray: ...
@@ -108,8 +108,10 @@ class BatchMaker:
         companion = self._collator.companion()
         if companion is not None and not self._counts(companion.field)[rows].any():
             companion = None
-        hands = self._deal(lengths, rows, companion)[self._rank]
-        return tuple(self._collate(rows[hand], rows[0], companion) for hand in hands)
+        # Rows 40 17 95 of the data set have the places 0 1 2 in this step; a rank that is dealt the places [0, 2] has
+        # the rows 40 and 95. One that is dealt none needs some row of the step to make a filler of.
+        dealt = self._deal(lengths, rows, companion)[self._rank]
+        return tuple(self._collate(rows[places], rows[0], companion) for places in dealt)
 
     def _deal(self, lengths: np.ndarray, rows: np.ndarray, companion: Companion | None) -> list[list[list[int]]]:
         limits = self._limits
@@ -144,14 +146,14 @@ class BatchMaker:
 
 
 class StepLoader:
-    """Yields this rank's steps of training from any `DataState`, the next one made ready in the background.
+    """Yields this rank's steps of training from any `DataState`, and prepares the next one in the background.
 
     Args:
         data: the encoded rows.
         order: cuts epochs into steps.
         maker: cuts steps into micro-batches.
         token_term: the loss term whose weight counts supervised tokens.
-        num_processes: that make steps ready; 0: a thread of this one does.
+        num_processes: that prepare steps; 0: a thread of this one does.
     """
 
     def __init__(
@@ -184,7 +186,11 @@ class StepLoader:
         """Nothing to restore: `steps` starts at any `DataState`."""
 
     def _rows(self, state: DataState) -> tuple[DataState, DataState, np.ndarray]:
-        """Where the step that begins at `state` begins and ends, and its rows."""
+        """The positions before and after the step that begins at `state`, and its rows.
+
+        At the end of an epoch of 10 rows, `DataState(0, 10)` and `DataState(1, 0)` both begin with the first step of
+        epoch 1; a step that ends an epoch always leads to the second form.
+        """
         rows = self._order.step(state.epoch, state.rows_consumed)
         if not len(rows):
             state = DataState(state.epoch + 1, 0)
@@ -220,7 +226,7 @@ class StepLoader:
                 yield step
 
     def _states(self, state: DataState) -> Iterator[DataState]:
-        """Where each step begins, from `state` on."""
+        """The position before each step, from `state` on."""
         while True:
             state, after, _ = self._rows(state)
             yield state

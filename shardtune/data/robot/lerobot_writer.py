@@ -286,10 +286,10 @@ class _Version3:
         self._listed: list[dict[str, Any]] = []
 
     def add(self, episode: _Written, table: pa.Table) -> None:
-        if self._writer is None or self._path.stat().st_size >= self._limit:
-            self._next(table.schema)
-        assert self._writer is not None
-        self._writer.write_table(table, row_group_size=len(table))
+        writer = self._writer
+        if writer is None or self._path.stat().st_size >= self._limit:
+            writer = self._next(table.schema)
+        writer.write_table(table, row_group_size=len(table))
         chunk, file = divmod(self._file, _FILES_PER_CHUNK)
         self._listed.append(
             {
@@ -322,13 +322,14 @@ class _Version3:
         if self._writer is not None:
             self._writer.close()
 
-    def _next(self, schema: pa.Schema) -> None:
+    def _next(self, schema: pa.Schema) -> pq.ParquetWriter:
         self.close()
         self._file += 1
         chunk, file = divmod(self._file, _FILES_PER_CHUNK)
         self._path = self._folder / "data" / f"chunk-{chunk:03d}" / f"file-{file:03d}.parquet"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._writer = pq.ParquetWriter(self._path, schema)
+        return self._writer
 
 
 def _task_table(tasks: Sequence[str]) -> pa.Table:

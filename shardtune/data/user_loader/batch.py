@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ COLLATE = "build_dataloader: collate_fn"
 
 @dataclass(frozen=True, slots=True)
 class UserBatch:
-    """One micro-batch of a worker of the user's own.
+    """One micro-batch of a user's own loader.
 
     Attributes:
         fields: as the loader yields it.
@@ -43,17 +43,17 @@ class MissingField(DataError, KeyError):
     """A worker reads a field that its collate function does not produce; a `KeyError` to the worker itself."""
 
 
-class Fields(dict[str, Any]):
-    """A batch that knows what to say when a key is not there."""
+class Fields(dict[str, object]):
+    """A batch whose error for a missing key lists the keys that there are."""
 
-    def __missing__(self, key: object) -> Any:
+    def __missing__(self, key: object) -> NoReturn:
         raise missing_field(key, self)
 
-    def pop(self, key: str, *default: Any) -> Any:
+    def pop(self, key: str, *default: object) -> object:
         return super().pop(key, *default) if default else super().pop(key) if key in self else self[key]
 
 
-def missing_field(key: object, batch: Mapping[Any, Any]) -> MissingField:
+def missing_field(key: object, batch: Mapping[str, object]) -> MissingField:
     """The error of a worker that reads what is not in a batch."""
     produced = ", ".join(str(name) for name in batch) or "nothing"
     return MissingField(
@@ -68,7 +68,7 @@ def with_names(batch: Any) -> Any:
     return Fields(batch) if type(batch) is dict else batch
 
 
-def require_dict(batch: Any) -> Mapping[str, Any]:
+def require_dict(batch: object) -> Mapping[str, object]:
     """A batch as a mapping of fields; anything else is refused."""
     if isinstance(batch, Mapping):
         return batch
@@ -79,7 +79,7 @@ def require_dict(batch: Any) -> Mapping[str, Any]:
     )
 
 
-def kind_of(batch: Any) -> str:
+def kind_of(batch: object) -> str:
     """What a batch is, in words."""
     if isinstance(batch, (list, tuple)):
         kinds = sorted({type(item).__name__ for item in batch})
@@ -87,7 +87,7 @@ def kind_of(batch: Any) -> str:
     return f"a {type(batch).__name__}"
 
 
-def targets_of(batch: Any, *, shifted: bool) -> float:
+def targets_of(batch: object, *, shifted: bool) -> float:
     """How many targets a mean loss over this batch averages: labels that count, or rows where there are no labels.
 
     Args:
@@ -104,8 +104,8 @@ def targets_of(batch: Any, *, shifted: bool) -> float:
     return float(rows)
 
 
-def rows_of(batch: Any) -> int | None:
-    """Samples in a batch; None where it does not tell.
+def rows_of(batch: object) -> int | None:
+    """Samples in a batch; None where they cannot be counted.
 
     They are counted by `labels` or `input_ids`, else by the first tensor's first dimension or the first list.
     """
@@ -115,13 +115,13 @@ def rows_of(batch: Any) -> int | None:
     return _size(batch)
 
 
-def _size(value: Any) -> int | None:
+def _size(value: object) -> int | None:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return int(value.shape[0]) if value.ndim else None
     return len(value) if isinstance(value, (list, tuple)) else None
 
 
-def rows_agreed(batch: Any) -> int | None:
+def rows_agreed(batch: object) -> int | None:
     """The rows of a batch whose tensors all have as many; None where they differ, as with images laid end to end."""
     if not isinstance(batch, Mapping):
         return None
@@ -130,12 +130,12 @@ def rows_agreed(batch: Any) -> int | None:
 
 
 class SameFields:
-    """Sees to it that all batches of a loader have the same fields."""
+    """Checks that all batches of a loader have the same fields."""
 
     def __init__(self) -> None:
         self._fields: set[str] | None = None
 
-    def check(self, batch: Any, number: int) -> None:
+    def check(self, batch: object, number: int) -> None:
         """Refuse a batch that lacks what those before it had, or has what they lacked.
 
         Args:
@@ -149,18 +149,18 @@ class SameFields:
         if known is None or fields == known:
             return
         lost, new = sorted(known - fields), sorted(fields - known)
-        told = f"has no {', '.join(map(repr, lost))}, which those before it have" if lost else ""
-        more = f"has {', '.join(map(repr, new))}, which those before it lack" if new else ""
+        missing = f"has no {', '.join(map(repr, lost))}, which those before it have" if lost else ""
+        added = f"has {', '.join(map(repr, new))}, which those before it lack" if new else ""
         raise DataError(
-            f"batch {number} {' and '.join(filter(None, (told, more)))}",
+            f"batch {number} {' and '.join(filter(None, (missing, added)))}",
             where=COLLATE,
             remedy="give every batch the same fields: where no sample has one (an image, say), put in a blank one and "
             "mask it",
         )
 
 
-def tokens_of(batch: Any) -> int:
-    """Input tokens without padding where the batch tells, otherwise rows."""
+def tokens_of(batch: object) -> int:
+    """Input tokens without padding where the batch has a mask or ids, otherwise rows."""
     if isinstance(batch, Mapping):
         mask = next((batch[name] for name in MASKS if name in batch), None)
         ids = batch.get("input_ids")
@@ -171,20 +171,20 @@ def tokens_of(batch: Any) -> int:
     return rows_of(batch) or 0
 
 
-def describe_batch(batch: Any) -> str:
+def describe_batch(batch: object) -> str:
     """What a batch holds, as `input_ids int64 [2, 32], labels int64 [2, 32]`."""
     if not isinstance(batch, Mapping):
         return kind_of(batch)
     return ", ".join(f"{name} {_describe(value)}" for name, value in batch.items())
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return kind_of(value) if isinstance(value, (list, tuple)) else type(value).__name__
 
 
-def fingerprint(batch: Any) -> str:
+def fingerprint(batch: object) -> str:
     """A hash of all numbers and texts in a batch."""
     digest = blake2b(digest_size=16)
     for piece in _pieces(batch):
@@ -192,8 +192,8 @@ def fingerprint(batch: Any) -> str:
     return digest.hexdigest()
 
 
-def _pieces(value: Any) -> Iterator[bytes]:
-    """A value as bytes, with what tells apart values of the same bytes."""
+def _pieces(value: object) -> Iterator[bytes]:
+    """A value as bytes, with its type and shape, so that different values of the same bytes differ."""
     yield type(value).__name__.encode()
     if isinstance(value, Mapping):
         for name in sorted(value, key=str):

@@ -1,4 +1,4 @@
-"""Steps of training from a user's own iterable of batches: which batch is whose, and how its place is found again."""
+"""Training steps from a user's own iterable of batches: the batches of each rank, and how a run resumes in it."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from shardtune.data.user_loader.state_json import NotPlain, StatefulLoader, deco
 from shardtune.errors import ConfigError, DataError
 from shardtune.parallel.ranks import Ranks
 
-Weigh = Callable[[Sequence[Any]], list[Mapping[str, float]]]
-"""What batches, at least one, weigh in each term of the loss. All ranks call it together."""
+Weigh = Callable[[Sequence[object]], list[Mapping[str, float]]]
+"""Batches, at least one, to the weight of each in each term of the loss. All ranks call it together."""
 
 
 @runtime_checkable
 class SizedLoader(Protocol):
-    """A loader that can be gone through once per epoch and knows its number of batches."""
+    """A loader that can be iterated once per epoch and has a number of batches."""
 
     def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Any]: ...
+    def __iter__(self) -> Iterator[object]: ...
 
 
 class BatchLoader:
@@ -81,22 +81,23 @@ class BatchLoader:
         self._num_samples = num_samples
         self._draws = LoaderRng(loader, seed)
         self._report = report
-        # In turns: a batch of the loader each, on all ranks at once where it is sharded.
+        # Counted in turns: one batch of the loader, or one of each rank where it is sharded. A step of 24 rows, on four
+        # ranks two batches of 3 rows each, takes 2 turns of 12 rows if it is sharded, otherwise 8 turns of 3 rows.
         self._turns_per_step = batches_per_rank if sharded else batches_per_rank * ranks.num_data_ranks
         self._rows_per_turn = rows_per_batch * ranks.num_data_ranks if sharded else rows_per_batch
         self._turns = int(ranks.largest(len(loader))) if sharded else len(loader)
         self._fields = SameFields()
         self._first = ""
         self._seen = ""
-        self._last: Any = None
+        self._last: object = None
         self._compared = False
-        self._ready: tuple[int, int, Iterator[Any]] | None = None
+        self._ready: tuple[int, int, Iterator[object]] | None = None
         self._resumed: LoaderRecord | None = None  # until a step is taken
 
     @classmethod
     def of(
         cls,
-        loader: Any,
+        loader: object,
         info: Mapping[str, Any],
         *,
         ranks: Ranks,
@@ -152,7 +153,7 @@ class BatchLoader:
         return self.rows_per_epoch if announced is None else announced
 
     @property
-    def last_batch(self) -> Any:
+    def last_batch(self) -> object:
         """The last batch that was taken; None before the first."""
         return self._last
 
@@ -185,7 +186,7 @@ class BatchLoader:
 
     # Going through the loader.
 
-    def _enter(self, epoch: int, done: int) -> Iterator[Any]:
+    def _enter(self, epoch: int, done: int) -> Iterator[object]:
         """An epoch's batches from number `done` on."""
         ready, self._ready = self._ready, None
         if ready is not None and ready[:2] == (epoch, done):
@@ -195,7 +196,7 @@ class BatchLoader:
             pass
         return batches
 
-    def _pass(self, epoch: int, first: int = 0) -> Iterator[Any]:
+    def _pass(self, epoch: int, first: int = 0) -> Iterator[object]:
         """The batches that the loader yields from where it stands, which is before number `first` of an epoch.
 
         What they draw depends on their number, not on where the pass begins.
@@ -218,7 +219,7 @@ class BatchLoader:
             self._last = batch
             yield batch
 
-    def _step(self, batches: list[Any], turns: int, state: DataState, after: DataState) -> Step[UserBatch]:
+    def _step(self, batches: list[object], turns: int, state: DataState, after: DataState) -> Step[UserBatch]:
         """A step of the batches taken in so many turns, of which a sharded loader may have fewer."""
         if self._last is None:
             raise DataError("the loader yields no batch", where="build_dataloader", remedy="give every rank rows")
@@ -231,6 +232,7 @@ class BatchLoader:
         spare = next((batch for batch, weight in pairs if any(weight.values())), self._last)
         filler = UserBatch(spare, dict.fromkeys(terms, 0.0), counts=False)
         if not self._sharded:
+            # Of batches 0 to 6 on three ranks, rank 1 has 1 and 4, and one filler up to ceil(7 / 3) = 3.
             pairs = pairs[self._ranks.data_rank :: self._ranks.num_data_ranks]
             turns = -(-turns // self._ranks.num_data_ranks)
         made = [UserBatch(batch, weight) if any(weight.values()) else filler for batch, weight in pairs]
@@ -249,7 +251,7 @@ class BatchLoader:
             num_targets=sums[0] if len(terms) == 1 else 0.0,
         )
 
-    def _compare_ranks(self, batches: Sequence[Any]) -> None:
+    def _compare_ranks(self, batches: Sequence[object]) -> None:
         """At the first step, see that batches are as large as the recipe says and on the right ranks."""
         if self._compared:
             return
@@ -277,7 +279,7 @@ class BatchLoader:
         self.resume(state, LoaderRecord.from_json(saved), allow_changed=allow_changed)
 
     def record(self) -> LoaderRecord:
-        """What a checkpoint is to know of the loader as it stands; all ranks call it."""
+        """What a checkpoint stores of the loader; all ranks call it."""
         if self._resumed is not None:
             return self._resumed
         told = self._ranks.gather((self._first, self._seen, self._draws.own_seeds, self._own_state()))
@@ -293,7 +295,7 @@ class BatchLoader:
     def _identity(self) -> LoaderRecord:
         return LoaderRecord(self._turns, self._num_samples, self._rows, self._ranks.num_data_ranks, self._sharded)
 
-    def _own_state(self) -> Any:
+    def _own_state(self) -> JsonValue:
         """The loader's own state, encoded; None where it has none that can be kept."""
         if not isinstance(self._loader, StatefulLoader) or self._last is None:
             return None
@@ -306,7 +308,7 @@ class BatchLoader:
             return None
 
     def resume(self, state: DataState, saved: LoaderRecord, *, allow_changed: bool) -> None:
-        """Find the place of a checkpoint; all ranks call it.
+        """Go to the position of a checkpoint; all ranks call it.
 
         Args:
             state: where the data stood.
@@ -334,7 +336,7 @@ class BatchLoader:
         if alike and len(saved.own_seeds) in (1, now.ranks) and of_rank(saved.own_seeds, rank) != self._draws.own_seeds:
             self._report("a generator that the loader holds was seeded otherwise: what it draws from here on is new")
         if states is not None and not changes and isinstance(self._loader, StatefulLoader):
-            self._restore(decode(of_rank(states, rank)), done)
+            self._restore(self._loader, decode(of_rank(states, rank)), done)
             self._seen = of_rank(seen, rank) if seen else ""
             self._ready = state.epoch, done, self._pass(state.epoch, done)
         elif done:
@@ -344,15 +346,14 @@ class BatchLoader:
             self._replay(state.epoch, done, of_rank(seen, rank) if seen and not changes else "")
         self._resumed = replace(now, first_batch=firsts, seen=seen, own_seeds=saved.own_seeds, states=states)
 
-    def _restore(self, state: Any, done: int) -> None:
-        """Give the loader its own state."""
-        assert isinstance(self._loader, StatefulLoader)
-        self._loader.load_state_dict(state)
-        if not isinstance(self._loader, DataLoader):
+    def _restore(self, loader: StatefulLoader, state: object, done: int) -> None:
+        """Restore the loader's own state."""
+        loader.load_state_dict(state)
+        if not isinstance(loader, DataLoader):
             return
         if not done:  # the pass that the state ended; the next one's order comes from the epoch, not from the state
-            iter(self._loader)
-        if self._loader.num_workers and (done or self._loader.persistent_workers):
+            iter(loader)
+        if loader.num_workers and (done or loader.persistent_workers):
             self._report(
                 "the loader's state does not hold what its processes draw: a random transform goes on otherwise"
             )
@@ -363,7 +364,7 @@ class BatchLoader:
         return "" if batch is None else fingerprint(batch)
 
     def _replay(self, epoch: int, done: int, wanted: str) -> None:
-        """Go through an epoch's first batches again; they have to be those that they were."""
+        """Iterate over an epoch's first batches again; they have to be the same as before."""
         batches = self._enter(epoch, done)
         differs = bool(wanted) and self._seen != wanted
         if self._ranks.largest(float(differs)):

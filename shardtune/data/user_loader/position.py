@@ -1,10 +1,14 @@
-"""What a checkpoint knows of a user's own loader: enough to find the place again, and to see that it is the same."""
+"""What a checkpoint stores of a user's own loader: its position, and enough to recognise the data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import JsonValue
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +35,13 @@ class LoaderRecord:
     first_batch: Sequence[str] = ()
     seen: Sequence[str] = ()
     own_seeds: Sequence[Sequence[int]] = ()
-    states: Sequence[Any] | None = None
+    states: Sequence[JsonValue] | None = None
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> LoaderRecord:
         return cls(**values)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, JsonValue]:
         return asdict(self)
 
     def cut_alike(self, other: LoaderRecord) -> bool:
@@ -49,7 +53,7 @@ class LoaderRecord:
         )
 
     def changes(self, now: LoaderRecord) -> list[str]:
-        """In what the data is another one now, as far as numbers tell."""
+        """How the data differs now, as far as its sizes show."""
         found = []
         if self.num_samples != now.num_samples:
             found.append(f"num_samples: {self.num_samples} -> {now.num_samples}")
@@ -58,11 +62,11 @@ class LoaderRecord:
         return found
 
 
-def of_rank(values: Sequence[Any], rank: int) -> Any:
-    """What a record holds for a rank: one value may stand for all."""
+def of_rank(values: Sequence[T], rank: int) -> T:
+    """The value of a rank in a record, where one value may stand for all ranks."""
     return values[rank if len(values) > 1 else 0]
 
 
-def merged(values: Sequence[Any]) -> list[Any]:
+def merged(values: Sequence[T]) -> list[T]:
     """The values of all ranks, or the one that all have."""
     return list(values[:1]) if all(value == values[0] for value in values) else list(values)

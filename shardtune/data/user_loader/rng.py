@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,7 +19,7 @@ Reseed = Callable[[int], object]
 
 @runtime_checkable
 class EpochAware(Protocol):
-    """A loader or sampler that is told the epoch, as torch's `DistributedSampler`."""
+    """A loader or sampler whose order depends on the epoch, as torch's `DistributedSampler`."""
 
     def set_epoch(self, epoch: int) -> None: ...
 
@@ -34,7 +34,7 @@ class LoaderRng:
         seed: of the run.
     """
 
-    def __init__(self, loader: Any, seed: int) -> None:
+    def __init__(self, loader: Iterable[Any], seed: int) -> None:
         self._seed = seed
         self._loader = loader
         self._parts = _parts_of(loader)
@@ -51,7 +51,7 @@ class LoaderRng:
         return [own_seed for _, own_seed in self._generators]
 
     def begin(self, epoch: int) -> Iterator[Any]:
-        """The loader, about to be gone through."""
+        """The batches of an epoch, with everything that they draw from seeded."""
         _seed_all(derive_seed(self._seed, epoch, "loader"))
         for reseed, own_seed in self._generators:
             reseed(derive_seed(own_seed, epoch, "generator"))
@@ -61,16 +61,16 @@ class LoaderRng:
         return iter(self._loader if self._untouched is None else copy(self._untouched))
 
     def before(self, epoch: int, number: int) -> None:
-        """Before a batch is asked for."""
+        """Seed what the next batch draws."""
         _seed_all(derive_seed(self._seed, epoch, number, "batch"))
 
 
-def _parts_of(loader: Any) -> list[Any]:
+def _parts_of(loader: object) -> list[object]:
     """A loader, the data set of a torch loader, and its samplers, also those inside of others."""
     if not isinstance(loader, DataLoader):
         return [loader]
-    parts: list[Any] = [loader, loader.dataset]
-    waiting: list[Any] = [loader.sampler, loader.batch_sampler]
+    parts: list[object] = [loader, loader.dataset]
+    waiting: list[object] = [loader.sampler, loader.batch_sampler]
     while waiting:
         part = waiting.pop(0)
         if part is None or any(part is known for known in parts):
@@ -80,21 +80,21 @@ def _parts_of(loader: Any) -> list[Any]:
     return parts
 
 
-def _attributes(part: Any) -> list[Any]:
-    """What an object holds under names of its own; a list or a tuple of rows has none."""
+def _attributes(part: object) -> list[object]:
+    """The values of an object's attributes; a list or a tuple of rows has none."""
     try:
         return list(vars(part).values())
     except TypeError:
         return []
 
 
-def _generators_of(parts: list[Any]) -> list[tuple[Reseed, int]]:
+def _generators_of(parts: list[object]) -> list[tuple[Reseed, int]]:
     """How to seed each generator that some parts hold, and a number that stands for how its owner seeded it."""
     held = {id(value): value for part in parts for value in _attributes(part)}
     return [found for found in map(_generator, held.values()) if found is not None]
 
 
-def _generator(value: Any) -> tuple[Reseed, int] | None:
+def _generator(value: object) -> tuple[Reseed, int] | None:
     if isinstance(value, torch.Generator):
         return value.manual_seed, value.initial_seed()
     if isinstance(value, random.Random):

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from pydantic import JsonValue
 
 TAG = "__is__"
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -15,13 +16,13 @@ _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dty
 
 @runtime_checkable
 class StatefulLoader(Protocol):
-    """A loader that can say where it stands and be put there again, as torchdata's `StatefulDataLoader`.
+    """A loader whose position can be saved and restored, as torchdata's `StatefulDataLoader`.
 
     `load_state_dict` concerns the next `iter`: it goes on behind the last batch that was taken. A state that is taken
     once a pass has come to its end is one from which `iter` begins the next pass.
     """
 
-    def state_dict(self) -> Mapping[str, Any]: ...
+    def state_dict(self) -> Mapping[str, object]: ...
     def load_state_dict(self, state_dict: Any) -> None: ...
 
 
@@ -29,7 +30,7 @@ class NotPlain(Exception):
     """A loader's state holds what JSON cannot."""
 
 
-def encode(value: Any) -> Any:
+def encode(value: object) -> JsonValue:
     """A state as what JSON holds.
 
     Raises:
@@ -58,7 +59,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given."""
+    """The state that `encode` made JSON of."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from itertools import count, islice
@@ -156,14 +157,33 @@ def test_processes_end_when_their_parent_is_killed() -> None:
     parent.stderr.close()
 
 
-def test_memory_that_cannot_be_shared_is_an_error_of_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: str) -> int:
-        raise OSError(28, "No space left on device")
+def test_what_cannot_be_shared_goes_through_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
 
-    monkeypatch.setattr(os, "memfd_create", full)
-    with pytest.raises(DataError, match=r"handed over in shared memory: .* No space left on device") as told:
-        list(computed_ahead(torch.ones, [2000], 1))
-    assert told.value.where == "data.num_workers"
+    monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", full, raising=False)
+    found = list(computed_ahead(pixels, range(3), 2))
+    assert [tensor.shape for tensor in found] == [pixels(number).shape for number in range(3)]
+    assert all(torch.equal(tensor, pixels(number)) for number, tensor in enumerate(found))
+
+
+def pixels(number: int) -> torch.Tensor:
+    return torch.full((1000, 100), number).t()[number:]
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error_in_its_place() -> None:
+    results = computed_ahead(lambda number: number if number < 2 else threading.Lock(), range(4), 2)
+    assert (next(results), next(results)) == (0, 1)
+    with pytest.raises(TypeError, match="cannot pickle"):
+        next(results)
+
+
+def test_random_draws_of_this_process_are_left_alone() -> None:
+    torch.manual_seed(3)
+    wanted = torch.rand(2)
+    torch.manual_seed(3)
+    list(computed_ahead(slow_at_first, range(1, 4), 2))
+    assert torch.equal(torch.rand(2), wanted)
 
 
 def test_memory_of_results_is_given_back() -> None:
@@ -171,7 +191,7 @@ def test_memory_of_results_is_given_back() -> None:
         return torch.full((100_000,), number), len(os.listdir("/proc/self/fd"))
 
     def maps() -> int:
-        return Path("/proc/self/maps").read_text().count("memfd:shardtune")
+        return Path("/proc/self/maps").read_text().count("/dev/shm/torch_")
 
     files = []
     for number, (tensor, open_files) in enumerate(computed_ahead(work, range(60), 2)):
