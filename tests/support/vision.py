@@ -222,7 +222,7 @@ def smolvlm() -> tuple[PreTrainedModel, Any]:
     pil = SmolVLMImageProcessorPil(
         size={"longest_edge": 2 * IMAGE_SIZE}, max_image_size={"longest_edge": IMAGE_SIZE}, do_image_splitting=True
     )
-    processor = without_video(SmolVLMProcessor)(pil, text, image_seq_len=1, chat_template=template(text))
+    processor = without_video(SmolVLMProcessor)(pil, text, None, image_seq_len=1, chat_template=template(text))
     config = hf.SmolVLMConfig(
         vision_config=_vision(),
         text_config={"model_type": "llama", **_text(len(text))},

@@ -7,13 +7,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from shardtune.batch import Prompt, Sample
-from shardtune.data.chat.template import ChatTemplate, Rendering, Span, missing_template
+from shardtune.data.chat.outline import Span
+from shardtune.data.chat.template import ChatTemplate, Rendering, missing_template
 from shardtune.data.encoder import LengthLimit, Row, RowError, TooLong
 from shardtune.data.row_formats import Chat, Completion, Text, read_example
 from shardtune.errors import DataError
@@ -88,7 +89,9 @@ class ChatEncoder:
         }
         return hashlib.blake2b(json.dumps(options).encode(), digest_size=20).hexdigest()
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]] | None = None) -> Prompt:
+    def prompt(
+        self, messages: Sequence[Mapping[str, object]], tools: Sequence[dict[str, object]] | None = None
+    ) -> Prompt:
         """A conversation that the assistant is to go on, up to where its turn begins."""
         if self.template is None:
             raise missing_template("data.chat_template")
@@ -169,7 +172,9 @@ class ChatEncoder:
         text, last = rendering.text, rendering.spans[-1]
         if last.message == 0 or self.template is None:
             return None, None
-        prompt = self.template.render(chat.messages[: last.message], chat.tools, prompt=True)
+        prompt = rendering.prompt
+        if prompt is None:
+            prompt = self.template.render(chat.messages[: last.message], chat.tools, prompt=True)
         content = chat.messages[last.message]["content"]
         answer = content if content.strip() else text[last.start : last.stop].removesuffix(self.template.end_of_turn)
         return prompt, answer
@@ -217,7 +222,7 @@ class ChatEncoder:
 
     def _tokens(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """int32 [tokens] each: ids, first character, character behind the last. No special token is added."""
-        encoded: Mapping[str, Sequence[Any]] = self.tokenizer(
+        encoded = self.tokenizer(
             text,
             add_special_tokens=False,
             return_offsets_mapping=True,

@@ -14,6 +14,7 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
+from shardtune.data.chat.outline import REASONING, Outline, Shape, Span, given_pieces, probed, shape_of
 from shardtune.data.encoder import RowError
 from shardtune.data.row_formats import Chat
 from shardtune.errors import DataError
@@ -23,8 +24,8 @@ _MARK = "\ue0f5\ue0f6"
 # A template that prints today's date would render the same row differently tomorrow.
 _FROZEN_DATE = datetime(2025, 1, 1)
 _SHORT = 24  # content shorter than this may stand in the rendering by chance
+_MOST_OUTLINES = 1024
 _OPENING = 5  # that many characters of a turn's opening are enough to know it again
-_REASONING = re.compile(r"</?think>")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _DATE_CALL = re.compile(r"strftime_now\(\s*(\"[^\"]*\"|'[^']*')\s*\)")
 _ADVICE = "put {% generation %} and {% endgeneration %} around the assistant's text in the chat template"
@@ -60,20 +61,18 @@ _CHATML = """\
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """The assistant's turn `message` (its index): characters `[start, stop)` of the rendering, end-of-turn included."""
-
-    message: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
 class Rendering:
-    """A conversation as text, with one span per assistant turn, in order."""
+    """A conversation as text.
+
+    Attributes:
+        text: the whole of it.
+        spans: one per assistant turn, in order.
+        prompt: what is rendered up to where the last of them begins; None where that was not rendered.
+    """
 
     text: str
     spans: tuple[Span, ...]
+    prompt: str | None = None
 
 
 def load_template(choice: str | None, tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -140,6 +139,9 @@ class ChatTemplate:
         tokenizer: gives the special tokens that the template may print, and tells which texts are single tokens.
     """
 
+    _separator = ""
+    """What stands in a turn for something other than text."""
+
     def __init__(self, text: str, tokenizer: PreTrainedTokenizerFast) -> None:
         self.text = text
         self._frozen = _freeze_dates(text)
@@ -147,8 +149,9 @@ class ChatTemplate:
         self._special = dict(tokenizer.special_tokens_map)
         self._added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
         self.marks_generation = _GENERATION.search(text) is not None
+        self._outlines: dict[Shape, Outline | None] = {}
 
-    def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict] | None, prompt: bool = False) -> str:
+    def render(self, messages: Sequence[dict], tools: Sequence[dict] | None, prompt: bool = False) -> str:
         """The conversation as text; with `prompt`, followed by what opens the assistant's next turn."""
         return self._render(messages, tools, prompt, marked=False)[0]
 
@@ -204,20 +207,70 @@ class ChatTemplate:
         return min(places, key=lambda place: place[0])[1] if places else None
 
     def render_turns(self, chat: Chat) -> Rendering:
-        """The conversation with its assistant turns found. Raises `RowError` where the template does not allow it."""
+        """The conversation with its assistant turns found. Raises `RowError` where the template does not allow it.
+
+        It is rendered once where its shape was met before and its text is as the shape's outline has it, otherwise
+        several times (see `_render_at_length`).
+        """
         try:
             text, marks = self._render(chat.messages, chat.tools, False, self.marks_generation)
         except RowError as error:
             raise self._refused(chat, error) from error
-        self._check_nothing_left_out(chat, text)
-        turns = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
-        if self.marks_generation:
-            spans = self._marked_spans(text, marks, turns)
+        outline = self._outline(chat)
+        spans = None if outline is None else outline.find(chat, text, self._separator)
+        if outline is None or spans is None or not self._are_whole(spans, text):
+            rendering, _ = self._render_at_length(chat, text, marks)
+        elif self.marks_generation:
+            rendering = Rendering(text, tuple(self._marked_spans(text, marks, _turns(chat))))
         else:
-            spans = [self._find_span(chat, index, text) for index in turns]
-        for span in spans:
+            rendering = Rendering(text, tuple(spans), text[: spans[-1].start] if outline.prompt_is_prefix else None)
+        for span in rendering.spans:
             self._check_answer(chat, span, text)
-        return Rendering(text, tuple(spans))
+        return rendering
+
+    def _are_whole(self, spans: Sequence[Span], text: str) -> bool:
+        """Whether each turn ends where its own words say; a template's marks say it by themselves."""
+        return self.marks_generation or all(self._cut(text[s.start : s.stop]) == s.stop - s.start for s in spans)
+
+    def _outline(self, chat: Chat) -> Outline | None:
+        shape = shape_of(chat, self._separator)
+        if shape not in self._outlines:
+            if len(self._outlines) >= _MOST_OUTLINES:
+                self._outlines.clear()
+            self._outlines[shape] = self._learn(probed(chat, self._separator))
+        return self._outlines[shape]
+
+    def _learn(self, chat: Chat) -> Outline | None:
+        """The outline of a probed conversation; None where it cannot be rendered."""
+        try:
+            text, marks = self._render(chat.messages, chat.tools, False, self.marks_generation)
+            rendering, befores = self._render_at_length(chat, text, marks)
+            without_tools = self.render(chat.messages, None) if chat.tools else None
+        except RowError:
+            return None
+        pieces = len(given_pieces(chat, self._separator))
+        endings = [self._ending(text[span.start : span.stop]) for span in rendering.spans]
+        return Outline.learn(text, pieces, rendering.spans, endings, befores, without_tools)
+
+    def _ending(self, turn: str) -> str:
+        """The token that a turn ends with; "" where it has none."""
+        return next((token for token in (self.end_of_turn, *self._added) if turn.endswith(token)), "")
+
+    def _render_at_length(
+        self, chat: Chat, text: str, marks: list[tuple[int, int]]
+    ) -> tuple[Rendering, list[str | None] | None]:
+        """The turns by the marks of the template, or else by what is rendered before each turn and with it.
+
+        Returns:
+            The rendering, and what is rendered up to each of the turns; None where the template marks them.
+        """
+        self._check_nothing_left_out(chat, text)
+        turns = _turns(chat)
+        if self.marks_generation:
+            return Rendering(text, tuple(self._marked_spans(text, marks, turns))), None
+        befores = [self._before(chat, index) for index in turns]
+        spans = [self._find_span(chat, index, text, before) for index, before in zip(turns, befores, strict=True)]
+        return Rendering(text, tuple(spans), befores[-1]), befores
 
     def _refused(self, chat: Chat, error: RowError) -> RowError:
         """The template's refusal, with the role it stumbles over where leaving that role out helps."""
@@ -269,11 +322,12 @@ class ChatTemplate:
 
     # -- spans by the prefix rule ----------------------------------------------------------------------------------
 
-    def _find_span(self, chat: Chat, index: int, text: str) -> Span:
+    def _before(self, chat: Chat, index: int) -> str | None:
+        """What is rendered up to where turn `index` begins; None where that cannot be rendered."""
+        return self._try(chat, index, prompt=True) if index else self._opening(chat)
+
+    def _find_span(self, chat: Chat, index: int, text: str, before: str | None) -> Span:
         """Turn `index` lies between what is rendered before it and with it, where both begin the whole text."""
-        before = self._try(chat, index, prompt=True) if index else ""
-        if index == 0:
-            before = self._opening(chat)
         after = text if index == len(chat.messages) - 1 else self._try(chat, index + 1, prompt=False)
         if before is not None and after is not None and after.startswith(before):
             cut = self._cut(after[len(before) :])
@@ -358,7 +412,7 @@ class ChatTemplate:
 
     def _check_answer(self, chat: Chat, span: Span, text: str) -> None:
         message, turn = chat.messages[span.message], text[span.start : span.stop]
-        pieces = [piece.strip() for piece in _REASONING.split(message["content"])]
+        pieces = [piece.strip() for piece in REASONING.split(message["content"])]
         # Templates may drop the reasoning of earlier turns; never an answer, nor anything of the last turn.
         needed = pieces if span.message == len(chat.messages) - 1 else pieces[-1:]
         if not all(piece in turn for piece in needed) and not (
@@ -368,6 +422,10 @@ class ChatTemplate:
         for call in message.get("tool_calls") or ():
             if call["function"]["name"] not in turn:
                 raise RowError(f"message {span.message + 1}: the chat template does not render tool calls")
+
+
+def _turns(chat: Chat) -> list[int]:
+    return [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
 
 
 def _start_of_turn(head: str, before: str) -> int:

@@ -7,13 +7,13 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from shardtune.batch import Prompt, Sample
 from shardtune.data.chat.encoder import ChatEncoder, TrainOn
-from shardtune.data.chat.template import ChatTemplate, Rendering, Span, missing_template
+from shardtune.data.chat.outline import Span
+from shardtune.data.chat.template import ChatTemplate, Rendering, missing_template
 from shardtune.data.encoder import Row, RowDropped, RowError, TooLong
 from shardtune.data.images.images import IMAGE_STOP, SPANS, StoredImage, read_image, to_fields
 from shardtune.data.images.placeholders import Expanded, ImageText
@@ -34,6 +34,8 @@ class ImageTemplate(ChatTemplate):
         text: the Jinja source.
         images: the model's processor.
     """
+
+    _separator = IMAGE_MARK
 
     def __init__(self, text: str, images: ImageText) -> None:
         super().__init__(text, images.tokenizer)
@@ -65,7 +67,7 @@ class ImageTemplate(ChatTemplate):
         shown = [{**message, "content": self._content(message["content"])} for message in messages]
         return super()._render(shown, tools, prompt, marked)
 
-    def _content(self, content: str) -> Any:
+    def _content(self, content: str) -> str | list[dict[str, str]]:
         if not self._takes_parts:
             return content.replace(IMAGE_MARK, self._in_text)
         parts: list[dict[str, str]] = []
@@ -155,9 +157,9 @@ class ImageChatEncoder(ChatEncoder):
 
     def prompt(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[dict[str, Any]] | None = None,
-        images: Sequence[Any] = (),
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[dict[str, object]] | None = None,
+        images: Sequence[object] = (),
     ) -> Prompt:
         """A conversation with images that the assistant is to go on.
 
@@ -172,7 +174,7 @@ class ImageChatEncoder(ChatEncoder):
         text = self._expand(self.template.render(chat.messages, tools, prompt=True), stored).text
         return Prompt(self._tokens(text)[0], to_fields(stored, len(stored)))
 
-    def text_prompt(self, text: str, images: Sequence[Any] = ()) -> Prompt:
+    def text_prompt(self, text: str, images: Sequence[object] = ()) -> Prompt:
         """A text with images to go on from, its images as for `prompt`."""
         chat, named = mark_images([{"role": "user", "content": text}], images)
         stored = [read_image(value, self._folder) for value in named]
@@ -245,14 +247,19 @@ class ImageChatEncoder(ChatEncoder):
         return (Span(span.message, move(span.start), move(span.stop)) for span in spans)
 
 
-def with_absolute_paths(value: Any, folder: Path, key: str = "") -> Any:
-    """A row whose images are named from wherever it stands: paths of files that are there, made absolute."""
+def with_absolute_paths(row: Row, folder: Path) -> Row:
+    """A row with absolute paths for those of its images that are files of a folder, for use from anywhere."""
+    return {key: _with_absolute_paths(value, folder, key) for key, value in row.items()}
+
+
+def _with_absolute_paths(value: object, folder: Path, key: str) -> object:
     if isinstance(value, Mapping):
-        return {name: with_absolute_paths(item, folder, name) for name, item in value.items()}
+        return with_absolute_paths(value, folder)
     if isinstance(value, list | tuple):
-        return [with_absolute_paths(item, folder, key) for item in value]
-    is_path = isinstance(value, str) and key in _PATH_KEYS and len(value) <= _LONGEST_PATH
-    return str(folder / value) if is_path and (folder / value).is_file() else value
+        return [_with_absolute_paths(item, folder, key) for item in value]
+    if not isinstance(value, str) or key not in _PATH_KEYS or len(value) > _LONGEST_PATH:
+        return value
+    return str(folder / value) if (folder / value).is_file() else value
 
 
 def _title(row: Row) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import SupportsFloat
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -117,7 +117,7 @@ class StoredImage:
         )
 
 
-def read_image(value: Any, folder: Path) -> StoredImage:
+def read_image(value: object, folder: Path) -> StoredImage:
     """An image as rows name it, looked at once: it is decoded as far as it takes to know that it is whole.
 
     Args:
@@ -189,7 +189,7 @@ def from_fields(fields: Mapping[str, np.ndarray]) -> list[StoredImage]:
 # -- what rows say -------------------------------------------------------------------------------------------------
 
 
-def _stored(value: Any, folder: Path) -> tuple[ImageKind, bytes]:
+def _stored(value: object, folder: Path) -> tuple[ImageKind, bytes]:
     if isinstance(value, Mapping):
         return _of_mapping(value, folder)
     if isinstance(value, bytes | bytearray | memoryview):
@@ -212,12 +212,16 @@ def _stored(value: Any, folder: Path) -> tuple[ImageKind, bytes]:
     return _file(Path(value), folder)
 
 
-def _of_mapping(value: Mapping[str, Any], folder: Path) -> tuple[ImageKind, bytes]:
+def _of_mapping(value: Mapping[str, object], folder: Path) -> tuple[ImageKind, bytes]:
     if value.get("video") is not None:
         file = str((folder / str(value["video"])).absolute())
-        return ImageKind.FRAME, json.dumps([file, float(value.get("seconds", 0.0))]).encode()
-    if isinstance(value.get("base64"), str):
-        return ImageKind.ENCODED, _base64(value["base64"])
+        seconds = value.get("seconds", 0.0)
+        if not isinstance(seconds, str | SupportsFloat):
+            raise RowError(f"the time of a video's frame is {seconds!r}, not a number of seconds")
+        return ImageKind.FRAME, json.dumps([file, float(seconds)]).encode()
+    encoded = value.get("base64")
+    if isinstance(encoded, str):
+        return ImageKind.ENCODED, _base64(encoded)
     for key in ("bytes", "path", "url", "image"):
         if value.get(key) is not None:
             inner = value[key]

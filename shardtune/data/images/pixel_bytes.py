@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from transformers.image_processing_backends import PilBackend
+from transformers.image_processing_utils import BaseImageProcessor
+
+from shardtune.data.images.derived import derived
+from shardtune.data.images.pixel_table import Numbers
 
 PIXELS, TABLE = "pixel_values", "pixel_table"
 """The fields of a micro-batch that hold bytes of pixels, and what each byte of each channel stands for."""
@@ -41,7 +42,7 @@ class PixelBytes:
         of_patches: the model takes patches [patches, values].
     """
 
-    def __init__(self, image_processor: Any, keys: Sequence[str], of_patches: bool) -> None:
+    def __init__(self, image_processor: PilBackend, keys: Sequence[str], of_patches: bool) -> None:
         self._prepare = image_processor
         self._keys = tuple(keys)
         self._of_patches = of_patches
@@ -56,7 +57,7 @@ class PixelBytes:
 
     @classmethod
     def proved(
-        cls, image_processor: Any, images: Sequence[Image.Image], whole: Mapping[str, torch.Tensor]
+        cls, image_processor: BaseImageProcessor, images: Sequence[Image.Image], whole: Mapping[str, torch.Tensor]
     ) -> PixelBytes | None:
         """It, if it makes of these images what the processor makes of them together, bit by bit; otherwise None.
 
@@ -92,11 +93,10 @@ class PixelBytes:
 
     def of(self, image: Image.Image) -> ImageBytes | None:
         """One image, RGB; None where bytes do not say all of it (where it is padded)."""
-        passing: Any = copy.copy(self._prepare)
-        passing.__class__, passing.passed = _passing(type(self._prepare)), 0
-        made = passing(images=[[image]], return_tensors="pt")
+        passing = derived(self._prepare, _Passing)
+        made = passing(images=[[image]], return_tensors="pt")  # pyright: ignore[reportArgumentType] (a list per row)
         found = made[PIXELS].numpy()
-        if passing.passed * (self._repeats if self._of_patches else 1) != found.size:
+        if passing.num_passed * (self._repeats if self._of_patches else 1) != found.size:
             return None
         further = {key: made[key].numpy() for key in self._keys if key != PIXELS}
         pixels = found.astype(np.uint8)  # Qwen's patches are whole numbers in fp32
@@ -147,24 +147,16 @@ class PixelBytes:
 
 
 class _Passing(PilBackend):
-    """Stands behind a processor's own class and before the backend, whose methods that class calls.
+    """The backend, which leaves bytes as they are and counts them: what is padded later was no byte."""
 
-    It leaves bytes as they are, and counts them: what is padded later was no byte.
-    """
+    num_passed = 0
 
-    passed: int
-
-    def rescale(self, image: np.ndarray, scale: float, **kwargs: Any) -> np.ndarray:
+    def rescale(self, image: np.ndarray, scale: float, **kwargs: object) -> np.ndarray:
         return image
 
-    def normalize(self, image: np.ndarray, mean: Any, std: Any, **kwargs: Any) -> np.ndarray:
-        self.passed += image.size
+    def normalize(self, image: np.ndarray, mean: Numbers, std: Numbers, **kwargs: object) -> np.ndarray:
+        self.num_passed += image.size
         return image
-
-
-@cache
-def _passing(kind: Any) -> Any:
-    return type(kind.__name__, (kind, _Passing), {"__module__": kind.__module__})
 
 
 def _area(pixels: torch.Tensor) -> int:

@@ -6,9 +6,8 @@ import hashlib
 import json
 import uuid
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -142,6 +141,6 @@ def _number(content: bytes, place: int) -> int:
     return int.from_bytes(content[place : place + 4], "little")
 
 
-def pixel_key(settings: dict[str, Any]) -> str:
+def pixel_key(settings: Mapping[str, object]) -> str:
     """The name of a folder, from all that decides what pixels are made of an image."""
     return hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()

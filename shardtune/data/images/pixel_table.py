@@ -2,42 +2,44 @@
 
 from __future__ import annotations
 
-import copy
-from functools import cache
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 from transformers.image_processing_backends import PilBackend
+from transformers.image_processing_utils import BaseImageProcessor
+
+from shardtune.data.images.derived import derived
+
+Numbers = float | Iterable[float]
+"""One number for all channels, or one for each."""
 
 
-def by_table(image_processor: Any) -> Any:
+def by_table(image_processor: BaseImageProcessor) -> BaseImageProcessor:
     """A copy of an image processor that looks up what rescaling and normalising make of each byte of a channel.
 
     Both work on each number by itself, so that 256 results of each channel are all there are. One that does not do
-    both, or is of no Pillow backend, is returned as it is.
+    both, or that is of no Pillow backend, is returned as it is.
     """
-    is_by_pillow = isinstance(image_processor, PilBackend)
-    settings: dict[str, Any] = image_processor.to_dict() if is_by_pillow else {}
-    if not (settings.get("do_rescale") and settings.get("do_normalize")):
+    if not isinstance(image_processor, PilBackend):
         return image_processor
-    quick: Any = copy.copy(image_processor)
-    quick.__class__ = _with_table(type(image_processor))
-    return quick
+    settings = image_processor.to_dict()
+    does_both = settings.get("do_rescale") and settings.get("do_normalize")
+    return derived(image_processor, _Tabled) if does_both else image_processor
 
 
 class _Tabled(PilBackend):
-    """Stands behind a processor's own class and before the backend, whose methods that class calls."""
+    """The backend, which looks up bytes in a table."""
 
-    _tables: dict[Any, np.ndarray] | None = None
+    _tables: dict[tuple[object, ...], np.ndarray] | None = None
 
-    def rescale(self, image: np.ndarray, scale: float, **kwargs: Any) -> np.ndarray:
+    def rescale(self, image: np.ndarray, scale: float, **kwargs: object) -> np.ndarray:
         if image.dtype != np.uint8 or image.ndim != 3 or kwargs:
             return super().rescale(image, scale, **kwargs)
         scaled = image.view(_Bytes)
         scaled.scale = scale
         return scaled
 
-    def normalize(self, image: np.ndarray, mean: Any, std: Any, **kwargs: Any) -> np.ndarray:
+    def normalize(self, image: np.ndarray, mean: Numbers, std: Numbers, **kwargs: object) -> np.ndarray:
         if not isinstance(image, _Bytes) or image.scale is None:
             return super().normalize(image, mean, std, **kwargs)
         key = (image.shape[0], image.scale, str(mean), str(std))
@@ -54,21 +56,6 @@ class _Tabled(PilBackend):
 
 
 class _Bytes(np.ndarray):
-    """An image that is to be rescaled; what is computed of it in another way finds bytes, and differs."""
+    """An image whose rescaling is put off until it is normalised; any other computation finds bytes, and so differs."""
 
     scale: float | None = None
-
-
-@cache
-def _with_table(kind: Any) -> Any:
-    def reduce(self: Any) -> tuple[Any, ...]:
-        return _again, (kind, dict(vars(self)))
-
-    return type(kind.__name__, (kind, _Tabled), {"__module__": kind.__module__, "__reduce__": reduce})
-
-
-def _again(kind: Any, state: dict[str, Any]) -> Any:
-    """An image processor with its table in another process."""
-    made = object.__new__(_with_table(kind))
-    vars(made).update(state)
-    return made

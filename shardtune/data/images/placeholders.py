@@ -7,14 +7,16 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol, cast
 
 import numpy as np
 import PIL
 import torch
 import transformers
 from PIL import Image, features
-from transformers import PreTrainedTokenizerFast, ProcessorMixin
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers.image_processing_base import BatchFeature
+from transformers.image_processing_utils import BaseImageProcessor
 
 from shardtune.data.chat.encoder import with_offsets
 from shardtune.data.encoder import RowError
@@ -28,6 +30,30 @@ _TRIED_SIZES = ((48, 64), (80, 32), (33, 33))
 _KEY_SIZES = ((32, 32), (640, 480), (301, 1000))
 BLANK = (32, 32)
 """Width and height of the image that stands in for one where a micro-batch has none."""
+
+
+class AppliedProcessor(Protocol):
+    """What `ImageText` needs of a processor; those of transformers have it, though `ProcessorMixin` declares it not."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+    @property
+    def image_processor(self) -> BaseImageProcessor: ...
+    @property
+    def image_token(self) -> str: ...
+    @property
+    def image_token_ids(self) -> Sequence[int | None] | int | None: ...
+
+    def __call__(
+        self, *, images: list[list[Image.Image]], text: list[str], return_tensors: str, **options: bool
+    ) -> BatchFeature:
+        """The tensors of images and text.
+
+        Args:
+            **options: `return_text_replacement_offsets`: also what took the place of each image token, under
+                `text_replacement_offsets`; `add_special_tokens`.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,34 +74,37 @@ class ImageText:
 
     Args:
         processor: of a vision-language model.
+        applied: what is applied in its place, where its own call is another one.
 
     Attributes:
         processor: the same.
-        tokenizer: its tokenizer.
+        applied: the same, or what is applied in its place.
+        tokenizer: of the one that is applied.
         image_token: what stands for an image in a text.
         token_types: the name of a model input that tells the tokens of images from others; None without one.
         pixel_bytes: makes bytes of images one by one; None where that is not known to be the same.
     """
 
-    def __init__(self, processor: ProcessorMixin) -> None:
-        self.processor: Any = processor
-        self.tokenizer: PreTrainedTokenizerFast = with_offsets(self.processor.tokenizer)
-        self.image_token: str = self.processor.image_token
+    def __init__(self, processor: ProcessorMixin, applied: AppliedProcessor | None = None) -> None:
+        self.processor = processor
+        self.applied = cast(AppliedProcessor, processor) if applied is None else applied
+        self.tokenizer = with_offsets(self.applied.tokenizer)
+        self.image_token = self.applied.image_token
         self._stands_for: dict[tuple[int, int], str] = {}
         keys = set(self._process([Image.new("RGB", BLANK)]))
         self.token_types = next((key for key in ("mm_token_type_ids", "token_type_ids") if key in keys), None)
         self._pixel_keys = sorted(keys - {*_OF_TEXT, "text_replacement_offsets", self.token_types})
-        ids = self.processor.image_token_ids
-        self._image_ids = [number for number in (ids if isinstance(ids, list) else [ids]) if number is not None]
+        ids = self.applied.image_token_ids
+        self._image_ids = [number for number in (ids if isinstance(ids, Sequence) else [ids]) if number is not None]
         self._pixel_token = self._token_of_pixels()
-        self._quick = by_table(self.processor.image_processor)
+        self._quick = by_table(self.applied.image_processor)
         tried = [*(Image.effect_noise(size, 90.0).convert("RGB") for size in _TRIED_SIZES), Image.new("RGB", BLANK)]
         whole = self._process(tried)
         self._needs_no_text = self._agrees_without_text(tried, whole)
         pixels = {key: whole[key] for key in self._pixel_keys}
-        self.pixel_bytes = PixelBytes.proved(self.processor.image_processor, tried, pixels)
+        self.pixel_bytes = PixelBytes.proved(self.applied.image_processor, tried, pixels)
 
-    def _agrees_without_text(self, tried: Sequence[Image.Image], whole: Any) -> bool:
+    def _agrees_without_text(self, tried: Sequence[Image.Image], whole: BatchFeature) -> bool:
         """Whether the image processor by itself gives the same bits; a processor's work on a text takes time."""
         try:
             alone = self._process_alone(tried)
@@ -141,9 +170,9 @@ class ImageText:
         """What the model takes for the fields of a micro-batch, in which pixels may be bytes."""
         return dict(fields) if self.pixel_bytes is None else self.pixel_bytes.numbers(fields)
 
-    def pixel_settings(self) -> dict[str, Any]:
+    def pixel_settings(self) -> dict[str, object]:
         """What decides which bytes are made of an image: settings, and the versions of who decodes and resizes."""
-        processor = self.processor.image_processor
+        processor = self.applied.image_processor
         kind = f"{type(processor).__module__}.{type(processor).__qualname__}"
         versions = [transformers.__version__, PIL.__version__, features.version("jpg")]
         return {"settings": processor.to_dict(), "kind": kind, "versions": versions}
@@ -158,16 +187,17 @@ class ImageText:
         settings["stands_for"] = [self.stands_for(size) for size in _KEY_SIZES]  # by this version of transformers
         return hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=20).hexdigest()
 
-    def _process(self, images: Sequence[Image.Image]) -> Any:
+    def _process(self, images: Sequence[Image.Image]) -> BatchFeature:
         text = [self.image_token * len(images)]
         with self._at_work(images):
-            return self.processor(
+            return self.applied(
                 images=[list(images)], text=text, return_tensors="pt", return_text_replacement_offsets=True
             )
 
-    def _process_alone(self, images: Sequence[Image.Image]) -> Any:
+    def _process_alone(self, images: Sequence[Image.Image]) -> BatchFeature:
         with self._at_work(images):
-            return self._quick(images=[list(images)], return_tensors="pt")
+            nested = [list(images)]  # of one row: families with tiles need lists of rows
+            return self._quick(images=nested, return_tensors="pt")  # pyright: ignore[reportArgumentType]
 
     @contextmanager
     def _at_work(self, images: Sequence[Image.Image]) -> Iterator[None]:

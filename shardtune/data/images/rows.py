@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -30,7 +29,7 @@ _SHOWN = {
 _TURNS = ("messages", "conversations", "prompt", "completion")
 
 
-def read_image_row(row: Row) -> tuple[Example, list[Any]]:
+def read_image_row(row: Row) -> tuple[Example, list[object]]:
     """What a row says, an `IMAGE_MARK` where each image stands, and what names the images, in that order.
 
     Where the row says nothing of their place, they go before the first words of the user.
@@ -54,7 +53,7 @@ def read_image_row(row: Row) -> tuple[Example, list[Any]]:
     return (_in_front(example, len(listed)), listed) if in_front else (example, taken.images)
 
 
-def mark_images(messages: Sequence[Mapping[str, Any]], images: Sequence[Any] = ()) -> tuple[Chat, list[Any]]:
+def mark_images(messages: Sequence[Mapping[str, object]], images: Sequence[object] = ()) -> tuple[Chat, list[object]]:
     """The turns of a conversation that is to be gone on, read as a row's are.
 
     Args:
@@ -62,7 +61,7 @@ def mark_images(messages: Sequence[Mapping[str, Any]], images: Sequence[Any] = (
         images: what takes these places; without any they go before the last turn of the user.
     """
     taken = _Taken(images)
-    turns = [dict(taken.turn(turn)) for turn in messages]
+    turns = [taken.turn(turn) for turn in messages]
     chat = Chat(tuple(turns), (None,) * len(turns))
     if images and taken.has_none:
         asked = [number for number, turn in enumerate(turns) if turn["role"] == "user"][-1:]
@@ -71,25 +70,27 @@ def mark_images(messages: Sequence[Mapping[str, Any]], images: Sequence[Any] = (
     return chat, taken.images
 
 
-def image_parts(text: str, images: Sequence[Any]) -> list[dict[str, Any]]:
+def image_parts(text: str, images: Sequence[object]) -> list[dict[str, object]]:
     """The parts of a turn: images where `<image>` stands, or before the words where it stands nowhere."""
     pieces = text.split(IMAGE_TAG) if images else [text]
     if len(pieces) == 1:
         pieces = [""] * len(images) + [text]
     if len(pieces) - 1 != len(images):
         raise RowError(f"{len(images)} images for {len(pieces) - 1} places ({IMAGE_TAG})")
-    parts: list[dict[str, Any]] = []
+    parts: list[dict[str, object]] = []
     for piece, image in zip(pieces, [*images, None], strict=True):
-        parts += [{"type": "text", "text": piece}] if piece else []
-        parts += [] if image is None else [{"type": "image", "image": image}]
+        if piece:
+            parts.append({"type": "text", "text": piece})
+        if image is not None:
+            parts.append({"type": "image", "image": image})
     return parts
 
 
-def _is_given(value: Any) -> bool:
+def _is_given(value: object) -> bool:
     return value is not None and not (isinstance(value, Sized) and len(value) == 0)
 
 
-def _listed(row: Row) -> list[Any]:
+def _listed(row: Row) -> list[object]:
     given = [key for key in _KEYS if _is_given(row.get(key))]
     if not given:
         return []
@@ -100,11 +101,12 @@ def _listed(row: Row) -> list[Any]:
         value = _parsed(value)
     if isinstance(value, np.ndarray):
         return list(value) if value.ndim == 4 else [value]
-    is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))
-    return list(value) if is_list else [value]
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview)):
+        return list(value)
+    return [value]
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str) -> object:
     try:
         return json.loads(text)
     except ValueError:
@@ -114,34 +116,32 @@ def _parsed(text: str) -> Any:
 class _Taken:
     """Collects images in the order in which a row shows them; `<image>` and parts without a source take listed ones."""
 
-    def __init__(self, listed: Sequence[Any]) -> None:
+    def __init__(self, listed: Sequence[object]) -> None:
         self._listed = listed
-        self.images: list[Any] = []
+        self.images: list[object] = []
         self._places: list[int] = []
 
-    def value(self, key: str, value: Any) -> Any:
+    def value(self, key: str, value: object) -> object:
         """What stands under a key of the row."""
         if isinstance(value, str) and key in _TURNS[:2]:
             value = _parsed(value)
         if isinstance(value, str):
             return self._text(value)
         if isinstance(value, Sequence) and key in _TURNS:
-            return [self.turn(turn) for turn in value]
+            return [self.turn(turn) if isinstance(turn, Mapping) else turn for turn in value]
         if isinstance(value, Sequence) and key == "history":
             return [[self._text(str(said)) for said in pair] if _is_pair(pair) else pair for pair in value]
         return value
 
-    def turn(self, turn: Any) -> Any:
+    def turn(self, turn: Mapping[str, object]) -> dict[str, object]:
         """A turn whose content is text."""
-        if not isinstance(turn, Mapping):
-            return turn
         key = "content" if turn.get("content") is not None else "value"
         content = turn.get(key)
         if isinstance(content, str):
             return {**turn, key: self._text(content)}
         if isinstance(content, Sequence):
             return {**turn, key: "".join(self._part(part) for part in content)}
-        return turn
+        return dict(turn)
 
     @property
     def has_none(self) -> bool:
@@ -165,12 +165,14 @@ class _Taken:
             self._take(len(self._places))
         return IMAGE_MARK.join(pieces)
 
-    def _part(self, part: Any) -> str:
+    def _part(self, part: object) -> str:
         if isinstance(part, str):
             return self._text(part)
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind in ("text", "input_text") and isinstance(part.get("text"), str):
-            return self._text(part["text"])
+        if not isinstance(part, Mapping):
+            part = {"type": type(part).__name__}
+        kind, text = part.get("type"), part.get("text")
+        if kind in ("text", "input_text") and isinstance(text, str):
+            return self._text(text)
         if kind not in _PARTS:
             raise RowError(f"a content part of type {kind!r}; this model takes text and images")
         source = next((part[key] for key in _SOURCES if part.get(key) is not None), None)
@@ -186,7 +188,7 @@ class _Taken:
         self.images += self._listed[number : number + 1]
 
 
-def _is_pair(pair: Any) -> bool:
+def _is_pair(pair: object) -> bool:
     return isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
 
 

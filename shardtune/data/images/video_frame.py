@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from shardtune.data.encoder import RowError
 from shardtune.errors import DataError
@@ -60,10 +62,11 @@ class _Video:
     path: str
     container: InputContainer
     stream: VideoStream
+    time_base: Fraction
     start: float
     half: float
-    frames: Any = None
-    last: tuple[float, VideoFrame] | None = field(default=None)
+    frames: Iterator[VideoFrame] = field(default_factory=lambda: iter(()))
+    last: tuple[float, VideoFrame] | None = None
 
     @classmethod
     def open(cls, path: str) -> _Video:
@@ -80,7 +83,7 @@ class _Video:
             container.close()
             raise RowError(f"the video {path} does not tell its frame rate")
         start = float((stream.start_time or 0) * stream.time_base)
-        return cls(path, container, stream, start, 0.5 / float(rate))
+        return cls(path, container, stream, stream.time_base, start, 0.5 / float(rate))
 
     def frame(self, seconds: float) -> Image.Image:
         if self.last is None or not self.last[0] - self.half <= seconds < self.last[0] + _AHEAD_SECONDS:
@@ -96,8 +99,7 @@ class _Video:
         return self.last[1].to_image(threads=1)  # otherwise each frame starts as many as there are cores
 
     def _seek(self, seconds: float) -> None:
-        assert self.stream.time_base is not None
-        ticks = int((max(seconds - self.half, 0.0) + self.start) / self.stream.time_base)
+        ticks = int((max(seconds - self.half, 0.0) + self.start) / self.time_base)
         self.container.seek(ticks, stream=self.stream, backward=True)
         self.frames, self.last = self.container.decode(self.stream), None
         self._advance()
@@ -107,6 +109,8 @@ class _Video:
         frame = next(self.frames, None)
         if frame is None:
             return False
+        if frame.time is None:
+            raise RowError(f"the video {self.path} has a frame without a time stamp")
         self.last = (frame.time - self.start, frame)
         return True
 

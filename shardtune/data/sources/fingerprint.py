@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from shardtune.data.cache_directory import file_digest
 
 
-def fingerprints(paths: Sequence[str], root: Path) -> list[dict[str, Any]]:
+def fingerprints(paths: Sequence[str], root: Path) -> list[dict[str, str | None]]:
     """Each path with a hash: of a file's bytes, of the names and sizes of the files in a directory.
 
     A path that is neither (a name on a hub, a pattern) has none: the task alone knows what it stands for.

@@ -6,7 +6,6 @@ import base64
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL.Image import Image
@@ -17,7 +16,7 @@ from shardtune.data.images.images import encode_picture
 from shardtune.errors import DataError
 
 
-def spool_rows(rows: Iterable[Mapping[str, Any]], root: Path) -> Path:
+def spool_rows(rows: Iterable[Mapping[str, object]], root: Path) -> Path:
     """Rows from memory as a JSON-lines file in the cache, named by its content; pixels in them become PNG."""
 
     def write(path: Path) -> None:

@@ -7,7 +7,6 @@ import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -173,7 +172,9 @@ class ActionEncoder(ImageChatEncoder):
             self._codecs[key] = self.settings.codec(key)
         return self._codecs[key]
 
-    def _prompt(self, instruction: str, state: Any, images: Sequence[StoredImage], key: str) -> tuple[np.ndarray, int]:
+    def _prompt(
+        self, instruction: str, state: np.ndarray | None, images: Sequence[StoredImage], key: str
+    ) -> tuple[np.ndarray, int]:
         """Tokens int32 [length] up to the first action, and where the last image ends in them."""
         named = {"instruction": instruction.lower() if self.form.lower else instruction}
         if self.settings.state == "text":
@@ -193,7 +194,7 @@ class ActionEncoder(ImageChatEncoder):
             stop, ids = stop + len(opened) - len(ids), opened
         return np.concatenate([ids, np.array(self.form.ending, np.int32)]), stop
 
-    def _state(self, state: Any, key: str) -> str:
+    def _state(self, state: np.ndarray | None, key: str) -> str:
         """The state's values as the numbers of their bins, from 0."""
         if state is None:
             raise RowError("the row has no state, and actor.model.action_state is text")

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from shardtune.batch import IGNORED
 from shardtune.errors import ModelError
-from shardtune.models.action.policy import SETTINGS, ActionBatch, ActionPolicy, ActionSettings
+from shardtune.models.action.policy import SETTINGS, ActionPolicy, ActionSettings
 from shardtune.models.action.timm_vit import LayerScale, TimmVit, VitShape, shape_of
 from shardtune.models.action.tokens import action_statistics
 
@@ -84,7 +84,7 @@ class OpenVLAConfig(PreTrainedConfig):
                 where="config.json",
                 remedy="DINOv2 and SigLIP have none",
             )
-        given: list[Mapping[str, Any] | None] = [None] * len(self.timm_model_ids)
+        given: list[Mapping[str, int] | None] = [None] * len(self.timm_model_ids)
         return [shape_of(*pair) for pair in zip(self.timm_model_ids, self.timm_model_args or given, strict=True)]
 
     @property
@@ -320,20 +320,9 @@ class OpenVLAForActionPrediction(ActionPolicy, OpenVLA):
             return ActionSettings.of(self.config)
         return openvla_settings(self.config, unnorm_key)
 
-    @torch.no_grad()
-    def predict_action_batch(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        pixel_values: torch.Tensor | None = None,
-        do_sample: bool = True,
-        **kwargs: Any,
-    ) -> ActionBatch:
-        """As `ActionPolicy`'s; prompts of Llama 2 that do not end with the token of an empty text get it."""
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        if self.config.text_vocabulary == LLAMA2:
-            input_ids, mask = ending_empty(input_ids, mask)
-        return super().predict_action_batch(input_ids, mask, pixel_values, do_sample, **kwargs)
+    def complete_prompts(self, input_ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Prompts of Llama 2 that do not end with the token of an empty text get it."""
+        return ending_empty(input_ids, mask) if self.config.text_vocabulary == LLAMA2 else (input_ids, mask)
 
     def predict_action(self, input_ids: torch.Tensor, unnorm_key: str | None = None, **kwargs: Any) -> np.ndarray:
         """The action float32 [dimensions] (of several steps [steps, dimensions]) for a single prompt."""

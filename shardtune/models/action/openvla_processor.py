@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from PIL import Image
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.image_processing_base import BatchFeature
 from transformers.image_processing_utils import BaseImageProcessor
+from transformers.processing_utils import ImagesKwargs
 
 from shardtune.data.images.placeholders import ImageText
 from shardtune.errors import ModelError
@@ -58,7 +58,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
         tvf_normalize_params: Sequence[Mapping[str, Any]] | None = None,
         tvf_do_letterbox: bool | None = None,
         tvf_letterbox_fill: Sequence[int] | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[ImagesKwargs],
     ) -> None:
         super().__init__(**kwargs)
         self.use_fused_vision_backbone = use_fused_vision_backbone
@@ -96,7 +96,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
         return torch.cat([_normal(_cropped(_resized(image, resize), crop), normal) for resize, crop, normal in steps])
 
     def preprocess(  # pyright: ignore[reportIncompatibleMethodOverride] (the steps are those of its files alone)
-        self, images: Image.Image | Sequence[Image.Image], return_tensors: str | None = None, **kwargs: Any
+        self, images: Image.Image | Sequence[Image.Image], return_tensors: str | None = None, **kwargs: object
     ) -> BatchFeature:
         """One image or several to `pixel_values` float32 [images, 3 per backbone, height, width]."""
         several = [images] if isinstance(images, Image.Image) else list(images)
@@ -165,23 +165,17 @@ class PrismaticProcessor(ProcessorMixin):
     """The tokenizer and the image processor of an OpenVLA directory."""
 
     def __init__(
-        self, image_processor: Any = None, tokenizer: PreTrainedTokenizerBase | None = None, **kwargs: Any
+        self, image_processor: Any = None, tokenizer: PreTrainedTokenizerBase | None = None, **kwargs: object
     ) -> None:
         super().__init__(image_processor, tokenizer, **kwargs)
 
     def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride] (nothing is pushed anywhere)
-        self, save_directory: str | Path, **kwargs: Any
+        self, save_directory: str | Path, **kwargs: object
     ) -> list[str]:
         """Write preprocessor_config.json and the tokenizer's files, as OpenVLA's directories have them."""
-        vars(self)["image_processor"].save_pretrained(save_directory)
-        vars(self)["tokenizer"].save_pretrained(save_directory)
+        self.image_processor.save_pretrained(save_directory)
+        self.tokenizer.save_pretrained(save_directory)
         return [str(Path(save_directory) / WHERE)]
-
-    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-        """Image processors of ours are as good as those that transformers lists."""
-        if isinstance(argument, PrismaticImageProcessor):
-            return type(argument)
-        return super().check_argument_for_proper_class(argument_name, argument)
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] (prompts come first, and there is no video)
         self,
@@ -189,19 +183,17 @@ class PrismaticProcessor(ProcessorMixin):
         images: Image.Image | Sequence[Image.Image] | None = None,
         padding: bool | str = False,
         return_tensors: str | None = "pt",
-        **kwargs: Any,
+        **kwargs: object,
     ) -> BatchFeature:
         """Prompts to `input_ids` and `attention_mask` [rows, tokens], images to `pixel_values`; one for each prompt.
 
         Raises:
             ModelError: another number of images than of prompts.
         """
-        tokenizer: Any = self.tokenizer
         texts = [text] if isinstance(text, str) else list(text)
-        found = dict(tokenizer(texts, padding=padding, return_tensors=return_tensors, **kwargs))
+        found = dict(self.tokenizer(texts, padding=padding, return_tensors=return_tensors, **kwargs))
         if images is not None:
-            processor: Any = self.image_processor
-            found["pixel_values"] = processor(images, return_tensors=return_tensors)["pixel_values"]
+            found["pixel_values"] = self.image_processor(images, return_tensors=return_tensors)["pixel_values"]
             if len(found["pixel_values"]) != len(texts):
                 raise ModelError(
                     f"there are {len(texts)} prompts and {len(found['pixel_values'])} images",
@@ -210,44 +202,47 @@ class PrismaticProcessor(ProcessorMixin):
         return BatchFeature(found)
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """What `ImageText` asks of a processor."""
+class _PatchPlaces:
+    """OpenVLA's processor as `ImageText` applies one: each image token becomes places for the patches of an image.
 
-    tokenizer: Any
-    image_processor: Any
-    image_token: str
-    image_token_ids: list[int]
-
-
-class OpenVLAImages(ImageText):
-    """Images in OpenVLA's prompts: places for patches, all of one token that the tokenizer is given for it.
-
-    The tokenizer is a copy, so that the one that is saved stays as it was.
+    The tokenizer, which needs a token for a patch, is a copy, so that the one that is saved stays as it was.
     """
 
+    image_token = PATCH
+
     def __init__(self, processor: PrismaticProcessor, config: OpenVLAConfig) -> None:
-        tokenizer = copy.deepcopy(vars(processor)["tokenizer"])
-        tokenizer.add_tokens([PATCH], special_tokens=True)
-        number = int(tokenizer.get_vocab()[PATCH])
+        self.image_processor: PrismaticImageProcessor = processor.image_processor
+        self.tokenizer: PreTrainedTokenizerBase = copy.deepcopy(processor.tokenizer)
+        self.tokenizer.add_tokens([PATCH], special_tokens=True)
+        number = int(self.tokenizer.get_vocab()[PATCH])
         if number != config.image_token_id:
             raise ModelError(
                 f"the tokenizer has {number} tokens, the model's text vocabulary with <PAD> {config.image_token_id}",
                 where="actor.model.model_path: tokenizer.json, config.json",
                 remedy="use the tokenizer that belongs to the model",
             )
-        self._patches = config.num_patches
-        self._prepare = vars(processor)["image_processor"]
-        super().__init__(_Reader(tokenizer, self._prepare, PATCH, [number]))  # pyright: ignore[reportArgumentType]
-        self.processor = processor
+        self.image_token_ids = [number]
+        self.num_patches = config.num_patches
 
-    def _process(self, images: Sequence[Image.Image]) -> dict[str, Any]:
+    def __call__(
+        self, *, images: list[list[Image.Image]], text: list[str], return_tensors: str, **options: bool
+    ) -> BatchFeature:
         """pixel_values float32 [images, 3 per backbone, side, side], and what stands for an image."""
-        offsets = [[{"replacement": PATCH * self._patches}] * len(images)]
-        return {**self._prepare(images, return_tensors="pt"), "text_replacement_offsets": offsets}
+        made = self.image_processor(images[0], return_tensors=return_tensors)
+        offsets = [[{"replacement": PATCH * self.num_patches}] * len(images[0])]
+        return BatchFeature({**made, "text_replacement_offsets": offsets})
+
+
+class OpenVLAImages(ImageText):
+    """Images in OpenVLA's prompts: places for patches, all of one token that the tokenizer is given for it."""
+
+    def __init__(self, processor: PrismaticProcessor, config: OpenVLAConfig) -> None:
+        places = _PatchPlaces(processor, config)
+        self._key = json.dumps([places.image_processor.to_dict(), places.num_patches], sort_keys=True, default=str)
+        super().__init__(processor, places)
 
     def cache_key(self) -> str:
-        return json.dumps([self._prepare.to_dict(), self._patches], sort_keys=True, default=str)
+        return self._key
 
 
 def openvla_images(processor: ProcessorMixin, config: OpenVLAConfig) -> OpenVLAImages:

@@ -37,6 +37,10 @@ SETTINGS = "action_policy"
 """The one key of config.json under which all that is about actions stands."""
 
 
+DatasetStatistics = Mapping[str, Mapping[str, object]]
+"""Of one data set: the section `action`, and `proprio` where the state was observed, each q01, q99, mask, …"""
+
+
 @dataclass(frozen=True, slots=True)
 class ActionSettings:
     """What a model's directory says of actions.
@@ -57,7 +61,7 @@ class ActionSettings:
 
     action_token_len: int
     token_top: int
-    norm_stats: Mapping[str, Any] = field(default_factory=dict)
+    norm_stats: Mapping[str, DatasetStatistics] = field(default_factory=dict)
     action_chunks_len: int = 1
     num_action_bins: int = 256
     unnorm_key: str | None = None
@@ -209,7 +213,7 @@ class ActionPolicy(_Generates):
         """The settings that hold for a data set."""
         return self.action_settings
 
-    def get_action_stats(self, unnorm_key: str | None = None) -> dict[str, Any]:
+    def get_action_stats(self, unnorm_key: str | None = None) -> dict[str, object]:
         """The statistics of a dataset's actions, as they stand beside the weights: q01, q99, mask, …
 
         Args:
@@ -224,6 +228,10 @@ class ActionPolicy(_Generates):
     def decode_actions(self, ids: torch.Tensor, unnorm_key: str | None = None) -> torch.Tensor:
         """Token ids [rows, steps * dimensions] to actions float32 [rows, steps, dimensions] in the dataset's units."""
         return torch.from_numpy(self.settings_for(unnorm_key).codec(unnorm_key).decode(ids.cpu().numpy()))
+
+    def complete_prompts(self, input_ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Prompts [rows, prompt] and their mask with what the model needs behind them; here nothing."""
+        return input_ids, mask
 
     @torch.no_grad()
     def predict_action_batch(
@@ -253,10 +261,12 @@ class ActionPolicy(_Generates):
         """
         settings = self.settings_for(unnorm_key)
         settings.statistics(unnorm_key)  # known before anything is computed
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        input_ids, mask = self.complete_prompts(input_ids, mask)
         generate: Any = cast(Any, self).generate
         generated = generate(
             input_ids=input_ids,
-            attention_mask=torch.ones_like(input_ids) if attention_mask is None else attention_mask,
+            attention_mask=mask,
             **({} if pixel_values is None else {"pixel_values": pixel_values}),
             **_drawing(settings, len(input_ids), do_sample, seeds, kwargs),
             output_logits=True,
@@ -274,12 +284,12 @@ class ActionPolicy(_Generates):
 
 def _drawing(
     settings: ActionSettings, rows: int, do_sample: bool, seeds: Sequence[int] | None, given: dict[str, Any]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The arguments of `generate` that say how many tokens are chosen, and how; takes those it uses out of `given`."""
     processors = LogitsProcessorList([*given.pop("logits_processor", ()), ActionLogits(settings.tokens)])
     fixed = {"max_new_tokens": settings.length, "min_new_tokens": settings.length}
     if not do_sample or seeds is not None:
-        form: dict[str, Any] = {"do_sample": False}
+        form: dict[str, object] = {"do_sample": False}
         if seeds is not None:
             _check_seeds(seeds, rows, do_sample)
             processors += _warpers(given)

@@ -16,7 +16,7 @@ from shardtune.data.encoder import FrameOptions
 from shardtune.data.sources.resolve import Source, resolve_sources
 from shardtune.errors import ConfigError, DataError
 from shardtune.models.action.openvla import OpenVLAConfig, openvla_settings
-from shardtune.models.action.policy import SETTINGS, ActionSettings
+from shardtune.models.action.policy import SETTINGS, ActionSettings, DatasetStatistics
 from shardtune.models.action.tokens import action_statistics, choose_key, state_statistics
 
 STATISTICS = "actor.model.action_statistics"
@@ -65,7 +65,7 @@ def stored_settings(config: PreTrainedConfig) -> ActionSettings | None:
     return openvla_settings(config) if isinstance(config, OpenVLAConfig) else None
 
 
-def _statistics(recipe: Recipe, stored: ActionSettings | None) -> tuple[dict[str, Any], str | None]:
+def _statistics(recipe: Recipe, stored: ActionSettings | None) -> tuple[dict[str, DatasetStatistics], str | None]:
     """Of all data sets that are known, and the one that holds for every row; None: each row goes by its own.
 
     The file of `actor.model.action_statistics` goes before those beside the weights, and those before computed ones.
@@ -115,7 +115,7 @@ def _sources(recipe: Recipe, spec: Any) -> list[Source]:
     return resolve_sources(spec, recipe.data, frames=frames, report=lambda _: None)
 
 
-def _computed(recipe: Recipe, stored: ActionSettings | None) -> dict[str, Any] | None:
+def _computed(recipe: Recipe, stored: ActionSettings | None) -> dict[str, DatasetStatistics] | None:
     """Of the training rows; None where there are none to read, and the model has statistics of its own.
 
     Raises:
@@ -139,7 +139,7 @@ def _computed(recipe: Recipe, stored: ActionSettings | None) -> dict[str, Any] |
         raise
 
 
-def read_statistics(path: Path) -> dict[str, Any]:
+def read_statistics(path: Path) -> dict[str, DatasetStatistics]:
     """A `dataset_statistics.json`.
 
     Raises:

@@ -10,7 +10,6 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -115,7 +114,7 @@ class Statistics:
     mask: np.ndarray
 
     @classmethod
-    def from_json(cls, section: Mapping[str, Any], where: str) -> Statistics:
+    def from_json(cls, section: Mapping[str, object], where: str) -> Statistics:
         """From one section (action or proprio) of a dataset's statistics: lists `q01`, `q99` and perhaps `mask`.
 
         Raises:
@@ -195,7 +194,7 @@ def require_finite(values: np.ndarray, what: str, where: str | None = None) -> N
         )
 
 
-def choose_key(statistics: Mapping[str, Any], unnorm_key: str | None, where: str = UNNORM_KEY) -> str:
+def choose_key(statistics: Mapping[str, object], unnorm_key: str | None, where: str = UNNORM_KEY) -> str:
     """Which dataset's statistics hold: the key that is given; without one the only one there is.
 
     Raises:
@@ -225,7 +224,7 @@ def choose_key(statistics: Mapping[str, Any], unnorm_key: str | None, where: str
 
 
 def action_statistics(
-    statistics: Mapping[str, Any], unnorm_key: str | None, dimensions: int | None = None
+    statistics: Mapping[str, Mapping[str, object]], unnorm_key: str | None, dimensions: int | None = None
 ) -> Statistics:
     """The statistics of actions of one dataset.
 
@@ -249,13 +248,13 @@ def action_statistics(
     return found
 
 
-def state_statistics(statistics: Mapping[str, Any], unnorm_key: str | None) -> Statistics:
+def state_statistics(statistics: Mapping[str, Mapping[str, object]], unnorm_key: str | None) -> Statistics:
     """The statistics of one dataset's proprioception; as `action_statistics`."""
     key = choose_key(statistics, unnorm_key)
     return _section(statistics[key], key, "proprio")
 
 
-def _section(dataset: Mapping[str, Any], key: str, name: str) -> Statistics:
+def _section(dataset: Mapping[str, object], key: str, name: str) -> Statistics:
     where = f"{STATISTICS_FILE}: {key}.{name}"
     section = dataset.get(name)
     if not isinstance(section, Mapping):
@@ -267,7 +266,7 @@ def _section(dataset: Mapping[str, Any], key: str, name: str) -> Statistics:
     return Statistics.from_json(section, where)
 
 
-def _names(mapping: Mapping[str, Any]) -> str:
+def _names(mapping: Mapping[str, object]) -> str:
     return ", ".join(map(str, mapping)) or "nothing"
 
 

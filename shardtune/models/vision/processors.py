@@ -5,9 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +14,7 @@ from transformers import PreTrainedConfig, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 
 from shardtune.data.encoder import RowError
+from shardtune.data.images.derived import derived_class
 from shardtune.data.images.placeholders import ImageText
 from shardtune.errors import ModelError
 from shardtune.models.pretrained import MODEL_PATH, TRUST, model_directory
@@ -26,51 +25,30 @@ _NAMED_IN = ("processor_config.json", "preprocessor_config.json", "tokenizer_con
 _VIDEO = "video_processor"
 
 
-@cache
-def without_video(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:
-    """A processor class that takes no video processor, which transformers builds by torchvision alone.
+class _WithoutVideo(ProcessorMixin):
+    """The base of processors, which takes no video processor: transformers builds that by torchvision alone."""
 
-    It is saved under the name of the class it is made of, and loads what that one has saved. A class that takes no
-    video processor is returned as it is.
-    """
-    parameters = inspect.signature(kind.__init__).parameters
-    if _VIDEO not in parameters:
-        return kind
-    signature = inspect.Signature([parameter for name, parameter in parameters.items() if name != _VIDEO])
+    @classmethod
+    def get_attributes(cls) -> list[str]:
+        return [name for name in super().get_attributes() if name != _VIDEO]
 
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        values = dict(signature.bind(self, *args, **kwargs).arguments)
-        others = values.pop("kwargs", {})
-        kind.__init__(**values, **{_VIDEO: None}, **others)
-
-    def check(self: Any, name: str, argument: Any) -> Any:
-        return None if name == _VIDEO else kind.check_argument_for_proper_class(self, name, argument)
-
-    def from_parts(cls: Any, args: Sequence[Any], processor_dict: Mapping[str, Any], **kwargs: Any) -> Any:
-        settings = {key: value for key, value in {**processor_dict, **kwargs}.items() if key in signature.parameters}
+    @classmethod
+    def from_args_and_dict(
+        cls, args: Sequence[object], processor_dict: Mapping[str, object], **kwargs: object
+    ) -> ProcessorMixin:
         parts = dict(zip(cls.get_attributes(), args, strict=True))
-        return cls(**{key: value for key, value in settings.items() if key not in parts}, **parts)
-
-    init.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
-
-    def reduce(self: Any) -> tuple[Any, ...]:
-        return _again, (kind, dict(vars(self)))
-
-    members = {
-        "__init__": init,
-        "__reduce__": reduce,
-        "check_argument_for_proper_class": check,
-        "from_args_and_dict": classmethod(from_parts),
-        "__module__": kind.__module__,
-    }
-    return type(kind.__name__, (kind,), members)
+        accepted = inspect.signature(cls.__init__).parameters.keys()
+        settings = {key: value for key, value in {**processor_dict, **kwargs}.items() if key in accepted}
+        return cls(**{**settings, **parts, _VIDEO: None})
 
 
-def _again(kind: type[ProcessorMixin], state: Mapping[str, Any]) -> ProcessorMixin:
-    """A processor without video in another process."""
-    made = object.__new__(without_video(kind))
-    vars(made).update(state)
-    return made
+def without_video(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:
+    """A processor class that takes no video processor; one that takes none anyway is returned as it is.
+
+    It is saved under the name of the class it is made of, and loads what that one has saved.
+    """
+    takes_video = _VIDEO in inspect.signature(kind.__init__).parameters
+    return derived_class(kind, _WithoutVideo) if takes_video else kind
 
 
 def load_processor(path: str, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> ProcessorMixin:
@@ -83,8 +61,8 @@ def load_processor(path: str, config: PreTrainedConfig, *, trust_remote_code: bo
     """
     folder = model_directory(path)
     name = _class_name(folder) or PROCESSOR_MAPPING_NAMES.get(config.model_type)
-    found: Any = None if name is None else processor_class_from_name(name)
-    if found is None:
+    found = None if name is None else processor_class_from_name(name)
+    if name is None or found is None:
         raise ModelError(
             f"{path} names no processor that transformers knows ({name or 'none at all'})",
             where=f"{MODEL_PATH}: {', '.join(_NAMED_IN)}",
@@ -93,7 +71,7 @@ def load_processor(path: str, config: PreTrainedConfig, *, trust_remote_code: bo
     try:
         loaded = without_video(found).from_pretrained(folder, backend="pil", trust_remote_code=trust_remote_code)
     except Exception as error:  # a processor is a program of its own, and so are its parts
-        raise _cannot_load(path, name or "", error) from error
+        raise _cannot_load(path, name, error) from error
     if not isinstance(loaded, ProcessorMixin):
         raise ModelError(f"{path} holds a tokenizer and no image processor", where=MODEL_PATH, remedy=GIVE_A_PROCESSOR)
     return loaded
@@ -128,7 +106,7 @@ def _first_difference(images: ImageText) -> str | None:
     own = {"input_ids": torch.from_numpy(ids), **images.pixels(shown)}
     if images.token_types is not None:
         own[images.token_types] = torch.from_numpy(images.token_type_ids(ids))
-    theirs = images.processor(images=[shown], text=[text], return_tensors="pt", add_special_tokens=False)
+    theirs = images.applied(images=[shown], text=[text], return_tensors="pt", add_special_tokens=False)
     for key in sorted({*own, *theirs} - {"attention_mask"}):
         if key not in own or key not in theirs or not torch.equal(own[key].flatten(), theirs[key].flatten()):
             return key

@@ -61,7 +61,7 @@ class VisionLanguage(CausalLM):
         self.images = self._image_text(processor)
         self._reader = PixelReader(self.images, _kept_pixels(self.images, self._data))
         self.take_tokenizer(self.images.tokenizer)
-        self._rope: Callable[..., Any] | None = None
+        self._rope: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
         self._blank: Sample | None = None
 
     def _image_text(self, processor: ProcessorMixin) -> ImageText:
@@ -107,10 +107,11 @@ class VisionLanguage(CausalLM):
         batch = pack(samples, rows, weights)
         stored = [image for sample in samples if sample.fields for image in from_fields(sample.fields)]
         fields = self._fields(batch.input_ids.numpy(), stored)
-        if self._rope is None:
+        rope = self._rope
+        if rope is None:
             return replace(batch, fields=fields)
         counts = [len(sample.fields[ENDS]) if sample.fields else 0 for sample in samples]
-        places = self._rope_positions(batch, fields, counts)
+        places = self._rope_positions(rope, batch, fields, counts)
         return replace(batch, fields=fields, position_ids=torch.cat([batch.position_ids[None], places]))
 
     def _fields(self, input_ids: np.ndarray, stored: Sequence[StoredImage]) -> dict[str, torch.Tensor]:
@@ -120,17 +121,20 @@ class VisionLanguage(CausalLM):
         return fields
 
     def _rope_positions(
-        self, batch: PackedBatch, fields: Mapping[str, torch.Tensor], counts: Sequence[int]
+        self,
+        rope: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        batch: PackedBatch,
+        fields: Mapping[str, torch.Tensor],
+        counts: Sequence[int],
     ) -> torch.Tensor:
         """int64 [3, tokens]: where each token is in time, height and width, from 0 in each document."""
-        assert self._rope is not None
         types = torch.from_numpy(self.images.token_type_ids(batch.input_ids.numpy()))
         grid, places, seen = fields.get("image_grid_thw"), [], 0
         ends = batch.cu_seqlens.tolist()
         for start, stop, count in zip(ends[:-1], ends[1:], counts, strict=True):
             kinds = types[start:stop]
             own = None if grid is None or not count else grid[seen : seen + count]
-            found, _ = self._rope(batch.input_ids[None, start:stop], mm_token_type_ids=kinds[None], image_grid_thw=own)
+            found, _ = rope(batch.input_ids[None, start:stop], mm_token_type_ids=kinds[None], image_grid_thw=own)
             places.append(found[:, 0])
             seen += count
         return torch.cat(places, dim=1)

@@ -24,7 +24,7 @@ def test_pixels_are_the_processors_own(family: str) -> None:
     text = [processor.image_token * len(images)]
     whole = processor(images=[images], text=text, return_tensors="pt")
     quick: Any = image_text(processor)
-    quick.processor = None  # whose work on a text would be thrown away
+    quick.applied = None  # whose work on a text would be thrown away
     found = quick.pixels(images)
     assert "pixel_values" in found
     assert {*whole} - {*found} <= {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
