@@ -98,6 +98,7 @@ def has_logged(tiny: Tiny, name: str, number: int) -> Callable[[], bool]:
     return lambda: file.exists() and len(file.read_text().splitlines()) >= number
 
 
+@pytest.mark.own_start
 def test_two_ranks_are_stopped_killed_and_continued(tiny: Tiny) -> None:
     """SIGTERM saves on both ranks; kill -9 of the launcher ends them without saving; then the run goes on."""
     shape = {"runner__nproc_per_node": 2, "runner__save_interval": 3}
@@ -160,6 +161,7 @@ def test_under_torchrun_the_rank_that_failed_says_why(tiny: Tiny) -> None:
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.own_start
 def test_a_signal_while_torch_is_imported(tiny: Tiny) -> None:
     """From a few tenths of a second on, long before there is anything to save."""
     process = start(tiny, "importing")
