@@ -1,7 +1,7 @@
 # The commands of this project. `make help` lists them.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-PYTEST_ARGS ?= -n auto --maxprocesses 4
+PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist worksteal
 # One thread each: several processes with all cores each would only wait for one another. No test needs the network.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 

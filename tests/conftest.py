@@ -12,12 +12,18 @@ import pytest
 from tests.support import fork_server
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+LONGEST = ("tests/launch/", "tests/seeds/", "tests/engine/", "tests/examples/", "tests/run/", "tests/verify/")
 _refused: set[str] = set()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--own-starts", action="store_true", help="start every process as a user does: takes longer")
     parser.addoption("--quick", action="store_true", help="skip what starts a process or trains, once it comes to that")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that take longest come first: none of them is still alone at the end."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
 def pytest_collection_finish() -> None:
@@ -40,7 +46,7 @@ def _no_group_is_left() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_starts(pytestconfig: pytest.Config) -> Iterator[None]:
-    if pytestconfig.getoption("own_starts"):
+    if pytestconfig.getoption("own_starts") or pytestconfig.getoption("quick"):
         yield
         return
     undo = fork_server.install()
@@ -54,7 +60,10 @@ def _quick(pytestconfig: pytest.Config) -> Iterator[None]:
 
     def refuse(why: str) -> Callable[..., NoReturn]:
         def refused(*_: object, **__: object) -> NoReturn:
-            _refused.add(os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0])
+            test, _, phase = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")
+            _refused.add(test)
+            if phase == "(setup)":  # of a fixture, whose error the module's other tests get too
+                _refused.add(test.partition("::")[0])
             pytest.skip(why)
 
         return refused
@@ -71,7 +80,8 @@ def _quick(pytestconfig: pytest.Config) -> Iterator[None]:
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Skipped it is also where the code under test made another error of that."""
     report = yield
-    if report.failed and item.nodeid in _refused:
+    names = {item.nodeid} if report.when == "call" else {item.nodeid, item.nodeid.partition("::")[0]}
+    if report.failed and names & _refused:
         report.outcome, report.longrepr = "skipped", (__file__, 0, "Skipped: starts a process or trains")
     return report
 

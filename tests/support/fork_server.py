@@ -43,7 +43,7 @@ from typing import IO, Any, NoReturn
 
 PRELOADED = (
     "torch",
-    "torch.distributed.run",
+    "torch.distributed.launcher",
     "torch._dynamo",
     "numpy",
     "transformers",
@@ -76,7 +76,7 @@ READ_BY_IMPORTS = (
 )
 """Beginnings of variables that count while modules are imported; where one differs, a process is started as usual."""
 NOT_READ = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED")
-MODULES = ("shardtune", "torch.distributed.run", "accelerate.commands.launch")
+MODULES = ("shardtune", "pytest", "torch.distributed.run", "accelerate.commands.launch")
 """What `python -m` may run here."""
 PIPE_ENDS = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 HARMLESS_THREADS = {"jemalloc_bg_thd"}
@@ -234,7 +234,6 @@ def run_as_main(request: Request, tail: Sequence[str]) -> None:
     main.__dict__["__builtins__"] = __builtins__
     sys.argv[:] = [how or what, *request.arguments]
     if how == "-m":
-        sys.modules.pop(what, None)
         runpy._run_module_as_main(what)  # type: ignore[attr-defined]
         return
     if how == "":
