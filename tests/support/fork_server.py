@@ -96,6 +96,7 @@ class Request:
         run: ("-m", module), ("-c", code) or ("", script).
         arguments: behind these.
         targets: the number each descriptor that comes along is to get.
+        blocked: signals that are in the caller.
     """
 
     options: Sequence[str]
@@ -106,6 +107,7 @@ class Request:
     targets: Sequence[int]
     new_session: bool
     blocked: Sequence[int]
+    sigint_ignored: bool
 
 
 # -- The server ------------------------------------------------------------------------------------------------------
@@ -168,11 +170,11 @@ def _become(request: Request, given: Sequence[int], channel: socket.socket) -> s
     there.close()
     own = socket.socket(fileno=_high(here.fileno()))
     here.close()
-    _client = Client(own, dict(request.environment))
+    _client = Client(own, dict(os.environ))
     os.environ.clear()
     os.environ.update(request.environment)
     os.chdir(request.directory)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if request.sigint_ignored else signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
     os.write(answer, os.getpid().to_bytes(8, "big"))
     os.close(answer)
@@ -449,6 +451,7 @@ def install() -> Callable[[], None]:
             targets=(0, 1, 2, *passed),
             new_session=bool(given["start_new_session"]),
             blocked=_blocked(),
+            sigint_ignored=_ignores_sigint(),
         )
         pid = client.fork(request, [*files, *passed])
         if pid is None:
@@ -466,7 +469,13 @@ def install() -> Callable[[], None]:
         if understood is not None and client is not None:
             passed = sorted(map(int, passfds))
             request = Request(
-                *understood, dict(os.environ), os.getcwd(), (0, 1, 2, *passed), new_session=False, blocked=_blocked()
+                *understood,
+                environment=dict(os.environ),
+                directory=os.getcwd(),
+                targets=(0, 1, 2, *passed),
+                new_session=False,
+                blocked=_blocked(),
+                sigint_ignored=_ignores_sigint(),
             )
             return client.fork(request, [0, 1, 2, *passed])
         return spawn(path, args, passfds)
@@ -486,6 +495,10 @@ def install() -> Callable[[], None]:
 
 def _blocked() -> tuple[int, ...]:
     return tuple(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+
+def _ignores_sigint() -> bool:
+    return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def main() -> None:
