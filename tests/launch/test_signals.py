@@ -19,6 +19,7 @@ import shardtune
 from shardtune.errors import Interrupted
 from shardtune.launch.local import RankFailed, ReportedError
 from shardtune.launch.signals import StopSignal, listening
+from tests.support import fork_server
 from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny, signal_after
 
 Process = subprocess.Popen[str]
@@ -27,6 +28,7 @@ EXIT_STOPPED = 75
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    fork_server.start_server()  # now: a test counts this process's children
     made = make_tiny(tmp_path_factory.mktemp("interrupt"), dropout=0.2)
     shardtune.train(made.recipe("whole"))
     return made

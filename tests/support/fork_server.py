@@ -310,16 +310,19 @@ class Client:
             finally:
                 _libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
         assert answer, "the server of forks has ended"
-        return int.from_bytes(answer, "big")
+        child = int.from_bytes(answer, "big")
+        parent = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[1]
+        assert int(parent) == os.getpid(), f"{child} is not a child of this process: its exit code would not be seen"
+        return child
 
 
 _client: Client | None = None
 
 
 def start_server() -> None:
-    """Start this process's server, if it has none: what it imports is not waited for."""
+    """Start this process's server, if it is to have one and has none: what it imports is not waited for."""
     global _client
-    if _client is not None and _client.owner == os.getpid():
+    if not _starts_servers or (_client is not None and _client.owner == os.getpid()):
         return
     here, there = socket.socketpair()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": _other_hash_seed()}
@@ -370,7 +373,7 @@ def _usable(environment: Mapping[str, str]) -> Client | None:
     """The server, where a process with this environment may come from it."""
     if _bypass or sys.platform != "linux" or os.path.exists("/dev/nvidiactl"):
         return None
-    if _client is None and _starts_servers:
+    if _client is None:
         start_server()
     if _client is None or _client.owner != os.getpid():
         return None
