@@ -72,7 +72,7 @@ def _quick(pytestconfig: pytest.Config) -> Iterator[None]:
         if pytestconfig.getoption("quick"):
             patch.setattr(subprocess.Popen, "_execute_child", refuse("starts a process"))
             patch.setattr(BaseProcess, "start", refuse("starts a process"))
-            patch.setattr("shardtune.training.runner.SFTRunner.run", refuse("trains"))
+            patch.setattr("shardtune.training.worker.base.FSDPSftWorker.setup", refuse("trains"))
         yield
 
 
