@@ -41,7 +41,7 @@ clean-quickstart: ## forget the quickstart's data, model and run
 	rm -rf $(QUICKSTART)/made runs/quickstart
 
 check: lint ## check style and types, and run the tests that need no process and no training: about a minute
-	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS) --quick
+	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS) --quick -r fE
 
 test: $(INSTALLED) ## run all tests
 	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
