@@ -1,7 +1,9 @@
 # The commands of this project. `make help` lists them.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-PYTEST_ARGS ?= -n auto --maxprocesses 4
+PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist worksteal
+# One thread each: several processes with all cores each would only wait for one another. No test needs the network.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +14,7 @@ MODEL := $(QUICKSTART)/made/model/model.safetensors
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv quickstart test test-slow lint format clean-quickstart
+.PHONY: help venv quickstart check test test-slow lint format clean-quickstart
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -38,12 +40,14 @@ quickstart: $(DATA) $(MODEL) ## teach a small model arithmetic on this machine: 
 clean-quickstart: ## forget the quickstart's data, model and run
 	rm -rf $(QUICKSTART)/made runs/quickstart
 
-# One thread each: several processes with all cores each would only wait for one another. No test needs the network.
-test: $(INSTALLED) ## run the tests
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+check: lint ## check style and types, and run the tests that need no process and no training: about a minute
+	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS) --quick -r fE
+
+test: $(INSTALLED) ## run all tests
+	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-slow: $(INSTALLED) ## run the long forms of some tests
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
+	$(TEST_ENV) $(BIN)/python -m pytest -m slow
 
 lint: $(INSTALLED) ## check style and types
 	$(BIN)/python -m ruff check .

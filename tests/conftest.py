@@ -1,11 +1,35 @@
-"""No test asks the network for anything, and none leaves a process group behind."""
+"""No test asks the network for anything, and none leaves a process group behind; processes start quickly."""
 
+import gc
 import os
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Generator, Iterator
+from multiprocessing.process import BaseProcess
+from typing import NoReturn
 
 import pytest
 
+from tests.support import fork_server
+
 os.environ["HF_HUB_OFFLINE"] = "1"
+LONGEST = ("tests/launch/", "tests/seeds/", "tests/engine/", "tests/examples/", "tests/run/", "tests/verify/")
+_refused: set[str] = set()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--own-starts", action="store_true", help="start every process as a user does: takes longer")
+    parser.addoption("--quick", action="store_true", help="skip what starts a process or trains, once it comes to that")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that take longest come first: none of them is still alone at the end."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+
+
+def pytest_collection_finish() -> None:
+    """Every run ends with a collection of garbage, which need not look through torch and all tests each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -18,3 +42,63 @@ def _no_group_is_left() -> Iterator[None]:
     if left:
         dist.destroy_process_group()  # the next test is not to blame
     assert not left
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_starts(pytestconfig: pytest.Config) -> Iterator[None]:
+    if pytestconfig.getoption("own_starts") or pytestconfig.getoption("quick"):
+        yield
+        return
+    undo = fork_server.install()
+    yield
+    undo()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick(pytestconfig: pytest.Config) -> Iterator[None]:
+    """With `--quick`, a test ends as skipped where it would start a process or train."""
+
+    def refuse(why: str) -> Callable[..., NoReturn]:
+        def refused(*_: object, **__: object) -> NoReturn:
+            test, _, phase = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")
+            _refused.add(test)
+            if phase == "(setup)":  # of a fixture, whose error the module's other tests get too
+                _refused.add(test.partition("::")[0])
+            pytest.skip(why)
+
+        return refused
+
+    with pytest.MonkeyPatch.context() as patch:
+        if pytestconfig.getoption("quick"):
+            patch.setattr(subprocess.Popen, "_execute_child", refuse("starts a process"))
+            patch.setattr(BaseProcess, "start", refuse("starts a process"))
+            patch.setattr("shardtune.training.worker.base.FSDPSftWorker.setup", refuse("trains"))
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Skipped it is also where the code under test made another error of that."""
+    report = yield
+    names = {item.nodeid} if report.when == "call" else {item.nodeid, item.nodeid.partition("::")[0]}
+    if report.failed and names & _refused:
+        report.outcome, report.longrepr = "skipped", (__file__, 0, "Skipped: starts a process or trains")
+    return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_waiting_for_the_disk() -> Iterator[None]:
+    """What tests write need not outlast a power cut; a run of eight saves waits 140 times for that."""
+    original, os.fsync = os.fsync, fork_server.no_fsync
+    yield
+    os.fsync = original
+
+
+@pytest.fixture(autouse=True)
+def _own_starts(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test marked `own_start` gets processes that are started, not forked."""
+    if request.node.get_closest_marker("own_start"):
+        with fork_server.own_starts():
+            yield
+    else:
+        yield

@@ -99,6 +99,7 @@ def test_the_help_is_there_at_once() -> None:
     assert min(seconds) < 1.5
 
 
+@pytest.mark.own_start
 def test_python_m_shardtune() -> None:
     done = subprocess.run([sys.executable, "-m", "shardtune", "--help"], capture_output=True, text=True)
     assert done.returncode == 0

@@ -121,6 +121,7 @@ def test_the_command_gives_the_numbers_of_local_ranks_and_ends_all_it_started(ti
     assert json.loads((tiny.run("alone") / "manifest.json").read_text())["world_size"] == 2
 
 
+@pytest.mark.own_start
 def test_sigterm_saves_and_kill_9_leaves_no_rank(tiny: Tiny) -> None:
     process = started(tiny, "stopped", "slow", runner__save_interval=-1)
     processes = wait_for_step(tiny, "stopped", 2, process)

@@ -19,6 +19,7 @@ import shardtune
 from shardtune.errors import Interrupted
 from shardtune.launch.local import RankFailed, ReportedError
 from shardtune.launch.signals import StopSignal, listening
+from tests.support import fork_server
 from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny, signal_after
 
 Process = subprocess.Popen[str]
@@ -27,6 +28,7 @@ EXIT_STOPPED = 75
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    fork_server.start_server()  # now: a test counts this process's children
     made = make_tiny(tmp_path_factory.mktemp("interrupt"), dropout=0.2)
     shardtune.train(made.recipe("whole"))
     return made
@@ -98,6 +100,7 @@ def has_logged(tiny: Tiny, name: str, number: int) -> Callable[[], bool]:
     return lambda: file.exists() and len(file.read_text().splitlines()) >= number
 
 
+@pytest.mark.own_start
 def test_two_ranks_are_stopped_killed_and_continued(tiny: Tiny) -> None:
     """SIGTERM saves on both ranks; kill -9 of the launcher ends them without saving; then the run goes on."""
     shape = {"runner__nproc_per_node": 2, "runner__save_interval": 3}
@@ -160,6 +163,7 @@ def test_under_torchrun_the_rank_that_failed_says_why(tiny: Tiny) -> None:
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.own_start
 def test_a_signal_while_torch_is_imported(tiny: Tiny) -> None:
     """From a few tenths of a second on, long before there is anything to save."""
     process = start(tiny, "importing")
