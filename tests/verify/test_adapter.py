@@ -131,8 +131,7 @@ def test_failures_are_shown_and_give_the_exit_code() -> None:
     assert outcome.code == 1
     assert re.search(r"2/2 sums +failed", outcome.out)
     assert "1 passed, 1 failed of 2 checks" in " ".join(outcome.out.split())
-    assert "where:  SumsMean.loss
-  remedy: this looks like a mean" in outcome.out
+    assert "where:  SumsMean.loss\n  remedy: this looks like a mean" in outcome.out
 
 
 @pytest.mark.parametrize(
