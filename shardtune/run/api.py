@@ -262,7 +262,7 @@ class Run:
                 where="--raw",
                 remedy="leave out --system and messages, or --raw",
             )
-        shown = [images] if isinstance(prompts, str) else list(images or [()] * len(asked))
+        shown = [images] if isinstance(prompts, str) else [_images(one) for one in images or [()] * len(asked)]
         if len(shown) != len(asked):
             raise ConfigError(
                 f"{len(asked)} prompts and {len(shown)} lists of images",
@@ -374,7 +374,7 @@ def evaluate(target: str | Path, *overrides: str, checkpoint: str = "final") -> 
 def _evaluated_on(worker: FSDPSftWorker, episodes: Path) -> str:
     """What an evaluation looks at, in words."""
     announced = [info.get("num_samples") for _, info in worker.eval_loaders.values()]
-    sizes = [int(size) for size in announced if size is not None]
+    sizes = [size for size in announced if isinstance(size, int)]
     rows = f"{sum(sizes):,} rows" if len(sizes) == len(announced) else f"{len(announced)} sets"
     config = worker.recipe.eval
     if config.environment is None:
@@ -430,9 +430,20 @@ NO_EVALUATION = ("data.eval_data_paths=null", "data.eval_split=0", "eval.generat
 ))  # fmt: skip
 
 
-def _conversation(prompt: str | Sequence[Mapping[str, object]], system: str | None) -> list[dict[str, object]]:
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(turn) for turn in prompt]
-    return messages if system is None else [{"role": "system", "content": system}, *messages]
+def _conversation(prompt: str | Sequence[Mapping[str, object]], system: str | None) -> list[Mapping[str, object]]:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return [*messages] if system is None else [{"role": "system", "content": system}, *messages]
+
+
+def _images(given: object) -> Sequence[object]:
+    """The images of one of several prompts."""
+    if isinstance(given, Sequence) and not isinstance(given, str | bytes):
+        return given
+    raise ConfigError(
+        f"the images of a prompt are a {type(given).__name__}, not a list",
+        where="images=",
+        remedy="give a list of images for each prompt, empty for one without",
+    )
 
 
 def load_run(directory: str | Path) -> Run:

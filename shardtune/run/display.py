@@ -24,6 +24,7 @@ from shardtune.training.run_summary import RunSummary
 PLAIN_SECONDS = 10.0
 """Without a terminal, a line at most this often."""
 PREVIEW_TOKENS = 400
+VERDICTS: Mapping[object, str] = {True: "right", False: "wrong"}
 SHOWN_PATTERNS = 8
 
 
@@ -237,8 +238,8 @@ class Display:
                 table.add_row(key, *cells, shown(key, value))
             self.console.print(table)
         for sample in samples:
-            verdict = {True: "right", False: "wrong", None: "no answer found"}[sample["correct"]]
-            self.console.print(Text(f"{last_turn(sample['prompt'])}", style="dim"))
+            verdict = VERDICTS.get(sample["correct"], "no answer found")
+            self.console.print(Text(f"{last_turn(str(sample['prompt']))}", style="dim"))
             self.console.print(Text(f"  -> {sample['answer']}  [{verdict}; expected {sample['reference']}]"))
         self.console.print(Text("next:", style="bold"))
         talking = (f'shardtune generate {run_dir} --prompt "…"', f"shardtune chat {run_dir}")

@@ -78,8 +78,12 @@ def _has_image(message: Mapping[str, object]) -> bool:
 def _as_text(message: Mapping[str, object]) -> Mapping[str, object]:
     """A turn whose parts are joined."""
     parts = _parts(message)
-    for part in parts:
-        if not isinstance(part, str) and not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
-            raise RowError(f"a content part is {part!r}, no text")
-    joined = "".join(part if isinstance(part, str) else part["text"] for part in parts)
-    return {**message, "content": joined} if parts else message
+    return {**message, "content": "".join(map(_text_of, parts))} if parts else message
+
+
+def _text_of(part: object) -> str:
+    """A text, or the `text` of a part."""
+    text = part.get("text") if isinstance(part, Mapping) else part
+    if not isinstance(text, str):
+        raise RowError(f"a content part is {part!r}, no text")
+    return text

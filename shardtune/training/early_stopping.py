@@ -4,9 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import TypedDict
 
 from shardtune.config import RunnerConfig
+
+
+class WatchState(TypedDict):
+    """A `Watch` as a checkpoint holds it."""
+
+    monitor: str
+    mode: str
+    min_delta: float
+    best: float | None
+    best_step: int
+    bad: int
+
+
+class WatchesState(TypedDict, total=False):
+    """`Watches` as a checkpoint holds them."""
+
+    early: WatchState | None
+    best: WatchState | None
 
 
 @dataclass(slots=True)
@@ -44,8 +63,19 @@ class Watch:
         """Start anew: the checkpoint that was the best is gone."""
         self.best, self.best_step, self.bad = None, -1, 0
 
-    def restore(self, saved: Mapping[str, object] | None) -> None:
-        """Take over what a checkpoint knows, if it watched the same metric in the same direction."""
+    def state(self) -> WatchState:
+        """For a checkpoint."""
+        return WatchState(
+            monitor=self.monitor,
+            mode=self.mode,
+            min_delta=self.min_delta,
+            best=self.best,
+            best_step=self.best_step,
+            bad=self.bad,
+        )
+
+    def restore(self, saved: WatchState | None) -> None:
+        """Continue from a checkpoint, if it watched the same metric in the same direction."""
         if saved is not None and (saved["monitor"], saved["mode"]) == (self.monitor, self.mode):
             self.best, self.best_step, self.bad = saved["best"], saved["best_step"], saved["bad"]
 
@@ -87,14 +117,14 @@ class Watches:
             self.stop = self.early.bad >= self._patience
         return self.best is not None and self.best.update(metrics[self.best.monitor], step)
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> WatchesState:
         """For a checkpoint."""
         return {
-            "early": asdict(self.early) if self.early else None,
-            "best": asdict(self.best) if self.best else None,
+            "early": self.early.state() if self.early else None,
+            "best": self.best.state() if self.best else None,
         }
 
-    def restore(self, state: Mapping[str, object]) -> None:
+    def restore(self, state: WatchesState) -> None:
         """From a checkpoint."""
         if self.early is not None:
             self.early.restore(state.get("early"))

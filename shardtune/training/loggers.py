@@ -173,7 +173,7 @@ def _step_of(line: bytes) -> float:
         return math.inf  # torn or foreign: removed
 
 
-def first_metrics(run_dir: Path) -> dict[str, object]:
+def first_metrics(run_dir: Path) -> dict[str, float]:
     """The first line of a run's metrics."""
     file = run_dir / METRICS_FILE
     if not file.exists():
@@ -182,7 +182,7 @@ def first_metrics(run_dir: Path) -> dict[str, object]:
         return json.loads(next(lines, "{}"))
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, object]]:
+def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     """All lines of a run's metrics."""
     file = run_dir / METRICS_FILE
     if not file.exists():

@@ -139,7 +139,7 @@ class SFTRunner:
         actor = self._actor
         actor.load_checkpoint(checkpoint)
         state = read_state(checkpoint)
-        self._watches.restore(state)
+        self._watches.restore({"early": state.get("early"), "best": state.get("best")})
         self._evaluated_at = int(state["evaluated_at"])
         self._last_eval = dict(state["last_eval"])
         self._line = dict(state["line"])

@@ -168,7 +168,7 @@ def load_initial_weights(
             part = model.get_submodule(name)
             assert isinstance(part, PreTrainedModel)
             load_weights(part, path, root=root, **form)
-        load_plain(model, found.supplies, **found.says())
+        load_plain(model, found.supplies, **found.name_check())
         notes += found.notes
     return notes
 
@@ -179,6 +179,14 @@ class _Form(TypedDict):
     dtype: torch.dtype
     device: torch.device
     frozen: torch.dtype | None
+
+
+class NameCheck(TypedDict):
+    """Where names come from, how to make them fit, and which are not looked for."""
+
+    where: str
+    remedy: str
+    done: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +205,8 @@ class _Found:
     origins: list[str]
     notes: list[str]
 
-    def says(self) -> dict[str, object]:
-        """What messages say of names that do not fit, and what is not looked for."""
+    def name_check(self) -> NameCheck:
+        """The arguments of messages about names that do not fit."""
         remedy = (
             "let build() make the same parameters each time it is called"
             if self.origins == [CONSTRUCTOR]
@@ -228,7 +236,7 @@ def _gather(source: WeightSource, model: nn.Module, build: Build, seed: int, ran
         supplies |= {name: fresh[name] for name in fresh if _belongs(name, drawn) and name not in elsewhere}
         found.origins.append(CONSTRUCTOR)
         found.notes.extend(told)
-    check_names(model, supplies, **found.says())
+    check_names(model, supplies, **found.name_check())
     return found
 
 

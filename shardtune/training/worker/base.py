@@ -313,7 +313,7 @@ class FSDPSftWorker(ABC):
     def _refuse_loss_weights(self) -> None:
         """Refuse a `loss_weights` that nothing would call: the built-in loader knows the weights of its rows."""
         kind = next(kind for kind in type(self).__mro__ if "loss_weights" in vars(kind))
-        if not kind.__module__.startswith(__package__):
+        if not kind.__module__.startswith("shardtune."):
             raise ConfigError(
                 f"{kind.__name__}.loss_weights would never be called: the rows that the recipe names have weights of "
                 "their own",
@@ -436,7 +436,7 @@ class FSDPSftWorker(ABC):
                 targets=0.0,
                 steps_per_epoch=self.loader.num_steps(0),
                 total_steps=self.position.horizon,
-                evaluation={name: info.get("num_samples") for name, (_, info) in self.eval_loaders.items()},
+                evaluation={name: _announced(info) for name, (_, info) in self.eval_loaders.items()},
                 notes=notes,
                 trained=[] if all_trained else trainable_patterns(parameters, shapes),
             )
@@ -458,6 +458,11 @@ class FSDPSftWorker(ABC):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:  # otherwise other ranks may be waiting elsewhere
             leave_ranks(self.ranks)
+
+
+def _announced(info: Mapping[str, object]) -> int | None:
+    size = info.get("num_samples")
+    return size if isinstance(size, int) else None
 
 
 def _ranks(ranks: Ranks) -> str:

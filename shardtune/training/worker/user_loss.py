@@ -78,13 +78,12 @@ def _same_number(one: float | None, other: float | None) -> bool:
 
 def _with_labels(batch: object, start: int, stop: int | None) -> object:
     """The batch with these labels of each row alone; unchanged where it has none."""
-    labels = batch.get(LABELS) if isinstance(batch, Mapping) else None
-    if not isinstance(labels, torch.Tensor):
+    if not isinstance(batch, Mapping) or not isinstance(labels := batch.get(LABELS), torch.Tensor):
         return batch
     masked = torch.full_like(labels, IGNORED)
     masked[:, start:stop] = labels[:, start:stop]
     # Of its own type: a tokenizer's batch has methods.
-    changed: object = copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
+    changed: MutableMapping[object, object] = copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
     changed[LABELS] = masked
     return changed
 

@@ -78,7 +78,7 @@ class UserTask(Task):
         self._methods = methods
         self._kind = kind
         self._sets = UserSets(methods, recipe.runner.seed)
-        self._files: list[dict[str, object]] | None = None
+        self._files: list[dict[str, object]] = []
 
     def inner_model(self, model: nn.Module) -> nn.Module:
         return model
@@ -104,9 +104,10 @@ class UserTask(Task):
 
     def data_files(self) -> list[dict[str, object]]:
         """The files and directories that the recipe names, with hashes, as they were at the first call."""
-        if self._files is None:
+        if not self._files:
             data = self._recipe.data
-            self._files = fingerprints(list(training_paths(self._recipe)), cache_root(data.cache_dir))
+            found = fingerprints(list(training_paths(self._recipe)), cache_root(data.cache_dir))
+            self._files = [{**file} for file in found]
         return self._files
 
     def describe_data(self) -> dict[str, object]:
