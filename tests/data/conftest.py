@@ -12,6 +12,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from shardtune.data.encoder import FrameOptions, RowError
+from shardtune.data.sources.resolve import resolve_sources
+
 _SPECIAL = """<pad> <s> </s> <|im_start|> <|im_end|> <|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>
 <|eom_id|> <|python_tag|> [INST] [/INST] [TOOL_CALLS] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS]
 [/TOOL_RESULTS] <bos> <eos> <start_of_turn> <end_of_turn> <|user|> <|assistant|> <|system|> <|end|> <|endoftext|>
@@ -73,3 +76,18 @@ def trained() -> Callable[..., list[str]]:
 @pytest.fixture
 def data(tmp_path: Path) -> Data:
     return Data(cache_dir=str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def read(data) -> Callable[..., list[Any]]:
+    """All rows of what a recipe names; a `RowError` is raised."""
+
+    def run(spec: Any, chunk: int = 1, **options: Any) -> list[Any]:
+        sources = resolve_sources(spec, data, frames=FrameOptions(chunk), report=lambda text: None, **options)
+        rows = [row for source in sources for file in source.files for _, row in source.rows(file)]
+        for row in rows:
+            if isinstance(row, RowError):
+                raise row
+        return rows
+
+    return run

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import pytest
 from PIL import Image
 
 from shardtune.batch import Sample
-from shardtune.data.encoder import FrameOptions, Row, RowError
+from shardtune.data.encoder import FrameOptions, Row
 from shardtune.data.images.images import read_image
 from shardtune.data.robot.episode import Episode
-from shardtune.data.sources.resolve import resolve_sources
 
 
 @dataclass(frozen=True)
@@ -67,18 +65,3 @@ def episode(length: int, *, seed: int = 0, task: str = "lift it", cameras=("top"
 def pixels(image: Mapping[str, Any]) -> np.ndarray:
     with Image.open(io.BytesIO(image["bytes"])) as opened:
         return np.asarray(opened.convert("RGB"))
-
-
-@pytest.fixture
-def read(data) -> Callable[..., list[Any]]:
-    """All rows of what a recipe names; a `RowError` is raised."""
-
-    def run(spec: Any, chunk: int = 1, **options: Any) -> list[Any]:
-        sources = resolve_sources(spec, data, frames=FrameOptions(chunk), report=lambda text: None, **options)
-        rows = [row for source in sources for file in source.files for _, row in source.rows(file)]
-        for row in rows:
-            if isinstance(row, RowError):
-                raise row
-        return rows
-
-    return run
