@@ -417,11 +417,11 @@ class AdapterRoot(nn.Module):
 
     def forward(self, batch: Batch) -> dict[str, LossSum]:
         losses = self._adapter.train_loss(self.model, batch, self.token_loss)
-        return _weightless(losses) if batch.is_filler else losses
+        return losses if max(batch.rows) >= 0 else _weightless(losses)
 
     def evaluate(self, batch: Batch) -> Evaluation:
         found = self._adapter.evaluate(self.model, batch, self.measure)
-        return Evaluation(_weightless(found.losses), {}) if batch.is_filler else found
+        return found if max(batch.rows) >= 0 else Evaluation(_weightless(found.losses), {})
 
 
 def _weightless(losses: Mapping[str, LossSum]) -> dict[str, LossSum]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar, TypedDict, cast
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
-from transformers.utils.generic import ModelOutput
 
 from shardtune.batch import TOKENS, Batch, LossSum, Metric, PackedBatch, Sample
 from shardtune.config import DataConfig
@@ -338,12 +337,12 @@ class CausalLM(LanguageModel):
         return self.train_loss(model, batch, None)
 
     def train_loss(self, model: nn.Module, batch: Batch, token_loss: TokenLoss | None) -> dict[str, LossSum]:
-        packed = _packed(batch)
+        packed = cast(PackedBatch, batch)  # as `collate` has made it
         at = self._to_head(model, packed, packed.target_positions)
         return self._losses(at, packed, token_loss or PLAIN, count_correct=False)[0]
 
     def evaluate(self, model: nn.Module, batch: Batch, measure: Measure | None = None) -> Evaluation:
-        packed = _packed(batch)
+        packed = cast(PackedBatch, batch)  # as `collate` has made it
         at = self._to_head(model, packed, packed.target_positions)
         losses, correct = self._losses(at, packed, PLAIN, count_correct=True)
         accuracy = {"token_accuracy": Metric(float(correct), float(packed.targets.numel()))}
@@ -352,11 +351,11 @@ class CausalLM(LanguageModel):
 
     def predictions(self, model: nn.Module, batch: Batch) -> Iterator[Prediction]:
         """The logits at the supervised positions, in chunks of the loss's size."""
-        packed = _packed(batch)
+        packed = cast(PackedBatch, batch)  # as `collate` has made it
         return self._pieces(self._to_head(model, packed, packed.target_positions), packed)
 
     def _pieces(self, at: _AtHead, batch: PackedBatch) -> Iterator[Prediction]:
-        hidden = at.part.gather(at.hidden)
+        hidden = at.hidden if at.part is None else at.part.gather(at.hidden)
         size = chunk_rows(hidden.device, self._vocabulary)
         for start in range(0, hidden.shape[0], size):
             rows = slice(start, start + size)
@@ -370,22 +369,24 @@ class CausalLM(LanguageModel):
 
     def _to_head(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> _AtHead:
         """Run the model up to its head, at some tokens."""
-        model = pretrained(model)
-        part = SequencePart.of(len(batch.input_ids), positions, self._sequence)
-        input_ids = part.cut(batch.input_ids)
+        model = cast(PreTrainedModel, model)  # as `build` has made it
         arguments: dict[str, object] = {"output_router_logits": True} if self._balance_factor else {}
-        if part.share is not None:
+        input_ids, position_ids, part = batch.input_ids, batch.position_ids, None
+        if self._sequence is not None:
+            part = SequencePart.of(len(input_ids), positions, self._sequence)
             arguments["token_share"] = part.share
+            input_ids, position_ids, positions = part.cut(input_ids), part.cut(position_ids), part.positions
         if self.packs:
-            arguments["position_ids"] = part.cut(batch.position_ids).unsqueeze(-2)
+            arguments["position_ids"] = position_ids.unsqueeze(-2)
         if batch.fields:
             arguments |= self._further_inputs(batch)
         if self._attention == DOCUMENTS or self._attention.startswith("flash"):
             arguments |= {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
             arguments |= {"max_length_q": batch.max_length, "max_length_k": batch.max_length}
         if self._through_own_head:
-            outputs = model(input_ids=input_ids[None], use_cache=False, logits_to_keep=part.positions, **arguments)
-            return _AtHead(outputs.logits[0], None, self._routers(outputs), part)
+            outputs = model(input_ids=input_ids[None], use_cache=False, logits_to_keep=positions, **arguments)
+            routers = outputs["router_logits"] if self._balance_factor else ()
+            return _AtHead(outputs.logits[0], None, routers, part)
         head = model.get_output_embeddings()
         if head is None:
             raise ModelError(
@@ -396,18 +397,17 @@ class CausalLM(LanguageModel):
         sequences = input_ids.view(self._sequences(batch) if self._by_length else 1, -1)
         outputs = model.base_model(input_ids=sequences, use_cache=False, **arguments)
         # In the head's dtype: models that add up their residuals in fp32 (Mamba) return fp32.
-        hidden = outputs[0].flatten(0, 1).index_select(0, part.positions)
+        hidden = outputs[0].flatten(0, 1).index_select(0, positions)
         hidden = hidden.to(next(head.parameters(), hidden).dtype)
-        return _AtHead(hidden, head, self._routers(outputs), part)
-
-    def _routers(self, outputs: ModelOutput) -> tuple[torch.Tensor, ...]:
-        return outputs["router_logits"] if self._balance_factor else ()
+        return _AtHead(hidden, head, outputs["router_logits"] if self._balance_factor else (), part)
 
     def _losses(
         self, at: _AtHead, batch: PackedBatch, token_loss: TokenLoss, *, count_correct: bool
     ) -> tuple[dict[str, LossSum], torch.Tensor]:
         """The losses by term, and the number of targets with the largest logit (0 unless they are counted)."""
-        targets, weights = at.part.select(batch.targets), at.part.select(batch.target_weights)
+        targets, weights = batch.targets, batch.target_weights
+        if at.part is not None:
+            targets, weights = at.part.select(targets), at.part.select(weights)
         if type(at.head) is nn.Linear and isinstance(token_loss, CrossEntropy):
             total, correct = linear_cross_entropy(
                 at.hidden, at.head.weight, targets, weights, bias=at.head.bias, transform=self._transform,
@@ -419,16 +419,19 @@ class CausalLM(LanguageModel):
                 transform=IDENTITY if at.head is None else self._transform, token_loss=token_loss,
                 count_correct=count_correct,
             )  # fmt: skip
-        losses = {TOKENS: LossSum(at.part.sum(total), batch.target_weight)}
+        if at.part is not None:  # the same on all ranks that share the sequences
+            total, correct = at.part.sum(total), at.part.sum(correct)
+        losses = {TOKENS: LossSum(total, batch.target_weight)}
         if self._balance_factor:
-            routers = tuple(at.part.whole(logits) for logits in at.routers)
+            routers = at.routers if at.part is None else tuple(at.part.whole(logits) for logits in at.routers)
             balance = router_balance(routers, batch.cu_seqlens, batch.document_weights, self._experts_per_token)
             losses[BALANCE] = LossSum(self._balance_factor * balance, float(batch.num_rows))
-        return losses, at.part.sum(correct)
+        return losses, correct
 
     def logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
         at = self._to_head(model, batch, positions)
-        return at.part.gather(at.hidden if at.head is None else self._transform(at.head(at.hidden)))
+        logits = at.hidden if at.head is None else self._transform(at.head(at.hidden))
+        return logits if at.part is None else at.part.gather(logits)
 
     def reference_logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
         arguments = {"input_ids": batch.input_ids[None], "use_cache": False, **self._further_inputs(batch)}
@@ -460,19 +463,13 @@ class _AtHead:
         hidden: [requested tokens of this rank, width], the head's input; the logits where there is no head left.
         head: the head, or None.
         routers: [tokens of this rank, experts] of each layer; empty without a balance loss.
-        part: the tokens of this rank.
+        part: the tokens of this rank, where ranks share sequences; None: all.
     """
 
     hidden: torch.Tensor
     head: nn.Module | None
     routers: tuple[torch.Tensor, ...]
-    part: SequencePart
-
-
-def _packed(batch: Batch) -> PackedBatch:
-    """The same batch, as the type that `CausalLM.collate` makes."""
-    assert isinstance(batch, PackedBatch)
-    return batch
+    part: SequencePart | None
 
 
 def _same(logits: torch.Tensor) -> torch.Tensor:

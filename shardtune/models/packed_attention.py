@@ -75,16 +75,24 @@ def document_attention(
         softcap=softcap,
         sinks=s_aux,
     )
-    if token_share is None:
-        return _attention(query, key, value, cu_seq_lens_q, max_length_q, settings), None
-    # 4 heads and 8 tokens on 2 ranks: a rank has [rows, 4 heads, 4 tokens], exchanges it for [rows, 2 heads, 8 tokens],
-    # computes attention of whole documents there, and exchanges the result back. It needs the sinks of its 2 heads.
-    rows, ranks = query.shape[0], token_share.ranks
-    query, key, value = (_end_to_end(to_heads(tensor, token_share)) for tensor in (query, key, value))
-    if s_aux is not None:
-        settings = replace(settings, sinks=s_aux.chunk(ranks.size())[ranks.get_local_rank()])
-    output = _attention(query, key, value, cu_seq_lens_q, max_length_q, settings)
-    return to_tokens(output.unflatten(1, (rows, -1))[0], token_share), None
+    rows = query.shape[0]
+    if token_share is not None:
+        # 4 heads and 8 tokens on 2 ranks: a rank has [rows, 4 heads, 4 tokens], exchanges it for [rows, 2 heads, 8
+        # tokens], computes attention of whole documents there, and exchanges the result back. It needs the sinks of its
+        # 2 heads.
+        query, key, value = (_end_to_end(to_heads(tensor, token_share)) for tensor in (query, key, value))
+        if s_aux is not None:
+            ranks = token_share.ranks
+            settings = replace(settings, sinks=s_aux.chunk(ranks.size())[ranks.get_local_rank()])
+    plain = softcap is None and s_aux is None
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and plain and not dropout:
+        output = _varlen(query, key, value, cu_seq_lens_q, max_length_q, settings)
+    else:  # one call per document: of torch's kernel, or of the formula
+        lengths = cu_seq_lens_q.diff().tolist()
+        documents = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+        one = _sdpa if plain else _explicit
+        output = torch.cat([one(q, k, v, settings) for q, k, v in documents], dim=2).transpose(1, 2)
+    return (output if token_share is None else to_tokens(output.unflatten(1, (rows, -1))[0], token_share)), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,24 +105,6 @@ class _Settings:
     dropout: float
     softcap: float | None
     sinks: torch.Tensor | None
-
-
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_length: int,
-    settings: _Settings,
-) -> torch.Tensor:
-    """[1, tokens, heads, value_dim]: by FlashAttention, by one call per document, or by the formula."""
-    plain = settings.softcap is None and settings.sinks is None
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and plain and not settings.dropout:
-        return _varlen(query, key, value, cu_seqlens, max_length, settings)
-    lengths = cu_seqlens.diff().tolist()
-    documents = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
-    one = _sdpa if plain else _explicit
-    return torch.cat([one(q, k, v, settings) for q, k, v in documents], dim=2).transpose(1, 2)
 
 
 def _end_to_end(tensor: torch.Tensor) -> torch.Tensor:

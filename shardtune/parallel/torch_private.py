@@ -7,7 +7,7 @@ torch is checked against this file alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -104,9 +104,8 @@ def storage_identity(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
-def multiply_(tensors: Sequence[torch.Tensor], factor: float) -> None:
-    """Scale tensors in place, all of them with few kernels; the public optimizers and clipping do it this way."""
-    torch._foreach_mul_(list(tensors), factor)
+multiply_ = torch._foreach_mul_
+"""Scales a list of tensors in place, with few kernels; the public optimizers and clipping do it this way."""
 
 
 def quieten_redistribution() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardtune.config import load_recipe
-from shardtune.training.worker import adapter_worker
+from shardtune.training.worker import adapter_worker, cached_rows
 from tests.support.dist.ranks import run_ranks
 from tests.support.workspace import make_workspace
 
@@ -17,7 +17,7 @@ KEYS = ("eval.generate=true", "eval.max_new_tokens=6", "eval.answer_pattern='###
 
 def evaluate(recipe: str, *keys: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Metrics and samples of the untrained model; each rank's samples hold all answers."""
-    adapter_worker.GENERATION_ROWS = 2  # 5 rows are 3 batches: two ranks have one without a batch in the last round
+    cached_rows.GENERATION_ROWS = 2  # 5 rows are 3 batches: two ranks have one without a batch in the last round
     worker = adapter_worker.SFTWorker(load_recipe(recipe, keys), training=False, report=lambda text: None)
     worker.setup_evaluation()
     return worker.run_eval(), worker.samples
@@ -29,7 +29,7 @@ def both(recipe: str) -> list[tuple[dict[str, float], list[dict[str, Any]]]]:
 
 
 def test_two_ranks_answer_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_worker, "GENERATION_ROWS", 2)
+    monkeypatch.setattr(cached_rows, "GENERATION_ROWS", 2)
     recipe = str(make_workspace(tmp_path / "work") / "recipe.yaml")
     metrics, samples = evaluate(recipe, *KEYS)
     assert len(samples) == 5

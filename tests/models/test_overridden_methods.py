@@ -147,7 +147,7 @@ def test_every_method_of_a_language_model_is_called(tmp_path: Path, monkeypatch:
     rows = {"data__eval_data_paths": str(tmp_path / "eval.jsonl")}
     generation = {"generate": True, "num_samples": 2, "max_new_tokens": 2}
     worker = SFTWorker(load_recipe(make_tiny(tmp_path, train_rows=6).recipe(eval=generation, **rows)), report=print)
-    worker.check()
+    worker.task.check()
     worker.setup()
     worker.run_training()
     worker.run_eval()

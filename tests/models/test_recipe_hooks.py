@@ -226,7 +226,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(folder: Path, changes:
     if "actor__loss" in changes:
         changes["actor__loss"] = f"{folder}/{changes['actor__loss']}"
     with pytest.raises(ConfigError, match=said):
-        SFTWorker(load_recipe(settings(folder, **changes)), report=quiet).check()
+        SFTWorker(load_recipe(settings(folder, **changes)), report=quiet).task.check()
 
 
 def test_a_metric_that_gives_no_pair_is_named(folder: Path) -> None:

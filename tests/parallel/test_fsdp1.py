@@ -33,6 +33,7 @@ from shardtune.parallel.shard import shard_model
 from shardtune.training.step import optimizer_step
 from shardtune.training.whole_step_loss import WholeStep
 from shardtune.training.worker.adapter_worker import SFTWorker
+from shardtune.training.worker.model_state import ModelState
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import quiet, recipe, save_model, save_rows, whole
 from tests.training.test_whole_step_loss import ROWS as VIEWS
@@ -427,16 +428,17 @@ def test_adapters_are_trained_saved_and_merged(workspace: Workspace, tmp_path: P
 def held_while_cut(values: dict[str, Any]) -> tuple[list[int], int, int]:
     """How much of the parameters is here before each unit is cut and in the end; all of them, and the largest unit."""
     worker = SFTWorker(load_recipe(values), report=quiet)
-    worker._build()
-    parameters = list(worker.model.parameters())
-    units = [sum(p.numel() for p in unit.parameters()) for unit in worker.task.shard_units(worker.inner_model)[0]]
+    root = worker.model_provider_func()
+    parameters = list(root.parameters())
+    units = [
+        sum(p.numel() for p in unit.parameters()) for unit in worker.task.shard_units(worker.task.inner_model(root))[0]
+    ]
     in_all = sum(parameter.numel() for parameter in parameters)
     largest = max(*units, in_all - sum(units))
     held: list[int] = []
 
     def note() -> None:
-        here = worker.model.parameters()
-        held.append(sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in here))
+        held.append(sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in root.parameters()))
 
     def noted(*args: Any, **kwargs: Any) -> FullyShardedDataParallel:
         note()
@@ -444,7 +446,7 @@ def held_while_cut(values: dict[str, Any]) -> tuple[list[int], int, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fsdp1, "FullyShardedDataParallel", noted)
-        worker._fill(None)
+        ModelState(worker.recipe, worker.ranks, worker.task, lambda: root, worker.tokenizer)
     note()
     return held, in_all, largest
 

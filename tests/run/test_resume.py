@@ -152,7 +152,7 @@ def test_a_checkpoint_in_the_background_gets_its_name_without_waiting_for_the_ne
     original = Saver.finish
 
     def finish(self: Saver) -> None:
-        unfinished = self._unfinished
+        unfinished = self.unfinished
         original(self)
         if unfinished is not None:
             named.append((unfinished.step, self._worker.step))
@@ -169,8 +169,8 @@ def _slowly(save):
 
     def slow(self: Saver, *args, **known) -> None:
         save(self, *args, **known)
-        if self._unfinished is not None:
-            for write in self._unfinished.writes:
+        if self.unfinished is not None:
+            for write in self.unfinished.writes:
                 write.wait()
 
     return slow

@@ -45,7 +45,7 @@ def test_packing_is_kept_where_it_is_exact(places: tuple[Path, Path], family: st
     """Rows with images and without in one forward give the logits that each has alone; Gemma's image tokens look ahead
     of themselves, which no packed row may."""
     worker = a_worker(places, family, data__eval_data_paths=None)
-    worker.probe_assumptions()
+    worker.task.probe_assumptions(worker.model, worker.device)
     assert isinstance(worker.adapter, VisionLanguage)
     assert worker.adapter.rows_share_forwards == (family != "gemma3"), worker.notes
     assert any(ALONE in note for note in worker.notes) == (family == "gemma3")
@@ -58,7 +58,7 @@ def test_a_model_whose_projector_is_zero_is_not_packed(places: tuple[Path, Path]
     with torch.no_grad():
         worker.inner_model.get_parameter("model.visual.merger.mlp.2.weight").zero_()
     worker.notes.clear()
-    worker.probe_assumptions()
+    worker.task.probe_assumptions(worker.model, worker.device)
     assert worker.notes[0] == CLOSED_EYES
     assert not worker.adapter.rows_share_forwards
     worker.release()
@@ -70,7 +70,7 @@ def test_a_model_that_does_not_see_is_refused(places: tuple[Path, Path]) -> None
         worker.inner_model.get_parameter("model.multi_modal_projector.linear_2.weight").fill_(1e-30)
         worker.inner_model.get_parameter("model.multi_modal_projector.linear_1.weight").fill_(1e-300)
     with pytest.raises(ModelError, match="it does not see"):
-        worker.probe_assumptions()
+        worker.task.probe_assumptions(worker.model, worker.device)
     worker.release()
 
 

@@ -84,8 +84,9 @@ def test_a_sum_of_another_weight_is_refused() -> None:
 @pytest.mark.parametrize("output", [tensor(2.0), LossSum(tensor(2.0), 7.0), (tensor(2.0), {"accuracy": 0.5})], ids=str)
 def test_a_batch_that_stands_in_counts_for_nothing(output: Any) -> None:
     batch = batch_of(counts=False, loss=0.0)
-    loss = read_train_output(output, batch)[0][TERM]
-    assert (loss.total.item(), loss.weight, batch.metrics) == (0.0, 0.0, {})
+    losses, metrics = read_train_output(output, batch)
+    loss = losses[TERM]
+    assert (loss.total.item(), loss.weight, metrics) == (0.0, 0.0, {})
     loss.total.backward()  # others wait in it
 
 
