@@ -85,6 +85,7 @@ def import_ray(where: str, remedy: str) -> None:
         ParallelError: it is not installed.
     """
     try:
+        import_module("ray")
         import_module("ray.util")
         import_module("ray.cloudpickle")
     except ImportError as error:

@@ -85,7 +85,7 @@ def run_compiled(values: dict[str, Any]) -> tuple[Trace, int]:
         torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("kind", ["dense", "mixtral"])
+@pytest.mark.parametrize("kind", ["dense", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_compiled_layers_give_the_same_losses_with_few_graphs(folder: Path, kind: str) -> None:
     plain = values_of(folder, kind, actor__micro_batch_size=3)
     compiled = values_of(folder, kind, actor__micro_batch_size=3, actor__model__compile=True)

@@ -304,8 +304,15 @@ def test_a_run_does_not_go_on_over_another_base(tiny: Tiny, tmp_path: Path, kind
     assert lines(shardtune.train(tiny.recipe(name, **changes, **allowed)).dir)[-1]["step"] == 4
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize(
+    ("merge", "dtype"),
+    [
+        (False, "fp16"),
+        (True, "bf16"),
+        pytest.param(False, "bf16", marks=pytest.mark.slow),
+        pytest.param(True, "fp16", marks=pytest.mark.slow),
+    ],
+)
 def test_an_export_in_half_precision_is_compared_with_what_was_rounded(
     run: Run, tmp_path: Path, dtype: str, merge: bool
 ) -> None:
