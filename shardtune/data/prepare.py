@@ -19,12 +19,12 @@ from shardtune.errors import ConfigError, DataError
 
 @dataclass(frozen=True, slots=True)
 class PreparedData:
-    """What a run trains on and is measured by.
+    """The training and evaluation data of a run.
 
     Attributes:
         encoder: turns rows into samples.
-        train: the training rows; None where only evaluation is wanted.
-        evals: the evaluation sets by name; "" is a single set without one.
+        train: the training rows; None for evaluation only.
+        evals: the evaluation sets by name; "" for a single set without a name.
     """
 
     encoder: Encoder
@@ -32,7 +32,7 @@ class PreparedData:
     evals: Mapping[str, TokenDataset]
 
     def files(self) -> list[dict[str, Any]]:
-        """What the training rows come from: each file with its rows and a hash of their content and encoding."""
+        """The files of the training rows: each with its rows and a hash of their content and encoding."""
         return [] if self.train is None else self.train.files
 
     def describe(self) -> dict[str, Any]:
@@ -54,15 +54,15 @@ def prepare_data(
     training: bool = True,
     report: Callable[[str], None],
 ) -> PreparedData:
-    """Encode what the recipe names, or find it encoded.
+    """Encode the recipe's data, or find them encoded in the cache.
 
     Args:
         recipe: its `data` and `eval` sections are read.
-        make_encoder: the model's; told whether rows shall also hold a question to answer.
+        make_encoder: the model's; its argument: whether samples also hold a prompt for generation.
         train_data: rows in memory instead of `data.train_data_paths`.
         eval_data: rows in memory, or named sets of them, instead of `data.eval_data_paths`.
-        training: whether the training rows are wanted.
-        report: receives what is found.
+        training: whether to prepare the training rows.
+        report: receives one line per source and file.
     """
     data = recipe.data
 
@@ -117,7 +117,7 @@ class WeighedRows:
 
     Args:
         rows: the encoded rows.
-        row_terms: as `Adapter.row_terms` gives them.
+        row_terms: as of `Adapter.row_terms`.
     """
 
     def __init__(self, rows: TokenDataset, row_terms: Mapping[str, float]) -> None:

@@ -26,7 +26,7 @@ ImageForm = Literal["png", "jpeg"]
 IMAGE_PREFIX, STATE, ACTION = "observation.images.", "observation.state", "action"
 _FILES_PER_CHUNK = 1000
 _FILE_MB = 100
-# So many frames of an episode, evenly spread, make the statistics of its images.
+# The image statistics of an episode are taken from this many evenly spaced frames.
 _IMAGE_SAMPLES = 16
 _INDEX_COLUMNS = {
     "timestamp": "float32",
@@ -55,10 +55,10 @@ def write_lerobot(
         episodes: at least one; all with the cameras, image sizes and dimensions of the first.
         fps: frames per second.
         version: `v3.0` joins many episodes in one file, `v2.1` has one file per episode.
-        image_form: `png` keeps every bit; `jpeg` is smaller.
+        image_form: `png` is lossless; `jpeg` is smaller.
         action_names: of the dimensions; one that contains "gripper" is left as it is when actions are normalised.
         state_names: likewise of the state.
-        file_mb: `v3.0` begins another file behind so many megabytes.
+        file_mb: `v3.0` begins another file after this many megabytes.
 
     Returns the directory. Raises `DataError` for one that exists, for no episode, and for episodes that differ.
     """
@@ -132,13 +132,13 @@ def _feature(dtype: str, shape: list[int], names: list[str] | None) -> dict[str,
 
 
 def _vector_type(size: int) -> pa.DataType:
-    """The format keeps vectors of one dimension as plain numbers."""
+    """The format stores vectors of one dimension as plain numbers."""
     return pa.float32() if size == 1 else pa.list_(pa.float32(), size)
 
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What the layouts note of an episode."""
+    """The record of an episode that layouts store."""
 
     index: int
     length: int
@@ -148,11 +148,11 @@ class _Written:
 
 
 class _Layout(Protocol):
-    """Where files lie and how episodes are listed."""
+    """The paths of files and the lists of episodes."""
 
     def add(self, episode: _Written, table: pa.Table) -> None: ...
     def finish(self, tasks: Sequence[str], episodes: int) -> dict[str, Any]:
-        """Writes the lists; returns what meta/info.json says of this layout."""
+        """Writes the lists; returns the entries of meta/info.json for this layout."""
         ...
 
     def close(self) -> None: ...
@@ -240,7 +240,7 @@ class _Writer:
 
 
 def encode_image(pixels: np.ndarray, form: ImageForm) -> bytes:
-    """uint8 [H, W, 3] as the bytes of a file; PNG keeps every bit."""
+    """uint8 [H, W, 3] as the bytes of a file; PNG is lossless."""
     sink = io.BytesIO()
     picture = Image.fromarray(np.ascontiguousarray(pixels))
     if form == "png":
@@ -251,7 +251,7 @@ def encode_image(pixels: np.ndarray, form: ImageForm) -> bytes:
 
 
 def _episode_stats(episode: Episode) -> dict[str, Moments]:
-    """Of the vectors exactly, of each camera's channels (in 0 to 1) from frames spread over the episode."""
+    """Exact for the vectors; for each camera's channels (in 0 to 1) from frames spread over the episode."""
     stats = {} if episode.state is None else {STATE: Moments.of(episode.state)}
     stats[ACTION] = Moments.of(episode.actions)
     for camera, images in episode.images.items():
@@ -333,7 +333,7 @@ class _Version3:
 
 
 def _task_table(tasks: Sequence[str]) -> pa.Table:
-    """The tasks as the format wants them: a table whose index, in the sense of pandas, is the task's text."""
+    """The tasks as the format requires: a table whose pandas index is the task's text."""
     table = pa.table({"task_index": pa.array(range(len(tasks)), pa.int64()), "task": pa.array(tasks, pa.string())})
     columns = [
         {"name": name, "field_name": name, "pandas_type": kind, "numpy_type": numpy, "metadata": None}
