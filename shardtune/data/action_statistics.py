@@ -44,7 +44,7 @@ class Vectors:
     """
 
     key: str
-    episodes: Sequence[Any]
+    episodes: Sequence[object]
     actions: np.ndarray
     state: np.ndarray | None
 
@@ -66,11 +66,11 @@ class FieldStatistics:
     q99: tuple[float, ...]
     mask: tuple[bool, ...]
 
-    def to_json(self) -> dict[str, list[Any]]:
+    def to_json(self) -> dict[str, list[float]]:
         return {name: list(values) for name, values in asdict(self).items()}
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> FieldStatistics:
+    def from_json(cls, content: Mapping[str, object]) -> FieldStatistics:
         """Raises `DataError` for a field that is missing, or has another number of dimensions than the others."""
         mean = content.get("mean")
         size = len(mean) if isinstance(mean, Sequence) else 0
@@ -199,7 +199,7 @@ class _Sums:
 
     action: _FieldSums
     state: _FieldSums | None
-    episodes: set[Any] = field(default_factory=set)
+    episodes: set[object] = field(default_factory=set)
     frames: int = 0
 
     @classmethod
@@ -247,7 +247,7 @@ class _Sums:
         return found
 
 
-def data_statistics(spec: Any, data: DataOptions, frames: FrameOptions) -> dict[str, Statistics]:
+def data_statistics(spec: object, data: DataOptions, frames: FrameOptions) -> dict[str, Statistics]:
     """The statistics of the data of `data.train_data_paths`, as `source_statistics` computes them.
 
     Args:
@@ -280,7 +280,7 @@ def source_statistics(
         for key, one in _of_source(source, root, on_bad_row == "skip").items():
             if key in found:
                 raise DataError(
-                    f"two data sets have the name {key!r}", where="data", remedy="give them names of their own"
+                    f"two data sets have the name {key!r}", where="data", remedy="give them different names"
                 )
             found[key] = one
     return found

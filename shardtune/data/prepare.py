@@ -13,6 +13,7 @@ from shardtune.config import Recipe
 from shardtune.data.cache.cache import build_dataset
 from shardtune.data.cache.dataset import TokenDataset
 from shardtune.data.encoder import Encoder, frames_of
+from shardtune.data.sources.hub import Purpose
 from shardtune.data.sources.resolve import named_sets, resolve_sources
 from shardtune.errors import ConfigError, DataError
 
@@ -49,8 +50,8 @@ def prepare_data(
     recipe: Recipe,
     make_encoder: Callable[[bool], Encoder],
     *,
-    train_data: Any = None,
-    eval_data: Any = None,
+    train_data: object = None,
+    eval_data: object = None,
     training: bool = True,
     report: Callable[[str], None],
 ) -> PreparedData:
@@ -66,7 +67,7 @@ def prepare_data(
     """
     data = recipe.data
 
-    def build(spec: Any, purpose: Any, with_prompts: bool) -> TokenDataset:
+    def build(spec: object, purpose: Purpose, with_prompts: bool) -> TokenDataset:
         encoder = make_encoder(with_prompts)
         sources = resolve_sources(
             spec, data, purpose=purpose, name_format=encoder.title, frames=frames_of(encoder), report=report
@@ -103,7 +104,7 @@ def prepare_data(
     return PreparedData(make_encoder(recipe.eval.generate), train, evals)
 
 
-def _require_rows(rows: TokenDataset, where: str, spec: Any) -> None:
+def _require_rows(rows: TokenDataset, where: str, spec: object) -> None:
     if not len(rows):
         raise DataError(
             "no row with a target is left",

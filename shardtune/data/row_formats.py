@@ -125,7 +125,7 @@ def _has_media(row: Row) -> bool:
     return any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)
 
 
-def _listed(value: Any) -> Sequence[Any]:
+def _listed(value: object) -> Sequence[object]:
     return value if isinstance(value, Sequence) and not isinstance(value, str) else ()
 
 
@@ -137,7 +137,7 @@ def _require_keys(row: Row, known: RowFormat) -> None:
         )
 
 
-def as_row(example: Example) -> dict[str, Any]:
+def as_row(example: Example) -> dict[str, object]:
     """The example as a row that `read_example` recognises and reads back unchanged."""
     if isinstance(example, Text):
         return {"text": example.text}
@@ -212,7 +212,7 @@ FORMATS = (
 FORMATS_BY_NAME = {known.name: known for known in FORMATS}
 
 
-def _exchange(question: str, answer: str) -> list[dict[str, Any]]:
+def _exchange(question: str, answer: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
@@ -233,7 +233,7 @@ def _filled(text: str, key: str) -> str:
     return text
 
 
-def _turns(value: Any, key: str) -> list[Mapping[str, Any]]:
+def _turns(value: object, key: str) -> list[Mapping[str, object]]:
     """The list of messages under `key`; as a JSON string too, as CSV files have it."""
     turns = _parsed(value, key)
     if not isinstance(turns, Sequence) or not turns:
@@ -244,7 +244,7 @@ def _turns(value: Any, key: str) -> list[Mapping[str, Any]]:
     return list(turns)
 
 
-def _parsed(value: Any, key: str) -> Any:
+def _parsed(value: object, key: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
@@ -253,7 +253,7 @@ def _parsed(value: Any, key: str) -> Any:
         raise RowError(f"{key} is text, but not JSON: {error.msg} at character {error.pos + 1}") from error
 
 
-def _chat(turns: Sequence[Mapping[str, Any]], row: Row) -> Chat:
+def _chat(turns: Sequence[Mapping[str, object]], row: Row) -> Chat:
     messages, weights = [], []
     for number, turn in enumerate(turns, 1):
         try:
@@ -296,7 +296,7 @@ def _name_calls(messages: list[dict[str, Any]]) -> None:
             waiting.append(call.setdefault("id", f"call{count:05d}"))
 
 
-def _role(turn: Mapping[str, Any]) -> str:
+def _role(turn: Mapping[str, object]) -> str:
     named = turn.get("role") if turn.get("role") is not None else turn.get("from")
     if named is None:
         raise RowError(f"no role (its keys: {', '.join(turn)})")
@@ -306,7 +306,7 @@ def _role(turn: Mapping[str, Any]) -> str:
     return role
 
 
-def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
+def _message(turn: Mapping[str, object]) -> dict[str, Any]:
     role = _role(turn)
     named = turn.get("role") if turn.get("role") is not None else turn.get("from")
     content = turn.get("content") if turn.get("content") is not None else turn.get("value")
@@ -322,7 +322,7 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _content(content: Any) -> str:
+def _content(content: object) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
@@ -343,7 +343,7 @@ def _part(part: Any) -> str:
     return part["text"]
 
 
-def _loss_weight(turn: Mapping[str, Any]) -> float | None:
+def _loss_weight(turn: Mapping[str, object]) -> float | None:
     given = [key for key in ("loss_weight", "weight") if turn.get(key) is not None]
     if not given:
         return None
@@ -372,7 +372,7 @@ def _tool_call(call: Any) -> dict[str, Any]:
     return tool_call if call.get("id") is None else {"id": call["id"], **tool_call}
 
 
-def _tools(value: Any) -> tuple[dict[str, Any], ...] | None:
+def _tools(value: object) -> tuple[dict[str, Any], ...] | None:
     tools = _parsed(value, "tools") if value else None
     if not tools:
         return None
@@ -385,6 +385,6 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...] | None:
     return tuple(dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in tools)
 
 
-def _excerpt(value: Any) -> str:
+def _excerpt(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

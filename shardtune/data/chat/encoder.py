@@ -59,7 +59,7 @@ class ChatEncoder:
         self.with_prompts = with_prompts
 
     def encode(self, row: Row) -> Sample:
-        """The whole row. Raises `RowError` with the reason, and `DataError` for what is wrong with every row alike."""
+        """The whole row. Raises `RowError` for a bad row, and `DataError` for a fault of all rows."""
         example = read_example(row)
         if isinstance(example, Chat):
             return self._encode_chat(self._with_system(example))

@@ -134,7 +134,7 @@ class Outline:
             pieces: how many probes it has.
             spans: of its assistant turns.
             endings: the token that each of them ends with, "" where it has none.
-            befores: for each of them what is rendered up to where it begins; None where the template marks its turns.
+            befores: for each of them the rendering up to its beginning; None if the template marks its turns.
             without_tools: the rendering without tool definitions, where there are any.
         """
         # If a turn does not begin where the prompt ends, its beginning depends on its text.

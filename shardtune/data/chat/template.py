@@ -67,7 +67,7 @@ class Rendering:
     Attributes:
         text: the whole of it.
         spans: one per assistant turn, in order.
-        prompt: what is rendered up to where the last of them begins; None where that was not rendered.
+        prompt: the rendering up to the beginning of the last of them; None if that was not rendered.
     """
 
     text: str
@@ -323,7 +323,7 @@ class ChatTemplate:
     # -- spans by the prefix rule ----------------------------------------------------------------------------------
 
     def _before(self, chat: Chat, index: int) -> str | None:
-        """What is rendered up to where turn `index` begins; None where that cannot be rendered."""
+        """The rendering up to the beginning of turn `index`; None if that cannot be rendered."""
         return self._try(chat, index, prompt=True) if index else self._opening(chat)
 
     def _find_span(self, chat: Chat, index: int, text: str, before: str | None) -> Span:

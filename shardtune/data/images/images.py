@@ -44,12 +44,12 @@ _PLAIN_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
 _DRAFT = (64, 64)
 _ORIENTATION = 0x0112
 _TURNED = (5, 6, 7, 8)
-# What base64 text of an image begins with: BMP, GIF, JPEG, PNG, RIFF (WebP), TIFF of both byte orders.
+# The first characters of base64 text of an image: BMP, GIF, JPEG, PNG, RIFF (WebP), TIFF of both byte orders.
 _BASE64_STARTS = ("Qk", "R0lGOD", "/9j/", "iVBORw0KGgo", "UklGR", "SUkq", "TU0A")
 
 
 class ImageKind(IntEnum):
-    """What the bytes of an image in the cache are."""
+    """The kind of the bytes of an image in the cache."""
 
     FILE = 0
     ENCODED = 1

@@ -73,7 +73,7 @@ class PixelReader:
     """From a row's images to a model's inputs, as bytes where these are equivalent.
 
     Args:
-        images: the processor at work.
+        images: applies the model's processor.
         cache: stores pixels; None: each image is decoded whenever it is read.
     """
 

@@ -35,7 +35,7 @@ class FrameRow(dict[str, Any]):
 
     __slots__ = ("digest", "place")
 
-    def __init__(self, content: Mapping[str, Any], digest: int, place: str) -> None:
+    def __init__(self, content: Mapping[str, object], digest: int, place: str) -> None:
         super().__init__(content)
         self.digest = digest
         self.place = place
@@ -77,7 +77,7 @@ class FrameChunk:
     origin: Origin
     size: int
     numbers: Sequence[int]
-    episodes: Sequence[Any]
+    episodes: Sequence[object]
     frames: Sequence[int]
     digests: np.ndarray
     instructions: Sequence[str]

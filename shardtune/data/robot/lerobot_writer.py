@@ -79,7 +79,7 @@ def write_lerobot(
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What all episodes of a data set have in common."""
+    """The cameras, image sizes and dimensions shared by all episodes of a data set."""
 
     cameras: Mapping[str, tuple[int, ...]]
     state: int | None
@@ -102,19 +102,20 @@ class _Shape:
         columns += [(name, _TYPES[dtype]) for name, dtype in _INDEX_COLUMNS.items()]
         return pa.schema(columns, metadata={"huggingface": json.dumps({"info": {"features": self._loaded_as()}})})
 
-    def _loaded_as(self) -> dict[str, Any]:
+    def _loaded_as(self) -> dict[str, object]:
         """How the `datasets` library is to load the columns."""
-        features: dict[str, Any] = {IMAGE_PREFIX + name: {"_type": "Image"} for name in self.cameras}
+        features: dict[str, object] = {IMAGE_PREFIX + name: {"_type": "Image"} for name in self.cameras}
         for name, size in self.vectors.items():
             value = {"dtype": "float32", "_type": "Value"}
             features[name] = value if size == 1 else {"feature": value, "length": size, "_type": "Sequence"}
-        return features | {name: {"dtype": dtype, "_type": "Value"} for name, dtype in _INDEX_COLUMNS.items()}
+        features.update({name: {"dtype": dtype, "_type": "Value"} for name, dtype in _INDEX_COLUMNS.items()})
+        return features
 
-    def features(self, names: Mapping[str, Sequence[str] | None]) -> dict[str, Any]:
+    def features(self, names: Mapping[str, Sequence[str] | None]) -> dict[str, object]:
         """The `features` of meta/info.json."""
-        found: dict[str, Any] = {}
+        features: dict[str, object] = {}
         for name, shape in self.cameras.items():
-            found[IMAGE_PREFIX + name] = _feature("image", list(shape), ["height", "width", "channels"])
+            features[IMAGE_PREFIX + name] = _feature("image", list(shape), ["height", "width", "channels"])
         for name, size in self.vectors.items():
             given = names[name]
             if given is not None and len(given) != size:
@@ -123,11 +124,12 @@ class _Shape:
                     where="write_lerobot",
                     remedy="give one name per dimension",
                 )
-            found[name] = _feature("float32", [size], None if given is None else list(given))
-        return found | {name: _feature(dtype, [1], None) for name, dtype in _INDEX_COLUMNS.items()}
+            features[name] = _feature("float32", [size], None if given is None else list(given))
+        features.update({name: _feature(dtype, [1], None) for name, dtype in _INDEX_COLUMNS.items()})
+        return features
 
 
-def _feature(dtype: str, shape: list[int], names: list[str] | None) -> dict[str, Any]:
+def _feature(dtype: str, shape: list[int], names: list[str] | None) -> dict[str, object]:
     return {"dtype": dtype, "shape": shape, "names": names}
 
 
@@ -151,7 +153,7 @@ class _Layout(Protocol):
     """The paths of files and the lists of episodes."""
 
     def add(self, episode: _Written, table: pa.Table) -> None: ...
-    def finish(self, tasks: Sequence[str], episodes: int) -> dict[str, Any]:
+    def finish(self, tasks: Sequence[str], episodes: int) -> dict[str, object]:
         """Writes the lists; returns the entries of meta/info.json for this layout."""
         ...
 
@@ -181,7 +183,7 @@ class _Writer:
                     raise DataError(
                         f"it has {found}, the first one {shape}",
                         where=f"episode {self._episodes}",
-                        remedy="write episodes of other cameras or dimensions into a data set of their own",
+                        remedy="write episodes of other cameras or dimensions into a separate data set",
                     )
                 self._add(episode, shape)
             if shape is None:
@@ -190,11 +192,11 @@ class _Writer:
         finally:
             self.layout.close()
         features = shape.features(self.names)
-        _write_json(self.folder / "meta" / "info.json", self._info() | info | {"features": features})
+        _write_json(self.folder / "meta" / "info.json", {**self._info(), **info, "features": features})
         stats = {name: _stats_json(name, moments) for name, moments in self._stats.items()}
         _write_json(self.folder / "meta" / "stats.json", stats)
 
-    def _info(self) -> dict[str, Any]:
+    def _info(self) -> dict[str, object]:
         return {
             "robot_type": self.robot_type,
             "total_episodes": self._episodes,
@@ -264,11 +266,11 @@ def _episode_stats(episode: Episode) -> dict[str, Moments]:
     return stats
 
 
-def _stats_json(name: str, moments: Moments) -> dict[str, Any]:
+def _stats_json(name: str, moments: Moments) -> dict[str, object]:
     values = {"min": moments.least, "max": moments.greatest, "mean": moments.mean, "std": moments.std}
     if name.startswith(IMAGE_PREFIX):
         values = {key: value.reshape(-1, 1, 1) for key, value in values.items()}
-    return {key: value.tolist() for key, value in values.items()} | {"count": [moments.count]}
+    return {**{key: value.tolist() for key, value in values.items()}, "count": [moments.count]}
 
 
 # -- layouts -------------------------------------------------------------------------------------------------------
@@ -283,7 +285,7 @@ class _Version3:
         self._file = -1
         self._writer: pq.ParquetWriter | None = None
         self._path = folder
-        self._listed: list[dict[str, Any]] = []
+        self._listed: list[dict[str, object]] = []
 
     def add(self, episode: _Written, table: pa.Table) -> None:
         writer = self._writer
@@ -305,7 +307,7 @@ class _Version3:
             }
         )
 
-    def finish(self, tasks: Sequence[str], episodes: int) -> dict[str, Any]:
+    def finish(self, tasks: Sequence[str], episodes: int) -> dict[str, object]:
         del episodes
         meta = self._folder / "meta"
         (meta / "episodes" / "chunk-000").mkdir(parents=True)
@@ -364,7 +366,7 @@ class _Version2:
         self._list("episodes", {"episode_index": episode.index, "tasks": [episode.task], "length": episode.length})
         self._list("episodes_stats", {"episode_index": episode.index, "stats": stats})
 
-    def finish(self, tasks: Sequence[str], episodes: int) -> dict[str, Any]:
+    def finish(self, tasks: Sequence[str], episodes: int) -> dict[str, object]:
         for index, task in enumerate(tasks):
             self._list("tasks", {"task_index": index, "task": task})
         return {
@@ -378,13 +380,13 @@ class _Version2:
         for file in self._lists.values():
             file.close()
 
-    def _list(self, name: str, row: Mapping[str, Any]) -> None:
+    def _list(self, name: str, row: Mapping[str, object]) -> None:
         self._lists[name].write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 _LAYOUTS = {"v3.0": _Version3, "v2.1": _Version2}
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=4, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -44,7 +44,7 @@ class DataOptions(Protocol):
     @property
     def transform(self) -> str | None: ...
     @property
-    def cache_dir(self) -> Any: ...
+    def cache_dir(self) -> str | Path | None: ...
     @property
     def on_bad_row(self) -> str: ...
 
@@ -123,7 +123,7 @@ class Source:
 
 
 def resolve_sources(
-    spec: Any,
+    spec: object,
     data: DataOptions,
     *,
     purpose: Purpose = "train",
@@ -177,13 +177,13 @@ def _check_kind(source: Source) -> None:
         )
     if source.frames is not None and source.format is not None:
         raise DataError(
-            f"the format {source.format!r} is one of texts, and the model takes robot data",
+            f"the format {source.format!r} is for text, and the model takes robot data",
             where=label,
             remedy="leave format out; columns gives the role of each column",
         )
 
 
-def named_sets(spec: Any) -> dict[str, Any]:
+def named_sets(spec: object) -> dict[str, object]:
     """`data.eval_data_paths` by name: what the recipe names, or everything under the name ""; nothing for null."""
     if isinstance(spec, Mapping) and "path" not in spec:
         return dict(spec)
@@ -218,7 +218,7 @@ def _import_code(code: bytes, path: str, name: str, where: str) -> ModuleType:
         return sys.modules[name]
     module = ModuleType(name)
     module.__file__ = path
-    sys.modules[name] = module  # so that what is defined in it can be found by name
+    sys.modules[name] = module  # so that its definitions can be found by name
     try:
         exec(compile(code, path, "exec"), vars(module))
     except Exception as error:
@@ -234,7 +234,7 @@ def _import_code(code: bytes, path: str, name: str, where: str) -> ModuleType:
 # -- data paths ----------------------------------------------------------------------------------------------------
 
 
-def _items(spec: Any) -> list[Any]:
+def _items(spec: object) -> list[object]:
     if isinstance(spec, (str, Path, Mapping, BaseModel)) or hub.is_dataset(spec):
         return [spec]
     if not isinstance(spec, Sequence):
@@ -249,11 +249,11 @@ def _items(spec: Any) -> list[Any]:
     return [spec] if rows else list(spec)
 
 
-def _is_entry(item: Mapping[str, Any]) -> bool:
+def _is_entry(item: Mapping[str, object]) -> bool:
     return "path" in item and set(item) <= set(ENTRY_KEYS)
 
 
-def _entry(item: Any) -> dict[str, Any]:
+def _entry(item: object) -> dict[str, Any]:
     if isinstance(item, BaseModel):
         item = item.model_dump()
     if not isinstance(item, Mapping):

@@ -91,7 +91,7 @@ def targets_of(batch: object, *, shifted: bool) -> float:
     """How many targets a mean loss over this batch averages: labels that count, or rows where there are no labels.
 
     Args:
-        batch: a mapping, whose `labels` (if any) are int64 [rows, length] with -100 for what is not a target.
+        batch: a mapping, whose `labels` (if any) are int64 [rows, length] with -100 for tokens that are not targets.
         shifted: whether the model compares logits with the next label, so that a row's first label is never a target.
     """
     labels = require_dict(batch).get(LABELS)

@@ -279,7 +279,7 @@ class BatchLoader:
         self.resume(state, LoaderRecord.from_json(saved), allow_changed=allow_changed)
 
     def record(self) -> LoaderRecord:
-        """What a checkpoint stores of the loader; all ranks call it."""
+        """The loader's record for a checkpoint; all ranks call it."""
         if self._resumed is not None:
             return self._resumed
         entries = self._ranks.gather((self._first, self._seen, self._draws.own_seeds, self._own_state()))

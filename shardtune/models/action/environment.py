@@ -1,4 +1,4 @@
-"""The interface of simulators for closed-loop evaluation: the user derives a class from it, in a file of its own."""
+"""The interface of simulators for closed-loop evaluation; the user's file contains a class that derives from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Observation(TypedDict):
 
     Attributes:
         images: of each camera, by its name in the training data, uint8 [H, W, 3] (RGB).
-        instruction: what is to be done, in words.
+        instruction: the task in words.
         state: float32 [S], or None where the robot's own state is not observed.
     """
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -109,7 +108,7 @@ def _first_cameras(source: Source) -> tuple[str, ...] | None:
     return None if row is None else tuple(sorted(row["images"]))
 
 
-def _sources(recipe: Recipe, spec: Any) -> list[Source]:
+def _sources(recipe: Recipe, spec: object) -> list[Source]:
     """The training rows as frames."""
     frames = FrameOptions(recipe.actor.model.action_chunks_len)
     return resolve_sources(spec, recipe.data, frames=frames, report=lambda _: None)

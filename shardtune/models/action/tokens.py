@@ -47,7 +47,7 @@ class Bins:
         return (self.edges[:-1] + self.edges[1:]) / 2.0
 
     def encode(self, values: np.ndarray) -> np.ndarray:
-        """Normalised values [...] to bin numbers int64 [...] in [1, count]; what is outside [-1, 1] is clipped.
+        """Normalised values [...] to bin numbers int64 [...] in [1, count]; values outside [-1, 1] are clipped.
 
         Raises:
             DataError: a value is not finite.

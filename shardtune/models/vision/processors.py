@@ -138,7 +138,7 @@ def _cannot_load(path: str, name: str, error: Exception) -> ModelError:
     elif isinstance(error, ImportError):
         what, remedy = f"the processor {name} of {path} needs a package that is missing: {reason}", INSTALL
     elif "trust_remote_code" in str(error):
-        what, remedy = f"the processor of {path} is code of its own", TRUST
+        what, remedy = f"the processor of {path} is custom code", TRUST
     else:
         what, remedy = f"the processor {name} of {path} cannot be loaded: {reason}", GIVE_A_PROCESSOR
     return ModelError(what, where=MODEL_PATH, remedy=remedy)

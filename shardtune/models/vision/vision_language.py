@@ -131,14 +131,14 @@ class VisionLanguage(CausalLM):
     ) -> torch.Tensor:
         """int64 [3, tokens]: where each token is in time, height and width, from 0 in each document."""
         types = torch.from_numpy(self.images.token_type_ids(batch.input_ids.numpy()))
-        grid, places, with_images = fields.get("image_grid_thw"), [], 0
+        grid, places, num_images = fields.get("image_grid_thw"), [], 0
         ends = batch.cu_seqlens.tolist()
         for start, stop, count in zip(ends[:-1], ends[1:], counts, strict=True):
             kinds = types[start:stop]
-            own = None if grid is None or not count else grid[with_images : with_images + count]
+            own = None if grid is None or not count else grid[num_images : num_images + count]
             found, _ = rope(batch.input_ids[None, start:stop], mm_token_type_ids=kinds[None], image_grid_thw=own)
             places.append(found[:, 0])
-            with_images += count
+            num_images += count
         return torch.cat(places, dim=1)
 
     def _further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:

@@ -224,7 +224,7 @@ class TestBadRows:
             read({"path": path, "columns": {"question": "task"}})
 
     def test_a_format_of_texts(self, tmp_path, read):
-        with pytest.raises(DataError, match="'messages' is one of texts"):
+        with pytest.raises(DataError, match="'messages' is for text"):
             read({"path": write(tmp_path / "rows.jsonl", frames(2)), "format": "messages"})
 
 
