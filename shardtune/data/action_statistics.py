@@ -355,7 +355,7 @@ def _not_finite(file: SourceFile, vectors: FileVectors, at: int) -> DataError:
 
 
 def _row_vectors(source: Source, file: SourceFile, skip_bad: bool) -> Iterator[Vectors]:
-    """The same for rows as encoders take them: the first action of each, and its state."""
+    """The same for prepared rows: the first action of each, and its state."""
     waiting: dict[tuple[str, int, int], list[Row]] = {}
     for number, row in source.rows(file):
         try:

@@ -221,7 +221,7 @@ class ChatEncoder:
         return np.insert(ids, 0, np.int32(self._bos))
 
     def _tokens(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """int32 [tokens] each: ids, first character, character behind the last. No special token is added."""
+        """int32 [tokens] each: ids, first character, end (one past the last). No special token is added."""
         encoded = self.tokenizer(
             text,
             add_special_tokens=False,

@@ -53,7 +53,7 @@ class _Gap:
 
     Attributes:
         message: the assistant's turn; None for tool definitions.
-        num_closing: how many characters of the run behind the gap end the turn.
+        num_closing: how many characters of the run after the gap end the turn.
     """
 
     message: int | None

@@ -99,7 +99,7 @@ class PixelBytes:
         if passing.num_passed * (self._repeats if self._of_patches else 1) != found.size:
             return None
         further = {key: made[key].numpy() for key in self._keys if key != PIXELS}
-        pixels = found.astype(np.uint8)  # Qwen's patches are whole numbers in fp32
+        pixels = found.astype(np.uint8)  # Qwen's patches are integers in fp32
         if pixels.dtype != found.dtype and not np.array_equal(pixels, found):
             return None
         for key, array in further.items():

@@ -118,7 +118,7 @@ class ImageText:
         return str(self.tokenizer.convert_ids_to_tokens(max(self._image_ids, key=ids.count)))
 
     def stands_for(self, size: tuple[int, int]) -> str:
-        """The text that takes the image token's place for an image of a size.
+        """The text that replaces the image token for an image of a size.
 
         It depends on the size alone, so a blank image is processed for it, once for each size.
         """

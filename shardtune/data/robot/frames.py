@@ -17,7 +17,7 @@ from shardtune.data.row_files import NumberedRow
 
 
 class FrameRow(dict[str, Any]):
-    """One frame, as encoders take it.
+    """One frame, the input of encoders for robot data.
 
     Its keys:
         images: camera -> an `ImageRecord`, see `shardtune.data.robot.images`.

@@ -56,7 +56,7 @@ class LeRobotSet:
         features: column -> its `dtype`, `shape` and `names`, as meta/info.json has them.
         episodes: in order.
         tasks: `task_index` -> the instruction.
-        splits: split -> its range of episodes, `first:behind`.
+        splits: split -> its range of episodes, `first:stop`.
     """
 
     folder: Path

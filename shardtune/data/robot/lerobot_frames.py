@@ -29,7 +29,7 @@ def read_lerobot(
     """The frames of a data set in order, 64 at a time; row numbers count its frames from 1.
 
     Args:
-        part: only these episodes, `first:behind`; "": all.
+        part: only these episodes, `first:stop`; "": all.
         columns: `data.columns`.
         dataset: the name under which its statistics are kept.
     """
@@ -88,8 +88,8 @@ def read_vectors(folder: Path, part: str, columns: Mapping[str, str]) -> Iterato
 def _range(part: str, described: LeRobotSet) -> range:
     if not part:
         return range(described.episodes[-1].index + 1)
-    first, _, behind = part.partition(":")
-    return range(int(first or 0), int(behind) if behind else described.episodes[-1].index + 1)
+    first, _, stop = part.partition(":")
+    return range(int(first or 0), int(stop) if stop else described.episodes[-1].index + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,11 +342,11 @@ def _lengths(values: pa.Array) -> np.ndarray:
     return np.diff(values.offsets.to_numpy())
 
 
-def _pieces(runs: Sequence[_Run], first: int, behind: int) -> Iterator[tuple[int, int]]:
-    """The stretches of rows in `[first, behind)` that belong to one of the runs, neighbours joined."""
+def _pieces(runs: Sequence[_Run], first: int, end_row: int) -> Iterator[tuple[int, int]]:
+    """The stretches of rows in `[first, end_row)` that belong to one of the runs, neighbours joined."""
     start = stop = first
     for run in runs:
-        begin, end = max(run.start, first), min(run.stop, behind)
+        begin, end = max(run.start, first), min(run.stop, end_row)
         if begin >= end:
             continue
         if begin != stop:

@@ -68,7 +68,7 @@ class Quantiles:
 
 
 def _ordered(values: np.ndarray) -> np.ndarray:
-    """int64 [N, D]: whole numbers in the order of the floats."""
+    """int64 [N, D]: integers in the order of the floats."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return np.where(bits & _SIGN, ~bits, bits | _SIGN).astype(np.int64)
 

@@ -55,7 +55,7 @@ class SourceFile:
 
     Attributes:
         root: base of the relative paths in its rows; None: its own folder.
-        part: of a LeRobot data set only these episodes, `first:behind`; "": all.
+        part: of a LeRobot data set only these episodes, `first:stop`; "": all.
     """
 
     path: Path
@@ -284,7 +284,7 @@ def _unique(name: str, taken: list[str]) -> str:
 
 
 def _find(spec: Any, selection: Selection, data: DataOptions, *, robot: bool) -> tuple[list[SourceFile], str]:
-    """The files behind one path, and a name for them."""
+    """The files of one data path, and a name for them."""
     root = cache_root(data.cache_dir)
     if hub.is_dataset(spec):
         return [SourceFile(hub.spool_dataset(spec, root), "parquet", "rows in memory", Path.cwd())], "memory"
@@ -398,7 +398,7 @@ def _title(source: Source) -> Callable[[Row], str]:
 
 
 def prepare_row(row: Row, source: Source) -> Row | None:
-    """The row as the encoder takes it: transformed, its columns renamed; None where the transform drops it.
+    """The encoder's input for a row: transformed, its columns renamed; None if the transform drops it.
 
     The columns of robot data are mapped earlier, when frames are built.
     """

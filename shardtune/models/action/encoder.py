@@ -23,7 +23,7 @@ from shardtune.models.action.policy import ActionSettings
 from shardtune.models.action.tokens import ActionCodec, Bins, state_statistics
 
 ACTIONS, PADDED, DATASET = "actions", "action_is_pad", "action_dataset"
-"""Fields of a sample: float32 [steps, dimensions] in real units; bool [steps], behind the episode's end; the number of
+"""Fields of a sample: float32 [steps, dimensions] in real units; bool [steps], after the episode's end; the number of
 the data set among those with statistics."""
 QUESTION = "What action should the robot take to {instruction}?"
 WITH_STATE = " State: {state}."
