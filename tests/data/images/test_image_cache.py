@@ -111,7 +111,7 @@ def test_bad_images_are_named_or_skipped(tmp_path: Path) -> None:
     assert told.value.where == f"{file}: row 2"
     rows = build(str(file), tmp_path / "cache", on_bad_row="skip")
     assert grey(rows) == [10, 30]
-    assert f"row 2 (image {tmp_path / 'a' / '1.png'}: it is no image" in " ".join(rows.report.lines())
+    assert f"row 2 (image {tmp_path / 'a' / '1.png'}: it is not an image" in " ".join(rows.report.lines())
 
 
 def test_a_format_that_the_recipe_names(tmp_path: Path) -> None:
