@@ -1,6 +1,6 @@
-"""Statistics of actions and states over all frames of a data set, by which they are normalised.
+"""Statistics of actions and states over all frames of a data set, used to normalise them.
 
-Quantiles are those of all frames together, as `np.quantile` gives them. LeRobot's own meta/stats.json holds averages
+Quantiles are those of all frames together, as `np.quantile` computes them. LeRobot's meta/stats.json holds averages
 over episodes, which are something else, and is not read.
 """
 
@@ -26,7 +26,7 @@ from shardtune.data.robot.running_stats import Moments
 from shardtune.data.sources.resolve import LEROBOT, DataOptions, Source, SourceFile, prepare_row, resolve_sources
 from shardtune.errors import DataError
 
-# Part of every key: raise it when the same data give other numbers than before.
+# Part of every key: raise it when the same data yield other numbers than before.
 STATISTICS_VERSION = 1
 _GRIPPER = "gripper"
 _LOW, _HIGH = 0.01, 0.99
@@ -39,19 +39,19 @@ class Vectors:
 
     Attributes:
         key: its name.
-        episodes: those that they belong to.
+        episodes: the episodes they belong to.
         actions: float32 [n, A]. state: float32 [n, S], or None.
     """
 
     key: str
-    episodes: Sequence[Any]
+    episodes: Sequence[object]
     actions: np.ndarray
     state: np.ndarray | None
 
 
 @dataclass(frozen=True, slots=True)
 class FieldStatistics:
-    """Of one kind of vectors over all frames; tuples of one number per dimension.
+    """Statistics of one kind of vectors over all frames; tuples of one number per dimension.
 
     Attributes:
         q01, q99: the quantiles 0.01 and 0.99 of all frames, interpolated linearly.
@@ -66,18 +66,18 @@ class FieldStatistics:
     q99: tuple[float, ...]
     mask: tuple[bool, ...]
 
-    def to_json(self) -> dict[str, list[Any]]:
+    def to_json(self) -> dict[str, list[float]]:
         return {name: list(values) for name, values in asdict(self).items()}
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> FieldStatistics:
+    def from_json(cls, content: Mapping[str, object]) -> FieldStatistics:
         """Raises `DataError` for a field that is missing, or has another number of dimensions than the others."""
         mean = content.get("mean")
         size = len(mean) if isinstance(mean, Sequence) else 0
-        told = {"mask": [True] * size, **content}
+        with_mask = {"mask": [True] * size, **content}
         values: dict[str, tuple[Any, ...]] = {}
         for name in (one.name for one in fields(cls)):
-            given = told.get(name)
+            given = with_mask.get(name)
             if not isinstance(given, Sequence) or len(given) != size or not size:
                 raise DataError(
                     f"{name!r} is {given!r}, not {size or 'some'} numbers",
@@ -90,7 +90,7 @@ class FieldStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Of one data set.
+    """The statistics of one data set.
 
     Attributes:
         action: of its actions.
@@ -111,7 +111,7 @@ class Statistics:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Statistics:
-        """Raises `DataError` for anything that `to_json` does not give."""
+        """Raises `DataError` for content that is not of the form of `to_json`."""
         if not isinstance(content.get("action"), Mapping):
             raise DataError(
                 "there are no statistics of actions", where="statistics", remedy="write {key: {action: {…}}}"
@@ -125,7 +125,7 @@ class Statistics:
         )
 
     def with_mask(self, mask: Sequence[bool]) -> Statistics:
-        """The same with other dimensions of the action left as they are. Raises `DataError` for another length."""
+        """The same with another mask of the action. Raises `DataError` for a mask of another length."""
         if len(mask) != len(self.action.mask):
             raise DataError(
                 f"the mask has {len(mask)} values, an action {len(self.action.mask)} dimensions",
@@ -169,7 +169,7 @@ def _blocks(values: np.ndarray) -> Iterator[np.ndarray]:
 
 
 class _FieldSums:
-    """What is counted of one kind of vectors."""
+    """The running sums of one kind of vectors."""
 
     def __init__(self, dimensions: int) -> None:
         self.dimensions = dimensions
@@ -195,11 +195,11 @@ class _FieldSums:
 
 @dataclass(slots=True)
 class _Sums:
-    """What is counted of one data set."""
+    """The running sums of one data set."""
 
     action: _FieldSums
     state: _FieldSums | None
-    episodes: set[Any] = field(default_factory=set)
+    episodes: set[object] = field(default_factory=set)
     frames: int = 0
 
     @classmethod
@@ -227,7 +227,7 @@ class _Sums:
         return Statistics(self.action.statistics(), state, self.frames, len(self.episodes))
 
     def _fields(self, vectors: Vectors) -> list[tuple[_FieldSums, np.ndarray]]:
-        """Raises `DataError` for frames with other dimensions than those before."""
+        """Raises `DataError` for frames whose dimensions differ from earlier ones."""
         found = [(self.action, vectors.actions)]
         if (self.state is None) != (vectors.state is None):
             raise DataError(
@@ -247,11 +247,11 @@ class _Sums:
         return found
 
 
-def data_statistics(spec: Any, data: DataOptions, frames: FrameOptions) -> dict[str, Statistics]:
-    """The statistics of what `data.train_data_paths` names, as `source_statistics` gives them.
+def data_statistics(spec: object, data: DataOptions, frames: FrameOptions) -> dict[str, Statistics]:
+    """The statistics of the data of `data.train_data_paths`, as `source_statistics` computes them.
 
     Args:
-        spec: as `resolve_sources` takes it.
+        spec: as for `resolve_sources`.
         data: the recipe's `data` section.
         frames: how the rows are read.
     """
@@ -262,9 +262,9 @@ def data_statistics(spec: Any, data: DataOptions, frames: FrameOptions) -> dict[
 def source_statistics(
     sources: Sequence[Source], *, cache_dir: str | Path | None = None, on_bad_row: str = "fail"
 ) -> dict[str, Statistics]:
-    """The statistics of each source under its name, of all its frames, whatever its `weight` and `max_samples`.
+    """The statistics of each source under its name, over all its frames, whatever its `weight` and `max_samples`.
 
-    Found in the cache, or computed and kept there. What it costs: two passes over the columns of actions and states,
+    Read from the cache, or computed and stored there. The cost: two passes over the columns of actions and states,
     which for LeRobot data sets are all that is read; memory for the numbers of one data file (0.6 GB for one of 100 MB
     that holds nothing else), and 0.5 MB per dimension in the first pass, 2.5 MB in the second, however many frames
     there are.
@@ -272,7 +272,7 @@ def source_statistics(
     Args:
         sources: with `frames`.
         cache_dir: `data.cache_dir`.
-        on_bad_row: `skip` leaves frames out that cannot be used, `fail` raises `DataError` at the first.
+        on_bad_row: `skip` leaves out frames that cannot be used, `fail` raises `DataError` at the first.
     """
     root = cache_root(cache_dir)
     found: dict[str, Statistics] = {}
@@ -280,7 +280,7 @@ def source_statistics(
         for key, one in _of_source(source, root, on_bad_row == "skip").items():
             if key in found:
                 raise DataError(
-                    f"two data sets have the name {key!r}", where="data", remedy="give them names of their own"
+                    f"two data sets have the name {key!r}", where="data", remedy="give them different names"
                 )
             found[key] = one
     return found
@@ -298,7 +298,7 @@ def _of_source(source: Source, root: Path, skip_bad: bool) -> dict[str, Statisti
         for key, one in compute(lambda: _vectors(source, skip_bad)).items()
     }
     if not computed:
-        raise DataError("no frame can be used", where=source.files[0].label, remedy="see what data preview says of it")
+        raise DataError("no frame can be used", where=source.files[0].label, remedy="see shardtune data preview")
     try:
         writable(path.parent)
         write_atomically(path, json.dumps(to_json(computed)).encode())
@@ -355,7 +355,7 @@ def _not_finite(file: SourceFile, vectors: FileVectors, at: int) -> DataError:
 
 
 def _row_vectors(source: Source, file: SourceFile, skip_bad: bool) -> Iterator[Vectors]:
-    """The same of rows as encoders take them: the first action of each, and its state."""
+    """The same for prepared rows: the first action of each, and its state."""
     waiting: dict[tuple[str, int, int], list[Row]] = {}
     for number, row in source.rows(file):
         try:

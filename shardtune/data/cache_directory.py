@@ -1,4 +1,4 @@
-"""The cache directory: where it is, that it can be written, and what the files it was made from hold."""
+"""The cache directory: its path, whether it is writable, and hashes of the files it was made from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from shardtune.errors import DataError
 
@@ -20,7 +19,7 @@ _SETTLED_SECONDS = 2.0
 
 
 def print_line(text: str) -> None:
-    """The default way to tell the user something: one line on the error stream."""
+    """The default report: one line on the error stream."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -45,7 +44,7 @@ def writable(folder: Path) -> Path:
 
 
 def cache_error(error: OSError, folder: Path) -> DataError:
-    """What a failed write into the cache means to the user."""
+    """The error for a failed write into the cache."""
     return DataError(
         f"the data cache cannot be written: {error.strerror or error}",
         where=str(folder),
@@ -79,7 +78,7 @@ def content_size(path: Path) -> int:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a small file so that readers see the old or the new one, never a part."""
+    """Writes a small file so that readers get the old or the new content, never a part."""
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     with partial.open("wb") as file:
         file.write(content)
@@ -88,8 +87,8 @@ def write_atomically(path: Path, content: bytes) -> None:
     partial.replace(path)
 
 
-def spool(write: Callable[[Path], Any], suffix: str, root: Path) -> Path:
-    """The file that `write` makes, kept in the cache under the hash of its content."""
+def spool(write: Callable[[Path], object], suffix: str, root: Path) -> Path:
+    """The file that `write` makes, stored in the cache under the hash of its content."""
     folder = writable(root / "spool")
     partial = folder / f".{uuid.uuid4().hex}.tmp"
     try:

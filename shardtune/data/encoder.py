@@ -1,4 +1,4 @@
-"""The seam between rows and models: what turns one row of a file into one `Sample`."""
+"""The interface between rows and models: an encoder turns one row of a file into one `Sample`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def bad_row(label: str, number: int, reason: str) -> DataError:
 
 
 class RowDropped(Exception):
-    """This row is left out as the recipe asks (`data.on_too_long: drop`); it is counted, not an error."""
+    """This row is left out because of `data.on_too_long: drop`; it is counted, not an error."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -56,11 +56,11 @@ class Encoder(Protocol):
         ...
 
     def at(self, folder: Path) -> Encoder:
-        """The encoder of rows whose file stands in `folder`, from which the paths in them begin."""
+        """The encoder of rows whose file is in `folder`, the base of relative paths in rows."""
         ...
 
     def cache_key(self) -> str:
-        """Everything that `encode` and `fit` depend on besides the row, hashed or spelled out."""
+        """Everything that `encode` and `fit` depend on besides the row, hashed or in full."""
         ...
 
     @property
@@ -78,7 +78,7 @@ class FrameOptions:
 
 @runtime_checkable
 class FrameEncoder(Encoder, Protocol):
-    """An encoder of robot data: what it encodes are `FrameRow`s, see `shardtune.data.robot.frames`."""
+    """An encoder of robot data, whose rows are `FrameRow`s, see `shardtune.data.robot.frames`."""
 
     @property
     def frames(self) -> FrameOptions:
@@ -87,7 +87,7 @@ class FrameEncoder(Encoder, Protocol):
 
 
 def frames_of(encoder: Encoder) -> FrameOptions | None:
-    """How an encoder wants robot data read; None for one of other rows."""
+    """The encoder's options for reading robot data; None if it encodes other rows."""
     return encoder.frames if isinstance(encoder, FrameEncoder) else None
 
 
@@ -101,7 +101,7 @@ class LengthLimit:
     def apply(self, sample: Sample) -> Sample:
         """The sample, or its first `max_length` tokens. A prompt that does not fit itself is left out.
 
-        Fields are not cut: what of them belongs to which token is the encoder's to know.
+        Fields are not cut: only the encoder can map them to tokens.
         """
         if len(sample.input_ids) <= self.max_length:
             return sample

@@ -1,4 +1,4 @@
-"""A lock between processes that ends with its holder: at once on one machine, after some silence on another."""
+"""A lock between processes that ends with its holder: at once on one machine, after a timeout on another."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _TAKE_OVER_SECONDS = 0.2
 
 
 class FileLock:
-    """A file that exists while someone holds it; its content names the holder.
+    """A file that exists while a process holds the lock; its content names the holder.
 
     Between processes of one machine `flock` decides, which the kernel releases with the holder's death. Not every
     network file system passes it on to other machines, so the holder also touches the file every second: one on another
     machine counts as dead when its file has not changed for a while. Two holders are possible only on such a file
-    system, if one is silent for `stale_after` seconds and is still alive.
+    system, if one makes no heartbeat for `stale_after` seconds and is still alive.
 
     Args:
         path: the lock file; its directory exists and is writable.
@@ -35,7 +35,7 @@ class FileLock:
         beat_every: seconds between heartbeats.
 
     Attributes:
-        holder_alive: whether the last `acquire` has seen a sign of life of another holder.
+        holder_alive: whether the last `acquire` found a heartbeat of another holder.
     """
 
     def __init__(self, path: Path, stale_after: float = STALE_SECONDS, beat_every: float = BEAT_SECONDS) -> None:
@@ -77,7 +77,7 @@ class FileLock:
         return True
 
     def release(self) -> None:
-        """Give the lock up, if it is held; its file goes."""
+        """Release the lock, if it is held, and remove its file."""
         if self._descriptor is None:
             return
         if self._beat_thread is not None:
@@ -123,7 +123,7 @@ class FileLock:
         self._sign(descriptor)
         if is_new:
             return True
-        time.sleep(_TAKE_OVER_SECONDS)  # of several machines that take over, the one that signed last is the holder
+        time.sleep(_TAKE_OVER_SECONDS)  # if several machines take over, the last one to write its name is the holder
         return self._content().get("token") == self._token
 
     def _is_at_path(self, descriptor: int) -> bool:
@@ -133,11 +133,11 @@ class FileLock:
         return False
 
     def _beats(self, *, exact: bool) -> bool:
-        """Whether the file may belong to a living process whose `flock` is not seen here.
+        """Whether the file may belong to a live process whose `flock` is not visible here.
 
         Args:
-            exact: `flock` works, so that a holder on this machine, which would have it, is dead; likewise who created
-                the file and has not signed it yet.
+            exact: `flock` works, so a holder named on this machine is dead, as it would have the lock; likewise a
+                process that created the file and has not written its name yet.
         """
         status = self._path.stat()
         if exact and (not status.st_size or self._content().get("host") == socket.gethostname()):

@@ -13,18 +13,19 @@ from shardtune.config import Recipe
 from shardtune.data.cache.cache import build_dataset
 from shardtune.data.cache.dataset import TokenDataset
 from shardtune.data.encoder import Encoder, frames_of
+from shardtune.data.sources.hub import Purpose
 from shardtune.data.sources.resolve import named_sets, resolve_sources
 from shardtune.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedData:
-    """What a run trains on and is measured by.
+    """The training and evaluation data of a run.
 
     Attributes:
         encoder: turns rows into samples.
-        train: the training rows; None where only evaluation is wanted.
-        evals: the evaluation sets by name; "" is a single set without one.
+        train: the training rows; None for evaluation only.
+        evals: the evaluation sets by name; "" for a single set without a name.
     """
 
     encoder: Encoder
@@ -32,7 +33,7 @@ class PreparedData:
     evals: Mapping[str, TokenDataset]
 
     def files(self) -> list[dict[str, Any]]:
-        """What the training rows come from: each file with its rows and a hash of their content and encoding."""
+        """The files of the training rows: each with its rows and a hash of their content and encoding."""
         return [] if self.train is None else self.train.files
 
     def describe(self) -> dict[str, Any]:
@@ -49,24 +50,24 @@ def prepare_data(
     recipe: Recipe,
     make_encoder: Callable[[bool], Encoder],
     *,
-    train_data: Any = None,
-    eval_data: Any = None,
+    train_data: object = None,
+    eval_data: object = None,
     training: bool = True,
     report: Callable[[str], None],
 ) -> PreparedData:
-    """Encode what the recipe names, or find it encoded.
+    """Encode the recipe's data, or find them encoded in the cache.
 
     Args:
         recipe: its `data` and `eval` sections are read.
-        make_encoder: the model's; told whether rows shall also hold a question to answer.
+        make_encoder: the model's; its argument: whether samples also hold a prompt for generation.
         train_data: rows in memory instead of `data.train_data_paths`.
         eval_data: rows in memory, or named sets of them, instead of `data.eval_data_paths`.
-        training: whether the training rows are wanted.
-        report: receives what is found.
+        training: whether to prepare the training rows.
+        report: receives one line per source and file.
     """
     data = recipe.data
 
-    def build(spec: Any, purpose: Any, with_prompts: bool) -> TokenDataset:
+    def build(spec: object, purpose: Purpose, with_prompts: bool) -> TokenDataset:
         encoder = make_encoder(with_prompts)
         sources = resolve_sources(
             spec, data, purpose=purpose, name_format=encoder.title, frames=frames_of(encoder), report=report
@@ -103,7 +104,7 @@ def prepare_data(
     return PreparedData(make_encoder(recipe.eval.generate), train, evals)
 
 
-def _require_rows(rows: TokenDataset, where: str, spec: Any) -> None:
+def _require_rows(rows: TokenDataset, where: str, spec: object) -> None:
     if not len(rows):
         raise DataError(
             "no row with a target is left",
@@ -117,7 +118,7 @@ class WeighedRows:
 
     Args:
         rows: the encoded rows.
-        row_terms: as `Adapter.row_terms` gives them.
+        row_terms: as of `Adapter.row_terms`.
     """
 
     def __init__(self, rows: TokenDataset, row_terms: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""How far tokenising a file is: a bar on a terminal, plain lines elsewhere."""
+"""The progress of tokenising a file: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BuildProgress:
         self._began = self._spoken = time.monotonic()
 
     def update(self, rows: int, share: float) -> None:
-        """`rows` are read; `share` of the file, 0 where that is not known."""
+        """`rows` have been read, which is `share` of the file, 0 if unknown."""
         now = time.monotonic()
         if self._bar is not None:
             bar, task = self._bar
@@ -43,7 +43,7 @@ class BuildProgress:
 
 @contextmanager
 def show_progress(label: str, report: Callable[[str], None]) -> Iterator[BuildProgress]:
-    """A bar that disappears when done where the error stream is a terminal; a line now and then where it is not."""
+    """A bar that disappears when done if the error stream is a terminal; otherwise a line now and then."""
     if not sys.stderr.isatty():
         yield BuildProgress(label, report, None)
         return

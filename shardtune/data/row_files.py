@@ -44,7 +44,7 @@ class Chunk(Protocol):
 
     @property
     def progress(self) -> float:
-        """The share of the file that is read with it, 0 where that is not known."""
+        """The share of the file that has been read after this chunk, 0 if unknown."""
         ...
 
     def rows(self) -> Iterator[NumberedRow]:
@@ -89,7 +89,7 @@ class RowChunk:
 
 
 def kind_of(path: Path) -> str | None:
-    """jsonl, json, parquet, csv or arrow by the file's name; None for a name that is none of these."""
+    """jsonl, json, parquet, csv or arrow by the file's name; None for any other name."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
@@ -104,7 +104,7 @@ def read_chunks(path: Path, kind: str) -> Iterator[Chunk]:
         raise DataError(
             f"the file cannot be read as {kind}: {error}",
             where=str(path),
-            remedy="its name says how it is read: rename it, or write it again",
+            remedy="the file name selects the format: rename it, or write it again",
         ) from error
     except UnicodeDecodeError as error:
         raise DataError(
@@ -277,7 +277,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _read_csv(path: Path) -> Iterator[Chunk]:
-    """A header and rows; the first row behind the header is row 1."""
+    """A header and rows; the first row after the header is row 1."""
     csv.field_size_limit(sys.maxsize)
     plain = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
     delimiter = "\t" if plain.suffix.lower() == ".tsv" else ","

@@ -1,4 +1,4 @@
-"""The row formats people have: recognised by their keys and brought to one of three shapes."""
+"""The supported row formats: recognised by their keys and converted to one of three types."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _MESSAGE_KEYS = {"role", "from", "content", "value", "loss_weight", "weight", "t
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation, as a chat template takes it.
+    """A conversation, the input of a chat template.
 
     Attributes:
-        messages: role (system, user, assistant, tool), content (a string), and what else the row gave: `tool_calls`,
+        messages: role (system, user, assistant, tool), content (a string), and other keys of the row: `tool_calls`,
             `tool_call_id`, `name`, `reasoning_content`.
-        weights: the `loss_weight` of each message, None where the row names none.
+        weights: the `loss_weight` of each message, None where the row has none.
         tools: tool definitions as JSON schemas, None without.
     """
 
@@ -47,7 +47,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A text to go on from and its continuation; rendered without a chat template."""
+    """A prompt and its continuation; rendered without a chat template."""
 
     prompt: str
     completion: str
@@ -65,7 +65,7 @@ Example = Chat | Completion | Text
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """One known format: the keys a row of it must have, and how to read it."""
+    """One supported format: the keys a row of it must have, and how to read it."""
 
     name: str
     title: str
@@ -74,7 +74,7 @@ class RowFormat:
 
 
 def recognise(row: Row) -> RowFormat:
-    """The first known format whose keys the row has. Raises `RowError` with the row's keys and the formats known."""
+    """The first format whose keys the row has. Raises `RowError` with the row's keys and the supported formats."""
     for known in FORMATS:
         if all(row.get(key) is not None for key in known.keys):
             return known
@@ -96,7 +96,7 @@ def read_example(row: Row, name: str | None = None) -> Example:
     """The row as a conversation, a prompt with its completion, or text.
 
     Args:
-        name: the format, where the recipe names it; otherwise it is recognised.
+        name: the format, if the recipe names it; otherwise it is recognised.
     """
     known = recognise(row) if name is None else FORMATS_BY_NAME[name]
     _require_keys(row, known)
@@ -107,7 +107,7 @@ def read_example(row: Row, name: str | None = None) -> Example:
 
 
 def in_format(row: Row, name: str) -> Row:
-    """The row in the format that the recipe names, as one that is recognised; with images it keeps its own form."""
+    """The row of the format that the recipe names, in a form that is recognised; a row with images stays as it is."""
     if not _has_media(row):
         return as_row(read_example(row, name))
     known = FORMATS_BY_NAME[name]
@@ -117,7 +117,7 @@ def in_format(row: Row, name: str) -> Row:
 
 
 def _has_media(row: Row) -> bool:
-    """Whether a row holds more than text, under a key of its own or as part of a turn."""
+    """Whether a row holds more than text, under a separate key or as part of a turn."""
     if any(row.get(key) is not None for key in MEDIA_KEYS):
         return True
     turns = [turn for key in ("messages", "conversations", "prompt", "completion") for turn in _listed(row.get(key))]
@@ -125,7 +125,7 @@ def _has_media(row: Row) -> bool:
     return any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)
 
 
-def _listed(value: Any) -> Sequence[Any]:
+def _listed(value: object) -> Sequence[object]:
     return value if isinstance(value, Sequence) and not isinstance(value, str) else ()
 
 
@@ -137,7 +137,7 @@ def _require_keys(row: Row, known: RowFormat) -> None:
         )
 
 
-def as_row(example: Example) -> dict[str, Any]:
+def as_row(example: Example) -> dict[str, object]:
     """The example as a row that `read_example` recognises and reads back unchanged."""
     if isinstance(example, Text):
         return {"text": example.text}
@@ -149,7 +149,7 @@ def as_row(example: Example) -> dict[str, Any]:
 
 
 def rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
-    """The row with the names this package knows: `columns` maps each to the row's own name for it."""
+    """The row with the standard names: `columns` maps each to the row's own name for it."""
     if not columns:
         return row
     missing = [name for name in columns.values() if name not in row]
@@ -169,9 +169,9 @@ def _read_sharegpt(row: Row) -> Chat:
 
 
 def _read_alpaca(row: Row) -> Chat:
-    asked = [text for text in (_text(row, "instruction"), _text(row, "input")) if text]
-    turns = [turn for question, answer in _history(row) for turn in _exchange(question, answer)]
-    return _chat([*turns, *_exchange(_filled("\n\n".join(asked), "instruction"), _text(row, "output"))], row)
+    question = "\n\n".join(text for text in (_text(row, "instruction"), _text(row, "input")) if text)
+    turns = [turn for pair in _history(row) for turn in _exchange(*pair)]
+    return _chat([*turns, *_exchange(_filled(question, "instruction"), _text(row, "output"))], row)
 
 
 def _history(row: Row) -> list[tuple[str, str]]:
@@ -192,7 +192,7 @@ def _read_completion(row: Row) -> Example:
     if isinstance(prompt, str) or isinstance(completion, str):
         raise RowError("prompt and completion must both be text, or both lists of messages")
     before = _turns(prompt, "prompt")
-    # Only the completion is trained: whatever the prompt holds is given.
+    # Only the completion is trained, so assistant turns in the prompt get weight 0.
     given = [{**turn, "loss_weight": 0, "weight": None} if _role(turn) == "assistant" else turn for turn in before]
     return _chat([*given, *_turns(completion, "completion")], row)
 
@@ -212,7 +212,7 @@ FORMATS = (
 FORMATS_BY_NAME = {known.name: known for known in FORMATS}
 
 
-def _exchange(question: str, answer: str) -> list[dict[str, Any]]:
+def _exchange(question: str, answer: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
@@ -233,7 +233,7 @@ def _filled(text: str, key: str) -> str:
     return text
 
 
-def _turns(value: Any, key: str) -> list[Mapping[str, Any]]:
+def _turns(value: object, key: str) -> list[Mapping[str, object]]:
     """The list of messages under `key`; as a JSON string too, as CSV files have it."""
     turns = _parsed(value, key)
     if not isinstance(turns, Sequence) or not turns:
@@ -244,7 +244,7 @@ def _turns(value: Any, key: str) -> list[Mapping[str, Any]]:
     return list(turns)
 
 
-def _parsed(value: Any, key: str) -> Any:
+def _parsed(value: object, key: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
@@ -253,7 +253,7 @@ def _parsed(value: Any, key: str) -> Any:
         raise RowError(f"{key} is text, but not JSON: {error.msg} at character {error.pos + 1}") from error
 
 
-def _chat(turns: Sequence[Mapping[str, Any]], row: Row) -> Chat:
+def _chat(turns: Sequence[Mapping[str, object]], row: Row) -> Chat:
     messages, weights = [], []
     for number, turn in enumerate(turns, 1):
         try:
@@ -282,7 +282,7 @@ def _require_answers(messages: list[dict[str, Any]], weights: list[float | None]
 
 
 def _name_calls(messages: list[dict[str, Any]]) -> None:
-    """Gives calls and their results matching ids where the row has none; some templates insist on them."""
+    """Adds matching ids to calls and their results where the row has none; some templates require them."""
     waiting: list[str] = []
     count = 0
     for message in messages:
@@ -296,7 +296,7 @@ def _name_calls(messages: list[dict[str, Any]]) -> None:
             waiting.append(call.setdefault("id", f"call{count:05d}"))
 
 
-def _role(turn: Mapping[str, Any]) -> str:
+def _role(turn: Mapping[str, object]) -> str:
     named = turn.get("role") if turn.get("role") is not None else turn.get("from")
     if named is None:
         raise RowError(f"no role (its keys: {', '.join(turn)})")
@@ -306,7 +306,7 @@ def _role(turn: Mapping[str, Any]) -> str:
     return role
 
 
-def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
+def _message(turn: Mapping[str, object]) -> dict[str, Any]:
     role = _role(turn)
     named = turn.get("role") if turn.get("role") is not None else turn.get("from")
     content = turn.get("content") if turn.get("content") is not None else turn.get("value")
@@ -322,7 +322,7 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _content(content: Any) -> str:
+def _content(content: object) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
@@ -343,7 +343,7 @@ def _part(part: Any) -> str:
     return part["text"]
 
 
-def _loss_weight(turn: Mapping[str, Any]) -> float | None:
+def _loss_weight(turn: Mapping[str, object]) -> float | None:
     given = [key for key in ("loss_weight", "weight") if turn.get(key) is not None]
     if not given:
         return None
@@ -372,7 +372,7 @@ def _tool_call(call: Any) -> dict[str, Any]:
     return tool_call if call.get("id") is None else {"id": call["id"], **tool_call}
 
 
-def _tools(value: Any) -> tuple[dict[str, Any], ...] | None:
+def _tools(value: object) -> tuple[dict[str, Any], ...] | None:
     tools = _parsed(value, "tools") if value else None
     if not tools:
         return None
@@ -385,6 +385,6 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...] | None:
     return tuple(dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in tools)
 
 
-def _excerpt(value: Any) -> str:
+def _excerpt(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

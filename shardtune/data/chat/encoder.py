@@ -20,7 +20,7 @@ from shardtune.data.row_formats import Chat, Completion, Text, read_example
 from shardtune.errors import DataError
 
 TrainOn = Literal["assistant", "last_assistant", "all"]
-# Part of every cache key: raise it when the same row would come out differently.
+# Part of every cache key: raise it when the same row would be encoded differently.
 ENCODING_VERSION = 1
 
 
@@ -28,15 +28,15 @@ class ChatEncoder:
     """Renders a row, tokenises the text once, and marks the tokens that are targets.
 
     A token is a target when at least one of its characters belongs to the text that is trained; so no character of an
-    answer is lost at a border that a token straddles, and no token that lies in the prompt is ever trained.
+    answer is lost at a border that a token straddles, and no token inside the prompt is ever trained.
 
     Args:
-        tokenizer: a tokenizer, or the directory or name to load it from. It must know character offsets ("fast").
-        template: the Jinja text of the chat template; None is an error as soon as a conversation comes.
+        tokenizer: a tokenizer, or the directory or name to load it from. It must provide character offsets ("fast").
+        template: the Jinja text of the chat template; None raises an error for the first conversation.
         train_on: `assistant`, `last_assistant`, or `all` (every token but the first).
         system_prompt: put before conversations without a system turn.
-        max_length: the most tokens of a row, for `fit`.
-        on_too_long: what `fit` does with a longer row.
+        max_length: the maximum number of tokens of a row, for `fit`.
+        on_too_long: the handling of a longer row by `fit`.
         with_prompts: also give `prompt_ids` and `reference`, for generative evaluation.
     """
 
@@ -59,7 +59,7 @@ class ChatEncoder:
         self.with_prompts = with_prompts
 
     def encode(self, row: Row) -> Sample:
-        """The whole row. Raises `RowError` with the reason, and `DataError` for what is wrong with every row alike."""
+        """The whole row. Raises `RowError` for a bad row, and `DataError` for a fault of all rows."""
         example = read_example(row)
         if isinstance(example, Chat):
             return self._encode_chat(self._with_system(example))
@@ -92,14 +92,14 @@ class ChatEncoder:
     def prompt(
         self, messages: Sequence[Mapping[str, object]], tools: Sequence[dict[str, object]] | None = None
     ) -> Prompt:
-        """A conversation that the assistant is to go on, up to where its turn begins."""
+        """A conversation for the assistant to continue, up to the beginning of its turn."""
         if self.template is None:
             raise missing_template("data.chat_template")
         turns = self._with_system(Chat(tuple(dict(turn) for turn in messages), (None,) * len(messages)))
         return Prompt(self._tokens(self.template.render(turns.messages, tools, prompt=True))[0])
 
     def text_prompt(self, text: str) -> Prompt:
-        """A text to go on from, as rows of plain text begin."""
+        """A text to continue, with the begin token of rows of plain text."""
         return Prompt(self._opened(self._tokens(text)[0]))
 
     @property
@@ -168,7 +168,7 @@ class ChatEncoder:
         return 1.0 if weight is None else weight
 
     def _question(self, chat: Chat, rendering: Rendering) -> tuple[str | None, str | None]:
-        """The conversation up to the last answer, and that answer. None for a row that only the assistant speaks in."""
+        """The conversation up to the last answer, and that answer; None for a row with assistant turns only."""
         text, last = rendering.text, rendering.spans[-1]
         if last.message == 0 or self.template is None:
             return None, None
@@ -221,7 +221,7 @@ class ChatEncoder:
         return np.insert(ids, 0, np.int32(self._bos))
 
     def _tokens(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """int32 [tokens] each: ids, first character, character behind the last. No special token is added."""
+        """int32 [tokens] each: ids, first character, end (one past the last). No special token is added."""
         encoded = self.tokenizer(
             text,
             add_special_tokens=False,
@@ -235,12 +235,12 @@ class ChatEncoder:
 
 
 def with_offsets(tokenizer: PreTrainedTokenizerBase | str | Path) -> PreTrainedTokenizerFast:
-    """The tokenizer, loaded where only its place is given. Raises `DataError` for one that knows no offsets."""
+    """The tokenizer, loaded if a path or name is given. Raises `DataError` for one without character offsets."""
     loaded = AutoTokenizer.from_pretrained(str(tokenizer)) if isinstance(tokenizer, (str, Path)) else tokenizer
     if not isinstance(loaded, PreTrainedTokenizerFast):
         raise DataError(
-            f"the tokenizer {loaded.name_or_path or type(loaded).__name__!r} does not tell which characters a token "
-            "covers, so the trained tokens cannot be found",
+            f"the tokenizer {loaded.name_or_path or type(loaded).__name__!r} has no character offsets for its tokens, "
+            "so the trained tokens cannot be found",
             where="actor.tokenizer.tokenizer_model",
             remedy="use a tokenizer with a tokenizer.json",
         )

@@ -1,4 +1,4 @@
-"""What a chat template writes around the turns of a conversation, learned once for all conversations of one shape."""
+"""The text that a chat template writes around turns, found once for all conversations of one shape."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-# What templates do to the text of a turn: nothing, `trim`, `tojson`, or both.
+# The filters that templates apply to the text of a turn: none, `trim`, `tojson`, or both.
 _EDITS: tuple[Callable[[str], str], ...] = (str, _quoted, str.strip, lambda text: _quoted(text.strip()))
 
 
@@ -49,11 +49,11 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class _Gap:
-    """A part of a rendering that each conversation has otherwise.
+    """A part of a rendering that differs between conversations.
 
     Attributes:
         message: the assistant's turn; None for tool definitions.
-        num_closing: how many characters of the run behind the gap end the turn.
+        num_closing: how many characters of the run after the gap end the turn.
     """
 
     message: int | None
@@ -61,7 +61,7 @@ class _Gap:
 
 
 def shape_of(chat: Chat, separator: str) -> Shape:
-    """What decides how a template lays a conversation out, apart from the words themselves."""
+    """Everything a template's layout of a conversation depends on, apart from the text of its turns."""
     return (bool(chat.tools), *(_shape_of_turn(message, separator) for message in chat.messages))
 
 
@@ -101,7 +101,7 @@ def probed(chat: Chat, separator: str) -> Chat:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """The text of a rendering, as far as it is the same for all conversations of one shape.
+    """The part of a rendering that is the same for all conversations of one shape.
 
     For a question and an answer in ChatML: run 0 is `<|im_start|>user⏎`, piece 0 and
     `<|im_end|>⏎<|im_start|>assistant⏎`; then comes the gap of message 1, which is the whole answer up to its
@@ -109,7 +109,7 @@ class Outline:
 
     Attributes:
         runs: literal texts and places of given pieces; one run more than there are gaps between them.
-        gaps: what lies between two runs: an assistant's turn, or tool definitions.
+        gaps: the parts between two runs: an assistant's turn, or tool definitions.
         prompt_is_prefix: the rendering begins with the prompt of its last answer.
     """
 
@@ -134,10 +134,10 @@ class Outline:
             pieces: how many probes it has.
             spans: of its assistant turns.
             endings: the token that each of them ends with, "" where it has none.
-            befores: for each of them what is rendered up to where it begins; None where the template marks its turns.
+            befores: for each of them the rendering up to its beginning; None if the template marks its turns.
             without_tools: the rendering without tool definitions, where there are any.
         """
-        # A turn that begins elsewhere than the prompt ends has a beginning that depends on its words.
+        # If a turn does not begin where the prompt ends, its beginning depends on its text.
         if befores is not None and any(
             before is None or _tail(before) != _tail(text[: span.start])
             for span, before in zip(spans, befores, strict=True)
@@ -164,7 +164,7 @@ class Outline:
     def find(self, chat: Chat, text: str, separator: str) -> list[Span] | None:
         """The assistant's turns in the rendering of a conversation; None unless there is exactly one way to find them.
 
-        Every character outside of the gaps is compared with what it has to be.
+        Every character outside of the gaps is compared with the expected one.
         """
         pieces = given_pieces(chat, separator)
         runs = [
@@ -182,7 +182,7 @@ class Outline:
 
 
 def _gaps_between(text: str, runs: Sequence[str]) -> list[tuple[int, int]] | None:
-    """`[start, stop)` of what lies between the runs; None where they are not all there, or in more than one way.
+    """`[start, stop)` of the parts between the runs; None if a run is missing, or there is more than one solution.
 
     With the first and the last run at the ends, the others are sought from the left and from the right: "a|b|b|c" in
     "a1b2b3c" is found at the same places both ways, "a|b|c" is not.
@@ -211,17 +211,17 @@ def _parts(text: str, slots: Mapping[str, _Slot]) -> list[str | _Slot]:
 
 
 def _tail(text: str) -> str:
-    """What follows the last probe."""
+    """The text after the last probe."""
     return text[text.rfind(_PROBE) + 1 :]
 
 
 def _difference(text: str, other: str) -> tuple[int, int]:
-    """`[start, stop)` of the part of a text that another one has otherwise, or not at all."""
+    """`[start, stop)` of the part of a text that another one has differently, or not at all."""
     start = _num_common(text, other)
     same = _num_common(text[::-1], other[::-1])
     return start, len(text) - min(same, min(len(text), len(other)) - start)
 
 
 def _num_common(text: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
+    """The length of the common beginning of two texts."""
     return sum(1 for _ in takewhile(bool, map(str.__eq__, text, other)))

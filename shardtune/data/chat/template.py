@@ -23,9 +23,9 @@ from shardtune.errors import DataError
 _MARK = "\ue0f5\ue0f6"
 # A template that prints today's date would render the same row differently tomorrow.
 _FROZEN_DATE = datetime(2025, 1, 1)
-_SHORT = 24  # content shorter than this may stand in the rendering by chance
+_SHORT = 24  # content shorter than this may occur in the rendering by chance
 _MOST_OUTLINES = 1024
-_OPENING = 5  # that many characters of a turn's opening are enough to know it again
+_OPENING = 5  # this many characters of a turn's opening are enough to recognise it
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _DATE_CALL = re.compile(r"strftime_now\(\s*(\"[^\"]*\"|'[^']*')\s*\)")
 _ADVICE = "put {% generation %} and {% endgeneration %} around the assistant's text in the chat template"
@@ -67,7 +67,7 @@ class Rendering:
     Attributes:
         text: the whole of it.
         spans: one per assistant turn, in order.
-        prompt: what is rendered up to where the last of them begins; None where that was not rendered.
+        prompt: the rendering up to the beginning of the last of them; None if that was not rendered.
     """
 
     text: str
@@ -96,7 +96,7 @@ def load_template(choice: str | None, tokenizer: PreTrainedTokenizerBase) -> str
 
 
 def _valid(template: str | None, where: str) -> str | None:
-    """The template, once it is known to be Jinja."""
+    """The template, if it is valid Jinja; raises `DataError` otherwise."""
     if template is not None:
         try:
             _compile_jinja_template(template)
@@ -123,7 +123,7 @@ def _chatml(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def missing_template(where: str) -> DataError:
-    """The error for chats without a template; also what the command line prints before it starts anything."""
+    """The error for chats without a template; the command line prints it, too, before it starts anything."""
     return DataError(
         "the tokenizer has no chat template, so conversations cannot be rendered",
         where=where,
@@ -136,11 +136,11 @@ class ChatTemplate:
 
     Args:
         text: the Jinja source.
-        tokenizer: gives the special tokens that the template may print, and tells which texts are single tokens.
+        tokenizer: for the special tokens that the template may print, and to check which texts are single tokens.
     """
 
     _separator = ""
-    """What stands in a turn for something other than text."""
+    """The placeholder in a turn for something other than text."""
 
     def __init__(self, text: str, tokenizer: PreTrainedTokenizerFast) -> None:
         self.text = text
@@ -167,7 +167,7 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
                 **self._special,  # pyright: ignore[reportArgumentType]
             )
-        except Exception as error:  # a template is a program of its own and may raise anything
+        except Exception as error:  # a template is user code and may raise anything
             raise RowError(f"the chat template refuses the conversation: {error}") from error
         texts, marks = rendered
         return texts[0], marks[0] if marked else []
@@ -209,7 +209,7 @@ class ChatTemplate:
     def render_turns(self, chat: Chat) -> Rendering:
         """The conversation with its assistant turns found. Raises `RowError` where the template does not allow it.
 
-        It is rendered once where its shape was met before and its text is as the shape's outline has it, otherwise
+        It is rendered once if its shape is known and its text matches the shape's outline, otherwise
         several times (see `_render_at_length`).
         """
         try:
@@ -229,7 +229,7 @@ class ChatTemplate:
         return rendering
 
     def _are_whole(self, spans: Sequence[Span], text: str) -> bool:
-        """Whether each turn ends where its own words say; a template's marks say it by themselves."""
+        """Whether each turn ends where its text requires; always true for turns that the template marks."""
         return self.marks_generation or all(self._cut(text[s.start : s.stop]) == s.stop - s.start for s in spans)
 
     def _outline(self, chat: Chat) -> Outline | None:
@@ -259,10 +259,10 @@ class ChatTemplate:
     def _render_at_length(
         self, chat: Chat, text: str, marks: list[tuple[int, int]]
     ) -> tuple[Rendering, list[str | None] | None]:
-        """The turns by the marks of the template, or else by what is rendered before each turn and with it.
+        """Finds the turns by the marks of the template, or else by the renderings without and with each turn.
 
         Returns:
-            The rendering, and what is rendered up to each of the turns; None where the template marks them.
+            The rendering, and the rendering up to each of the turns; None if the template marks them.
         """
         self._check_nothing_left_out(chat, text)
         turns = _turns(chat)
@@ -273,7 +273,7 @@ class ChatTemplate:
         return Rendering(text, tuple(spans), befores[-1]), befores
 
     def _refused(self, chat: Chat, error: RowError) -> RowError:
-        """The template's refusal, with the role it stumbles over where leaving that role out helps."""
+        """The template's error; it names a role if the conversation can be rendered without that role."""
         for role in ("system", "tool"):
             others = [message for message in chat.messages if message["role"] != role]
             if len(others) == len(chat.messages):
@@ -307,7 +307,7 @@ class ChatTemplate:
         ]
 
     def _end_of_marked(self, text: str, start: int, stop: int, turn: int) -> int:
-        """Where the marked turn ends: at its end-of-turn token, also when that stands just behind the block."""
+        """The end of the marked turn: after its end-of-turn token, also when that directly follows the block."""
         inside = self._cut(text[start:stop])
         if inside is not None:
             return start + inside
@@ -323,15 +323,15 @@ class ChatTemplate:
     # -- spans by the prefix rule ----------------------------------------------------------------------------------
 
     def _before(self, chat: Chat, index: int) -> str | None:
-        """What is rendered up to where turn `index` begins; None where that cannot be rendered."""
+        """The rendering up to the beginning of turn `index`; None if that cannot be rendered."""
         return self._try(chat, index, prompt=True) if index else self._opening(chat)
 
     def _find_span(self, chat: Chat, index: int, text: str, before: str | None) -> Span:
-        """Turn `index` lies between what is rendered before it and with it, where both begin the whole text."""
+        """The span of turn `index`: between the renderings without and with it, if both are prefixes of the text."""
         after = text if index == len(chat.messages) - 1 else self._try(chat, index + 1, prompt=False)
         if before is not None and after is not None and after.startswith(before):
             cut = self._cut(after[len(before) :])
-            # What differs behind the end of the turn (a closing token at the very end, say) does not matter.
+            # Differences after the end of the turn (for example a closing token at the very end) do not matter.
             if cut is not None and text.startswith(after[: len(before) + cut]):
                 return Span(index, len(before), len(before) + cut)
         return self._find_by_replacing(chat, index, text, before)
@@ -343,12 +343,12 @@ class ChatTemplate:
             return None
 
     def _opening(self, chat: Chat) -> str | None:
-        """What stands before a conversation that begins with the assistant: all up to its own text."""
+        """The opening of a conversation that begins with the assistant: everything before its text."""
         replaced = self._replaced(chat, 0)
         return None if replaced is None else replaced.partition(_MARK)[0]
 
     def _find_by_replacing(self, chat: Chat, index: int, text: str, before: str | None) -> Span:
-        """Turn `index` is what changes in the whole text when the turn says something else.
+        """The span of turn `index`: the part of the whole text that changes when the content of the turn changes.
 
         For templates that render a turn differently once others follow: those that drop old reasoning, or write the
         system prompt or the tools into the last question.
@@ -367,11 +367,11 @@ class ChatTemplate:
     def _unstable(self, index: int) -> RowError:
         return RowError(
             f"message {index + 1}: the chat template renders this turn differently once others follow, so its text "
-            f"cannot be told from the rest; {_ADVICE}"
+            f"cannot be separated from the rest; {_ADVICE}"
         )
 
     def _replaced(self, chat: Chat, index: int) -> str | None:
-        """The whole rendering with message `index` saying only the mark; None where that cannot be rendered."""
+        """The whole rendering with only the mark in message `index`; None if that cannot be rendered."""
         messages = list(chat.messages)
         kept = {key: messages[index][key] for key in ("role", "name", "tool_call_id") if key in messages[index]}
         messages[index] = {**kept, "content": _MARK}
@@ -386,11 +386,11 @@ class ChatTemplate:
         place = turn.rfind(self.end_of_turn)
         if place >= 0:
             return place + len(self.end_of_turn)
-        # Some templates end a tool call with a token of its own.
+        # Some templates end a tool call with a special token.
         stripped = turn.rstrip()
         return len(stripped) if any(stripped.endswith(token) for token in self._added) else None
 
-    # -- nothing may be lost ---------------------------------------------------------------------------------------
+    # -- completeness checks ---------------------------------------------------------------------------------------
 
     def _check_nothing_left_out(self, chat: Chat, text: str) -> None:
         for index, message in enumerate(chat.messages):
@@ -429,7 +429,7 @@ def _turns(chat: Chat) -> list[int]:
 
 
 def _start_of_turn(head: str, before: str) -> int:
-    """Where the turn begins in `head`, which goes up to its own words; `before` is how such a turn is opened."""
+    """Where the turn begins in `head`, the rendering up to its text; `before` is the opening of such a turn."""
     if head.startswith(before):
         return len(before)
     # Blanks that the opening does not end in belong to the turn, as in Mistral's "[/INST] answer".

@@ -28,7 +28,7 @@ _PROBE = "\ue0f5\ue0f6"
 
 
 class ImageTemplate(ChatTemplate):
-    """A chat template that is given turns as parts of text and image, or as text where it takes no parts.
+    """A chat template that takes turns as parts of text and image, or as text if it does not support parts.
 
     Args:
         text: the Jinja source.
@@ -77,7 +77,7 @@ class ImageTemplate(ChatTemplate):
 
 
 def _in_own_template(images: ImageText, other: str) -> str:
-    """What stands in a turn for an image, with what the processor's own template writes around it."""
+    """The placeholder of an image in a turn, with the text that the processor's own template writes around it."""
     own = images.processor.chat_template
     if not isinstance(own, str) or own == other:
         return images.image_token
@@ -92,15 +92,15 @@ def _in_own_template(images: ImageText, other: str) -> str:
 class ImageChatEncoder(ChatEncoder):
     """Renders a row with its images, tokenises the text once, and marks the tokens that are targets.
 
-    Images stand in `images` (or `image`) with `<image>` where they belong, or as parts of a turn's content. Their
+    Images are listed in `images` (or `image`) with `<image>` in their places, or are parts of a turn's content. Their
     tokens are counted by their sizes; pixels are read when a micro-batch is made.
 
     Args:
-        images: the model's processor at work.
-        template: the Jinja text of the chat template; None is an error as soon as a conversation comes.
+        images: applies the model's processor.
+        template: the Jinja text of the chat template; None raises an error for the first conversation.
         train_on, system_prompt, max_length, on_too_long, with_prompts: as for `ChatEncoder`. A row that would be cut
             before the end of its last image is left out instead.
-        folder: from where the paths in rows begin.
+        folder: base of relative paths in rows.
     """
 
     def __init__(
@@ -161,10 +161,10 @@ class ImageChatEncoder(ChatEncoder):
         tools: Sequence[dict[str, object]] | None = None,
         images: Sequence[object] = (),
     ) -> Prompt:
-        """A conversation with images that the assistant is to go on.
+        """A conversation with images for the assistant to continue.
 
         Args:
-            images: for the places that `<image>` marks; without any they go before the words of the last user turn.
+            images: for the places of `<image>`; if there are none, they go before the text of the last user turn.
         """
         if self.template is None:
             raise missing_template("data.chat_template")
@@ -175,7 +175,7 @@ class ImageChatEncoder(ChatEncoder):
         return Prompt(self._tokens(text)[0], to_fields(stored, len(stored)))
 
     def text_prompt(self, text: str, images: Sequence[object] = ()) -> Prompt:
-        """A text with images to go on from, its images as for `prompt`."""
+        """A text with images to continue, its images as for `prompt`."""
         chat, named = mark_images([{"role": "user", "content": text}], images)
         stored = [read_image(value, self._folder) for value in named]
         whole = chat.messages[0]["content"].replace(IMAGE_MARK, self.images.image_token)
@@ -212,18 +212,18 @@ class ImageChatEncoder(ChatEncoder):
         shown = [part.replace(IMAGE_MARK, self.images.image_token) for part in (prompt, text)]
         count = shown[0].count(self.images.image_token)
         before, after = self._expand(shown[0], images[:count]), self._expand(shown[1], images[count:])
-        told = Text(after.text) if isinstance(example, Text) else Completion(before.text, after.text)
-        sample = self._encode_text(told)
+        expanded = Text(after.text) if isinstance(example, Text) else Completion(before.text, after.text)
+        sample = self._encode_text(expanded)
         moved = [(start + len(before.text), end + len(before.text)) for start, end in after.images]
         whole = Expanded(before.text + after.text, (*before.images, *moved))
         ids = self._tokens(whole.text)[0]
-        opened = len(self._opened(ids)) > len(ids)  # a begin token stands before the text
+        opened = len(self._opened(ids)) > len(ids)  # a begin token precedes the text
         weights = sample.loss_weights.copy()
         spans = self._leave_out_images(whole, weights[1:] if opened else weights)
         return replace(sample, loss_weights=weights), count, spans + opened
 
     def _leave_out_images(self, expanded: Expanded, weights: np.ndarray) -> np.ndarray:
-        """Nothing is to be predicted in an image; returns where each begins and ends, in tokens, int32 [images, 2]."""
+        """Sets the weights of image tokens to 0; returns where each image begins and ends, int32 [images, 2]."""
         if not expanded.images:
             return np.empty((0, 2), np.int32)
         _, starts, stops = self._tokens(expanded.text)
@@ -235,7 +235,7 @@ class ImageChatEncoder(ChatEncoder):
         return np.array(spans, np.int32)
 
     def _moved(self, text: str, expanded: Expanded, spans: Sequence[Span]) -> Iterator[Span]:
-        """Spans of a rendering, in the text with its images expanded."""
+        """Spans of a rendering, moved to the text with its images expanded."""
         places, at = [], -1
         for start, stop in expanded.images:
             at = text.index(self.images.image_token, at + 1)
@@ -248,7 +248,7 @@ class ImageChatEncoder(ChatEncoder):
 
 
 def with_absolute_paths(row: Row, folder: Path) -> Row:
-    """A row with absolute paths for those of its images that are files of a folder, for use from anywhere."""
+    """A row with its relative image paths made absolute."""
     return {key: _with_absolute_paths(value, folder, key) for key, value in row.items()}
 
 

@@ -1,4 +1,4 @@
-"""Parts of transformers with some of their methods replaced, which keep their name and go to other processes."""
+"""Parts of transformers with some methods replaced, which keep their class name and can be pickled."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Methods = TypeVar("Methods")
 
 
 def derived_class(kind: type, methods: type[Methods]) -> type[Methods]:
-    """A class whose base is replaced: `methods` stands behind `kind` and its parents, and before the library's base.
+    """A class whose base is replaced: in its MRO `methods` is after `kind` and its parents, before the library's base.
 
-    So `kind` reaches the new methods wherever it calls the base's, and what it overrides itself stays in force. The
+    So calls of `kind` to its base reach the new methods, and what `kind` overrides itself stays in force. The
     class has the name of `kind`, under which `save_pretrained` writes it down, and its objects can be pickled. It is
     made once for each pair.
 

@@ -27,16 +27,16 @@ from shardtune.errors import DataError
 DATA, ENDS, KINDS = "image_data", "image_ends", "image_kinds"
 """The fields of a sample that hold its images: bytes end to end, where each ends, what they are."""
 SIZES, DIGESTS = "image_sizes", "image_digests"
-"""The fields of a sample that tell what its images were when it was read: width and height, hashes of files."""
+"""The fields of a sample that describe its images when it was read: width and height, hashes of files."""
 PROMPT_IMAGES = "prompt_images"
-"""The field of a sample that says how many of its images belong to its prompt."""
+"""The field of a sample with the number of images in its prompt."""
 SPANS = "image_spans"
-"""The field of a sample that says where each image begins and ends in its tokens: int32 [images, 2]."""
+"""The field of a sample with the first token of each image and the one after its last: int32 [images, 2]."""
 IMAGE_STOP = "image_stop"
-"""The field of a sample that says where its last image ends, in tokens; no row is cut before that."""
+"""The field of a sample with the end of its last image, in tokens; no row is cut before that."""
 IMAGE_FIELDS = frozenset((DATA, ENDS, KINDS, SIZES, DIGESTS, PROMPT_IMAGES, SPANS, IMAGE_STOP))
 MOST_PIXELS = 64_000_000
-"""Of an image; decoded, that many take 192 MB."""
+"""The most pixels of an image; decoded, they take 192 MB."""
 _TIMEOUT = 30.0
 _ATTEMPTS = 3
 _MOST_BYTES = 1 << 28
@@ -44,12 +44,12 @@ _PLAIN_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
 _DRAFT = (64, 64)
 _ORIENTATION = 0x0112
 _TURNED = (5, 6, 7, 8)
-# What base64 text of an image begins with: BMP, GIF, JPEG, PNG, RIFF (WebP), TIFF of both byte orders.
+# The first characters of base64 text of an image: BMP, GIF, JPEG, PNG, RIFF (WebP), TIFF of both byte orders.
 _BASE64_STARTS = ("Qk", "R0lGOD", "/9j/", "iVBORw0KGgo", "UklGR", "SUkq", "TU0A")
 
 
 class ImageKind(IntEnum):
-    """What the bytes of an image in the cache are."""
+    """The kind of the bytes of an image in the cache."""
 
     FILE = 0
     ENCODED = 1
@@ -66,7 +66,7 @@ class StoredImage:
     Attributes:
         kind: what `content` is.
         content: the path of a file; an encoded image (PNG, JPEG, …); or the file and the second of a video's frame.
-        size: (width, height) as it is shown, after the rotation that its EXIF data asks for.
+        size: (width, height) as shown, after the rotation of its EXIF data.
         digest: of the bytes of a file; 0: not compared.
     """
 
@@ -79,7 +79,7 @@ class StoredImage:
         """Its pixels, RGB.
 
         Raises:
-            DataError: it is no longer what it was when the rows were read.
+            DataError: it has changed since the rows were read.
         """
         try:
             encoded = _bytes(self.kind, self.content)
@@ -93,7 +93,7 @@ class StoredImage:
         return image
 
     def key(self) -> str:
-        """A hash of what it shows: of a file's bytes when its row was read, which is not read for it.
+        """A hash of its content: of a file's bytes when its row was read; the file is not read again.
 
         Of a video's frame: of the file's name, size and time of change.
         """
@@ -118,13 +118,13 @@ class StoredImage:
 
 
 def read_image(value: object, folder: Path) -> StoredImage:
-    """An image as rows name it, looked at once: it is decoded as far as it takes to know that it is whole.
+    """Reads and checks an image of a row: it is decoded at a reduced size to check that it is complete.
 
     Args:
         value: a path (relative to `folder`), a URL, a data URL, the encoded bytes, base64 text, {"bytes": …},
             {"path": …}, {"url": …}, {"base64": …}, a video's frame {"video": path, "seconds": s}, an image of Pillow's
             or uint8 [height, width, 3].
-        folder: of the file that the row stands in.
+        folder: of the file that contains the row.
 
     Raises:
         RowError: it is missing, torn, empty, too large, animated, or of a kind whose colours would change silently.
@@ -140,7 +140,7 @@ def read_image(value: object, folder: Path) -> StoredImage:
 
 
 def encode_picture(picture: Image.Image | np.ndarray) -> bytes:
-    """Pixels in memory as PNG, which keeps every bit of them; an array is uint8 [height, width, 3] or [height, width].
+    """Pixels in memory as PNG, which is lossless; an array is uint8 [height, width, 3] or [height, width].
 
     Raises:
         RowError: it is no such array, or of a kind that `read_image` refuses.
@@ -158,7 +158,7 @@ def encode_picture(picture: Image.Image | np.ndarray) -> bytes:
     try:
         shown = ImageOps.exif_transpose(picture)
         (shown.convert("RGBA") if shown.mode == "PA" else shown).save(sink, "PNG", compress_level=1)
-    except Exception as error:  # Pillow reads a file's pixels when they are first asked for
+    except Exception as error:  # Pillow reads a file's pixels lazily
         raise RowError(f"an image in memory cannot be read: {error}") from error
     return sink.getvalue()
 
@@ -186,7 +186,7 @@ def from_fields(fields: Mapping[str, np.ndarray]) -> list[StoredImage]:
     ]
 
 
-# -- what rows say -------------------------------------------------------------------------------------------------
+# -- references in rows --------------------------------------------------------------------------------------------
 
 
 def _stored(value: object, folder: Path) -> tuple[ImageKind, bytes]:
@@ -243,7 +243,7 @@ def _file(path: Path, folder: Path) -> tuple[ImageKind, bytes]:
 def _is_file(place: Path) -> bool:
     try:
         return place.is_file()
-    except OSError:  # of a name that is too long
+    except OSError:  # the name is too long
         return False
 
 
@@ -260,7 +260,7 @@ def _base64(text: str) -> bytes:
 
 
 def _fetched(url: str) -> bytes:
-    """What a URL gives; a server that is out of order is asked again."""
+    """The content of a URL; after a server error the request is repeated."""
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             with urllib.request.urlopen(url, timeout=_TIMEOUT) as answer:
@@ -280,7 +280,7 @@ def _fetched(url: str) -> bytes:
 
 
 def _bytes(kind: ImageKind, content: bytes) -> bytes:
-    """The encoded image; of a video's frame nothing."""
+    """The encoded image; empty for a video's frame."""
     if kind != ImageKind.FILE:
         return content if kind == ImageKind.ENCODED else b""
     try:
@@ -305,13 +305,13 @@ def _opened(encoded: bytes) -> Image.Image:
     except Image.DecompressionBombError as error:
         raise RowError(f"it is too large: {error}") from error
     except UnidentifiedImageError as error:
-        raise RowError("it is no image that Pillow knows") from error
+        raise RowError("it is not an image that Pillow can read") from error
     except Exception as error:
         raise _torn(error) from error
 
 
 def _torn(error: Exception) -> RowError:
-    """Pillow's decoders may raise anything at bytes that are not what they expect."""
+    """Pillow's decoders may raise anything for unexpected bytes."""
     return RowError(f"it is torn: {error or type(error).__name__}")
 
 
@@ -323,7 +323,7 @@ def _checked_size(encoded: bytes) -> tuple[int, int]:
         try:
             if image.format != "JPEG":
                 return _as_shown(image).size
-            image.draft("RGB", _DRAFT)  # at an eighth of the size, but to its end
+            image.draft("RGB", _DRAFT)  # at an eighth of the size, but to the end of the file
             _as_shown(image)
             return (whole[1], whole[0]) if image.getexif().get(_ORIENTATION, 1) in _TURNED else whole
         except Exception as error:
@@ -337,7 +337,7 @@ def _check_kind(image: Image.Image) -> None:
         raise RowError(
             f"it has {image.width * image.height / 1e6:,.0f} million pixels, more than {MOST_PIXELS / 1e6:g}"
         )
-    frames = getattr(image, "n_frames", 1)  # only formats that may have several know of it
+    frames = getattr(image, "n_frames", 1)  # only formats that may have several have this attribute
     if frames > 1 and image.format != "MPO":  # phones add a smaller picture to a JPEG
         raise RowError(f"it is animated ({frames} frames); choose one")
     if image.mode not in _PLAIN_MODES:
@@ -355,7 +355,7 @@ def _pixels(encoded: bytes) -> Image.Image:
 
 
 def _as_shown(image: Image.Image) -> Image.Image:
-    """RGB, turned as its EXIF data asks; what is transparent keeps the colour that lies below."""
+    """RGB, rotated by its EXIF data; transparent pixels keep their colour."""
     image.load()
     turned = ImageOps.exif_transpose(image)
     return (turned.convert("RGBA") if "transparency" in turned.info else turned).convert("RGB")

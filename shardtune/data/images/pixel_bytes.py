@@ -15,7 +15,7 @@ from shardtune.data.images.derived import derived
 from shardtune.data.images.pixel_table import Numbers
 
 PIXELS, TABLE = "pixel_values", "pixel_table"
-"""The fields of a micro-batch that hold bytes of pixels, and what each byte of each channel stands for."""
+"""The fields of a micro-batch with the bytes of pixels, and with the value of each byte in each channel."""
 _SMALL = 64
 
 
@@ -34,7 +34,7 @@ class ImageBytes:
 
 
 class PixelBytes:
-    """An image processor at work on single images, as far as their sizes and bytes; see `proved`.
+    """Applies an image processor to single images, up to their resized bytes; see `proved`.
 
     Args:
         image_processor: of a Pillow backend, which rescales and normalises.
@@ -59,7 +59,7 @@ class PixelBytes:
     def proved(
         cls, image_processor: BaseImageProcessor, images: Sequence[Image.Image], whole: Mapping[str, torch.Tensor]
     ) -> PixelBytes | None:
-        """It, if it makes of these images what the processor makes of them together, bit by bit; otherwise None.
+        """An instance if its output for these images equals the processor's for all of them bit by bit, otherwise None.
 
         Args:
             images: two at least, of different sizes.
@@ -74,7 +74,7 @@ class PixelBytes:
             made = cls(image_processor, tuple(whole), whole[PIXELS].ndim == 2)
             parts = [part for part in map(made.of, images) if part is not None]
             return made if len(parts) == len(images) and made._fits(parts, whole) else None
-        except Exception:  # a processor is a program of its own, and may not work without these steps
+        except Exception:  # a processor is third-party code and may not work without these steps
             return None
 
     def _fits(self, parts: Sequence[ImageBytes], whole: Mapping[str, torch.Tensor]) -> bool:
@@ -92,14 +92,14 @@ class PixelBytes:
         return False
 
     def of(self, image: Image.Image) -> ImageBytes | None:
-        """One image, RGB; None where bytes do not say all of it (where it is padded)."""
+        """One image, RGB; None if bytes cannot represent it (if it is padded)."""
         passing = derived(self._prepare, _Passing)
         made = passing(images=[[image]], return_tensors="pt")  # pyright: ignore[reportArgumentType] (a list per row)
         found = made[PIXELS].numpy()
         if passing.num_passed * (self._repeats if self._of_patches else 1) != found.size:
             return None
         further = {key: made[key].numpy() for key in self._keys if key != PIXELS}
-        pixels = found.astype(np.uint8)  # Qwen's patches are whole numbers in fp32
+        pixels = found.astype(np.uint8)  # Qwen's patches are integers in fp32
         if pixels.dtype != found.dtype and not np.array_equal(pixels, found):
             return None
         for key, array in further.items():
@@ -129,7 +129,7 @@ class PixelBytes:
         return found
 
     def numbers(self, fields: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the model takes for `joined` fields, on their device and in the table's dtype; others as they are."""
+        """The model's inputs from `joined` fields, on their device and in the table's dtype; others are unchanged."""
         found = {key: value for key, value in fields.items() if key != TABLE}
         pixels = found.get(PIXELS)
         if pixels is None or pixels.dtype != torch.uint8:
@@ -147,7 +147,7 @@ class PixelBytes:
 
 
 class _Passing(PilBackend):
-    """The backend, which leaves bytes as they are and counts them: what is padded later was no byte."""
+    """A backend that leaves bytes as they are and counts them, so that padding is noticed."""
 
     num_passed = 0
 
@@ -164,7 +164,7 @@ def _area(pixels: torch.Tensor) -> int:
 
 
 def _concatenated(arrays: Sequence[np.ndarray], axis: int) -> torch.Tensor:
-    """Joined; what is one number everywhere is kept as that one."""
+    """The arrays joined; arrays that are one constant are kept as that constant."""
     first = arrays[0].flat[0]
     if all(array.size and not any(array.strides) and array.flat[0] == first for array in arrays):
         shape = list(arrays[0].shape)

@@ -1,4 +1,4 @@
-"""Pixels of images kept on disk, as bytes, one file for each image, so that none is decoded twice."""
+"""Pixels of images stored on disk, as bytes, one file per image, so that none is decoded twice."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _MAGIC = b"pixels1\n"
 class PixelCache:
     """Files `<root>/pixels/<processor>/<2 digits>/<2 digits>/<image>`: 65,536 folders, and no index of them.
 
-    Any number of processes may read and write at once: who computes first writes, under another name until it is whole.
+    Any number of processes may read and write at once: a file is written under a temporary name and renamed when done.
 
     Args:
         root: the cache directory.
-        key: of what makes pixels of images.
+        key: a hash of the settings that pixels depend on.
     """
 
     def __init__(self, root: Path, key: str) -> None:
@@ -35,7 +35,7 @@ class PixelCache:
         self._folder = root / "pixels" / key
 
     def get(self, name: str) -> ImageBytes | None:
-        """What is kept under a name; None without it, and where the file is torn or another's."""
+        """The pixels stored under a name; None if there are none, or the file is corrupt or of another image."""
         try:
             content = self._path(name).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
@@ -48,7 +48,7 @@ class PixelCache:
             return None
 
     def put(self, name: str, made: ImageBytes) -> None:
-        """Keep it.
+        """Store the pixels of an image.
 
         Raises:
             DataError: the cache cannot be written.
@@ -70,11 +70,11 @@ class PixelCache:
 
 
 class PixelReader:
-    """From a row's images to what a model takes for them, in bytes where that says the same.
+    """From a row's images to a model's inputs, as bytes where these are equivalent.
 
     Args:
-        images: the processor at work.
-        cache: where pixels are kept; None: each image is decoded whenever it is read.
+        images: applies the model's processor.
+        cache: stores pixels; None: each image is decoded whenever it is read.
     """
 
     def __init__(self, images: ImageText, cache: PixelCache | None) -> None:
@@ -104,7 +104,7 @@ class PixelReader:
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
-# What it is, a checksum of the rest, the header's length, the header (JSON), the arrays end to end.
+# Magic bytes, a checksum of the rest, the header's length, the header (JSON), the arrays end to end.
 
 
 def _written(made: ImageBytes) -> bytes:
@@ -142,5 +142,5 @@ def _number(content: bytes, place: int) -> int:
 
 
 def pixel_key(settings: Mapping[str, object]) -> str:
-    """The name of a folder, from all that decides what pixels are made of an image."""
+    """The name of a folder, a hash of everything that the pixels of an image depend on."""
     return hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()

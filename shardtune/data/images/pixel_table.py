@@ -15,7 +15,7 @@ Numbers = float | Iterable[float]
 
 
 def by_table(image_processor: BaseImageProcessor) -> BaseImageProcessor:
-    """A copy of an image processor that looks up what rescaling and normalising make of each byte of a channel.
+    """A copy of an image processor that looks up the rescaled and normalised value of each byte of a channel.
 
     Both work on each number by itself, so that 256 results of each channel are all there are. One that does not do
     both, or that is of no Pillow backend, is returned as it is.
@@ -56,6 +56,6 @@ class _Tabled(PilBackend):
 
 
 class _Bytes(np.ndarray):
-    """An image whose rescaling is put off until it is normalised; any other computation finds bytes, and so differs."""
+    """An image whose rescaling is deferred until it is normalised; any other computation gets bytes, and so differs."""
 
     scale: float | None = None

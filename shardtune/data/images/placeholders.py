@@ -1,4 +1,4 @@
-"""A processor at work: how an image stands in a text, and the tensors that a model takes for images."""
+"""Applies a processor: the text that replaces an image, and a model's input tensors for images."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _KEPT_SIZES = 65_536
 _TRIED_SIZES = ((48, 64), (80, 32), (33, 33))
 _KEY_SIZES = ((32, 32), (640, 480), (301, 1000))
 BLANK = (32, 32)
-"""Width and height of the image that stands in for one where a micro-batch has none."""
+"""Width and height of the blank image of a micro-batch without images."""
 
 
 class AppliedProcessor(Protocol):
-    """What `ImageText` needs of a processor; those of transformers have it, though `ProcessorMixin` declares it not."""
+    """The interface of processors that `ImageText` needs; those of transformers have it undeclared."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase: ...
@@ -61,7 +61,7 @@ class Expanded:
     """A text with the tokens of its images.
 
     Attributes:
-        text: in which each image token has become what stands for the image.
+        text: with each image token replaced by the image's tokens.
         images: characters `[start, stop)` of each image.
     """
 
@@ -70,19 +70,19 @@ class Expanded:
 
 
 class ImageText:
-    """What a processor makes of images and texts.
+    """Applies a processor to images and texts.
 
     Args:
         processor: of a vision-language model.
-        applied: what is applied in its place, where its own call is another one.
+        applied: applied in its place, if its own call has another signature.
 
     Attributes:
         processor: the same.
-        applied: the same, or what is applied in its place.
+        applied: the same, or the one that is applied in its place.
         tokenizer: of the one that is applied.
-        image_token: what stands for an image in a text.
-        token_types: the name of a model input that tells the tokens of images from others; None without one.
-        pixel_bytes: makes bytes of images one by one; None where that is not known to be the same.
+        image_token: the placeholder of an image in a text.
+        token_types: the name of the model input that marks the tokens of images; None without one.
+        pixel_bytes: makes bytes of images one by one; None if that was not shown to be equal.
     """
 
     def __init__(self, processor: ProcessorMixin, applied: AppliedProcessor | None = None) -> None:
@@ -105,7 +105,7 @@ class ImageText:
         self.pixel_bytes = PixelBytes.proved(self.applied.image_processor, tried, pixels)
 
     def _agrees_without_text(self, tried: Sequence[Image.Image], whole: BatchFeature) -> bool:
-        """Whether the image processor by itself gives the same bits; a processor's work on a text takes time."""
+        """Whether the image processor by itself gives the same bits; processing a text as well takes time."""
         try:
             alone = self._process_alone(tried)
         except ModelError:
@@ -113,12 +113,12 @@ class ImageText:
         return all(key in alone and torch.equal(alone[key], whole[key]) for key in self._pixel_keys)
 
     def _token_of_pixels(self) -> str:
-        """The token that the model puts an image's features in the place of: the most frequent one of an image."""
+        """The token that the model replaces by an image's features: the most frequent one of an image."""
         ids = self.tokenizer(self.stands_for(BLANK), add_special_tokens=False)["input_ids"]
         return str(self.tokenizer.convert_ids_to_tokens(max(self._image_ids, key=ids.count)))
 
     def stands_for(self, size: tuple[int, int]) -> str:
-        """The text that takes the image token's place for an image of a size.
+        """The text that replaces the image token for an image of a size.
 
         It depends on the size alone, so a blank image is processed for it, once for each size.
         """
@@ -133,15 +133,15 @@ class ImageText:
         """The text with each image token replaced, in order.
 
         Raises:
-            RowError: there are more or fewer placeholders than images, or the text spells a token of images.
+            RowError: there are more or fewer placeholders than images, or the text contains an image token.
         """
         if self._pixel_token != self.image_token and self._pixel_token in text:
-            raise RowError(f"the text spells {self._pixel_token!r}, which the model reads as part of an image")
+            raise RowError(f"the text contains {self._pixel_token!r}, which the model takes for part of an image")
         pieces = text.split(self.image_token)
         if len(pieces) - 1 != len(sizes):
             raise RowError(
                 f"the text holds {len(pieces) - 1} times {self.image_token!r} for {len(sizes)} images: the chat "
-                "template leaves some out, or a turn spells it itself"
+                "template leaves some out, or a turn contains it itself"
             )
         parts, spans, length = [pieces[0]], [], len(pieces[0])
         for size, piece in zip(sizes, pieces[1:], strict=True):
@@ -152,7 +152,7 @@ class ImageText:
         return Expanded("".join(parts), tuple(spans))
 
     def pixels(self, images: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
-        """The model's inputs for images, in their order; [..] as the model family has them.
+        """The model's inputs for images, in their order; shapes depend on the model family.
 
         LLaVA, Gemma 3, InternVL: pixel_values [images or tiles, 3, height, width]. Idefics3, SmolVLM: [1, tiles, 3,
         height, width] with pixel_attention_mask [1, tiles, height, width]. Qwen-VL: [patches of all images, values of a
@@ -162,16 +162,16 @@ class ImageText:
         return {key: made[key] for key in self._pixel_keys}
 
     def bytes_of(self, image: Image.Image) -> ImageBytes | None:
-        """One image before it is rescaled and normalised; None where bytes do not say all of it."""
+        """One image before it is rescaled and normalised; None if bytes cannot represent it."""
         with self._at_work([image]):
             return None if self.pixel_bytes is None else self.pixel_bytes.of(image)
 
     def numbers(self, fields: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the model takes for the fields of a micro-batch, in which pixels may be bytes."""
+        """The model's inputs from the fields of a micro-batch, in which pixels may be bytes."""
         return dict(fields) if self.pixel_bytes is None else self.pixel_bytes.numbers(fields)
 
     def pixel_settings(self) -> dict[str, object]:
-        """What decides which bytes are made of an image: settings, and the versions of who decodes and resizes."""
+        """Everything the bytes of an image depend on: settings, and the versions of the libraries that resize it."""
         processor = self.applied.image_processor
         kind = f"{type(processor).__module__}.{type(processor).__qualname__}"
         versions = [transformers.__version__, PIL.__version__, features.version("jpg")]
@@ -182,7 +182,7 @@ class ImageText:
         return np.isin(input_ids, self._image_ids).astype(np.int64)
 
     def cache_key(self) -> str:
-        """A hash of what decides how an image stands in a text."""
+        """A hash of everything that the text of an image depends on."""
         settings = {**self.processor.to_dict(), "tokenizer": None, "chat_template": None}
         settings["stands_for"] = [self.stands_for(size) for size in _KEY_SIZES]  # by this version of transformers
         return hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=20).hexdigest()
@@ -203,7 +203,7 @@ class ImageText:
     def _at_work(self, images: Sequence[Image.Image]) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # a processor is a program of its own and may raise anything
+        except Exception as error:  # a processor is third-party code and may raise anything
             sizes = ", ".join(f"{image.width} x {image.height}" for image in images[:4])
             raise ModelError(
                 f"{type(self.processor).__name__} refuses images of {sizes}: {error}",

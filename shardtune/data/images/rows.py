@@ -1,4 +1,4 @@
-"""Rows with images: what a row says, with a mark for each image, and what names its images."""
+"""Rows with images: the row's text with a mark for each image, and the references to its images."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from shardtune.data.encoder import Row, RowError
 from shardtune.data.row_formats import MEDIA_KEYS, Chat, Completion, Example, Text, read_example, recognise
 
 IMAGE_MARK = "\ue0f7"
-"""Stands for an image in a turn until the chat template is rendered."""
+"""Marks the place of an image in a turn until the chat template is rendered."""
 IMAGE_TAG = "<image>"
 _KEYS = ("images", "image")
 _PARTS = ("image", "image_url", "input_image")
 _SOURCES = ("image", "image_url", "url", "path", "base64", "bytes", "video")
-# What of each format is shown, in the order in which it is.
+# The keys of each format that are rendered, in this order.
 _SHOWN = {
     "messages": ("system", "messages"),
     "sharegpt": ("system", "conversations"),
@@ -30,9 +30,9 @@ _TURNS = ("messages", "conversations", "prompt", "completion")
 
 
 def read_image_row(row: Row) -> tuple[Example, list[object]]:
-    """What a row says, an `IMAGE_MARK` where each image stands, and what names the images, in that order.
+    """The row's text, with an `IMAGE_MARK` in the place of each image, and the references to the images, in that order.
 
-    Where the row says nothing of their place, they go before the first words of the user.
+    If the row has no places for them, they go before the text of the first user turn.
 
     Raises:
         RowError: images and the places for them do not match, or the row holds another medium.
@@ -54,24 +54,24 @@ def read_image_row(row: Row) -> tuple[Example, list[object]]:
 
 
 def mark_images(messages: Sequence[Mapping[str, object]], images: Sequence[object] = ()) -> tuple[Chat, list[object]]:
-    """The turns of a conversation that is to be gone on, read as a row's are.
+    """The turns of a conversation to be continued, read like those of a row.
 
     Args:
-        messages: with `<image>` or parts where images stand.
-        images: what takes these places; without any they go before the last turn of the user.
+        messages: with `<image>` or parts in the places of images.
+        images: for these places; if there are none, they go before the last user turn.
     """
     taken = _Taken(images)
     turns = [taken.turn(turn) for turn in messages]
     chat = Chat(tuple(turns), (None,) * len(turns))
     if images and taken.has_none:
-        asked = [number for number, turn in enumerate(turns) if turn["role"] == "user"][-1:]
-        return _before_turn(chat, asked, len(images)), list(images)
+        last_user = [number for number, turn in enumerate(turns) if turn["role"] == "user"][-1:]
+        return _before_turn(chat, last_user, len(images)), list(images)
     taken.check()
     return chat, taken.images
 
 
 def image_parts(text: str, images: Sequence[object]) -> list[dict[str, object]]:
-    """The parts of a turn: images where `<image>` stands, or before the words where it stands nowhere."""
+    """The parts of a turn: images in the places of `<image>`, or before the text if it has none."""
     pieces = text.split(IMAGE_TAG) if images else [text]
     if len(pieces) == 1:
         pieces = [""] * len(images) + [text]
@@ -114,7 +114,7 @@ def _parsed(text: str) -> object:
 
 
 class _Taken:
-    """Collects images in the order in which a row shows them; `<image>` and parts without a source take listed ones."""
+    """Collects images in the order of their places; `<image>` and parts without a source take listed ones."""
 
     def __init__(self, listed: Sequence[object]) -> None:
         self._listed = listed
@@ -122,7 +122,7 @@ class _Taken:
         self._places: list[int] = []
 
     def value(self, key: str, value: object) -> object:
-        """What stands under a key of the row."""
+        """The value of a key of the row, with its images marked."""
         if isinstance(value, str) and key in _TURNS[:2]:
             value = _parsed(value)
         if isinstance(value, str):
@@ -130,7 +130,7 @@ class _Taken:
         if isinstance(value, Sequence) and key in _TURNS:
             return [self.turn(turn) if isinstance(turn, Mapping) else turn for turn in value]
         if isinstance(value, Sequence) and key == "history":
-            return [[self._text(str(said)) for said in pair] if _is_pair(pair) else pair for pair in value]
+            return [[self._text(str(text)) for text in pair] if _is_pair(pair) else pair for pair in value]
         return value
 
     def turn(self, turn: Mapping[str, object]) -> dict[str, object]:
@@ -159,7 +159,7 @@ class _Taken:
 
     def _text(self, text: str) -> str:
         if IMAGE_MARK in text:
-            raise RowError(f"the text holds the character U+{ord(IMAGE_MARK):04X}, which stands for images here")
+            raise RowError(f"the text holds the character U+{ord(IMAGE_MARK):04X}, which is reserved for images")
         pieces = text.split(IMAGE_TAG)
         for _ in pieces[1:]:
             self._take(len(self._places))
@@ -202,7 +202,7 @@ def _in_front(example: Example, count: int) -> Example:
 
 
 def _before_turn(chat: Chat, numbers: Sequence[int], count: int) -> Chat:
-    """The conversation with images before the words of a turn."""
+    """The conversation with images before the text of a turn."""
     if not numbers:
         raise RowError("the row has images, but no user turn to put them into")
     messages = list(chat.messages)

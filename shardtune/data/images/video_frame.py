@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _OPEN_FILES = 16
-# So far ahead decoding on is cheaper than seeking to the key frame before.
+# Up to this far ahead, decoding on is cheaper than seeking to the previous key frame.
 _AHEAD_SECONDS = 0.5
 
 
 def read_frame(path: str, seconds: float) -> Image.Image:
-    """The frame that is shown `seconds` after the beginning of a video, in RGB.
+    """The frame shown `seconds` after the beginning of a video, in RGB.
 
-    The frame nearest in time counts, if it is not farther than half the distance of two frames.
+    It is the frame nearest in time, which must not be farther than half the distance of two frames.
     Files stay open, a few per thread; reading forwards does not seek.
 
     Raises:
@@ -57,7 +57,7 @@ def require_av() -> None:
 
 @dataclass(slots=True)
 class _Video:
-    """An open file: where it stands, and the frame last decoded."""
+    """An open file: its position and the last decoded frame."""
 
     path: str
     container: InputContainer
@@ -81,7 +81,7 @@ class _Video:
         rate = stream.average_rate or stream.guessed_rate
         if stream.time_base is None or not rate:
             container.close()
-            raise RowError(f"the video {path} does not tell its frame rate")
+            raise RowError(f"the video {path} has no frame rate")
         start = float((stream.start_time or 0) * stream.time_base)
         return cls(path, container, stream, stream.time_base, start, 0.5 / float(rate))
 
@@ -116,7 +116,7 @@ class _Video:
 
 
 class _Open(threading.local):
-    """The files that a thread has open: training and evaluation read in threads of their own."""
+    """The files that a thread has open: training and evaluation read in separate threads."""
 
     def __init__(self) -> None:
         self.process = os.getpid()
@@ -124,8 +124,8 @@ class _Open(threading.local):
         self.inherited: list[object] = []
 
     def here(self) -> OrderedDict[str, _Video]:
-        """Those that this process has opened. What a fork inherits is kept, and neither read nor closed: it shares its
-        position with the parent, and closing waits for threads that the fork has not taken along."""
+        """The files that this process has opened. Inherited ones are kept, but neither read nor closed: a fork shares
+        their position with the parent, and closing waits for threads that do not exist in the fork."""
         if self.process != os.getpid():
             self.inherited.append(self.files)
             self.process, self.files = os.getpid(), OrderedDict()

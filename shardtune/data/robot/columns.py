@@ -1,4 +1,4 @@
-"""Which column of a robot data set is what."""
+"""The roles of the columns of a robot data set."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Columns:
     """The columns of a file by what they hold.
 
     Attributes:
-        named: what a column holds -> its name; what the file does not hold is absent.
+        named: role of a column -> its name; roles that the file lacks are absent.
         cameras: camera -> the column of its images.
     """
 
@@ -45,16 +45,16 @@ class Columns:
 def find_columns(
     names: Collection[str], mapping: Mapping[str, str], pictures: Collection[str] | None = None
 ) -> Columns:
-    """What the columns of a file are.
+    """Finds the role of each column of a file.
 
     Args:
         names: the file's columns.
-        mapping: `data.columns`: what is wanted -> the file's name for it; `images.<camera>` for images. Where it names
+        mapping: `data.columns`: role -> the file's name for it; `images.<camera>` for images. Where it names
             cameras, those are all.
-        pictures: the columns that hold images, where that is known; otherwise those that are called
+        pictures: the columns that hold images, if known; otherwise those named
             `observation.images.<camera>` or `observation.image`.
 
-    Raises `RowError` for an entry of the mapping that is not known, or names a column that there is not.
+    Raises `RowError` for an unknown role in the mapping, or one that names a missing column.
     """
     for what, column in mapping.items():
         if what not in _USUAL and not what.startswith(IMAGES):

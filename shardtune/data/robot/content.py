@@ -1,4 +1,4 @@
-"""What the content of a data file or of a robot data set is, in one hash."""
+"""The content of a data file or of a robot data set as one hash."""
 
 from __future__ import annotations
 

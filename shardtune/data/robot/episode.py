@@ -1,4 +1,4 @@
-"""One recorded episode, as simulators and converters hand it to the writer."""
+"""One recorded episode, the writer's input from simulators and converters."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Episode:
 
     Attributes:
         images: camera -> uint8 [T, H, W, 3], RGB.
-        state: float32 [T, S], what the robot feels of itself (proprioception); None without.
-        actions: float32 [T, A]; action t is what was done on seeing frame t.
-        task: what it was told to do, in words.
+        state: float32 [T, S], proprioception; None without.
+        actions: float32 [T, A]; action t was taken at frame t.
+        task: the instruction, in words.
 
     Raises `DataError` for arrays of another type or shape, for no frame, and for actions or states that are not finite.
     """

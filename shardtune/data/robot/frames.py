@@ -17,25 +17,25 @@ from shardtune.data.row_files import NumberedRow
 
 
 class FrameRow(dict[str, Any]):
-    """One frame, as encoders take it.
+    """One frame, the input of encoders for robot data.
 
     Its keys:
         images: camera -> an `ImageRecord`, see `shardtune.data.robot.images`.
-        instruction: what the robot was told.
+        instruction: the task in words.
         state: float32 [S], or None.
-        actions: float32 [C, A], from this frame on. action_is_pad: bool [C], true behind the episode's end, where the
+        actions: float32 [C, A], from this frame on. action_is_pad: bool [C], true after the episode's end, where the
             last action is repeated.
-        dataset: the name of the source, under which its statistics are kept.
+        dataset: the name of the source, the key of its statistics.
         episode, frame: where it comes from.
 
     Attributes:
-        digest: the same for all frames of an episode, so that `data.eval_split` never parts an episode.
+        digest: the same for all frames of an episode, so that `data.eval_split` never splits an episode.
         place: the frame in words, for messages.
     """
 
     __slots__ = ("digest", "place")
 
-    def __init__(self, content: Mapping[str, Any], digest: int, place: str) -> None:
+    def __init__(self, content: Mapping[str, object], digest: int, place: str) -> None:
         super().__init__(content)
         self.digest = digest
         self.place = place
@@ -58,7 +58,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class FrameChunk:
-    """n consecutive frames, and the actions of those right behind them; picklable.
+    """n consecutive frames, and the actions of the frames right after them; picklable.
 
     Attributes:
         origin: where they come from.
@@ -70,14 +70,14 @@ class FrameChunk:
         state: float32 [n, S], or None.
         actions: float32 [n + up to C - 1, A].
         left: int64 [n], how many frames of its episode there are from this one on.
-        pictures: a column of n images per camera, as the file holds them.
-        problems: of the n + C - 1 frames those that cannot be used, and why.
+        pictures: a column of n images per camera, as stored in the file.
+        problems: index of each of the n + C - 1 frames that cannot be used -> the reason.
     """
 
     origin: Origin
     size: int
     numbers: Sequence[int]
-    episodes: Sequence[Any]
+    episodes: Sequence[object]
     frames: Sequence[int]
     digests: np.ndarray
     instructions: Sequence[str]
@@ -101,7 +101,7 @@ class FrameChunk:
             raise RowError(self.problems[index])
         steps = np.arange(self.size)
         left = int(self.left[index])
-        wanted = index + np.minimum(steps, left - 1)
+        indices = index + np.minimum(steps, left - 1)
         state = None if self.state is None else self.state[index]
         if state is not None and not np.isfinite(state).all():
             raise RowError(f"the state is {state.tolist()}")
@@ -109,7 +109,7 @@ class FrameChunk:
             "images": {camera: self._image(camera, index) for camera in cameras},
             "instruction": self.instructions[index],
             "state": state,
-            "actions": self._finite(wanted, index),
+            "actions": self._finite(indices, index),
             "action_is_pad": steps >= left,
             "dataset": self.origin.dataset,
             "episode": self.episodes[index],
@@ -117,12 +117,12 @@ class FrameChunk:
         }
         return FrameRow(content, int(self.digests[index]), self._place(index))
 
-    def _finite(self, wanted: np.ndarray, index: int) -> np.ndarray:
-        actions = self.actions[wanted]
+    def _finite(self, indices: np.ndarray, index: int) -> np.ndarray:
+        actions = self.actions[indices]
         fine = np.isfinite(actions).all(axis=1)
         if fine.all():
             return actions
-        place = int(wanted[np.flatnonzero(~fine)[0]])
+        place = int(indices[np.flatnonzero(~fine)[0]])
         reason = self.problems.get(place) or f"the action is {self.actions[place].tolist()}"
         raise RowError(reason if place == index else f"{place - index} frames on, {reason}")
 
@@ -137,7 +137,7 @@ class FrameChunk:
         return f"episode {self.episodes[index]}, frame {self.frames[index]} ({self.origin.file})"
 
 
-def episode_digest(episode: Any, instruction: str, action: np.ndarray, state: np.ndarray | None) -> int:
+def episode_digest(episode: object, instruction: str, action: np.ndarray, state: np.ndarray | None) -> int:
     """The hash of an episode by its name and first frame: known before the rest of it is read."""
     digest = hashlib.blake2b(f"{episode}\n{instruction}\n".encode(), digest_size=8)
     digest.update(np.ascontiguousarray(action).data)
@@ -147,7 +147,7 @@ def episode_digest(episode: Any, instruction: str, action: np.ndarray, state: np
 
 
 def describe_frame(row: Mapping[str, Any]) -> str:
-    """A row in words, for the log. Raises `RowError` for one that `data.transform` has robbed of what frames have."""
+    """A row in words, for the log. Raises `RowError` if `data.transform` has removed a field that frames need."""
     missing = [
         name for name in ("images", "instruction", "state", "actions", "action_is_pad", "dataset") if name not in row
     ]

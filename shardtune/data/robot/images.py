@@ -1,4 +1,4 @@
-"""How a frame of robot data names its images."""
+"""References to images in a frame of robot data."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ImageRecord = Mapping[str, Any]
 `shardtune.data.images.images.read_image` takes it, and finds what cannot be decoded."""
 
 
-def image_record(value: Any, folder: Path) -> ImageRecord:
-    """What a table or a JSON row holds of an image, in one of the forms of `ImageRecord`.
+def image_record(value: object, folder: Path) -> ImageRecord:
+    """An image of a table or a JSON row, in one of the forms of `ImageRecord`.
 
     Args:
         value: bytes, a path, or a struct of `bytes` (in JSON as base64 text) and `path`, or of `video` and `seconds`.

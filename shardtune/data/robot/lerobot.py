@@ -1,4 +1,4 @@
-"""What a LeRobot data set of version 3.0, 2.1 or 2.0 says of itself: its columns, episodes, tasks and files."""
+"""The metadata of a LeRobot data set of version 3.0, 2.1 or 2.0: its columns, episodes, tasks and files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COPY = "copy the data set completely, or record it again"
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRecord:
-    """What meta/ says of an episode.
+    """The record of an episode in meta/.
 
     Attributes:
         length: frames.
@@ -50,13 +50,13 @@ class EpisodeRecord:
 
 @dataclass(frozen=True, slots=True)
 class LeRobotSet:
-    """A data set's description, without its frames.
+    """The metadata of a data set, without its frames.
 
     Attributes:
         features: column -> its `dtype`, `shape` and `names`, as meta/info.json has them.
         episodes: in order.
-        tasks: `task_index` -> what the robot was told.
-        splits: split -> its range of episodes, `first:behind`.
+        tasks: `task_index` -> the instruction.
+        splits: split -> its range of episodes, `first:stop`.
     """
 
     folder: Path
@@ -76,7 +76,7 @@ class LeRobotSet:
         return tuple(dict.fromkeys(file for episode in self.episodes for file, _ in episode.videos.values()))
 
     def names(self, column: str) -> list[str] | None:
-        """The names of a vector's dimensions, in whichever way the data set gives them; None where it does not."""
+        """The names of a vector's dimensions, in any of the forms data sets use; None if there are none."""
         feature = self.features[column]
         names = feature.get("names")
         if isinstance(names, Mapping):  # of groups of dimensions, or from each name to its place
@@ -90,7 +90,7 @@ class LeRobotSet:
         return [str(name) for name in names]
 
     def columns(self, mapping: Mapping[str, str]) -> Columns:
-        """What its columns are. Raises `DataError`."""
+        """Finds the role of each column. Raises `DataError`."""
         pictures = [name for name, feature in self.features.items() if _is_picture(feature)]
         try:
             found = find_columns(self.features, mapping, pictures)
@@ -109,7 +109,7 @@ class LeRobotSet:
 
 
 def _is_picture(feature: Mapping[str, Any]) -> bool:
-    """Whether a column holds images in colour; maps of depth are no input of vision models."""
+    """Whether a column holds colour images; vision models do not take depth maps."""
     facts = {**(feature.get("video_info") or {}), **(feature.get("info") or {})}
     depth = facts.get("is_depth_map") or facts.get("video.is_depth_map")
     return feature["dtype"] in ("image", "video") and not depth
@@ -121,7 +121,7 @@ def is_lerobot(folder: Path) -> bool:
 
 
 def open_lerobot(folder: str | Path) -> LeRobotSet:
-    """Reads what is in meta/. Raises `DataError` for versions that are not known, and for what is missing or torn."""
+    """Reads meta/. Raises `DataError` for unsupported versions and for files that are missing or corrupt."""
     folder = Path(folder)
     info = _json(folder / INFO)
     version = str(info.get("codebase_version"))

@@ -1,4 +1,4 @@
-"""The frames of LeRobot data sets: one file after another, images as they stand in it or by their place in videos."""
+"""The frames of LeRobot data sets, file by file; images are stored in the file or located by their time in videos."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_lerobot(
     """The frames of a data set in order, 64 at a time; row numbers count its frames from 1.
 
     Args:
-        part: only these episodes, `first:behind`; "": all.
+        part: only these episodes, `first:stop`; "": all.
         columns: `data.columns`.
         dataset: the name under which its statistics are kept.
     """
@@ -37,14 +37,14 @@ def read_lerobot(
     found = described.columns(columns)
     if any(described.features[column]["dtype"] == "video" for column in found.cameras.values()):
         require_av()
-    wanted = _range(part, described)
+    chosen_range = _range(part, described)
     by_file: dict[str, list[EpisodeRecord]] = {}
     for episode in described.episodes:
         by_file.setdefault(episode.data, []).append(episode)
     done, total = 0, max(sum(episode.length for episode in described.episodes), 1)
     for file, episodes in by_file.items():
         table = _FrameFile(described, found, file, episodes, options.chunk, dataset)
-        yield from table.chunks(wanted, done, total)
+        yield from table.chunks(chosen_range, done, total)
         done += sum(episode.length for episode in episodes)
 
 
@@ -74,22 +74,22 @@ def read_vectors(folder: Path, part: str, columns: Mapping[str, str]) -> Iterato
     """Actions and states file by file; no image is read."""
     described = open_lerobot(folder)
     found = described.columns(columns)
-    wanted = _range(part, described)
+    chosen_range = _range(part, described)
     by_file: dict[str, list[EpisodeRecord]] = {}
     for episode in described.episodes:
         by_file.setdefault(episode.data, []).append(episode)
     for file, episodes in by_file.items():
-        if not any(episode.index in wanted for episode in episodes):
+        if not any(episode.index in chosen_range for episode in episodes):
             continue
         table = _FrameFile(described, found, file, episodes, 1, "")
-        yield table.vectors(wanted)
+        yield table.vectors(chosen_range)
 
 
 def _range(part: str, described: LeRobotSet) -> range:
     if not part:
         return range(described.episodes[-1].index + 1)
-    first, _, behind = part.partition(":")
-    return range(int(first or 0), int(behind) if behind else described.episodes[-1].index + 1)
+    first, _, stop = part.partition(":")
+    return range(int(first or 0), int(stop) if stop else described.episodes[-1].index + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,24 +116,24 @@ class _FrameFile:
     def path(self) -> Path:
         return self.described.folder / self.file
 
-    def vectors(self, wanted: range) -> FileVectors:
+    def vectors(self, chosen_range: range) -> FileVectors:
         with self._open() as parquet:
             table = self._read(parquet, self._vector_columns())
         self._runs(table)
         episode, frame = self._vector_columns()[:2]
         found = FileVectors(table.column(episode).to_numpy(), table.column(frame).to_numpy(), *self._vectors(table))
-        return found.of((found.episodes >= wanted.start) & (found.episodes < wanted.stop))
+        return found.of((found.episodes >= chosen_range.start) & (found.episodes < chosen_range.stop))
 
-    def chunks(self, wanted: range, done: int, total: int) -> Iterator[Chunk]:
+    def chunks(self, chosen_range: range, done: int, total: int) -> Iterator[Chunk]:
         with self._open() as parquet:
             table = self._read(parquet, [*self._vector_columns(), *self._other_columns()])
             runs = self._runs(table)
             frames = self._frames(table, runs)
             for run in runs:
-                if run.episode.index in wanted and run.start == run.stop:
+                if run.episode.index in chosen_range and run.start == run.stop:
                     reason = f"episode {run.episode.index} has no frame ({self.file})"
                     yield RowChunk([(done + run.start + 1, RowError(reason))], done / total)
-            chosen = [run for run in runs if run.episode.index in wanted and run.start < run.stop]
+            chosen = [run for run in runs if run.episode.index in chosen_range and run.start < run.stop]
             for first, batch in self._pictures(parquet, table.num_rows):
                 for start, stop in _pieces(chosen, first, first + batch.num_rows):
                     pictures = self._with_videos(batch.slice(start - first, stop - start), frames, start, stop)
@@ -176,7 +176,7 @@ class _FrameFile:
             raise self._fault(f"the file cannot be read as Parquet: {error}") from error
 
     def _runs(self, table: pa.Table) -> list[_Run]:
-        """Where each listed episode stands. Raises `DataError` where that is not what meta/ says."""
+        """The rows of each listed episode. Raises `DataError` if they do not match meta/."""
         index = self._integers(table, self.columns.named.get("episode", "episode_index"))
         frames = self._integers(table, self.columns.named.get("frame", "frame_index"))
         cuts = (
@@ -184,7 +184,7 @@ class _FrameFile:
         )
         found = {int(index[start]): (int(start), int(stop)) for start, stop in pairwise(cuts)}
         if len(found) < len(cuts) - 1:
-            raise self._fault("the frames of an episode do not stand together")
+            raise self._fault("the frames of an episode are not consecutive")
         listed = {episode.index: episode for episode in self.episodes}
         unlisted = sorted(found.keys() - listed)
         if unlisted:
@@ -342,11 +342,11 @@ def _lengths(values: pa.Array) -> np.ndarray:
     return np.diff(values.offsets.to_numpy())
 
 
-def _pieces(runs: Sequence[_Run], first: int, behind: int) -> Iterator[tuple[int, int]]:
-    """The stretches of rows in `[first, behind)` that belong to one of the runs, neighbours joined."""
+def _pieces(runs: Sequence[_Run], first: int, end_row: int) -> Iterator[tuple[int, int]]:
+    """The stretches of rows in `[first, end_row)` that belong to one of the runs, neighbours joined."""
     start = stop = first
     for run in runs:
-        begin, end = max(run.start, first), min(run.stop, behind)
+        begin, end = max(run.start, first), min(run.stop, end_row)
         if begin >= end:
             continue
         if begin != stop:

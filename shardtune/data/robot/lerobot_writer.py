@@ -26,7 +26,7 @@ ImageForm = Literal["png", "jpeg"]
 IMAGE_PREFIX, STATE, ACTION = "observation.images.", "observation.state", "action"
 _FILES_PER_CHUNK = 1000
 _FILE_MB = 100
-# So many frames of an episode, evenly spread, make the statistics of its images.
+# The image statistics of an episode are taken from this many evenly spaced frames.
 _IMAGE_SAMPLES = 16
 _INDEX_COLUMNS = {
     "timestamp": "float32",
@@ -55,10 +55,10 @@ def write_lerobot(
         episodes: at least one; all with the cameras, image sizes and dimensions of the first.
         fps: frames per second.
         version: `v3.0` joins many episodes in one file, `v2.1` has one file per episode.
-        image_form: `png` keeps every bit; `jpeg` is smaller.
+        image_form: `png` is lossless; `jpeg` is smaller.
         action_names: of the dimensions; one that contains "gripper" is left as it is when actions are normalised.
         state_names: likewise of the state.
-        file_mb: `v3.0` begins another file behind so many megabytes.
+        file_mb: `v3.0` begins another file after this many megabytes.
 
     Returns the directory. Raises `DataError` for one that exists, for no episode, and for episodes that differ.
     """
@@ -79,7 +79,7 @@ def write_lerobot(
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What all episodes of a data set have in common."""
+    """The cameras, image sizes and dimensions shared by all episodes of a data set."""
 
     cameras: Mapping[str, tuple[int, ...]]
     state: int | None
@@ -102,19 +102,20 @@ class _Shape:
         columns += [(name, _TYPES[dtype]) for name, dtype in _INDEX_COLUMNS.items()]
         return pa.schema(columns, metadata={"huggingface": json.dumps({"info": {"features": self._loaded_as()}})})
 
-    def _loaded_as(self) -> dict[str, Any]:
+    def _loaded_as(self) -> dict[str, object]:
         """How the `datasets` library is to load the columns."""
-        features: dict[str, Any] = {IMAGE_PREFIX + name: {"_type": "Image"} for name in self.cameras}
+        features: dict[str, object] = {IMAGE_PREFIX + name: {"_type": "Image"} for name in self.cameras}
         for name, size in self.vectors.items():
             value = {"dtype": "float32", "_type": "Value"}
             features[name] = value if size == 1 else {"feature": value, "length": size, "_type": "Sequence"}
-        return features | {name: {"dtype": dtype, "_type": "Value"} for name, dtype in _INDEX_COLUMNS.items()}
+        features.update({name: {"dtype": dtype, "_type": "Value"} for name, dtype in _INDEX_COLUMNS.items()})
+        return features
 
-    def features(self, names: Mapping[str, Sequence[str] | None]) -> dict[str, Any]:
+    def features(self, names: Mapping[str, Sequence[str] | None]) -> dict[str, object]:
         """The `features` of meta/info.json."""
-        found: dict[str, Any] = {}
+        features: dict[str, object] = {}
         for name, shape in self.cameras.items():
-            found[IMAGE_PREFIX + name] = _feature("image", list(shape), ["height", "width", "channels"])
+            features[IMAGE_PREFIX + name] = _feature("image", list(shape), ["height", "width", "channels"])
         for name, size in self.vectors.items():
             given = names[name]
             if given is not None and len(given) != size:
@@ -123,22 +124,23 @@ class _Shape:
                     where="write_lerobot",
                     remedy="give one name per dimension",
                 )
-            found[name] = _feature("float32", [size], None if given is None else list(given))
-        return found | {name: _feature(dtype, [1], None) for name, dtype in _INDEX_COLUMNS.items()}
+            features[name] = _feature("float32", [size], None if given is None else list(given))
+        features.update({name: _feature(dtype, [1], None) for name, dtype in _INDEX_COLUMNS.items()})
+        return features
 
 
-def _feature(dtype: str, shape: list[int], names: list[str] | None) -> dict[str, Any]:
+def _feature(dtype: str, shape: list[int], names: list[str] | None) -> dict[str, object]:
     return {"dtype": dtype, "shape": shape, "names": names}
 
 
 def _vector_type(size: int) -> pa.DataType:
-    """The format keeps vectors of one dimension as plain numbers."""
+    """The format stores vectors of one dimension as plain numbers."""
     return pa.float32() if size == 1 else pa.list_(pa.float32(), size)
 
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What the layouts note of an episode."""
+    """The record of an episode that layouts store."""
 
     index: int
     length: int
@@ -148,11 +150,11 @@ class _Written:
 
 
 class _Layout(Protocol):
-    """Where files lie and how episodes are listed."""
+    """The paths of files and the lists of episodes."""
 
     def add(self, episode: _Written, table: pa.Table) -> None: ...
-    def finish(self, tasks: Sequence[str], episodes: int) -> dict[str, Any]:
-        """Writes the lists; returns what meta/info.json says of this layout."""
+    def finish(self, tasks: Sequence[str], episodes: int) -> dict[str, object]:
+        """Writes the lists; returns the entries of meta/info.json for this layout."""
         ...
 
     def close(self) -> None: ...
@@ -181,7 +183,7 @@ class _Writer:
                     raise DataError(
                         f"it has {found}, the first one {shape}",
                         where=f"episode {self._episodes}",
-                        remedy="write episodes of other cameras or dimensions into a data set of their own",
+                        remedy="write episodes of other cameras or dimensions into a separate data set",
                     )
                 self._add(episode, shape)
             if shape is None:
@@ -190,11 +192,11 @@ class _Writer:
         finally:
             self.layout.close()
         features = shape.features(self.names)
-        _write_json(self.folder / "meta" / "info.json", self._info() | info | {"features": features})
+        _write_json(self.folder / "meta" / "info.json", {**self._info(), **info, "features": features})
         stats = {name: _stats_json(name, moments) for name, moments in self._stats.items()}
         _write_json(self.folder / "meta" / "stats.json", stats)
 
-    def _info(self) -> dict[str, Any]:
+    def _info(self) -> dict[str, object]:
         return {
             "robot_type": self.robot_type,
             "total_episodes": self._episodes,
@@ -240,7 +242,7 @@ class _Writer:
 
 
 def encode_image(pixels: np.ndarray, form: ImageForm) -> bytes:
-    """uint8 [H, W, 3] as the bytes of a file; PNG keeps every bit."""
+    """uint8 [H, W, 3] as the bytes of a file; PNG is lossless."""
     sink = io.BytesIO()
     picture = Image.fromarray(np.ascontiguousarray(pixels))
     if form == "png":
@@ -251,7 +253,7 @@ def encode_image(pixels: np.ndarray, form: ImageForm) -> bytes:
 
 
 def _episode_stats(episode: Episode) -> dict[str, Moments]:
-    """Of the vectors exactly, of each camera's channels (in 0 to 1) from frames spread over the episode."""
+    """Exact for the vectors; for each camera's channels (in 0 to 1) from frames spread over the episode."""
     stats = {} if episode.state is None else {STATE: Moments.of(episode.state)}
     stats[ACTION] = Moments.of(episode.actions)
     for camera, images in episode.images.items():
@@ -264,11 +266,11 @@ def _episode_stats(episode: Episode) -> dict[str, Moments]:
     return stats
 
 
-def _stats_json(name: str, moments: Moments) -> dict[str, Any]:
+def _stats_json(name: str, moments: Moments) -> dict[str, object]:
     values = {"min": moments.least, "max": moments.greatest, "mean": moments.mean, "std": moments.std}
     if name.startswith(IMAGE_PREFIX):
         values = {key: value.reshape(-1, 1, 1) for key, value in values.items()}
-    return {key: value.tolist() for key, value in values.items()} | {"count": [moments.count]}
+    return {**{key: value.tolist() for key, value in values.items()}, "count": [moments.count]}
 
 
 # -- layouts -------------------------------------------------------------------------------------------------------
@@ -283,7 +285,7 @@ class _Version3:
         self._file = -1
         self._writer: pq.ParquetWriter | None = None
         self._path = folder
-        self._listed: list[dict[str, Any]] = []
+        self._listed: list[dict[str, object]] = []
 
     def add(self, episode: _Written, table: pa.Table) -> None:
         writer = self._writer
@@ -305,7 +307,7 @@ class _Version3:
             }
         )
 
-    def finish(self, tasks: Sequence[str], episodes: int) -> dict[str, Any]:
+    def finish(self, tasks: Sequence[str], episodes: int) -> dict[str, object]:
         del episodes
         meta = self._folder / "meta"
         (meta / "episodes" / "chunk-000").mkdir(parents=True)
@@ -333,7 +335,7 @@ class _Version3:
 
 
 def _task_table(tasks: Sequence[str]) -> pa.Table:
-    """The tasks as the format wants them: a table whose index, in the sense of pandas, is the task's text."""
+    """The tasks as the format requires: a table whose pandas index is the task's text."""
     table = pa.table({"task_index": pa.array(range(len(tasks)), pa.int64()), "task": pa.array(tasks, pa.string())})
     columns = [
         {"name": name, "field_name": name, "pandas_type": kind, "numpy_type": numpy, "metadata": None}
@@ -364,7 +366,7 @@ class _Version2:
         self._list("episodes", {"episode_index": episode.index, "tasks": [episode.task], "length": episode.length})
         self._list("episodes_stats", {"episode_index": episode.index, "stats": stats})
 
-    def finish(self, tasks: Sequence[str], episodes: int) -> dict[str, Any]:
+    def finish(self, tasks: Sequence[str], episodes: int) -> dict[str, object]:
         for index, task in enumerate(tasks):
             self._list("tasks", {"task_index": index, "task": task})
         return {
@@ -378,13 +380,13 @@ class _Version2:
         for file in self._lists.values():
             file.close()
 
-    def _list(self, name: str, row: Mapping[str, Any]) -> None:
+    def _list(self, name: str, row: Mapping[str, object]) -> None:
         self._lists[name].write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 _LAYOUTS = {"v3.0": _Version3, "v2.1": _Version2}
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=4, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Exact quantiles of more numbers than fit in memory: the wanted ones are found by counting, in two passes."""
+"""Exact quantiles of more numbers than fit in memory, found by counting in two passes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _SIGN = np.uint32(1 << 31)
 class Quantiles:
     """Quantiles of float32 vectors per dimension, as `np.quantile` interpolates them (linearly) in float64.
 
-    The bits of a float, its sign turned, are a whole number of the same order. The first pass counts its upper 16 bits,
-    which tells where in the order the wanted numbers lie; the second counts the lower 16 bits of those that share them.
+    The bits of a float, its sign turned, are an integer of the same order. The first pass counts the upper 16 bits,
+    which gives the bin of each quantile; the second counts the lower 16 bits of the numbers in these bins.
     A dimension takes 0.5 MB in the first pass and 1 MB per quantile in the second, however many numbers there are.
 
     Args:
         dimensions: D.
-        wanted: the quantiles, between 0 and 1.
+        probabilities: of the quantiles, between 0 and 1.
     """
 
-    def __init__(self, dimensions: int, wanted: Sequence[float]) -> None:
-        self._wanted = np.array(wanted)
+    def __init__(self, dimensions: int, probabilities: Sequence[float]) -> None:
+        self._probabilities = np.array(probabilities)
         self._first = np.arange(dimensions) * _BINS
         self._upper = np.zeros(dimensions * _BINS, np.int64)
         self._count = 0
@@ -36,7 +36,7 @@ class Quantiles:
     def narrow(self) -> None:
         """Ends the first pass."""
         upper = np.cumsum(self._upper.reshape(len(self._first), _BINS), axis=1)
-        exact = self._wanted * (self._count - 1)
+        exact = self._probabilities * (self._count - 1)
         below = np.floor(exact).astype(np.int64)
         self._share = exact - below
         ranks = np.stack([below, np.minimum(below + 1, self._count - 1)], axis=1).reshape(-1)
@@ -54,7 +54,7 @@ class Quantiles:
             np.add.at(counts, lower[upper == self._bins[:, place]], 1)
 
     def values(self) -> np.ndarray:
-        """float64 [wanted, D]."""
+        """float64 [probabilities, D]."""
         found = np.empty((len(self._lower), len(self._first)))
         for place, counts in enumerate(self._lower):
             sums = np.cumsum(counts.reshape(len(self._first), _BINS), axis=1)
@@ -63,12 +63,12 @@ class Quantiles:
             found[place] = _number((self._bins[:, place] << 16) + np.array(lower))
         below, above = found[0::2], found[1::2]
         share, apart = self._share[:, None], above - below
-        # Two forms, as numpy has them, so that each end is met exactly.
+        # The two forms of numpy's interpolation, so that both ends are exact.
         return np.where(share < 0.5, below + apart * share, above - apart * (1 - share))
 
 
 def _ordered(values: np.ndarray) -> np.ndarray:
-    """int64 [N, D]: whole numbers in the order of the floats."""
+    """int64 [N, D]: integers in the order of the floats."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return np.where(bits & _SIGN, ~bits, bits | _SIGN).astype(np.int64)
 

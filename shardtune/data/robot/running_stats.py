@@ -1,4 +1,4 @@
-"""Mean, standard deviation, least and greatest value of many vectors, taken piece by piece."""
+"""Mean, standard deviation, minimum and maximum of many vectors, computed piece by piece."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Moments:
 
     @property
     def std(self) -> np.ndarray:
-        """As `np.std` takes it: of the vectors themselves, not an estimate from a sample."""
+        """As `np.std`: the population's, not an estimate from a sample."""
         return np.sqrt(self.squares / self.count)
 
     def joined(self, other: Moments) -> Moments:

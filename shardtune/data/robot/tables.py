@@ -25,10 +25,10 @@ def read_frames(
     """Rows of a file as frames: consecutive rows with the same episode are one; rows that hold `actions` are whole.
 
     Args:
-        chunks: the file's rows as they stand in it.
+        chunks: the file's rows in file order.
         columns: `data.columns`.
 
-    Raises `DataError` where the rows of an episode do not stand together.
+    Raises `DataError` if the rows of an episode are not consecutive.
     """
     grouping = _Grouping(columns, options.chunk, origin)
     for chunk in chunks:
@@ -42,7 +42,7 @@ def read_frames(
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """One row: `problem` says why it cannot be used."""
+    """One row; `problem` is the reason why it cannot be used."""
 
     number: int
     place: int
@@ -55,7 +55,7 @@ class _Frame:
 
 @dataclass(slots=True)
 class _Grouping:
-    """The rows of the episode at hand whose following actions are not all known yet."""
+    """The rows of the current episode whose following actions have not all been read yet."""
 
     columns: Mapping[str, str]
     size: int
@@ -77,7 +77,7 @@ class _Grouping:
             whole = self._whole(row, columns) if "actions" in columns.named else None
             episode = None if whole else row[columns.require("episode")]
         except RowError as error:
-            # Which episode a row belongs to that cannot be read is unknown: it is a gap in the one at hand.
+            # The episode of an unreadable row is unknown, so it counts as a gap in the current one.
             self._frames.append(_Frame(number, self._next, problem=error.reason))
             return
         if whole is not None:
@@ -86,24 +86,24 @@ class _Grouping:
             return
         if episode != self._episode:
             yield from self.finish()
-            self._turn(episode, number)
+            self._begin(episode, number)
         self._frames.append(self._frame(number, row, columns))
         self._next = self._frames[-1].place + 1
         if len(self._frames) >= _CHUNK_FRAMES + self.size:
             yield from self._rows(_CHUNK_FRAMES)
 
     def finish(self) -> Iterator[NumberedRow]:
-        """What is left of the episode at hand."""
+        """The remaining rows of the current episode."""
         yield from self._rows(len(self._frames))
 
-    def _turn(self, episode: Any, number: int) -> None:
+    def _begin(self, episode: Any, number: int) -> None:
         usable = isinstance(episode, str | int | float)
         if not usable or episode in self._seen:
-            what = "do not stand together" if usable else "have no usable name"
+            what = "are not consecutive" if usable else "have no usable name"
             raise DataError(
                 f"the rows of episode {episode!r} {what}",
                 where=f"{self.origin.file}: row {number:,}",
-                remedy="order the file by episode and frame; data.columns: {episode: …} says where its name stands",
+                remedy="order the file by episode and frame; data.columns: {episode: …} names its column",
             )
         self._seen.add(episode)
         self._episode, self._next, self._digest = episode, 0, None
@@ -143,7 +143,7 @@ class _Grouping:
             raise RowError(f"the action has {found} dimensions, those before have {self._dimensions}")
 
     def _rows(self, count: int) -> Iterator[NumberedRow]:
-        """The first `count` frames, each with those behind it, which become rows and are taken out."""
+        """Turns the first `count` frames into rows, each with the frames after it, and removes them."""
         for index in range(count):
             frame = self._frames[index]
             try:
@@ -208,13 +208,13 @@ class _Grouping:
         return FrameRow(content, digest, "" if episode is None else f"episode {episode}, frame {frame}")
 
 
-def _after(told: Any, place: int) -> int:
-    if not isinstance(told, int) or told < place:
-        raise RowError(f"the frame {told!r} does not come behind {place - 1}")
-    return told
+def _after(frame: object, place: int) -> int:
+    if not isinstance(frame, int) or frame < place:
+        raise RowError(f"the frame {frame!r} does not come after {place - 1}")
+    return frame
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if not isinstance(value, str):
         raise RowError(f"the instruction is {value!r}, not text")
     return value
@@ -231,6 +231,6 @@ def _vector(value: Any, name: str) -> np.ndarray:
     return numbers
 
 
-def _brief(value: Any) -> str:
+def _brief(value: object) -> str:
     text = repr(value)
     return text if len(text) < 80 else text[:77] + "…"

@@ -1,4 +1,4 @@
-"""What the paths of a recipe mean: files, globs, directories, data sets of the Hub, rows in memory."""
+"""Resolves the data paths of a recipe: files, globs, directories, data sets of the Hub, rows in memory."""
 
 from shardtune.data.sources.resolve import resolve_sources
 

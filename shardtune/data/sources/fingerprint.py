@@ -1,4 +1,4 @@
-"""Files that a task of the user's own reads by itself, told apart by what is in them."""
+"""Fingerprints of the files that a user's task reads by itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardtune.data.cache_directory import file_digest
 def fingerprints(paths: Sequence[str], root: Path) -> list[dict[str, str | None]]:
     """Each path with a hash: of a file's bytes, of the names and sizes of the files in a directory.
 
-    A path that is neither (a name on a hub, a pattern) has none: the task alone knows what it stands for.
+    A path that is neither (a name on a hub, a pattern) has none: only the task can resolve it.
 
     Args:
         paths: as the recipe names them.

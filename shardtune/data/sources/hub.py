@@ -1,4 +1,4 @@
-"""Data sets as the `datasets` library keeps them: on the Hub, laid out like it, saved to disk, or in memory."""
+"""Data sets of the `datasets` library: on the Hub, in the Hub's layout, saved to disk, or in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardtune.errors import DataError
 
 Purpose = Literal["train", "eval"]
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?")
-# Which split is meant when several exist and none is named, in order of preference.
+# The split that is used when several exist and none is named, in order of preference.
 _PREFERRED = {"train": ("train",), "eval": ("validation", "valid", "val", "dev", "eval", "test")}
 _SPLIT = re.compile(r"(?:^|[._-])(train|validation|valid|val|dev|eval|test)(?=[._-]|$)", re.IGNORECASE)
 
@@ -23,8 +23,8 @@ _SAVE_AGAIN = "copy it completely, or save it again with save_to_disk"
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Which part of a data set is meant: its `name` is that of a configuration where the data set has such a one."""
+class Selection:
+    """The selected part of a data set; `name` is a configuration where the data set has one of this name."""
 
     name: str | None
     split: str | None
@@ -42,7 +42,7 @@ def parse_name(spec: str) -> tuple[str, str | None]:
     return (name, config) if colon and name else (spec, None)
 
 
-def is_dataset(value: Any) -> bool:
+def is_dataset(value: object) -> bool:
     """Whether a value is a `datasets.Dataset`; without importing that library for those who do not use it."""
     library = sys.modules.get("datasets")
     return library is not None and isinstance(value, library.Dataset)
@@ -63,8 +63,8 @@ def has_card(folder: Path) -> bool:
     return header is not None and re.search(r"^(configs|dataset_info):", header[1], re.MULTILINE) is not None
 
 
-def load_files(name: str, config: str | None, wanted: Wanted, root: Path) -> tuple[str, list[Path]]:
-    """What is loaded of a data set, in words, and its Arrow files; downloaded or converted where needed."""
+def load_files(name: str, config: str | None, selection: Selection, root: Path) -> tuple[str, list[Path]]:
+    """A label for the loaded part of a data set, and its Arrow files; downloaded or converted if needed."""
     import datasets
     from datasets.exceptions import DatasetsError
 
@@ -72,8 +72,8 @@ def load_files(name: str, config: str | None, wanted: Wanted, root: Path) -> tup
         datasets.disable_progress_bars()
     where = f"data: {name}" + (f":{config}" if config else "")
     try:
-        if config is None and wanted.name in datasets.get_dataset_config_names(name):
-            config = wanted.name
+        if config is None and selection.name in datasets.get_dataset_config_names(name):
+            config = selection.name
         loaded = datasets.load_dataset(name, config, cache_dir=str(writable(root / "hub")))
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise DataError(
@@ -82,13 +82,13 @@ def load_files(name: str, config: str | None, wanted: Wanted, root: Path) -> tup
             remedy="check the name (owner/name or owner/name:configuration), the configuration and the network",
         ) from error
     splits = {str(key): dataset for key, dataset in loaded.items()}
-    chosen = choose_split(list(splits), wanted, where)
+    chosen = choose_split(list(splits), selection, where)
     label = (f"{name}:{config}" if config else name) + f" ({chosen})"
     return label, [Path(file["filename"]) for file in splits[chosen].cache_files]
 
 
 def robot_data(name: str, root: Path) -> Path | None:
-    """The directory of a LeRobot data set of the Hub, downloaded where needed; None for anything that is none."""
+    """The directory of a LeRobot data set of the Hub, downloaded if needed; None for any other data set."""
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
@@ -96,7 +96,7 @@ def robot_data(name: str, root: Path) -> Path | None:
     try:
         hf_hub_download(name, "meta/info.json", repo_type="dataset", cache_dir=folder)
     except (EntryNotFoundError, HfHubHTTPError, OSError, ValueError):
-        return None  # `load_files` says what is wrong with a name that is wrong
+        return None  # `load_files` reports a wrong name
     try:
         return Path(snapshot_download(name, repo_type="dataset", cache_dir=folder))
     except (HfHubHTTPError, OSError, ValueError) as error:
@@ -107,13 +107,13 @@ def robot_data(name: str, root: Path) -> Path | None:
         ) from error
 
 
-def saved_files(folder: Path, wanted: Wanted) -> list[Path] | None:
+def saved_files(folder: Path, selection: Selection) -> list[Path] | None:
     """The Arrow files of a directory that `save_to_disk` wrote; None for any other directory."""
     splits, state = folder / "dataset_dict.json", folder / "state.json"
     try:
         if splits.is_file():
             names = json.loads(splits.read_text())["splits"]
-            chosen = choose_split(names, wanted, str(folder))
+            chosen = choose_split(names, selection, str(folder))
             folder = folder / chosen
             state = folder / "state.json"
         elif not state.is_file():
@@ -128,19 +128,19 @@ def saved_files(folder: Path, wanted: Wanted) -> list[Path] | None:
     return files
 
 
-def choose_split(names: list[str], wanted: Wanted, where: str) -> str:
+def choose_split(names: list[str], selection: Selection, where: str) -> str:
     """The split that the recipe names; otherwise the only one, or the one usual for training or for evaluation."""
-    if wanted.split is not None:
-        if wanted.split in names:
-            return wanted.split
+    if selection.split is not None:
+        if selection.split in names:
+            return selection.split
         raise DataError(
-            f"there is no split {wanted.split!r}",
+            f"there is no split {selection.split!r}",
             where=where,
             remedy=f"its splits are {', '.join(names)}; for a part of one use max_samples",
         )
     if len(names) == 1:
         return names[0]
-    for preferred in _PREFERRED[wanted.purpose]:
+    for preferred in _PREFERRED[selection.purpose]:
         if preferred in names:
             return preferred
     raise DataError(
@@ -148,20 +148,20 @@ def choose_split(names: list[str], wanted: Wanted, where: str) -> str:
     )
 
 
-def choose_files(files: list[Path], folder: Path, wanted: Wanted) -> list[Path]:
-    """Of a directory's files those of one split, where their names or folders tell splits apart."""
+def choose_files(files: list[Path], folder: Path, selection: Selection) -> list[Path]:
+    """The files of one split of a directory, where splits are recognised by file or folder names."""
     splits: dict[str, list[Path]] = {}
     for file in files:
         parts = file.relative_to(folder).parts
         found = [match[1].lower() for part in parts for match in [_SPLIT.search(part)] if match]
         splits.setdefault(found[-1] if found else "", []).append(file)
     named = [name for name in splits if name]
-    if wanted.split is None and len(named) < 2:
+    if selection.split is None and len(named) < 2:
         return files
-    if wanted.split is not None and not named:
+    if selection.split is not None and not named:
         raise DataError(
-            f"the file names tell no splits apart, so there is no {wanted.split!r}",
+            f"the file names name no splits, so there is no {selection.split!r}",
             where=str(folder),
             remedy="leave split out, or name the file itself",
         )
-    return splits[choose_split(named, wanted, str(folder))]
+    return splits[choose_split(named, selection, str(folder))]

@@ -1,4 +1,4 @@
-"""Rows that a caller holds in memory, written as a file of the cache, so that the rest reads one form."""
+"""Rows in memory, written to a file of the cache, so that everything else reads files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def spool_rows(rows: Iterable[Mapping[str, object]], root: Path) -> Path:
 
 
 def _as_json(value: object) -> object:
-    """Bytes, paths, images of Pillow's and arrays of pixels, in a form that `shardtune.data.images.images` reads again.
+    """Bytes, paths, Pillow images and arrays of pixels, in a form that `shardtune.data.images.images` reads.
 
     Other arrays of one or two dimensions (a robot's state and actions) become lists.
     """
@@ -47,4 +47,4 @@ def _as_json(value: object) -> object:
         return value.tolist()
     if isinstance(value, (np.ndarray, Image)):
         return {"bytes": base64.b64encode(encode_picture(value)).decode()}
-    raise TypeError(f"{type(value).__name__} is none of its types")
+    raise TypeError(f"{type(value).__name__} has no JSON form")

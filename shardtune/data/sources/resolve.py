@@ -1,4 +1,4 @@
-"""From what the recipe names to the files there are: files, lists, globs, directories, data sets of the Hub."""
+"""Resolves the recipe's data paths to files: files, lists, globs, directories, data sets of the Hub."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardtune.data.robot.tables import read_frames
 from shardtune.data.row_files import SUPPORTED, Chunk, NumberedRow, kind_of, read_chunks
 from shardtune.data.row_formats import FORMATS_BY_NAME, in_format, read_example, recognise, rename_columns
 from shardtune.data.sources import hub
-from shardtune.data.sources.hub import Purpose, Wanted
+from shardtune.data.sources.hub import Purpose, Selection
 from shardtune.data.sources.memory_rows import spool_rows
 from shardtune.errors import DataError
 
@@ -37,14 +37,14 @@ _GLOB = re.compile(r"[*?\[]")
 
 
 class DataOptions(Protocol):
-    """What of the recipe's `data` section finding the sources needs."""
+    """The keys of the recipe's `data` section that resolving sources needs."""
 
     @property
     def columns(self) -> Mapping[str, str]: ...
     @property
     def transform(self) -> str | None: ...
     @property
-    def cache_dir(self) -> Any: ...
+    def cache_dir(self) -> str | Path | None: ...
     @property
     def on_bad_row(self) -> str: ...
 
@@ -54,8 +54,8 @@ class SourceFile:
     """One file of rows; `label` is its name in messages, `kind` how it is read.
 
     Attributes:
-        root: from where the paths in its rows begin; None: its own folder.
-        part: of a LeRobot data set only these episodes, `first:behind`; "": all.
+        root: base of the relative paths in its rows; None: its own folder.
+        part: of a LeRobot data set only these episodes, `first:stop`; "": all.
     """
 
     path: Path
@@ -74,7 +74,7 @@ RowFunction = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """The user's function of `data.transform`; `digest` is the hash of the file it stands in."""
+    """The user's function of `data.transform`; `digest` is the hash of its file."""
 
     spec: str
     function: RowFunction
@@ -87,14 +87,14 @@ class Source:
 
     Attributes:
         name: unique among the sources; in logs and in `TokenDataset.sources`.
-        files: the files it stands for, in the order in which their rows count.
-        weight: how often an epoch holds its rows.
-        max_samples: only the first so many usable rows, in file order.
+        files: its files, in the order in which their rows count.
+        weight: how often its rows occur in an epoch.
+        max_samples: only this many usable rows, from the start in file order.
         columns: names known here -> the file's own names.
         format: the row format the recipe names, None to recognise each row.
         title: the format of the first rows, for the log.
         transform: applied to each row before `columns`.
-        frames: how robot data become rows; None: rows are read as they stand in the files.
+        frames: how robot data become rows; None: rows are read as they are in the files.
     """
 
     name: str
@@ -123,7 +123,7 @@ class Source:
 
 
 def resolve_sources(
-    spec: Any,
+    spec: object,
     data: DataOptions,
     *,
     purpose: Purpose = "train",
@@ -138,7 +138,7 @@ def resolve_sources(
             dictionaries or a `datasets.Dataset`); or a list of these.
         purpose: which split is taken where several exist and none is named.
         name_format: names a row's format for the log, raising `RowError`; by default the formats of `formats`.
-        frames: how robot data become rows; None: what is named are no robot data.
+        frames: how robot data become rows; None: the data are not robot data.
         report: receives one line per source.
     """
     transform = load_transform(data.transform) if data.transform else None
@@ -147,8 +147,8 @@ def resolve_sources(
         raise DataError("no data is named", where="data", remedy="set data.train_data_paths to a file or directory")
     sources: list[Source] = []
     for entry in entries:
-        wanted = Wanted(entry.get("name"), entry.get("split"), purpose)
-        files, name = _find(entry["path"], wanted, data, robot=frames is not None)
+        selection = Selection(entry.get("name"), entry.get("split"), purpose)
+        files, name = _find(entry["path"], selection, data, robot=frames is not None)
         name = _unique(entry.get("name") or name, [source.name for source in sources])
         source = Source(
             name=name,
@@ -177,13 +177,13 @@ def _check_kind(source: Source) -> None:
         )
     if source.frames is not None and source.format is not None:
         raise DataError(
-            f"the format {source.format!r} is one of texts, and the model takes robot data",
+            f"the format {source.format!r} is for text, and the model takes robot data",
             where=label,
-            remedy="leave format out; columns says which column is what",
+            remedy="leave format out; columns gives the role of each column",
         )
 
 
-def named_sets(spec: Any) -> dict[str, Any]:
+def named_sets(spec: object) -> dict[str, object]:
     """`data.eval_data_paths` by name: what the recipe names, or everything under the name ""; nothing for null."""
     if isinstance(spec, Mapping) and "path" not in spec:
         return dict(spec)
@@ -191,7 +191,7 @@ def named_sets(spec: Any) -> dict[str, Any]:
 
 
 def load_transform(spec: str) -> Transform:
-    """The function that `data.transform` names as `file.py:function`, from the very bytes whose hash is the key.
+    """The function that `data.transform` names as `file.py:function`, imported from the same bytes that are hashed.
 
     Imported anew whenever the file has changed, so that a notebook never mixes an old function with a new key.
     """
@@ -218,7 +218,7 @@ def _import_code(code: bytes, path: str, name: str, where: str) -> ModuleType:
         return sys.modules[name]
     module = ModuleType(name)
     module.__file__ = path
-    sys.modules[name] = module  # so that what is defined in it can be found by name
+    sys.modules[name] = module  # so that its definitions can be found by name
     try:
         exec(compile(code, path, "exec"), vars(module))
     except Exception as error:
@@ -231,10 +231,10 @@ def _import_code(code: bytes, path: str, name: str, where: str) -> ModuleType:
     return module
 
 
-# -- what the recipe may name --------------------------------------------------------------------------------------
+# -- data paths ----------------------------------------------------------------------------------------------------
 
 
-def _items(spec: Any) -> list[Any]:
+def _items(spec: object) -> list[object]:
     if isinstance(spec, (str, Path, Mapping, BaseModel)) or hub.is_dataset(spec):
         return [spec]
     if not isinstance(spec, Sequence):
@@ -249,11 +249,11 @@ def _items(spec: Any) -> list[Any]:
     return [spec] if rows else list(spec)
 
 
-def _is_entry(item: Mapping[str, Any]) -> bool:
+def _is_entry(item: Mapping[str, object]) -> bool:
     return "path" in item and set(item) <= set(ENTRY_KEYS)
 
 
-def _entry(item: Any) -> dict[str, Any]:
+def _entry(item: object) -> dict[str, Any]:
     if isinstance(item, BaseModel):
         item = item.model_dump()
     if not isinstance(item, Mapping):
@@ -283,8 +283,8 @@ def _unique(name: str, taken: list[str]) -> str:
     return candidate
 
 
-def _find(spec: Any, wanted: Wanted, data: DataOptions, *, robot: bool) -> tuple[list[SourceFile], str]:
-    """The files behind one path, and a name for them."""
+def _find(spec: Any, selection: Selection, data: DataOptions, *, robot: bool) -> tuple[list[SourceFile], str]:
+    """The files of one data path, and a name for them."""
     root = cache_root(data.cache_dir)
     if hub.is_dataset(spec):
         return [SourceFile(hub.spool_dataset(spec, root), "parquet", "rows in memory", Path.cwd())], "memory"
@@ -300,17 +300,17 @@ def _find(spec: Any, wanted: Wanted, data: DataOptions, *, robot: bool) -> tuple
     if path.is_file():
         return [_file(path)], _stem(path)
     if path.is_dir():
-        return _directory(path, wanted, root), path.resolve().name
+        return _directory(path, selection, root), path.resolve().name
     if _GLOB.search(str(spec)):
         return _matches(str(path)), _GLOB.split(path.name)[0].strip("-_.") or path.parent.name
     name, config = hub.parse_name(str(spec))
     if config is not None and Path(name).is_dir():
-        return _hub_files(name, config, wanted, root), Path(name).name
+        return _hub_files(name, config, selection, root), Path(name).name
     if hub.is_name(str(spec)):
         folder = hub.robot_data(name, root) if robot and config is None else None
         if folder is not None:
-            return _directory(folder, wanted, root), name.rpartition("/")[2]
-        return _hub_files(name, config, wanted, root), name.rpartition("/")[2]
+            return _directory(folder, selection, root), name.rpartition("/")[2]
+        return _hub_files(name, config, selection, root), name.rpartition("/")[2]
     raise _missing(path)
 
 
@@ -349,27 +349,27 @@ def _matches(pattern: str) -> list[SourceFile]:
     return [_file(path) for path in files]
 
 
-def _directory(path: Path, wanted: Wanted, root: Path) -> list[SourceFile]:
+def _directory(path: Path, selection: Selection, root: Path) -> list[SourceFile]:
     """A directory written by `datasets`, one laid out as on the Hub, or one of data files."""
     if is_lerobot(path):
-        return [_lerobot(path, wanted)]
-    saved = hub.saved_files(path, wanted)
+        return [_lerobot(path, selection)]
+    saved = hub.saved_files(path, selection)
     if saved is not None:
         return [SourceFile(file, "arrow", str(file)) for file in saved]
     if hub.has_card(path):
-        return _hub_files(str(path), None, wanted, root)
+        return _hub_files(str(path), None, selection, root)
     found = [file for file in sorted(path.rglob("*")) if file.is_file() and _is_data(file, path)]
     if not found:
         raise DataError("the directory holds no data file", where=str(path), remedy=f"files named {SUPPORTED}")
-    return [_file(file) for file in hub.choose_files(found, path, wanted)]
+    return [_file(file) for file in hub.choose_files(found, path, selection)]
 
 
-def _lerobot(path: Path, wanted: Wanted) -> SourceFile:
+def _lerobot(path: Path, selection: Selection) -> SourceFile:
     described = open_lerobot(path)
     splits = described.splits
     part = ""
-    if wanted.split is not None or len(splits) > 1:
-        part = splits[hub.choose_split(list(splits), wanted, str(path))]
+    if selection.split is not None or len(splits) > 1:
+        part = splits[hub.choose_split(list(splits), selection, str(path))]
     whole = f"0:{len(described.episodes)}"
     return SourceFile(path, LEROBOT, str(path), path, "" if part == whole else part)
 
@@ -379,8 +379,8 @@ def _is_data(file: Path, folder: Path) -> bool:
     return not hidden and kind_of(file) is not None
 
 
-def _hub_files(name: str, config: str | None, wanted: Wanted, root: Path) -> list[SourceFile]:
-    label, files = hub.load_files(name, config, wanted, root)
+def _hub_files(name: str, config: str | None, selection: Selection, root: Path) -> list[SourceFile]:
+    label, files = hub.load_files(name, config, selection, root)
     return [SourceFile(file, "arrow", f"{label} {file.name}" if len(files) > 1 else label) for file in files]
 
 
@@ -398,9 +398,9 @@ def _title(source: Source) -> Callable[[Row], str]:
 
 
 def prepare_row(row: Row, source: Source) -> Row | None:
-    """The row as the encoder takes it: transformed, its columns renamed; None where the transform drops it.
+    """The encoder's input for a row: transformed, its columns renamed; None if the transform drops it.
 
-    The columns of robot data have their names before that: frames are made of them.
+    The columns of robot data are mapped earlier, when frames are built.
     """
     if source.transform is not None:
         try:

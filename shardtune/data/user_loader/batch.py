@@ -1,4 +1,4 @@
-"""A batch as a user's own loader made it: its rows, its targets, what it holds, and a hash of it."""
+"""A batch of a user's own loader: its rows, its targets, its fields, and a hash of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class UserBatch:
     Attributes:
         fields: as the loader yields it.
         weights: of each loss term over this batch.
-        counts: False for a batch that only stands in, to keep ranks in step; its weights are 0.
+        counts: False for a filler that only keeps ranks in step; its weights are 0.
     """
 
     fields: Any
@@ -44,7 +44,7 @@ class MissingField(DataError, KeyError):
 
 
 class Fields(dict[str, object]):
-    """A batch whose error for a missing key lists the keys that there are."""
+    """A batch whose error for a missing key lists the keys it has."""
 
     def __missing__(self, key: object) -> NoReturn:
         raise missing_field(key, self)
@@ -54,7 +54,7 @@ class Fields(dict[str, object]):
 
 
 def missing_field(key: object, batch: Mapping[str, object]) -> MissingField:
-    """The error of a worker that reads what is not in a batch."""
+    """The error of a worker that reads a field that a batch lacks."""
     produced = ", ".join(str(name) for name in batch) or "nothing"
     return MissingField(
         f"the batch has no {key!r}; the collate function produced: {produced}",
@@ -64,12 +64,12 @@ def missing_field(key: object, batch: Mapping[str, object]) -> MissingField:
 
 
 def with_names(batch: Any) -> Any:
-    """The batch to hand to a user's method: of a plain dict, one whose missing keys explain themselves."""
+    """The batch for a user's method: a plain dict becomes one whose error for a missing key lists its keys."""
     return Fields(batch) if type(batch) is dict else batch
 
 
 def require_dict(batch: object) -> Mapping[str, object]:
-    """A batch as a mapping of fields; anything else is refused."""
+    """The batch as a mapping of fields; raises `DataError` for anything else."""
     if isinstance(batch, Mapping):
         return batch
     raise DataError(
@@ -80,7 +80,7 @@ def require_dict(batch: object) -> Mapping[str, object]:
 
 
 def kind_of(batch: object) -> str:
-    """What a batch is, in words."""
+    """The type of a batch, in words."""
     if isinstance(batch, (list, tuple)):
         kinds = sorted({type(item).__name__ for item in batch})
         return f"a {type(batch).__name__} of {len(batch)} {kinds[0] if len(kinds) == 1 else 'thing'}s"
@@ -91,7 +91,7 @@ def targets_of(batch: object, *, shifted: bool) -> float:
     """How many targets a mean loss over this batch averages: labels that count, or rows where there are no labels.
 
     Args:
-        batch: a mapping, whose `labels` (if any) are int64 [rows, length] with -100 for what is not a target.
+        batch: a mapping, whose `labels` (if any) are int64 [rows, length] with -100 for tokens that are not targets.
         shifted: whether the model compares logits with the next label, so that a row's first label is never a target.
     """
     labels = require_dict(batch).get(LABELS)
@@ -136,7 +136,7 @@ class SameFields:
         self._fields: set[str] | None = None
 
     def check(self, batch: object, number: int) -> None:
-        """Refuse a batch that lacks what those before it had, or has what they lacked.
+        """Refuse a batch whose fields differ from those of earlier batches.
 
         Args:
             batch: the next one.
@@ -172,7 +172,7 @@ def tokens_of(batch: object) -> int:
 
 
 def describe_batch(batch: object) -> str:
-    """What a batch holds, as `input_ids int64 [2, 32], labels int64 [2, 32]`."""
+    """The fields of a batch, as `input_ids int64 [2, 32], labels int64 [2, 32]`."""
     if not isinstance(batch, Mapping):
         return kind_of(batch)
     return ", ".join(f"{name} {_describe(value)}" for name, value in batch.items())

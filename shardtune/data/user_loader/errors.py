@@ -1,4 +1,4 @@
-"""What can be wrong with a user's own loader, each with the way to mend it."""
+"""Errors of a user's own loader, each with its remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALL_THE_SAME = "runner.allow_changes=[data.train_data_paths]"
 
 
 def indivisible(global_batch_size: int, micro_batch_size: int, num_ranks: int) -> ConfigError:
-    """Sizes that do not divide, with the nearest values of each that do."""
+    """The error for sizes that do not divide, with the nearest values of each that do."""
     unit = micro_batch_size * num_ranks
     below, above = global_batch_size // unit * unit, -(-global_batch_size // unit) * unit
     near = f"{below} or {above}" if below else f"{above}"
@@ -33,9 +33,9 @@ def indivisible(global_batch_size: int, micro_batch_size: int, num_ranks: int) -
 
 
 def unmade(error: KeyError, number: int) -> DataError:
-    """A batch that could not be made for want of a field."""
+    """The error for a batch that could not be made because a field is missing."""
     text = str(error.args[0]) if error.args else ""
-    inner = re.search(r"KeyError: '([^']+)'\s*$", text)  # of a loader's process only the text comes through
+    inner = re.search(r"KeyError: '([^']+)'\s*$", text)  # only the text comes out of a loader's process
     return DataError(
         f"batch {number} cannot be made: a sample has no {inner[1] if inner else text!r}".replace('"', ""),
         where=COLLATE,
@@ -44,7 +44,7 @@ def unmade(error: KeyError, number: int) -> DataError:
 
 
 def built(returned: Any) -> tuple[Any, dict[str, Any]]:
-    """What `build_dataloader` returned, if it is what it should be."""
+    """The loader and the dict that `build_dataloader` returned; raises `DataError` for anything else."""
     pair = isinstance(returned, (tuple, list)) and len(returned) == 2
     if not pair or not isinstance(returned[1], Mapping):
         what = f"{len(returned)} things" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
@@ -57,7 +57,7 @@ def built(returned: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def no_length(loader: object) -> DataError:
-    """A loader that cannot say how many batches it yields."""
+    """The error for a loader without a length."""
     return DataError(
         f"build_dataloader returned a {type(loader).__name__} without a length",
         where=BUILD,
@@ -66,16 +66,16 @@ def no_length(loader: object) -> DataError:
 
 
 def wrong_length(what: str, length: int) -> DataError:
-    """A loader that yields more or fewer batches than it says."""
+    """The error for a loader that yields more or fewer batches than its length."""
     return DataError(
         f"the loader {what}, its length is {length}",
         where=BUILD,
-        remedy="let __len__ say how many batches the loader yields",
+        remedy="let __len__ return the number of batches that the loader yields",
     )
 
 
 def too_large(rows: int, micro_batch_size: int) -> ConfigError:
-    """Batches of more rows than a forward is to have."""
+    """The error for batches of more rows than a micro-batch."""
     return ConfigError(
         f"the loader yields batches of {rows} rows, actor.micro_batch_size is {micro_batch_size}",
         where=BUILD,
@@ -84,7 +84,7 @@ def too_large(rows: int, micro_batch_size: int) -> ConfigError:
 
 
 def ranks_differ() -> DataError:
-    """A loader that is said to be the same on every rank and is not."""
+    """The error for a loader that is not declared sharded and yields other batches on each rank."""
     return DataError(
         "the loader yields other batches on each rank, so rows would be left out",
         where=BUILD,
@@ -93,7 +93,7 @@ def ranks_differ() -> DataError:
 
 
 def data_changed(changes: Sequence[str]) -> CheckpointError:
-    """Other data than a checkpoint was trained on."""
+    """The error for data that differ from a checkpoint's."""
     return CheckpointError(
         "the training data is not what this run was trained on so far:\n    " + "\n    ".join(changes),
         where=BUILD,
@@ -103,7 +103,7 @@ def data_changed(changes: Sequence[str]) -> CheckpointError:
 
 
 def other_batches(epoch: int, done: int) -> CheckpointError:
-    """A loader that, gone through again, does not yield what it yielded."""
+    """The error for a loader that, iterated again, yields other batches than before."""
     return CheckpointError(
         f"the first {done} batches of epoch {epoch} are not those that were trained on",
         where=BUILD,

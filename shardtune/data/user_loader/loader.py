@@ -44,20 +44,20 @@ class SizedLoader(Protocol):
 class BatchLoader:
     """Cuts a user's loader into optimizer steps.
 
-    Every rank goes through the same batches, and batch i of a step belongs to rank i mod ranks; a loader that is
+    Every rank iterates over the same batches, and batch i of a step belongs to rank i mod ranks; a loader that is
     already sharded yields this rank's batches alone, on some ranks perhaps fewer. A resumed run puts a loader that has
     a state back where it was, and goes through the epoch's first batches of any other again.
 
     Args:
         loader: yields batches, anew at each `iter`.
-        ranks: over which a step's batches are spread; every rank makes its loader and goes through it alike.
+        ranks: over which a step's batches are spread; every rank builds its loader and iterates over it.
         batches_per_rank: of one step, on each rank.
         rows_per_batch: rows of a full batch.
-        weigh: what batches weigh.
+        weigh: computes the weights of batches.
         sharded: whether the loader yields this rank's batches alone.
         num_samples: of the data, where that is known.
         seed: of the run; what a loader draws is a function of it, the epoch and the batch's number.
-        report: receives what is worth knowing.
+        report: receives messages for the user.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class BatchLoader:
 
     @property
     def num_samples(self) -> int:
-        """Rows of an epoch: as announced, or else as many as full batches hold."""
+        """Rows of an epoch: as declared, or else as many as full batches hold."""
         announced = None if self._sharded else self._num_samples
         return self.rows_per_epoch if announced is None else announced
 
@@ -184,7 +184,7 @@ class BatchLoader:
     def _state(self, epoch: int, done: int) -> DataState:
         return DataState(epoch, done * self._rows_per_turn)
 
-    # Going through the loader.
+    # Iterating over the loader.
 
     def _enter(self, epoch: int, done: int) -> Iterator[object]:
         """An epoch's batches from number `done` on."""
@@ -197,9 +197,9 @@ class BatchLoader:
         return batches
 
     def _pass(self, epoch: int, first: int = 0) -> Iterator[object]:
-        """The batches that the loader yields from where it stands, which is before number `first` of an epoch.
+        """The batches that the loader yields from its current position, which is before number `first` of an epoch.
 
-        What they draw depends on their number, not on where the pass begins.
+        Random draws depend on a batch's number, not on where the pass begins.
         """
         batches = self._draws.begin(epoch)
         self._seen = self._seen if first else ""
@@ -252,7 +252,7 @@ class BatchLoader:
         )
 
     def _compare_ranks(self, batches: Sequence[object]) -> None:
-        """At the first step, see that batches are as large as the recipe says and on the right ranks."""
+        """At the first step, check that batches have the recipe's size and are on the right ranks."""
         if self._compared:
             return
         self._compared = True
@@ -267,7 +267,7 @@ class BatchLoader:
             raise ranks_differ()
         if self._sharded and alike and len(hashes) > 1:
             self._report(
-                "the loader is said to be sharded, and begins with the same batch on every rank: rows come twice"
+                "the loader is declared sharded, but begins with the same batch on every rank: rows come twice"
             )
 
     # Resuming.
@@ -279,11 +279,11 @@ class BatchLoader:
         self.resume(state, LoaderRecord.from_json(saved), allow_changed=allow_changed)
 
     def record(self) -> LoaderRecord:
-        """What a checkpoint stores of the loader; all ranks call it."""
+        """The loader's record for a checkpoint; all ranks call it."""
         if self._resumed is not None:
             return self._resumed
-        told = self._ranks.gather((self._first, self._seen, self._draws.own_seeds, self._own_state()))
-        firsts, seen, seeds, states = ([entry[part] for entry in told] for part in range(4))
+        entries = self._ranks.gather((self._first, self._seen, self._draws.own_seeds, self._own_state()))
+        firsts, seen, seeds, states = ([entry[part] for entry in entries] for part in range(4))
         return replace(
             self._identity(),
             first_batch=merged(firsts) if any(firsts) else (),
@@ -296,7 +296,7 @@ class BatchLoader:
         return LoaderRecord(self._turns, self._num_samples, self._rows, self._ranks.num_data_ranks, self._sharded)
 
     def _own_state(self) -> JsonValue:
-        """The loader's own state, encoded; None where it has none that can be kept."""
+        """The loader's own state, encoded; None if it has none that can be saved."""
         if not isinstance(self._loader, StatefulLoader) or self._last is None:
             return None
         try:
@@ -311,9 +311,9 @@ class BatchLoader:
         """Go to the position of a checkpoint; all ranks call it.
 
         Args:
-            state: where the data stood.
-            saved: the loader as it was.
-            allow_changed: go on even if the data is another one.
+            state: the position in the data.
+            saved: the loader's record.
+            allow_changed: go on even if the data has changed.
 
         Raises:
             CheckpointError: the data is not that of the checkpoint.
@@ -326,7 +326,7 @@ class BatchLoader:
         changes = saved.changes(now)
         if firsts and not changes and self._first_now() != of_rank(firsts, rank):
             changes.append("the first batch: other content")
-        changes = list(dict.fromkeys(change for told in self._ranks.gather(changes) for change in told))
+        changes = list(dict.fromkeys(change for found in self._ranks.gather(changes) for change in found))
         if changes and not allow_changed:
             raise data_changed(changes)
         self._first = of_rank(firsts, rank) if firsts else ""
@@ -351,7 +351,7 @@ class BatchLoader:
         loader.load_state_dict(state)
         if not isinstance(loader, DataLoader):
             return
-        if not done:  # the pass that the state ended; the next one's order comes from the epoch, not from the state
+        if not done:  # the state is of the end of a pass; the next one's order comes from the epoch, not from the state
             iter(loader)
         if loader.num_workers and (done or loader.persistent_workers):
             self._report(
@@ -359,14 +359,14 @@ class BatchLoader:
             )
 
     def _first_now(self) -> str:
-        """A hash of what is now the first batch of the first epoch."""
+        """A hash of the current first batch of the first epoch."""
         batch = next(iter(self._pass(0)), None)
         return "" if batch is None else fingerprint(batch)
 
-    def _replay(self, epoch: int, done: int, wanted: str) -> None:
+    def _replay(self, epoch: int, done: int, expected: str) -> None:
         """Iterate over an epoch's first batches again; they have to be the same as before."""
         batches = self._enter(epoch, done)
-        differs = bool(wanted) and self._seen != wanted
+        differs = bool(expected) and self._seen != expected
         if self._ranks.largest(float(differs)):
             raise other_batches(epoch, done)
         self._ready = epoch, done, batches

@@ -1,4 +1,4 @@
-"""What a checkpoint stores of a user's own loader: its position, and enough to recognise the data."""
+"""The record of a user's own loader in a checkpoint: its position, and enough to recognise the data."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LoaderRecord:
-    """A loader as it was when a checkpoint was written.
+    """The state of a loader when a checkpoint was written.
 
     Attributes:
         batches: of an epoch.
-        num_samples: as `build_dataloader` announced; None where it did not.
+        num_samples: as `build_dataloader` declared it; None if it did not.
         rows_per_batch: `actor.micro_batch_size`.
         ranks: of the run.
         sharded: whether each rank's loader yields its own batches.
@@ -63,7 +63,7 @@ class LoaderRecord:
 
 
 def of_rank(values: Sequence[T], rank: int) -> T:
-    """The value of a rank in a record, where one value may stand for all ranks."""
+    """The value of a rank in a record, in which a single value applies to all ranks."""
     return values[rank if len(values) > 1 else 0]
 
 

@@ -1,4 +1,4 @@
-"""What a user's own loader draws, made a function of seed, epoch and batch."""
+"""Makes the random draws of a user's own loader a function of seed, epoch and batch."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class EpochAware(Protocol):
 
 
 class LoaderRng:
-    """Seeds all that a loader draws from.
+    """Seeds all generators that a loader uses.
 
-    That is the generators of the process itself, and those that a torch loader, its samplers and its data set hold.
+    These are the global generators of the process, and those of a torch loader, its samplers and its data set.
 
     Args:
         loader: of the user.
@@ -38,7 +38,7 @@ class LoaderRng:
         self._seed = seed
         self._loader = loader
         self._parts = _parts_of(loader)
-        # A loader that is no torch loader and has a state of its own keeps those of its generators in it.
+        # A loader that is not torch's and has its own state saves its generators in that state.
         whole = isinstance(loader, StatefulLoader) and not isinstance(loader, DataLoader)
         self._generators = [] if whole else _generators_of(self._parts)
         # Processes that outlive an epoch go on with draws of the last one, which a resumed run has not seen.
@@ -47,7 +47,7 @@ class LoaderRng:
 
     @property
     def own_seeds(self) -> list[int]:
-        """Numbers that stand for how the user seeded the generators that the loader holds."""
+        """Numbers that identify the user's seeds of the loader's generators."""
         return [own_seed for _, own_seed in self._generators]
 
     def begin(self, epoch: int) -> Iterator[Any]:
@@ -61,7 +61,7 @@ class LoaderRng:
         return iter(self._loader if self._untouched is None else copy(self._untouched))
 
     def before(self, epoch: int, number: int) -> None:
-        """Seed what the next batch draws."""
+        """Seed the generators for the next batch."""
         _seed_all(derive_seed(self._seed, epoch, number, "batch"))
 
 
@@ -89,9 +89,9 @@ def _attributes(part: object) -> list[object]:
 
 
 def _generators_of(parts: list[object]) -> list[tuple[Reseed, int]]:
-    """How to seed each generator that some parts hold, and a number that stands for how its owner seeded it."""
-    held = {id(value): value for part in parts for value in _attributes(part)}
-    return [found for found in map(_generator, held.values()) if found is not None]
+    """A function that seeds each generator of some parts, and a number that identifies its user's seed."""
+    attributes = {id(value): value for part in parts for value in _attributes(part)}
+    return [found for found in map(_generator, attributes.values()) if found is not None]
 
 
 def _generator(value: object) -> tuple[Reseed, int] | None:

@@ -18,7 +18,7 @@ _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dty
 class StatefulLoader(Protocol):
     """A loader whose position can be saved and restored, as torchdata's `StatefulDataLoader`.
 
-    `load_state_dict` concerns the next `iter`: it goes on behind the last batch that was taken. A state that is taken
+    `load_state_dict` affects the next `iter`: it goes on after the last batch that was taken. A state that is taken
     once a pass has come to its end is one from which `iter` begins the next pass.
     """
 
@@ -27,11 +27,11 @@ class StatefulLoader(Protocol):
 
 
 class NotPlain(Exception):
-    """A loader's state holds what JSON cannot."""
+    """A loader's state holds a value that JSON cannot represent."""
 
 
 def encode(value: object) -> JsonValue:
-    """A state as what JSON holds.
+    """A state as a JSON value.
 
     Raises:
         NotPlain: it holds an object of another kind.
@@ -59,7 +59,7 @@ def encode(value: object) -> JsonValue:
 
 
 def decode(value: Any) -> Any:
-    """The state that `encode` made JSON of."""
+    """The reverse of `encode`."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):

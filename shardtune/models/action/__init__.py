@@ -1,1 +1,1 @@
-"""Models that act."""
+"""Models that predict actions."""

@@ -1,4 +1,4 @@
-"""Models that act: what closed-loop evaluation asks of an adapter."""
+"""Adapters of models that predict actions: the interface for closed-loop evaluation."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
 
 
 class ActingAdapter(Adapter):
-    """A model that says what to do next in an environment."""
+    """A model that predicts the next actions in an environment."""
 
     @abstractmethod
     def policy(self, root: AdapterRoot, device: torch.device) -> Policy:
-        """What says of observations which actions to take.
+        """A function from observations to actions.
 
-        It is called at the same time on every rank, with any number of observations, from one on; each call has to do
-        the same collectives whatever it is asked. Actions are in the units of the environment, that is of the training
+        It is called at the same time on every rank, with one or more observations; each call has to run the same
+        collectives whatever the observations. Actions are in the units of the environment, that is of the training
         data.
 
         Args:
             root: the sharded module that `self.root` made, in evaluation mode; `root.act(…)` is `self.act(model, …)`
-                with the weights whole.
+                with the weights gathered.
             device: where it computes.
         """
 
     @abstractmethod
     def act(self, model: nn.Module, *inputs: Any) -> Any:
-        """What a policy computes with the model: from tensors to tensors."""
+        """The computation of a policy with the model: from tensors to tensors."""
 
     def root(self, model: nn.Module) -> AdapterRoot:
         compute_in(model, COMPUTE_DTYPE[self.recipe.actor.model.precision])
@@ -41,7 +41,7 @@ class ActingAdapter(Adapter):
 
 
 class ActingRoot(AdapterRoot):
-    """A root that also acts."""
+    """A root that also computes actions."""
 
     entry_points = (*AdapterRoot.entry_points, "act")
 

@@ -1,4 +1,4 @@
-"""Rows of robot data to tokens: a prompt with images, the tokens of a chunk of actions, and what ends them."""
+"""Rows of robot data to tokens: a prompt with images, the tokens of a chunk of actions, and an end token."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from shardtune.models.action.policy import ActionSettings
 from shardtune.models.action.tokens import ActionCodec, Bins, state_statistics
 
 ACTIONS, PADDED, DATASET = "actions", "action_is_pad", "action_dataset"
-"""Fields of a sample: float32 [steps, dimensions] in real units; bool [steps], behind the episode's end; the number of
-the data set among those that there are statistics of."""
+"""Fields of a sample: float32 [steps, dimensions] in real units; bool [steps], after the episode's end; the number of
+the data set among those with statistics."""
 QUESTION = "What action should the robot take to {instruction}?"
 WITH_STATE = " State: {state}."
 PROMPT_KEY = "actor.model.action_prompt"
@@ -33,12 +33,12 @@ ENCODING_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class PromptForm:
-    """How a prompt is made.
+    """The form of a prompt.
 
     Attributes:
-        text: with `{instruction}`, and `{state}` where the state is in it; None: a question in the chat template.
-        ending: tokens behind it.
-        lower: the instruction is in lower case.
+        text: with `{instruction}`, and `{state}` if it includes the state; None: a question in the chat template.
+        ending: tokens after it.
+        lower: whether the instruction is lower-cased.
     """
 
     text: str | None = None
@@ -51,7 +51,7 @@ class ActionEncoder(ImageChatEncoder):
     episode still has, and the end.
 
     Args:
-        images: the model's processor at work.
+        images: applies the model's processor.
         template: the Jinja text of the chat template; None: prompts are plain text.
         settings: of actions.
         form: of prompts.
@@ -90,8 +90,8 @@ class ActionEncoder(ImageChatEncoder):
 
     def cache_key(self) -> str:
         settings = {**asdict(self.settings), "value_sizes": None, "cameras": None}
-        told = [super().cache_key(), json.dumps([settings, asdict(self.form)], sort_keys=True), str(ENCODING_VERSION)]
-        return hashlib.blake2b("\0".join(told).encode(), digest_size=20).hexdigest()
+        parts = [super().cache_key(), json.dumps([settings, asdict(self.form)], sort_keys=True), str(ENCODING_VERSION)]
+        return hashlib.blake2b("\0".join(parts).encode(), digest_size=20).hexdigest()
 
     def encode(self, row: Row) -> Sample:
         key = self._key(str(row["dataset"]))
@@ -122,7 +122,7 @@ class ActionEncoder(ImageChatEncoder):
 
     @property
     def end(self) -> int:
-        """The token behind a chunk's last action.
+        """The token after a chunk's last action.
 
         Raises:
             DataError: the tokenizer has none.
@@ -137,11 +137,11 @@ class ActionEncoder(ImageChatEncoder):
         return stops[0]
 
     def observed(self, observation: Observation, unnorm_key: str | None = None) -> Prompt:
-        """What a policy is asked about an observation.
+        """The prompt of a policy for an observation.
 
         Args:
             observation: images of the cameras of the training data, instruction, state.
-            unnorm_key: the data set whose statistics hold for the state.
+            unnorm_key: the data set whose statistics apply to the state.
         """
         shown, known = tuple(sorted(observation["images"])), self.settings.cameras
         if known is not None and shown != known:
@@ -154,7 +154,7 @@ class ActionEncoder(ImageChatEncoder):
     # -- parts -----------------------------------------------------------------------------------------------------
 
     def _key(self, dataset: str) -> str:
-        """Whose statistics hold for rows of a data set."""
+        """The key of the statistics for rows of a data set."""
         chosen = self.settings.unnorm_key
         if chosen is not None:
             return chosen
@@ -184,8 +184,8 @@ class ActionEncoder(ImageChatEncoder):
             filled = marks + _filled(self.form.text or PROMPT, named)
             text = filled.replace(IMAGE_MARK, self.images.image_token)
         else:
-            asked = marks + _filled(QUESTION + (WITH_STATE if "state" in named else ""), named)
-            text = self.template.render([{"role": "user", "content": asked}], None, prompt=True)
+            question = marks + _filled(QUESTION + (WITH_STATE if "state" in named else ""), named)
+            text = self.template.render([{"role": "user", "content": question}], None, prompt=True)
         expanded = self.images.expand(text, [image.size for image in images])
         ids, starts, _ = self._tokens(expanded.text)
         stop = int(np.searchsorted(starts, expanded.images[-1][1])) if images else 0
@@ -210,13 +210,13 @@ def check_prompt(text: str, *, with_state: bool) -> None:
     """Refuse a prompt that has no place for the instruction, or for the state where there has to be one.
 
     Raises:
-        ConfigError: it has none, or one for what is not there.
+        ConfigError: a place is missing, or there is one for a state that is not used.
     """
     places = {"{instruction}": True, "{state}": with_state}
-    for place, wanted in places.items():
-        if (place in text) != wanted:
+    for place, required in places.items():
+        if (place in text) != required:
             raise ConfigError(
-                f"{PROMPT_KEY}: {text!r} has {'no' if wanted else 'a'} place for {place}",
+                f"{PROMPT_KEY}: {text!r} has {'no' if required else 'a'} place for {place}",
                 where=PROMPT_KEY,
                 remedy="write {instruction}, and {state} with actor.model.action_state: text alone",
             )
@@ -232,7 +232,7 @@ def _other_cameras(shown: Sequence[str], known: Sequence[str]) -> ConfigError:
 
 
 def as_stored(pixels: np.ndarray) -> StoredImage:
-    """An image in memory, uint8 [height, width, 3], as one of a row."""
+    """An image in memory, uint8 [height, width, 3], in the form of a row's images."""
     sink = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(pixels)).save(sink, "PNG", compress_level=1)
     height, width = pixels.shape[:2]
@@ -240,7 +240,7 @@ def as_stored(pixels: np.ndarray) -> StoredImage:
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:
-    """A prompt with its places filled; braces that are none of these stay."""
+    """A prompt with its places filled; other braces are unchanged."""
     for name, value in values.items():
         text = text.replace(f"{{{name}}}", value)
     return text

@@ -1,4 +1,4 @@
-"""A simulator as closed-loop evaluation drives it: one file of the user's own holds a class that derives from this."""
+"""The interface of simulators for closed-loop evaluation; the user's file contains a class that derives from it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 
 
 class Observation(TypedDict):
-    """What a policy is given at each step: a plain dict.
+    """The input of a policy at each step: a plain dict.
 
     Attributes:
         images: of each camera, by its name in the training data, uint8 [H, W, 3] (RGB).
-        instruction: what is to be done, in words.
+        instruction: the task in words.
         state: float32 [S], or None where the robot's own state is not observed.
     """
 
@@ -28,12 +28,12 @@ Policy = Callable[[Sequence[Observation]], np.ndarray]
 
 
 class Outcome(NamedTuple):
-    """What came of an action.
+    """The result of an action.
 
     Attributes:
         observation: after it.
         success: the task is done; the episode ends and counts as a success.
-        done: the episode is over, done or not.
+        done: the episode is over, with or without success.
     """
 
     observation: Observation
@@ -42,10 +42,10 @@ class Outcome(NamedTuple):
 
 
 class Environment(ABC):
-    """One robot (or game) in one simulator; several live beside each other in a process.
+    """One robot (or game) in one simulator; a process may hold several.
 
-    `reset` and `step` are all that has to be written. Whatever an episode draws comes from the seed that `reset` is
-    given, so that an episode is the same whoever plays it and whenever.
+    Only `reset` and `step` have to be implemented. All random draws of an episode come from the seed that `reset` is
+    given, so that an episode is reproducible.
 
     Attributes:
         max_steps: actions after which an episode ends as a failure.
@@ -61,11 +61,11 @@ class Environment(ABC):
 
     @abstractmethod
     def step(self, action: np.ndarray) -> Outcome:
-        """Do an action, float32 [A] in the units of the training data's actions."""
+        """Execute an action, float32 [A] in the units of the training data's actions."""
 
     def render(self) -> np.ndarray | None:
         """The scene for a video, uint8 [H, W, 3]; None: the first camera of the observation is shown."""
         return None
 
     def close(self) -> None:  # noqa: B027 (may stay empty)
-        """Give back what the simulator holds; called once, after the last episode."""
+        """Release the simulator's resources; called once, after the last episode."""

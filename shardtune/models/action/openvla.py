@@ -1,4 +1,4 @@
-"""Directories in the format of OpenVLA (openvla-7b and its kin): config and model, without code from the directory.
+"""Directories in the format of OpenVLA (openvla-7b and derivatives): config and model, without the directory's code.
 
 Kim et al., 2024, arXiv:2406.09246; Karamcheti et al., 2024, arXiv:2402.07865.
 """
@@ -24,7 +24,7 @@ from shardtune.models.action.timm_vit import LayerScale, TimmVit, VitShape, shap
 from shardtune.models.action.tokens import action_statistics
 
 PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
-"""What OpenVLA was trained with; the instruction is in lower case."""
+"""OpenVLA's training prompt; the instruction is in lower case."""
 EMPTY_TOKEN = 29871
 """Llama 2's token of an empty piece of text, which ended every prompt in OpenVLA's training."""
 LLAMA2 = 32000
@@ -38,10 +38,10 @@ class OpenVLAConfig(PreTrainedConfig):
     Attributes:
         timm_model_ids: of the vision backbones, one or (fused) two.
         image_sizes: of the images that each of them takes.
-        timm_model_args: ours: the sizes of backbones that are not those of these names (`VitShape`).
-        pad_to_multiple_of: as many of the last rows of the embedding stand for no text.
+        timm_model_args: an extension: the sizes of backbones that differ from those of these names (`VitShape`).
+        pad_to_multiple_of: this many rows at the end of the embedding are padding.
         norm_stats: of actions, by data set.
-        n_action_bins: tokens that stand for values: the last ones of the vocabulary.
+        n_action_bins: number of action tokens: the last ones of the vocabulary.
     """
 
     model_type = "openvla"
@@ -76,7 +76,7 @@ class OpenVLAConfig(PreTrainedConfig):
         """The sizes of the backbones.
 
         Raises:
-            ModelError: one is not known, or has activations that are not known.
+            ModelError: a backbone or its activation is not supported.
         """
         if any(act is not None for act in self.timm_override_act_layers):
             raise ModelError(
@@ -94,12 +94,12 @@ class OpenVLAConfig(PreTrainedConfig):
 
     @property
     def text_vocabulary(self) -> int:
-        """The tokens of text, without the rows that pad the embedding; the last of them stand for actions."""
+        """The number of text tokens, without the padding of the embedding; the last of them are action tokens."""
         return self.get_text_config().vocab_size - self.pad_to_multiple_of
 
     @property
     def image_token_id(self) -> int:
-        """The second row of the padding (the first is `<PAD>`): it stands for a patch in prompts that have places."""
+        """The second row of the padding (the first is `<PAD>`): the placeholder of a patch in prompts."""
         return self.text_vocabulary + 1
 
 
@@ -161,7 +161,7 @@ class _Body(nn.Module):
 
 
 class OpenVLA(PreTrainedModel, GenerationMixin):
-    """The model itself: patches stand after a row's first token, and a language model goes on from there."""
+    """The model: patches are inserted after a row's first token, and a language model continues from there."""
 
     config_class = OpenVLAConfig
     config: OpenVLAConfig
@@ -193,7 +193,7 @@ class OpenVLA(PreTrainedModel, GenerationMixin):
 
     @property
     def body(self) -> _Body:
-        """All but the head: hidden states instead of logits."""
+        """The model without the head: hidden states instead of logits."""
         return _Body(self)
 
     def get_input_embeddings(self) -> nn.Module:
@@ -215,9 +215,9 @@ class OpenVLA(PreTrainedModel, GenerationMixin):
     def embed(
         self, input_ids: torch.Tensor, pixel_values: torch.Tensor | None, attention_mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the language model goes on from.
+        """The input embeddings of the language model.
 
-        Prompts with places for patches (`image_token_id`) get them there, all others after a row's first real token.
+        Prompts with places for patches (`image_token_id`) get them there, others after a row's first real token.
 
         Args:
             input_ids: int64 [rows, tokens], padded on either side.
@@ -299,7 +299,7 @@ class OpenVLA(PreTrainedModel, GenerationMixin):
 
 
 def _with_patches(mask: torch.Tensor, patches: int) -> torch.Tensor:
-    """For each place [rows, tokens + patches] where it comes from: its token, or tokens + number of the patch."""
+    """The source of each place, [rows, tokens + patches]: index of its token, or tokens + number of the patch."""
     tokens = mask.shape[1]
     first = mask.long().argmax(dim=1, keepdim=True)
     place = torch.arange(tokens + patches, device=mask.device).expand(len(mask), -1)
@@ -308,20 +308,20 @@ def _with_patches(mask: torch.Tensor, patches: int) -> torch.Tensor:
 
 
 class OpenVLAForActionPrediction(ActionPolicy, OpenVLA):
-    """The class that OpenVLA's directories name: with actions, by the statistics in its config."""
+    """The class that OpenVLA's directories name: predicts actions, by the statistics in its config."""
 
     @property
     def action_settings(self) -> ActionSettings:
         return self.settings_for(None)
 
     def settings_for(self, unnorm_key: str | None) -> ActionSettings:
-        """What the config says of actions; data sets may differ in their dimensions."""
+        """The settings of actions in the config; data sets may differ in their dimensions."""
         if self.config.to_dict().get(SETTINGS) is not None:
             return ActionSettings.of(self.config)
         return openvla_settings(self.config, unnorm_key)
 
     def complete_prompts(self, input_ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Prompts of Llama 2 that do not end with the token of an empty text get it."""
+        """Appends the token of an empty text to prompts of Llama 2 that do not end with it."""
         return ending_empty(input_ids, mask) if self.config.text_vocabulary == LLAMA2 else (input_ids, mask)
 
     def predict_action(self, input_ids: torch.Tensor, unnorm_key: str | None = None, **kwargs: Any) -> np.ndarray:
@@ -331,11 +331,11 @@ class OpenVLAForActionPrediction(ActionPolicy, OpenVLA):
 
 
 def openvla_settings(config: OpenVLAConfig, unnorm_key: str | None = None) -> ActionSettings:
-    """What OpenVLA's own keys of a config say of actions.
+    """The settings of actions from OpenVLA's own keys of a config.
 
     Args:
         config: the directory's.
-        unnorm_key: the data set whose dimensions count; None: the first.
+        unnorm_key: the data set whose dimensions are used; None: the first.
     """
     statistics = config.norm_stats or {}
     key = unnorm_key or next(iter(statistics), None)

@@ -1,4 +1,4 @@
-"""Images and prompts of OpenVLA's directories, as their preprocessor_config.json asks; by Pillow alone."""
+"""Images and prompts of OpenVLA's directories, processed by their preprocessor_config.json with Pillow alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardtune.models.action.openvla import OpenVLAConfig
 
 WHERE = "preprocessor_config.json"
 PATCH = "<|patch|>"
-"""Stands for a patch in prompts."""
+"""The placeholder of a patch in prompts."""
 
 
 class PrismaticImageProcessor(BaseImageProcessor):
@@ -30,7 +30,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
 
     Args:
         use_fused_vision_backbone: whether there are two backbones.
-        image_resize_strategy: resize-naive (to the size asked for), resize-crop (the shorter side, then the middle),
+        image_resize_strategy: resize-naive (to the given size), resize-crop (the shorter side, then the middle),
             letterbox (padded to a square first).
         input_sizes: [3, height, width] for each backbone.
         interpolations: for each backbone, by Pillow's names.
@@ -82,7 +82,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
         try:
             method = Image.Resampling[self.interpolations[number].upper()]
         except KeyError as error:
-            raise ModelError(f"the interpolation {error} is none of Pillow's", where=WHERE) from error
+            raise ModelError(f"Pillow has no interpolation {error}", where=WHERE) from error
         _, height, width = self.input_sizes[number]
         size = height if self.image_resize_strategy == "resize-crop" else [height, width]
         return {"size": size, "interpolation": int(method), "max_size": None, "antialias": True}
@@ -108,7 +108,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
 
 
 def letterboxed(image: Image.Image, fill: Sequence[int]) -> Image.Image:
-    """An image in the middle of the smallest square that holds it."""
+    """An image centred in the smallest square that contains it."""
     side = max(image.size)
     square = Image.new("RGB", (side, side), tuple(fill))
     square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
@@ -144,7 +144,7 @@ def load_openvla_processor(folder: Path, config: OpenVLAConfig) -> PrismaticProc
 
     Args:
         folder: the directory.
-        config: its config.json, which plain transformers would want code from the directory for.
+        config: its config.json, which plain transformers could load only with code from the directory.
 
     Raises:
         ModelError: the directory lacks a part, or it cannot be read.
@@ -203,7 +203,7 @@ class PrismaticProcessor(ProcessorMixin):
 
 
 class _PatchPlaces:
-    """OpenVLA's processor as `ImageText` applies one: each image token becomes places for the patches of an image.
+    """OpenVLA's processor for `ImageText`: each image token becomes the places for the patches of an image.
 
     The tokenizer, which needs a token for a patch, is a copy, so that the one that is saved stays as it was.
     """
@@ -219,7 +219,7 @@ class _PatchPlaces:
             raise ModelError(
                 f"the tokenizer has {number} tokens, the model's text vocabulary with <PAD> {config.image_token_id}",
                 where="actor.model.model_path: tokenizer.json, config.json",
-                remedy="use the tokenizer that belongs to the model",
+                remedy="use the model's own tokenizer",
             )
         self.image_token_ids = [number]
         self.num_patches = config.num_patches
@@ -227,14 +227,14 @@ class _PatchPlaces:
     def __call__(
         self, *, images: list[list[Image.Image]], text: list[str], return_tensors: str, **options: bool
     ) -> BatchFeature:
-        """pixel_values float32 [images, 3 per backbone, side, side], and what stands for an image."""
+        """pixel_values float32 [images, 3 per backbone, side, side], and the text that replaces an image."""
         made = self.image_processor(images[0], return_tensors=return_tensors)
         offsets = [[{"replacement": PATCH * self.num_patches}] * len(images[0])]
         return BatchFeature({**made, "text_replacement_offsets": offsets})
 
 
 class OpenVLAImages(ImageText):
-    """Images in OpenVLA's prompts: places for patches, all of one token that the tokenizer is given for it."""
+    """Images in OpenVLA's prompts: places for patches, all of one token that is added to the tokenizer."""
 
     def __init__(self, processor: PrismaticProcessor, config: OpenVLAConfig) -> None:
         places = _PatchPlaces(processor, config)
@@ -246,10 +246,10 @@ class OpenVLAImages(ImageText):
 
 
 def openvla_images(processor: ProcessorMixin, config: OpenVLAConfig) -> OpenVLAImages:
-    """A processor of an OpenVLA directory at work.
+    """Applies the processor of an OpenVLA directory.
 
     Raises:
-        ModelError: it is none.
+        ModelError: it is not OpenVLA's.
     """
     if not isinstance(processor, PrismaticProcessor):
         raise ModelError(

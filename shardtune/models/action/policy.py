@@ -1,4 +1,4 @@
-"""Models that answer with actions: any model of transformers that generates, and what its directory says of actions."""
+"""Models that generate actions: any generative model of transformers, with the settings of actions in its directory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from shardtune.models.action.tokens import (
 from shardtune.models.value_head import ValueHead
 
 SETTINGS = "action_policy"
-"""The one key of config.json under which all that is about actions stands."""
+"""The key of config.json that contains all settings of actions."""
 
 
 DatasetStatistics = Mapping[str, Mapping[str, object]]
@@ -43,20 +43,20 @@ DatasetStatistics = Mapping[str, Mapping[str, object]]
 
 @dataclass(frozen=True, slots=True)
 class ActionSettings:
-    """What a model's directory says of actions.
+    """The settings of actions in a model's directory.
 
     Attributes:
         action_token_len: dimensions of an action.
         action_chunks_len: actions that are predicted at once.
-        num_action_bins: tokens that stand for values.
+        num_action_bins: number of action tokens.
         token_top: one more than the highest id of an action token.
-        unnorm_key: the dataset whose statistics hold unless another is asked for; None: there is only one.
+        unnorm_key: the dataset whose statistics are the default; None: there is only one.
         norm_stats: of all datasets, as `dataset_statistics.json` has them.
         prompt: the text before the action tokens, with `{instruction}` (and `{state}`); None: the processor's chat
             template, or OpenVLA's prompt where it has none.
-        state: text: the discretised proprioception stands in the prompt; none: it is left out.
+        state: text: the discretised proprioception is part of the prompt; none: it is left out.
         value_sizes: the widths of the value head's layers; None: the model has no value head.
-        cameras: the names of those it was trained with, in order; None: unknown, or not the same in all data sets.
+        cameras: the names of the training cameras, in order; None: unknown, or not the same in all data sets.
     """
 
     action_token_len: int
@@ -75,7 +75,7 @@ class ActionSettings:
         """Of a model's config.
 
         Raises:
-            ModelError: the model knows nothing of actions.
+            ModelError: the model has no settings of actions.
         """
         found = config.to_dict().get(SETTINGS)
         if not isinstance(found, Mapping):
@@ -124,12 +124,12 @@ class ActionSettings:
 
 
 class ActionBatch(NamedTuple):
-    """What a policy answers; unpacks as (actions, sequences, logits, values).
+    """The output of a policy; unpacks as (actions, sequences, logits, values).
 
     Attributes:
         actions: float32 [rows, steps, dimensions], in the units of the dataset.
         sequences: int64 [rows, prompt + steps * dimensions]: prompts and action tokens.
-        logits: [rows, steps * dimensions, vocabulary], as the model gave them.
+        logits: [rows, steps * dimensions, vocabulary], the model's output.
         values: [rows, steps * dimensions, 1]; zeros where the model has no value head.
     """
 
@@ -140,10 +140,10 @@ class ActionBatch(NamedTuple):
 
 
 class ActionLogits(LogitsProcessor):
-    """Leaves only the tokens of actions to choose from.
+    """Masks all tokens but those of actions.
 
     Args:
-        tokens: which they are.
+        tokens: the action tokens.
     """
 
     def __init__(self, tokens: ActionTokens) -> None:
@@ -156,13 +156,13 @@ class ActionLogits(LogitsProcessor):
 
 
 class RowDraws(LogitsProcessor):
-    """Makes the likeliest token a draw from the softmax (Gumbel-max), each row with a generator of its own.
+    """Makes the likeliest token a draw from the softmax (Gumbel-max), with a separate generator for each row.
 
-    So what is drawn for a row depends on its seed and its logits alone, not on the rows beside it.
+    So the draw for a row depends on its seed and its logits alone, not on the other rows of the batch.
 
     Args:
         seeds: of the rows.
-        tokens: among which is drawn.
+        tokens: the tokens to draw from.
     """
 
     def __init__(self, seeds: Sequence[int], tokens: ActionTokens) -> None:
@@ -183,7 +183,7 @@ class RowDraws(LogitsProcessor):
 if TYPE_CHECKING:
 
     class _Generates(PreTrainedModel, GenerationMixin):
-        """What the mixin stands before."""
+        """The base class that the mixin precedes."""
 else:
     _Generates = object
 
@@ -191,11 +191,11 @@ else:
 class ActionPolicy(_Generates):
     """A mixin before any class of transformers that generates: `class A(ActionPolicy, LlavaForConditionalGeneration)`.
 
-    What it knows of actions stands in its config (`ActionSettings.write_to`), and so goes through `save_pretrained`
+    The settings of actions are in its config (`ActionSettings.write_to`), and so are saved by `save_pretrained`
     and `from_pretrained`.
 
     Attributes:
-        value_head: where the settings ask for one, else None.
+        value_head: if the settings have one, else None.
     """
 
     value_head: ValueHead | None
@@ -210,11 +210,11 @@ class ActionPolicy(_Generates):
         return ActionSettings.of(self.config)
 
     def settings_for(self, unnorm_key: str | None) -> ActionSettings:
-        """The settings that hold for a data set."""
+        """The settings for a data set."""
         return self.action_settings
 
     def get_action_stats(self, unnorm_key: str | None = None) -> dict[str, object]:
-        """The statistics of a dataset's actions, as they stand beside the weights: q01, q99, mask, …
+        """The statistics of a dataset's actions, as stored beside the weights: q01, q99, mask, …
 
         Args:
             unnorm_key: the dataset; None: the one of the settings, or the only one.
@@ -230,7 +230,7 @@ class ActionPolicy(_Generates):
         return torch.from_numpy(self.settings_for(unnorm_key).codec(unnorm_key).decode(ids.cpu().numpy()))
 
     def complete_prompts(self, input_ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Prompts [rows, prompt] and their mask with what the model needs behind them; here nothing."""
+        """Prompts [rows, prompt] and their mask with the tokens the model needs after them; here unchanged."""
         return input_ids, mask
 
     @torch.no_grad()
@@ -252,8 +252,8 @@ class ActionPolicy(_Generates):
             attention_mask: int64 [rows, prompt], 0 where padded.
             pixel_values: as the model's processor gives them.
             do_sample: draw tokens; otherwise the likeliest.
-            unnorm_key: the dataset whose statistics hold; None: the one of the settings.
-            seeds: one for each row: what is drawn for a row then depends on it and not on other rows.
+            unnorm_key: the dataset whose statistics apply; None: the one of the settings.
+            seeds: one for each row: the draws for a row then depend on it and not on other rows.
             **kwargs: further inputs of the model (image_grid_thw, …) and arguments of `generate` (temperature, …).
 
         Raises:
@@ -285,7 +285,7 @@ class ActionPolicy(_Generates):
 def _drawing(
     settings: ActionSettings, rows: int, do_sample: bool, seeds: Sequence[int] | None, given: dict[str, Any]
 ) -> dict[str, object]:
-    """The arguments of `generate` that say how many tokens are chosen, and how; takes those it uses out of `given`."""
+    """The arguments of `generate` for the number of tokens and the sampling; removes those it uses from `given`."""
     processors = LogitsProcessorList([*given.pop("logits_processor", ()), ActionLogits(settings.tokens)])
     fixed = {"max_new_tokens": settings.length, "min_new_tokens": settings.length}
     if not do_sample or seeds is not None:
@@ -294,7 +294,7 @@ def _drawing(
             _check_seeds(seeds, rows, do_sample)
             processors += _warpers(given)
             processors.append(RowDraws(seeds, settings.tokens))
-        # Settings of draws that a model's generation_config.json may hold, and that do not apply.
+        # Sampling settings that a model's generation_config.json may have, and that do not apply.
         form |= {"temperature": None, "top_p": None, "top_k": None}
         for name in form.keys() & given.keys():
             given.pop(name)
@@ -306,7 +306,7 @@ def _drawing(
 
 
 def _warpers(given: dict[str, Any]) -> list[LogitsProcessor]:
-    """What transformers does to logits before it draws, as processors."""
+    """The processors that transformers applies to logits before sampling."""
     temperature, top_k, top_p = (given.pop(name, None) for name in ("temperature", "top_k", "top_p"))
     found: list[LogitsProcessor] = []
     if temperature is not None and temperature != 1.0:
@@ -329,9 +329,9 @@ def _check_seeds(seeds: Sequence[int], rows: int, do_sample: bool) -> None:
 
 @cache
 def action_class(base: type[PreTrainedModel]) -> type[Any]:
-    """A model class with actions: `ActionPolicy` before it, under its own name, which `save_pretrained` writes down.
+    """A model class with actions: derives from `ActionPolicy` and `base`, under the name of `base`.
 
-    So a directory says that it holds the base class, as which plain transformers loads it.
+    `save_pretrained` writes that name, so that plain transformers loads the directory as the base class.
     """
     if issubclass(base, ActionPolicy):
         return base

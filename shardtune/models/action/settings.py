@@ -1,11 +1,10 @@
-"""From a recipe, a model's config and its data to the settings of actions; what disagrees is an error."""
+"""The settings of actions from a recipe, a model's config and the data; disagreement is an error."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -23,7 +22,7 @@ STATISTICS = "actor.model.action_statistics"
 
 
 def settings_for(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> ActionSettings:
-    """What holds for a run.
+    """The settings of actions for a run.
 
     Args:
         recipe: of the run.
@@ -59,39 +58,39 @@ def settings_for(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrained
 
 
 def stored_settings(config: PreTrainedConfig) -> ActionSettings | None:
-    """What a model's directory says of actions; None for one that says nothing."""
+    """The settings of actions in a model's config; None if it has none."""
     if config.to_dict().get(SETTINGS) is not None:
         return ActionSettings.of(config)
     return openvla_settings(config) if isinstance(config, OpenVLAConfig) else None
 
 
 def _statistics(recipe: Recipe, stored: ActionSettings | None) -> tuple[dict[str, DatasetStatistics], str | None]:
-    """Of all data sets that are known, and the one that holds for every row; None: each row goes by its own.
+    """The statistics of all known data sets, and the one that applies to every row; None: each row uses its own.
 
-    The file of `actor.model.action_statistics` goes before those beside the weights, and those before computed ones.
+    Precedence: the file of `actor.model.action_statistics`, statistics beside the weights, computed ones.
     """
     model = recipe.actor.model
     known = dict(stored.norm_stats) if stored is not None else {}
     if model.action_statistics is not None:
         known |= read_statistics(Path(model.action_statistics))
-    wanted = model.unnorm_key
-    if wanted is not None and wanted in known:
-        return known, wanted
-    if wanted is None and model.action_statistics is not None:
+    unnorm_key = model.unnorm_key
+    if unnorm_key is not None and unnorm_key in known:
+        return known, unnorm_key
+    if unnorm_key is None and model.action_statistics is not None:
         own = read_statistics(Path(model.action_statistics))
         return known, next(iter(own)) if len(own) == 1 else None
     computed = _computed(recipe, stored)
     if computed is None:
         assert stored is not None
-        return known, choose_key(known, wanted) if wanted is not None else stored.unnorm_key
+        return known, choose_key(known, unnorm_key) if unnorm_key is not None else stored.unnorm_key
     together = {**computed, **known}
-    if wanted is not None:
-        return together, choose_key(together, wanted)
+    if unnorm_key is not None:
+        return together, choose_key(together, unnorm_key)
     return together, next(iter(computed)) if len(computed) == 1 else None
 
 
 def _cameras(recipe: Recipe, stored: ActionSettings | None) -> tuple[str, ...] | None:
-    """Those of the training rows, by the first row of each data set; where none can be read, those of the model."""
+    """The cameras of the training rows, by the first row of each data set; if none can be read, those of the model."""
     known = stored.cameras if stored is not None else None
     spec = recipe.data.train_data_paths
     if spec is None:
@@ -109,14 +108,14 @@ def _first_cameras(source: Source) -> tuple[str, ...] | None:
     return None if row is None else tuple(sorted(row["images"]))
 
 
-def _sources(recipe: Recipe, spec: Any) -> list[Source]:
+def _sources(recipe: Recipe, spec: object) -> list[Source]:
     """The training rows as frames."""
     frames = FrameOptions(recipe.actor.model.action_chunks_len)
     return resolve_sources(spec, recipe.data, frames=frames, report=lambda _: None)
 
 
 def _computed(recipe: Recipe, stored: ActionSettings | None) -> dict[str, DatasetStatistics] | None:
-    """Of the training rows; None where there are none to read, and the model has statistics of its own.
+    """The statistics of the training rows; None if there are none to read and the model has statistics.
 
     Raises:
         DataError: there are none to read, and the model has none.
@@ -134,7 +133,7 @@ def _computed(recipe: Recipe, stored: ActionSettings | None) -> dict[str, Datase
     try:
         return to_json(source_statistics(_sources(recipe, spec), cache_dir=data.cache_dir, on_bad_row=data.on_bad_row))
     except DataError:
-        if has_own:  # what is wrong with the rows is said where they are read; evaluation does without them
+        if has_own:  # faults of the rows are reported where they are read; evaluation does not need them
             return None
         raise
 
@@ -143,7 +142,7 @@ def read_statistics(path: Path) -> dict[str, DatasetStatistics]:
     """A `dataset_statistics.json`.
 
     Raises:
-        DataError: it cannot be read, or is none.
+        DataError: it cannot be read, or has another format.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -151,7 +150,7 @@ def read_statistics(path: Path) -> dict[str, DatasetStatistics]:
         raise DataError(f"the statistics cannot be read: {error}", where=f"{STATISTICS}: {path}") from error
     if not isinstance(content, Mapping) or not all(isinstance(entry, Mapping) for entry in content.values()):
         raise DataError(
-            "this is no file of statistics",
+            "the file holds no action statistics",
             where=f"{STATISTICS}: {path}",
             remedy='write {"name": {"action": {"q01": […], "q99": […], "mask": […]}}}',
         )

@@ -1,7 +1,6 @@
-"""Vision transformers with the parameter names of timm, which directories of OpenVLA hold; without timm itself.
+"""Vision transformers with the parameter names of timm, as in OpenVLA's directories; without timm itself.
 
-`SHAPES` says what timm calls them and how large they are. Of their outputs the patches of the last block but one are
-used.
+`SHAPES` holds timm's names and the sizes. The output used is the patches of the last block but one.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from shardtune.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class VitShape:
-    """The sizes of one.
+    """The sizes of a vision transformer.
 
     Attributes:
         patch: pixels of a patch's side.
@@ -27,9 +26,9 @@ class VitShape:
         depth: blocks.
         heads: of each block.
         mlp: width inside a block's MLP.
-        class_token: a token for the whole image stands before the patches (DINOv2).
+        class_token: there is a token for the whole image before the patches (DINOv2).
         registers: further tokens before the patches.
-        positions_of_patches: only patches have positions, and what stands before them has none.
+        positions_of_patches: only patches have positions, the tokens before them have none.
         layer_scale: each half of a block is scaled per channel.
         pool: there is a head that pools all patches (SigLIP); its weights are stored and not used.
     """
@@ -46,7 +45,7 @@ class VitShape:
     pool: bool = False
 
     def patches(self, image_size: int) -> int:
-        """Of a square image."""
+        """The number of patches of a square image."""
         return (image_size // self.patch) ** 2
 
 
@@ -62,7 +61,7 @@ SHAPES: Mapping[str, VitShape] = {
     "vit_base_patch16_siglip_256": _SIGLIP_B,
     "vit_base_patch16_siglip_384": _SIGLIP_B,
 }
-"""By timm's names, without the tag of their weights."""
+"""Sizes by timm's names, without the tag of the weights."""
 
 
 def shape_of(timm_id: str, given: Mapping[str, Any] | None = None) -> VitShape:
@@ -70,10 +69,10 @@ def shape_of(timm_id: str, given: Mapping[str, Any] | None = None) -> VitShape:
 
     Args:
         timm_id: its name, with or without the tag of its weights.
-        given: all sizes, where they are not those of that name.
+        given: all sizes, if they differ from those of that name.
 
     Raises:
-        ModelError: it is none of those that are known, or sizes are missing.
+        ModelError: it is not a supported model, or sizes are missing.
     """
     if given is not None:
         try:
@@ -93,7 +92,7 @@ def shape_of(timm_id: str, given: Mapping[str, Any] | None = None) -> VitShape:
 
 
 class TimmVit(nn.Module):
-    """A vision transformer that gives patches.
+    """A vision transformer that outputs patches.
 
     Args:
         shape: its sizes.
@@ -114,7 +113,7 @@ class TimmVit(nn.Module):
         self.attn_pool = _Pool(shape) if shape.pool else None
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Images [images, 3, side, side] to patches [images, patches, width], as the last block but one gives them."""
+        """Images [images, 3, side, side] to patches [images, patches, width], the output of the last block but one."""
         hidden = self.patch_embed(pixels)
         prefix = [token.expand(len(hidden), -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
         if self._before:
@@ -136,7 +135,7 @@ class _PatchEmbed(nn.Module):
 
 
 class VitBlock(GradientCheckpointingLayer):
-    """Attention and an MLP, each behind a norm and with a residual."""
+    """Attention and an MLP, each after a norm and with a residual."""
 
     def __init__(self, shape: VitShape) -> None:
         super().__init__()
@@ -153,7 +152,7 @@ class VitBlock(GradientCheckpointingLayer):
 
 
 class LayerScale(nn.Module):
-    """A factor per channel, under the name that OpenVLA gives it (timm: gamma)."""
+    """A factor per channel, under OpenVLA's parameter name (timm: gamma)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -189,7 +188,7 @@ class _Mlp(nn.Module):
 
 
 class _Pool(nn.Module):
-    """Holds the weights of SigLIP's pooling head, so that a directory is saved as complete as it was loaded."""
+    """Stores the weights of SigLIP's pooling head, so that a directory is saved with all weights it was loaded with."""
 
     def __init__(self, shape: VitShape) -> None:
         super().__init__()

@@ -47,10 +47,10 @@ class Bins:
         return (self.edges[:-1] + self.edges[1:]) / 2.0
 
     def encode(self, values: np.ndarray) -> np.ndarray:
-        """Normalised values [...] to bin numbers int64 [...] in [1, count]; what is outside [-1, 1] is clipped.
+        """Normalised values [...] to bin numbers int64 [...] in [1, count]; values outside [-1, 1] are clipped.
 
         Raises:
-            DataError: a value is no finite number.
+            DataError: a value is not finite.
         """
         values = np.asarray(values, dtype=np.float64)
         require_finite(values, "normalised values")
@@ -66,7 +66,7 @@ class Bins:
 
 @dataclass(frozen=True, slots=True)
 class ActionTokens:
-    """Which token ids stand for bins: bin number n is `top - n`, so low values have high ids.
+    """The token ids of bins: bin number n is `top - n`, so low values have high ids.
 
     Attributes:
         top: one more than the highest id of an action. For OpenVLA the size of the text vocabulary (32000), without
@@ -95,13 +95,13 @@ class ActionTokens:
         return self.top - self.bins.encode(values)
 
     def decode(self, ids: np.ndarray) -> np.ndarray:
-        """Token ids int [...] to normalised values float64 [...]; ids that are none of an action go to the nearest."""
+        """Token ids int [...] to normalised values float64 [...]; ids of other tokens go to the nearest bin."""
         return self.bins.decode(self.top - np.asarray(ids))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Statistics:
-    """How the values of a dataset are spread, per dimension.
+    """The range of the values of a dataset, per dimension.
 
     Attributes:
         low: float64 [dimensions], the 1st percentile.
@@ -118,7 +118,7 @@ class Statistics:
         """From one section (action or proprio) of a dataset's statistics: lists `q01`, `q99` and perhaps `mask`.
 
         Raises:
-            DataError: a list is missing, of another length than the others, or holds what is no finite number.
+            DataError: a list is missing, of another length than the others, or holds a value that is not finite.
         """
         missing = [name for name in ("q01", "q99") if name not in section]
         if missing:
@@ -154,7 +154,7 @@ class Statistics:
         A dimension that is constant gives 0. Where the mask is false values stay as they are.
 
         Raises:
-            DataError: another number of dimensions, or a value that is no finite number.
+            DataError: another number of dimensions, or a value that is not finite.
         """
         values = self._checked(values)
         spread = self.high - self.low
@@ -179,7 +179,7 @@ class Statistics:
 
 
 def require_finite(values: np.ndarray, what: str, where: str | None = None) -> None:
-    """Refuse NaN and infinities, naming the first one's place.
+    """Refuse NaN and infinities; the error names the place of the first one.
 
     Raises:
         DataError: there is one.
@@ -195,7 +195,7 @@ def require_finite(values: np.ndarray, what: str, where: str | None = None) -> N
 
 
 def choose_key(statistics: Mapping[str, object], unnorm_key: str | None, where: str = UNNORM_KEY) -> str:
-    """Which dataset's statistics hold: the key that is given; without one the only one there is.
+    """The key of the dataset whose statistics apply: the given one; without one the only one there is.
 
     Raises:
         ConfigError: there is no such key, or none is given and there are several; lists them.
@@ -231,7 +231,7 @@ def action_statistics(
     Args:
         statistics: of all datasets, as `dataset_statistics.json` has them.
         unnorm_key: the dataset; None: the only one.
-        dimensions: of an action, where they are known.
+        dimensions: of an action, if known.
 
     Raises:
         ConfigError: no such dataset, or actions of another number of dimensions.
@@ -277,7 +277,7 @@ class ActionCodec:
     Attributes:
         tokens: ids of the bins.
         statistics: of the dataset.
-        chunk: steps that are predicted at once.
+        chunk: number of steps that are predicted at once.
     """
 
     tokens: ActionTokens
@@ -293,7 +293,7 @@ class ActionCodec:
         """Actions [..., chunk, dimensions] in the dataset's units to token ids int64 [..., chunk * dimensions].
 
         Raises:
-            DataError: of another shape, or with a value that is no finite number.
+            DataError: another shape, or a value that is not finite.
         """
         actions = np.asarray(actions)
         if actions.ndim < 2 or actions.shape[-2] != self.chunk:

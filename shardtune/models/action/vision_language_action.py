@@ -1,4 +1,4 @@
-"""Vision-language models that answer with actions."""
+"""Vision-language models that predict actions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardtune.models.vision.vision_language import VisionLanguage
 from shardtune.parallel.meta_init import init_empty_weights
 
 ACCURACY, ERROR = "action_accuracy", "action_l1"
-"""What evaluation adds: the share of action tokens that the policy would choose; the mean distance of its actions,
+"""Metrics of evaluation: the share of action tokens that the policy would choose; the mean distance of its actions,
 normalised. `action_l1/2` is that of the third dimension in the units of the data."""
 _OWN_FIELDS = (ACTIONS, PADDED, DATASET)
 
@@ -54,7 +54,7 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
         settings.write_to(config)
         if isinstance(config, OpenVLAConfig):
             config.norm_stats = dict(settings.norm_stats)
-            config.auto_map = None  # the code that it names does not stand in directories that are written
+            config.auto_map = None  # the code that it names is not in the directories that are saved
 
     def _image_text(self, processor: ProcessorMixin) -> ImageText:
         if isinstance(self.config, OpenVLAConfig):
@@ -81,12 +81,12 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
 
     def build(self) -> PreTrainedModel:
         model = super().build()
-        self.settings.write_to(model.config)  # where a user's function made it, that is another config
+        self.settings.write_to(model.config)  # if a user's function built the model, its config is another object
         return model
 
     @functools.cached_property
     def actions(self) -> ActionEncoder:
-        """What turns frames and observations into prompts."""
+        """The encoder of frames and observations."""
         data, settings = self._data, self.settings
         template = load_template(data.chat_template, self.tokenizer)
         return ActionEncoder(
@@ -128,9 +128,9 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
         return [ACCURACY, ERROR, *(f"{ERROR}/{number}" for number in range(self.settings.action_token_len))]
 
     def evaluate(self, model: nn.Module, batch: Batch, measure: Measure | None = None) -> Evaluation:
-        """The loss and accuracy of all targets, and how far the actions are off that the policy would take.
+        """The loss and accuracy of all targets, and the error of the actions that the policy would take.
 
-        Each token is predicted with the true ones before it.
+        Each token is predicted from the true ones before it.
         """
 
         def both(predictions: Iterator[Prediction]) -> Mapping[str, Metric]:
@@ -144,14 +144,14 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
         return super().evaluate(model, batch, both)
 
     def _watched(self, predictions: Iterator[Prediction], chosen: list[torch.Tensor]) -> Iterator[Prediction]:
-        """The same predictions; meanwhile the likeliest action token of each is kept."""
+        """Yields the same predictions and collects the likeliest action token of each."""
         tokens = self.settings.tokens
         for piece in predictions:
             chosen.append(piece.outputs[:, tokens.first : tokens.top].argmax(-1) + tokens.first)
             yield piece
 
     def _action_metrics(self, batch: Batch, chosen: torch.Tensor) -> dict[str, Metric]:
-        """Compare what was chosen at each target with the actions; a row has its actions' targets, then its end's."""
+        """Compare the tokens chosen at the targets with the actions; a row has its actions' targets, then its end's."""
         size = self.settings.action_token_len
         if ACTIONS not in batch.fields or not len(chosen):
             return {}
@@ -160,8 +160,8 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
         is_action = np.ones(int(counts.sum()), dtype=bool)
         is_action[np.cumsum(counts) - 1] = False
         assert isinstance(batch, PackedBatch)
-        ids, wanted = (values.cpu().numpy()[is_action] for values in (chosen, batch.targets))
-        found = {ACCURACY: Metric(float((ids == wanted).sum()), float(len(ids)))}
+        ids, targets = (values.cpu().numpy()[is_action] for values in (chosen, batch.targets))
+        found = {ACCURACY: Metric(float((ids == targets).sum()), float(len(ids)))}
         owner = np.repeat(np.arange(len(real)), real.sum(1))
         normal = self.settings.tokens.decode(ids).reshape(-1, size)
         truth = batch[ACTIONS].cpu().numpy()[real]
@@ -194,7 +194,7 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
         return act
 
     def policy_inputs(self, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
-        """Prompts as the model takes them, padded at the left."""
+        """Prompts as the model's inputs, padded at the left."""
         longest = max(len(prompt.tokens) for prompt in prompts)
         pad: Any = self.tokenizer.pad_token_id
         ids = torch.full((len(prompts), longest), self.actions.end if pad is None else int(pad), dtype=torch.int64)
@@ -205,7 +205,7 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
         return {"input_ids": ids, "attention_mask": mask, **self.prompt_inputs(prompts, longest)}
 
     def act(self, model: nn.Module, *inputs: Any) -> ActionBatch:
-        """`predict_action_batch` of the model, under its own attention; of tensors, and of arguments, by name."""
+        """`predict_action_batch` of the model, with its own attention, from tensors and from arguments by name."""
         tensors, arguments = inputs
         assert isinstance(model, ActionPolicy)
         with under_attention(model, self._own_attention), torch.compiler.set_stance("force_eager"):
@@ -214,7 +214,7 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
 
 
 class ActionRoot(LanguageRoot):
-    """A root that also acts."""
+    """A root that also computes actions."""
 
     entry_points = (*LanguageRoot.entry_points, "act")
 

@@ -1,1 +1,1 @@
-"""Models that see."""
+"""Vision-language models."""

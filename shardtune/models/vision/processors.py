@@ -26,7 +26,7 @@ _VIDEO = "video_processor"
 
 
 class _WithoutVideo(ProcessorMixin):
-    """The base of processors, which takes no video processor: transformers builds that by torchvision alone."""
+    """A base of processors without a video processor, which transformers builds with torchvision only."""
 
     @classmethod
     def get_attributes(cls) -> list[str]:
@@ -43,9 +43,9 @@ class _WithoutVideo(ProcessorMixin):
 
 
 def without_video(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:
-    """A processor class that takes no video processor; one that takes none anyway is returned as it is.
+    """A processor class without a video processor; one that has none anyway is returned unchanged.
 
-    It is saved under the name of the class it is made of, and loads what that one has saved.
+    It is saved under the name of the original class, and loads what that one has saved.
     """
     takes_video = _VIDEO in inspect.signature(kind.__init__).parameters
     return derived_class(kind, _WithoutVideo) if takes_video else kind
@@ -54,7 +54,7 @@ def without_video(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:
 def load_processor(path: str, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> ProcessorMixin:
     """The processor of a directory or Hub name.
 
-    Images are processed by Pillow wherever this runs, so that pixels do not depend on what else is installed.
+    Images are always processed by Pillow, so that pixels do not depend on which packages are installed.
 
     Raises:
         ModelError: there is none, or it cannot work without torchvision.
@@ -64,13 +64,13 @@ def load_processor(path: str, config: PreTrainedConfig, *, trust_remote_code: bo
     found = None if name is None else processor_class_from_name(name)
     if name is None or found is None:
         raise ModelError(
-            f"{path} names no processor that transformers knows ({name or 'none at all'})",
+            f"{path} names no processor that transformers supports ({name or 'none at all'})",
             where=f"{MODEL_PATH}: {', '.join(_NAMED_IN)}",
             remedy=GIVE_A_PROCESSOR,
         )
     try:
         loaded = without_video(found).from_pretrained(folder, backend="pil", trust_remote_code=trust_remote_code)
-    except Exception as error:  # a processor is a program of its own, and so are its parts
+    except Exception as error:  # a processor and its parts are third-party code and may raise anything
         raise _cannot_load(path, name, error) from error
     if not isinstance(loaded, ProcessorMixin):
         raise ModelError(f"{path} holds a tokenizer and no image processor", where=MODEL_PATH, remedy=GIVE_A_PROCESSOR)
@@ -78,10 +78,10 @@ def load_processor(path: str, config: PreTrainedConfig, *, trust_remote_code: bo
 
 
 def image_text(processor: ProcessorMixin) -> ImageText:
-    """The processor at work, once it is known that rows encoded here are what it gives itself.
+    """Applies the processor, after a check that rows encoded here equal its own output.
 
-    Some processors put images into a text in ways of their own (PaliGemma moves them to the front and writes tokens
-    around the text; Mllama tells each token which images it may look at). Their rows would be wrong without a sound.
+    Some processors put images into a text in other ways (PaliGemma moves them to the front and writes tokens
+    around the text; Mllama masks the images of each token). Their rows would be silently wrong.
 
     Raises:
         ModelError: the processor is one of these.
@@ -98,7 +98,7 @@ def image_text(processor: ProcessorMixin) -> ImageText:
 
 
 def _first_difference(images: ImageText) -> str | None:
-    """The first of a processor's tensors that is not what this package makes of the same text and images."""
+    """The first of a processor's tensors that differs from this package's for the same text and images."""
     shown = [Image.new("RGB", size, (size[0], 90, 200)) for size in ((32, 32), (64, 40))]
     text = f"a{images.image_token}b {images.image_token}c"
     expanded = images.expand(text, [image.size for image in shown]).text
@@ -138,7 +138,7 @@ def _cannot_load(path: str, name: str, error: Exception) -> ModelError:
     elif isinstance(error, ImportError):
         what, remedy = f"the processor {name} of {path} needs a package that is missing: {reason}", INSTALL
     elif "trust_remote_code" in str(error):
-        what, remedy = f"the processor of {path} is code of its own", TRUST
+        what, remedy = f"the processor of {path} is custom code", TRUST
     else:
         what, remedy = f"the processor {name} of {path} cannot be loaded: {reason}", GIVE_A_PROCESSOR
     return ModelError(what, where=MODEL_PATH, remedy=remedy)

@@ -1,4 +1,4 @@
-"""Every model of transformers that takes images and text and gives text."""
+"""Models of transformers that take images and text and generate text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ from shardtune.parallel.meta_init import init_empty_weights
 from shardtune.parallel.model_parallel import ModelParallel
 from shardtune.parallel.ranks import Ranks
 
-CLOSED_EYES = "its projector is all zeros, so images change nothing until it is trained, and packing cannot be proved"
+ZERO_PROJECTOR = (
+    "its projector is all zeros, so images change nothing until it is trained, and packing cannot be proved"
+)
 LOOKED_AT = 32
 """Tokens at a row's end whose logits have to change with its images."""
 
@@ -43,9 +45,9 @@ LOOKED_AT = 32
 class VisionLanguage(CausalLM):
     """A vision-language model of transformers, trained on packed rows of text and images.
 
-    Tokens go the way of a `CausalLM`'s: end to end, documents apart, the head at supervised positions in chunks. Images
-    are read and processed where micro-batches are made, which is in processes of the loader; all of a micro-batch go
-    through the model's eyes together.
+    Tokens are handled as by `CausalLM`: end to end, documents apart, the head at supervised positions in chunks. Images
+    are read and processed where micro-batches are made, in processes of the loader; all of a micro-batch go
+    through the vision tower together.
 
     Args:
         config: the model's config.
@@ -74,12 +76,12 @@ class VisionLanguage(CausalLM):
 
     @property
     def prepares_in_processes(self) -> bool:
-        """Images are decoded in processes of their own."""
+        """Images are decoded in separate processes."""
         return True
 
     def build(self) -> PreTrainedModel:
         model = super().build()
-        # Of Qwen-VL and its relatives: positions of three dimensions, by a method that needs the config alone.
+        # Qwen-VL and related models: three-dimensional positions, by a method that needs the config only.
         method = getattr(type(model.base_model), "get_rope_index", None)
         if method is not None:
             with init_empty_weights():
@@ -88,7 +90,7 @@ class VisionLanguage(CausalLM):
         return model
 
     def may_be_idle(self, name: str) -> bool:
-        """Language models take what a layer before the last of a vision tower gives, in LLaVA for one."""
+        """Some models (LLaVA) use an earlier layer of the vision tower, so its last layers may be idle."""
         return re.search(PARTS["vision_tower"], name) is not None
 
     def check_layout(self, layout: Layout) -> None:
@@ -129,14 +131,14 @@ class VisionLanguage(CausalLM):
     ) -> torch.Tensor:
         """int64 [3, tokens]: where each token is in time, height and width, from 0 in each document."""
         types = torch.from_numpy(self.images.token_type_ids(batch.input_ids.numpy()))
-        grid, places, seen = fields.get("image_grid_thw"), [], 0
+        grid, places, num_images = fields.get("image_grid_thw"), [], 0
         ends = batch.cu_seqlens.tolist()
         for start, stop, count in zip(ends[:-1], ends[1:], counts, strict=True):
             kinds = types[start:stop]
-            own = None if grid is None or not count else grid[seen : seen + count]
+            own = None if grid is None or not count else grid[num_images : num_images + count]
             found, _ = rope(batch.input_ids[None, start:stop], mm_token_type_ids=kinds[None], image_grid_thw=own)
             places.append(found[:, 0])
-            seen += count
+            num_images += count
         return torch.cat(places, dim=1)
 
     def _further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
@@ -181,27 +183,27 @@ class VisionLanguage(CausalLM):
     def probe_assumptions(
         self, root: AdapterRoot, samples: Sequence[Sample], device: torch.device, dtype: torch.dtype
     ) -> list[str]:
-        """Prove that packing is exact, and that what an image shows changes what is predicted behind it."""
+        """Prove that packing is exact, and that the content of an image changes the predictions after it."""
         assert isinstance(root, LanguageRoot)
-        closed = _has_closed_eyes(root.model)
-        if closed and self.packs:
-            # All images are alike yet, and so are many ways of attention over their tokens.
+        zero_projector = _has_zero_projector(root.model)
+        if zero_projector and self.packs:
+            # All images have the same features so far, so many wrong attention patterns would give the same result.
             self.one_row_per_forward(root.model)
         notes = super().probe_assumptions(root, samples, device, dtype)
-        if closed:
-            return [CLOSED_EYES, *notes]
-        seen = next((sample for sample in samples if len(sample.fields[ENDS])), None)
-        if seen is not None and not self._sees(root, seen, device):
+        if zero_projector:
+            return [ZERO_PROJECTOR, *notes]
+        with_images = next((sample for sample in samples if len(sample.fields[ENDS])), None)
+        if with_images is not None and not self._uses_images(root, with_images, device):
             raise ModelError(
-                "swapping the images of a row changes nothing that the model predicts behind them: it does not see",
+                "swapping the images of a row does not change the predictions after them: the model ignores images",
                 where=f"{type(root.model).__name__}: image tokens, pixels",
                 remedy="check that the processor is the model's own (its image token, its image size)",
             )
         return notes
 
     @torch.no_grad()
-    def _sees(self, root: LanguageRoot, sample: Sample, device: torch.device) -> bool:
-        """Whether noise in the place of a row's images moves the logits of any of its last tokens."""
+    def _uses_images(self, root: LanguageRoot, sample: Sample, device: torch.device) -> bool:
+        """Whether noise in place of a row's images changes the logits of any of its last tokens."""
         batch = self.collate([sample], [0], {})
         random = np.random.default_rng(0)
         sizes = [image.size for image in from_fields(sample.fields)]
@@ -219,7 +221,7 @@ class VisionLanguage(CausalLM):
         return super().shortened(sample, max(most, int(sample.fields[IMAGE_STOP])))
 
     def changed(self, sample: Sample) -> Sample:
-        """Other words around the same images."""
+        """The row with other text around the same images."""
         words = np.flatnonzero(self.images.token_type_ids(sample.input_ids) == 0)
         ids = sample.input_ids.copy()
         if not len(sample.fields[ENDS]):
@@ -228,14 +230,14 @@ class VisionLanguage(CausalLM):
         return replace(sample, input_ids=ids)
 
 
-def _has_closed_eyes(model: nn.Module) -> bool:
-    """Whether a matrix behind the eyes is zero, as Gemma 3 begins."""
+def _has_zero_projector(model: nn.Module) -> bool:
+    """Whether a matrix of the projector is zero, as in an untrained Gemma 3."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.ndim > 1]
     return any(re.search(PARTS["projector"], name) and not parameter.any() for name, parameter in named)
 
 
 def _widened(fields: Mapping[str, torch.Tensor], precision: str) -> dict[str, torch.Tensor]:
-    """Pixels in the precision of a proof; otherwise as the processor gives them."""
+    """Pixels in the precision of a proof; otherwise unchanged."""
     return {
         name: tensor.double() if precision == "fp64" and tensor.is_floating_point() else tensor
         for name, tensor in fields.items()
@@ -248,7 +250,7 @@ def _kept_pixels(images: ImageText, data: DataConfig) -> PixelCache | None:
     if images.pixel_bytes is None:
         raise ConfigError(
             f"data.keep_pixels: the images of {type(images.processor).__name__} cannot be kept one by one as bytes: "
-            "what it makes of several is not what it makes of each, rescaled and normalised",
+            "its output for several images differs from that for each of them, rescaled and normalised",
             where="data.keep_pixels",
             remedy="leave it out",
         )
@@ -262,5 +264,5 @@ def _encoded(image: Image.Image) -> StoredImage:
 
 
 def _prompt_images(prompt: Prompt) -> list[StoredImage]:
-    """The images that a prompt has; those of a row's later turns are not its own."""
+    """The images of a prompt, without those of the row's later turns."""
     return from_fields(prompt.fields)[: int(prompt.fields[PROMPT_IMAGES])] if prompt.fields else []

@@ -320,7 +320,7 @@ class TestRefusals:
             def get_vocab(self) -> dict[str, int]:
                 return self.letters
 
-        with pytest.raises(DataError, match="which characters a token covers"):
+        with pytest.raises(DataError, match="has no character offsets for its tokens"):
             ChatEncoder(Slow(), None)
 
 

@@ -106,12 +106,12 @@ def test_the_key_tells_settings_and_templates_apart(tmp_path: Path) -> None:
 def test_bad_images_are_named_or_skipped(tmp_path: Path) -> None:
     file = write_rows(tmp_path / "a", 10, 20, 30)
     (tmp_path / "a" / "1.png").write_bytes(b"nothing")
-    with pytest.raises(DataError, match=r"1\.png: it is no image that Pillow knows") as told:
+    with pytest.raises(DataError, match=r"1\.png: it is not an image that Pillow can read") as told:
         build(str(file), tmp_path / "cache")
     assert told.value.where == f"{file}: row 2"
     rows = build(str(file), tmp_path / "cache", on_bad_row="skip")
     assert grey(rows) == [10, 30]
-    assert f"row 2 (image {tmp_path / 'a' / '1.png'}: it is no image" in " ".join(rows.report.lines())
+    assert f"row 2 (image {tmp_path / 'a' / '1.png'}: it is not an image" in " ".join(rows.report.lines())
 
 
 def test_a_format_that_the_recipe_names(tmp_path: Path) -> None:

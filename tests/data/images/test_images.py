@@ -203,7 +203,7 @@ BAD = {
     "torn.webp": (encoded(LARGE, "WEBP")[:-500], "torn|no image"),
     "cut.png": (encoded(LARGE)[:20], "torn|no image"),
     "empty.png": (b"", "it is empty"),
-    "words.png": (b"hello, this is text", "no image that Pillow knows"),
+    "words.png": (b"hello, this is text", "not an image that Pillow can read"),
     "cmyk.jpg": (encoded(Image.new("CMYK", (4, 4)), "JPEG"), "it is in CMYK"),
     "deep.png": (encoded(Image.fromarray(np.full((4, 4), 4000, np.uint16))), "it is 16-bit"),
     "float.tiff": (encoded(Image.new("F", (4, 4)), "TIFF"), "of floating numbers"),

@@ -177,7 +177,7 @@ class TestBadRows:
             ({"action": [1.0, 2.0]}, "the action has 2 dimensions, those before have 1"),
             ({"action": []}, "not finite numbers"),
             ({"task": 7}, "the instruction is 7, not text"),
-            ({"frame_index": 0}, "the frame 0 does not come behind 1"),
+            ({"frame_index": 0}, "the frame 0 does not come after 1"),
         ],
     )
     def test_in_the_middle(self, tmp_path, all_rows, changed, message):
@@ -212,7 +212,7 @@ class TestBadRows:
 
     def test_episodes_that_do_not_stand_together(self, tmp_path, read):
         rows = [*frames(1, 1), *frames(1)]
-        with pytest.raises(DataError, match="the rows of episode 0 do not stand together") as caught:
+        with pytest.raises(DataError, match="the rows of episode 0 are not consecutive") as caught:
             read(write(tmp_path / "rows.jsonl", rows))
         assert "row 3" in str(caught.value)
 
@@ -224,7 +224,7 @@ class TestBadRows:
             read({"path": path, "columns": {"question": "task"}})
 
     def test_a_format_of_texts(self, tmp_path, read):
-        with pytest.raises(DataError, match="'messages' is one of texts"):
+        with pytest.raises(DataError, match="'messages' is for text"):
             read({"path": write(tmp_path / "rows.jsonl", frames(2)), "format": "messages"})
 
 

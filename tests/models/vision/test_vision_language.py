@@ -14,7 +14,7 @@ from shardtune.batch import PackedBatch
 from shardtune.config import load_recipe
 from shardtune.data.images.images import ENDS
 from shardtune.errors import ConfigError, ModelError, ParallelError
-from shardtune.models.vision.vision_language import CLOSED_EYES, VisionLanguage
+from shardtune.models.vision.vision_language import ZERO_PROJECTOR, VisionLanguage
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.models.vision.test_vision_on_ranks import a_recipe
 from tests.support.dist.ranks import run_ranks
@@ -57,9 +57,8 @@ def test_a_model_whose_projector_is_zero_is_not_packed(places: tuple[Path, Path]
     worker = a_worker(places, "qwen2_5_vl", data__eval_data_paths=None)
     with torch.no_grad():
         worker.inner_model.get_parameter("model.visual.merger.mlp.2.weight").zero_()
-    worker.notes.clear()
-    worker.task.probe_assumptions(worker.model, worker.device)
-    assert worker.notes[0] == CLOSED_EYES
+    notes = worker.task.probe_assumptions(worker.model, worker.device)
+    assert notes[0] == ZERO_PROJECTOR
     assert not worker.adapter.rows_share_forwards
     worker.release()
 
@@ -69,7 +68,7 @@ def test_a_model_that_does_not_see_is_refused(places: tuple[Path, Path]) -> None
     with torch.no_grad():
         worker.inner_model.get_parameter("model.multi_modal_projector.linear_2.weight").fill_(1e-30)
         worker.inner_model.get_parameter("model.multi_modal_projector.linear_1.weight").fill_(1e-300)
-    with pytest.raises(ModelError, match="it does not see"):
+    with pytest.raises(ModelError, match="the model ignores images"):
         worker.task.probe_assumptions(worker.model, worker.device)
     worker.release()
 

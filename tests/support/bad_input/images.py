@@ -84,7 +84,7 @@ IMAGES: list[Case] = [
     bad_image("a torn JPEG", "a.jpg", encoded(NOISE, "JPEG")[:-500], says="it is torn: image file is truncated"),
     bad_image("a torn PNG", "a.png", encoded(NOISE, "PNG")[:-500], says="it is torn"),
     bad_image("an image of no bytes", "a.png", b"", says="it is empty"),
-    bad_image("a text named PNG", "a.png", b"hello", says="it is no image that Pillow knows"),
+    bad_image("a text named PNG", "a.png", b"hello", says="it is not an image that Pillow can read"),
     bad_image("an image in CMYK", "a.jpg", encoded(Image.new("CMYK", (8, 8)), "JPEG"), says="in CMYK | convert it"),
     bad_image(
         "an image of 16 bits", "a.png", encoded(Image.fromarray(np.full((8, 8), 999, np.uint16)), "PNG"),
