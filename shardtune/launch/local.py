@@ -128,16 +128,16 @@ def write_report(rank: int, error: BaseException, message: str) -> None:
     partial.replace(file)
 
 
-def free_port(wanted: int | None) -> int:
-    """A port that is free now, or the wanted one; an error where that is taken."""
+def free_port(preferred: int | None) -> int:
+    """A port that is free now, or the preferred one; an error where that is taken."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", wanted or 0))
+            probe.bind(("127.0.0.1", preferred or 0))
         except OSError as error:
             raise ParallelError(
-                f"port {wanted} cannot be used: {error.strerror}",
-                where=f"runner.master_port = {wanted}",
+                f"port {preferred} cannot be used: {error.strerror}",
+                where=f"runner.master_port = {preferred}",
                 remedy="choose another, or leave runner.master_port out: a free one is found",
             ) from error
         return int(probe.getsockname()[1])
@@ -176,7 +176,7 @@ def run_ranks(
                 if rank.poll() is None:
                     rank.kill()
                 rank.wait()
-        raise_outcome(codes, _reports(Path(folder)), stop_sent=stop.asked)
+        raise_outcome(codes, _reports(Path(folder)), stop_sent=stop.requested)
 
 
 def _start(
@@ -208,7 +208,7 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], stop: StopSignal) -> list[i
     """
     until, forwarded = math.inf, False
     while True:
-        if stop.asked and not forwarded:
+        if stop.requested and not forwarded:
             forwarded = True
             for rank in ranks:
                 rank.send_signal(signal.SIGTERM)

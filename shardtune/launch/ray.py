@@ -179,7 +179,7 @@ def run_ranks_on_ray(
             with suppress(Exception):  # the cluster may be gone
                 ray_cluster.release(group)
             cluster.lost |= ranks.lost_nodes()
-        raise_outcome(ranks.codes, ranks.reports, stop_sent=stop.asked, gone=ranks.gone)
+        raise_outcome(ranks.codes, ranks.reports, stop_sent=stop.requested, gone=ranks.gone)
 
 
 def _reserve(cluster: Cluster, workers: int, stop: StopSignal) -> PlacementGroup:
@@ -345,7 +345,7 @@ class _Ranks:
         polls: dict[ObjectRef[Sign], int] = {}
         until, forwarded = None, False
         while True:
-            if stop.asked and not forwarded:
+            if stop.requested and not forwarded:
                 forwarded = True
                 for holder in self._holders:
                     holder.call(RankHolder.stop)

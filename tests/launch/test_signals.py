@@ -260,4 +260,4 @@ def test_a_deferred_signal_is_only_noted() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.asked
-    assert not StopSignal().asked
+    assert not StopSignal().requested
