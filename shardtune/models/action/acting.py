@@ -1,4 +1,4 @@
-"""Models that act: what closed-loop evaluation asks of an adapter."""
+"""Models that act: the interface that closed-loop evaluation requires of an adapter."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
 
 
 class ActingAdapter(Adapter):
-    """A model that says what to do next in an environment."""
+    """A model that predicts actions in an environment."""
 
     @abstractmethod
     def policy(self, root: AdapterRoot, device: torch.device) -> Policy:
-        """What says of observations which actions to take.
+        """The policy, which maps observations to actions.
 
-        It is called at the same time on every rank, with any number of observations, from one on; each call has to do
-        the same collectives whatever it is asked. Actions are in the units of the environment, that is of the training
+        It is called at the same time on every rank, with any number of observations, from one on; each call has to run
+        the same collectives for any observations. Actions are in the units of the environment, that is of the training
         data.
 
         Args:

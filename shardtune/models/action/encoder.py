@@ -90,8 +90,8 @@ class ActionEncoder(ImageChatEncoder):
 
     def cache_key(self) -> str:
         settings = {**asdict(self.settings), "value_sizes": None, "cameras": None}
-        told = [super().cache_key(), json.dumps([settings, asdict(self.form)], sort_keys=True), str(ENCODING_VERSION)]
-        return hashlib.blake2b("\0".join(told).encode(), digest_size=20).hexdigest()
+        parts = [super().cache_key(), json.dumps([settings, asdict(self.form)], sort_keys=True), str(ENCODING_VERSION)]
+        return hashlib.blake2b("\0".join(parts).encode(), digest_size=20).hexdigest()
 
     def encode(self, row: Row) -> Sample:
         key = self._key(str(row["dataset"]))
@@ -137,7 +137,7 @@ class ActionEncoder(ImageChatEncoder):
         return stops[0]
 
     def observed(self, observation: Observation, unnorm_key: str | None = None) -> Prompt:
-        """What a policy is asked about an observation.
+        """The prompt of a policy for an observation.
 
         Args:
             observation: images of the cameras of the training data, instruction, state.
@@ -184,8 +184,8 @@ class ActionEncoder(ImageChatEncoder):
             filled = marks + _filled(self.form.text or PROMPT, named)
             text = filled.replace(IMAGE_MARK, self.images.image_token)
         else:
-            asked = marks + _filled(QUESTION + (WITH_STATE if "state" in named else ""), named)
-            text = self.template.render([{"role": "user", "content": asked}], None, prompt=True)
+            question = marks + _filled(QUESTION + (WITH_STATE if "state" in named else ""), named)
+            text = self.template.render([{"role": "user", "content": question}], None, prompt=True)
         expanded = self.images.expand(text, [image.size for image in images])
         ids, starts, _ = self._tokens(expanded.text)
         stop = int(np.searchsorted(starts, expanded.images[-1][1])) if images else 0
@@ -213,10 +213,10 @@ def check_prompt(text: str, *, with_state: bool) -> None:
         ConfigError: it has none, or one for what is not there.
     """
     places = {"{instruction}": True, "{state}": with_state}
-    for place, wanted in places.items():
-        if (place in text) != wanted:
+    for place, required in places.items():
+        if (place in text) != required:
             raise ConfigError(
-                f"{PROMPT_KEY}: {text!r} has {'no' if wanted else 'a'} place for {place}",
+                f"{PROMPT_KEY}: {text!r} has {'no' if required else 'a'} place for {place}",
                 where=PROMPT_KEY,
                 remedy="write {instruction}, and {state} with actor.model.action_state: text alone",
             )

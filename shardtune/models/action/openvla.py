@@ -315,7 +315,7 @@ class OpenVLAForActionPrediction(ActionPolicy, OpenVLA):
         return self.settings_for(None)
 
     def settings_for(self, unnorm_key: str | None) -> ActionSettings:
-        """What the config says of actions; data sets may differ in their dimensions."""
+        """The action settings of the config; data sets may differ in their dimensions."""
         if self.config.to_dict().get(SETTINGS) is not None:
             return ActionSettings.of(self.config)
         return openvla_settings(self.config, unnorm_key)
@@ -331,7 +331,7 @@ class OpenVLAForActionPrediction(ActionPolicy, OpenVLA):
 
 
 def openvla_settings(config: OpenVLAConfig, unnorm_key: str | None = None) -> ActionSettings:
-    """What OpenVLA's own keys of a config say of actions.
+    """The action settings from OpenVLA's keys of a config.
 
     Args:
         config: the directory's.

@@ -1,4 +1,4 @@
-"""Images and prompts of OpenVLA's directories, as their preprocessor_config.json asks; by Pillow alone."""
+"""Images and prompts of OpenVLA's directories, as their preprocessor_config.json specifies; by Pillow alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
 
     Args:
         use_fused_vision_backbone: whether there are two backbones.
-        image_resize_strategy: resize-naive (to the size asked for), resize-crop (the shorter side, then the middle),
+        image_resize_strategy: resize-naive (to the requested size), resize-crop (the shorter side, then the middle),
             letterbox (padded to a square first).
         input_sizes: [3, height, width] for each backbone.
         interpolations: for each backbone, by Pillow's names.
@@ -144,7 +144,7 @@ def load_openvla_processor(folder: Path, config: OpenVLAConfig) -> PrismaticProc
 
     Args:
         folder: the directory.
-        config: its config.json, which plain transformers would want code from the directory for.
+        config: its config.json, for which plain transformers would need code from the directory.
 
     Raises:
         ModelError: the directory lacks a part, or it cannot be read.

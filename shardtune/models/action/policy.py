@@ -1,4 +1,4 @@
-"""Models that answer with actions: any model of transformers that generates, and what its directory says of actions."""
+"""Models that answer with actions: any generating model of transformers, with the action settings of its directory."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ DatasetStatistics = Mapping[str, Mapping[str, object]]
 
 @dataclass(frozen=True, slots=True)
 class ActionSettings:
-    """What a model's directory says of actions.
+    """The action settings of a model's directory.
 
     Attributes:
         action_token_len: dimensions of an action.
         action_chunks_len: actions that are predicted at once.
         num_action_bins: tokens that stand for values.
         token_top: one more than the highest id of an action token.
-        unnorm_key: the dataset whose statistics hold unless another is asked for; None: there is only one.
+        unnorm_key: the dataset whose statistics are the default; None: there is only one.
         norm_stats: of all datasets, as `dataset_statistics.json` has them.
         prompt: the text before the action tokens, with `{instruction}` (and `{state}`); None: the processor's chat
             template, or OpenVLA's prompt where it has none.
@@ -75,7 +75,7 @@ class ActionSettings:
         """Of a model's config.
 
         Raises:
-            ModelError: the model knows nothing of actions.
+            ModelError: the model has no action settings.
         """
         found = config.to_dict().get(SETTINGS)
         if not isinstance(found, Mapping):
@@ -183,7 +183,7 @@ class RowDraws(LogitsProcessor):
 if TYPE_CHECKING:
 
     class _Generates(PreTrainedModel, GenerationMixin):
-        """What the mixin stands before."""
+        """The bases that the mixin is combined with."""
 else:
     _Generates = object
 
@@ -191,11 +191,11 @@ else:
 class ActionPolicy(_Generates):
     """A mixin before any class of transformers that generates: `class A(ActionPolicy, LlavaForConditionalGeneration)`.
 
-    What it knows of actions stands in its config (`ActionSettings.write_to`), and so goes through `save_pretrained`
-    and `from_pretrained`.
+    Its action settings are stored in its config (`ActionSettings.write_to`), so `save_pretrained` and
+    `from_pretrained` keep them.
 
     Attributes:
-        value_head: where the settings ask for one, else None.
+        value_head: if the settings configure one, else None.
     """
 
     value_head: ValueHead | None
@@ -285,7 +285,7 @@ class ActionPolicy(_Generates):
 def _drawing(
     settings: ActionSettings, rows: int, do_sample: bool, seeds: Sequence[int] | None, given: dict[str, Any]
 ) -> dict[str, object]:
-    """The arguments of `generate` that say how many tokens are chosen, and how; takes those it uses out of `given`."""
+    """The arguments of `generate` for the number of tokens and their sampling; removes those it uses from `given`."""
     processors = LogitsProcessorList([*given.pop("logits_processor", ()), ActionLogits(settings.tokens)])
     fixed = {"max_new_tokens": settings.length, "min_new_tokens": settings.length}
     if not do_sample or seeds is not None:
@@ -331,7 +331,7 @@ def _check_seeds(seeds: Sequence[int], rows: int, do_sample: bool) -> None:
 def action_class(base: type[PreTrainedModel]) -> type[Any]:
     """A model class with actions: `ActionPolicy` before it, under its own name, which `save_pretrained` writes down.
 
-    So a directory says that it holds the base class, as which plain transformers loads it.
+    So the directory names the base class, and plain transformers can load it.
     """
     if issubclass(base, ActionPolicy):
         return base

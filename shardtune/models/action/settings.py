@@ -59,7 +59,7 @@ def settings_for(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrained
 
 
 def stored_settings(config: PreTrainedConfig) -> ActionSettings | None:
-    """What a model's directory says of actions; None for one that says nothing."""
+    """The action settings of a model's directory; None without any."""
     if config.to_dict().get(SETTINGS) is not None:
         return ActionSettings.of(config)
     return openvla_settings(config) if isinstance(config, OpenVLAConfig) else None
@@ -74,19 +74,19 @@ def _statistics(recipe: Recipe, stored: ActionSettings | None) -> tuple[dict[str
     known = dict(stored.norm_stats) if stored is not None else {}
     if model.action_statistics is not None:
         known |= read_statistics(Path(model.action_statistics))
-    wanted = model.unnorm_key
-    if wanted is not None and wanted in known:
-        return known, wanted
-    if wanted is None and model.action_statistics is not None:
+    requested = model.unnorm_key
+    if requested is not None and requested in known:
+        return known, requested
+    if requested is None and model.action_statistics is not None:
         own = read_statistics(Path(model.action_statistics))
         return known, next(iter(own)) if len(own) == 1 else None
     computed = _computed(recipe, stored)
     if computed is None:
         assert stored is not None
-        return known, choose_key(known, wanted) if wanted is not None else stored.unnorm_key
+        return known, choose_key(known, requested) if requested is not None else stored.unnorm_key
     together = {**computed, **known}
-    if wanted is not None:
-        return together, choose_key(together, wanted)
+    if requested is not None:
+        return together, choose_key(together, requested)
     return together, next(iter(computed)) if len(computed) == 1 else None
 
 
@@ -134,7 +134,7 @@ def _computed(recipe: Recipe, stored: ActionSettings | None) -> dict[str, Datase
     try:
         return to_json(source_statistics(_sources(recipe, spec), cache_dir=data.cache_dir, on_bad_row=data.on_bad_row))
     except DataError:
-        if has_own:  # what is wrong with the rows is said where they are read; evaluation does without them
+        if has_own:  # errors in the rows are reported where they are read; evaluation works without statistics
             return None
         raise
 

@@ -1,6 +1,6 @@
 """Vision transformers with the parameter names of timm, which directories of OpenVLA hold; without timm itself.
 
-`SHAPES` says what timm calls them and how large they are. Of their outputs the patches of the last block but one are
+`SHAPES` holds their names in timm and their sizes. Of their outputs the patches of the last block but one are
 used.
 """
 

@@ -68,14 +68,14 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
             kind: Any = OpenVLAForActionPrediction
         else:
             kind = action_class(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(self.config)])
-        implementation = None if self._asked == "auto" else self._asked
+        implementation = None if self._requested_attention == "auto" else self._requested_attention
         try:
             with init_empty_weights():
                 return kind._from_config(self.config, dtype=torch.float32, attn_implementation=implementation)
         except (ValueError, ImportError, KeyError) as error:
             raise ModelError(
                 f"transformers cannot build a {self._kind} of type {self.config.model_type!r}: {error}",
-                where=f"actor.model.model_path, actor.model.attn_implementation: {self._asked}",
+                where=f"actor.model.model_path, actor.model.attn_implementation: {self._requested_attention}",
                 remedy="check the model directory's config.json and actor.model.attn_implementation",
             ) from error
 
@@ -160,8 +160,8 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
         is_action = np.ones(int(counts.sum()), dtype=bool)
         is_action[np.cumsum(counts) - 1] = False
         assert isinstance(batch, PackedBatch)
-        ids, wanted = (values.cpu().numpy()[is_action] for values in (chosen, batch.targets))
-        found = {ACCURACY: Metric(float((ids == wanted).sum()), float(len(ids)))}
+        ids, expected = (values.cpu().numpy()[is_action] for values in (chosen, batch.targets))
+        found = {ACCURACY: Metric(float((ids == expected).sum()), float(len(ids)))}
         owner = np.repeat(np.arange(len(real)), real.sum(1))
         normal = self.settings.tokens.decode(ids).reshape(-1, size)
         truth = batch[ACTIONS].cpu().numpy()[real]

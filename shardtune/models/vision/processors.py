@@ -70,7 +70,7 @@ def load_processor(path: str, config: PreTrainedConfig, *, trust_remote_code: bo
         )
     try:
         loaded = without_video(found).from_pretrained(folder, backend="pil", trust_remote_code=trust_remote_code)
-    except Exception as error:  # a processor is a program of its own, and so are its parts
+    except Exception as error:  # a processor is arbitrary code, and so are its parts
         raise _cannot_load(path, name, error) from error
     if not isinstance(loaded, ProcessorMixin):
         raise ModelError(f"{path} holds a tokenizer and no image processor", where=MODEL_PATH, remedy=GIVE_A_PROCESSOR)
@@ -78,10 +78,10 @@ def load_processor(path: str, config: PreTrainedConfig, *, trust_remote_code: bo
 
 
 def image_text(processor: ProcessorMixin) -> ImageText:
-    """The processor at work, once it is known that rows encoded here are what it gives itself.
+    """The processor in use, after checking that rows encoded here equal its own output.
 
-    Some processors put images into a text in ways of their own (PaliGemma moves them to the front and writes tokens
-    around the text; Mllama tells each token which images it may look at). Their rows would be wrong without a sound.
+    Some processors insert images in special ways (PaliGemma moves them to the front and adds tokens around the text;
+    Mllama masks which images each token may attend to). Their rows would be silently wrong.
 
     Raises:
         ModelError: the processor is one of these.
