@@ -38,7 +38,7 @@ def shard_model(
     experts: Collection[nn.Module] = (),
     offload: bool = False,
 ) -> Hold:
-    """Shard `root` in place as its ranks' layout says: with FSDP2 (so DDP too) or FSDP1; arguments as `shard` has them.
+    """Shard `root` in place by its ranks' layout: with FSDP2 (so DDP too) or FSDP1; arguments as `shard` has them.
 
     FSDP1 takes weights that have their values, so here the model gets rows to load them into, and the returned
     function passes them on.
