@@ -1,1 +1,1 @@
-"""Checkpoints: atomic folders, sharded tensors, Hugging Face directories in and out."""
+"""Checkpoints: atomic folders, sharded tensors, reading and writing Hugging Face directories."""

@@ -53,7 +53,7 @@ def save_tensors(
 
 @dataclass(frozen=True, slots=True)
 class PendingSave:
-    """A save that goes on while training does. When rank 0's is done, the files of all ranks are on the disk."""
+    """A save that runs in parallel to training. When rank 0's is done, the files of all ranks are on the disk."""
 
     folder: Path
     future: Future[None] | None

@@ -113,7 +113,7 @@ def check_weights(
     stored = find_weights(model_path)
     targets = _targets(model)
     assignments, unexpected = assign(model, stored, targets)
-    unexpected = _worth_saying(model, unexpected)
+    unexpected = _reportable(model, unexpected)
     _check_complete(model, targets, assignments, Path(model_path))
     growable = {id(parameter) for parameter in growing(model)} if grow else set()
     _check_shapes(assignments, targets, growable)
@@ -134,7 +134,7 @@ def _matches(patterns: Sequence[str] | set[str] | None, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns or ())
 
 
-def _worth_saying(model: PreTrainedModel, unexpected: Sequence[str]) -> list[str]:
+def _reportable(model: PreTrainedModel, unexpected: Sequence[str]) -> list[str]:
     """Without names that the model declares harmless, and without the rotary frequencies of older checkpoints."""
     harmless = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
     return [name for name in unexpected if not _matches(harmless, name)]

@@ -141,7 +141,7 @@ ALTERNATIVE_KEYS = {
     "actor.model.micro_batch_size": "actor.micro_batch_size",
     "actor.model.val_micro_batch_size": "actor.eval_micro_batch_size",
 }
-"""Alternative keys, and the keys that they stand for; the resolved recipe has only the latter."""
+"""Alternative keys, and the keys that they replace; the resolved recipe has only the latter."""
 
 
 def _move_alternative_keys(tree: Tree, merged: Merged) -> list[ConfigError]:

@@ -25,7 +25,7 @@ USER_MODULE = "shardtune_user_"
 
 
 def import_file(path: Path, where: str) -> ModuleType:
-    """Import a file under a name of its own, once per process, and again only when it has changed."""
+    """Import a file under a unique name, once per process, and again only when it has changed."""
     try:
         content = path.read_bytes()
     except OSError as error:

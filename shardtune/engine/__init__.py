@@ -1,1 +1,1 @@
-"""A user's own module on all ranks, whose methods are called as if it were one."""
+"""Runs a user-defined module on all ranks and calls its methods as on a single object."""

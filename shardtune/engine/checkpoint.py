@@ -1,4 +1,4 @@
-"""What a module has learned, its optimizers and schedules, in a folder that any layout of an engine continues from."""
+"""Saves trained weights, optimizers and schedules in a folder that any layout of an engine can load."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODEL, OPTIMIZERS, STATE = "model", "optimizers", "engine.json"
 def save_state(folder: Path, module: nn.Module, weights: Weights) -> None:
     """Write the trained weights, buffers, optimizers and schedules; every rank calls it.
 
-    Frozen weights beside trained ones are left out: they come from where the module's weights come from.
+    Frozen weights beside trained ones are left out: they are loaded from the module's source of weights.
     """
     save_tensors(folder / MODEL, _kept(weights))
     described: dict[str, dict[str, object]] = {"optimizers": {}, "schedules": {}}
@@ -34,16 +34,16 @@ def save_state(folder: Path, module: nn.Module, weights: Weights) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f"{STATE}.partial"
         partial.write_text(json.dumps(described, default=_number))
-        partial.replace(folder / STATE)  # last: without it the folder is no state
+        partial.replace(folder / STATE)  # last: it marks the folder as complete
     if dist.is_initialized():
         dist.barrier()
 
 
 def load_state(folder: Path, module: nn.Module, weights: Weights) -> None:
-    """Take all that from a folder, on any number of ranks; every rank calls it.
+    """Load what `save_state` wrote, on any number of ranks; every rank calls it.
 
     Raises:
-        CheckpointError: it is not there, or of another module or other optimizers.
+        CheckpointError: it does not exist, or belongs to another module or other optimizers.
     """
     try:
         described = json.loads((folder / STATE).read_text())

@@ -1,4 +1,4 @@
-"""The engine: a user's module on all ranks, whose methods are called as if it were one."""
+"""The engine: runs a user's module on all ranks and calls its methods as on a single object."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _numbers = itertools.count()
 
 
 class TrainEngine:
-    """Runs the methods of a module on all ranks; a call gives one value per rank, in rank order.
+    """Runs the methods of a module on all ranks; a call returns one value per rank, in rank order.
 
     Args:
         module: of a class that inherits from one of `shardtune.nn`, best made inside `init_empty_weights()`; or a model
             of PEFT around such a module. The ranks work on copies of it.
         executor: fsdp2 | fsdp1: weights are sharded; ddp: every rank has them all.
-        precision: of the computation, bf16 | fp16 | fp32 | fp64; None: that which the module was made in. Weights,
+        precision: of the computation, bf16 | fp16 | fp32 | fp64; None: that of the module's parameters. Weights,
             gradients and optimizer states are held in full precision (fp32, with fp64 in fp64).
-        seed: of weights that are drawn.
+        seed: of randomly initialised weights.
 
     Raises:
-        ModelError: the module is no train module, or a method of it has a name of the engine's.
+        ModelError: the module is not a train module, or one of its methods has the name of an engine method.
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class TrainEngine:
 
     def _call(self, method: Method, /, *args: object, **kwargs: object) -> list[object]:
         marked = any(isinstance(value, NeedParallel) for value in (*args, *kwargs.values()))
-        weighed = method.check(args, kwargs, handed=marked)
+        weighed = method.check(args, kwargs, has_weights=marked)
         team = self._built(method.name)
         parts = divide(args, kwargs, self._layout, weighed=weighed)
         self._take_turn(team)
         same = all(part is parts[0] for part in parts)
         request = Request(self._id, "call", (method.name, parts[0]))
-        return team.ask([request if same else Request(self._id, "call", (method.name, part)) for part in parts])
+        return team.request([request if same else Request(self._id, "call", (method.name, part)) for part in parts])
 
     # Building.
 
@@ -108,13 +108,13 @@ class TrainEngine:
         replicate_size: int = 1,
         take_turns: bool = True,
     ) -> TrainEngine:
-        """Put the module on its ranks, give it its weights, and call its `on_weights_materialized` there.
+        """Build the module on its ranks, load its weights, and call its `on_weights_materialized` there.
 
         Args:
             tensor_parallel_size: ranks that share each matrix multiplication.
-            data_parallel_size: groups of ranks that have samples of their own; None: all that are left of the ranks
-                there are (torchrun, colocate_with), else one.
-            colocate_with: an engine that is built, whose ranks are used.
+            data_parallel_size: groups of ranks with different samples; None: all remaining ranks (torchrun,
+                colocate_with), otherwise one.
+            colocate_with: a built engine, whose ranks are shared.
             sequence_parallel_size: ranks that share each sequence, in calls with NeedParallel(type="seq").
             replicate_size: copies of the sharded module (fsdp2), which divides data_parallel_size.
             take_turns: with colocate_with: only one of the engines is in memory at a time; a call wakes its own.
@@ -143,7 +143,7 @@ class TrainEngine:
             copy.deepcopy(self._module) if _is_here(team) else self._module, layout, self._precision, self._seed
         )
         try:
-            self.notes: list[str] = team.ask_all(Request(self._id, "build", (order,)))[0]
+            self.notes: list[str] = team.request_all(Request(self._id, "build", (order,)))[0]
         except BaseException:
             team.engines.pop(self._id, None)
             if colocate_with is None:
@@ -155,15 +155,15 @@ class TrainEngine:
         return self
 
     def _laid_out(self, sizes: tuple[int, int | None, int, int], given: int | None) -> Layout:
-        """The layout of these sizes on so many ranks (None: as many as it takes)."""
+        """The layout of these sizes on this number of ranks (None: as many as needed)."""
         tensor, data, sequence, replicate = sizes
         if min(tensor, sequence, replicate, 1 if data is None else data) < 1:
             raise ParallelError("a size is below 1", where="build(…)", remedy="leave it out")
         inner = tensor * sequence
         if given is not None and (given % inner or (data is not None and data * inner != given)):
-            asked = f"tensor {tensor} x sequence {sequence}" + (f" x data {data}" if data is not None else "")
+            requested = f"tensor {tensor} x sequence {sequence}" + (f" x data {data}" if data is not None else "")
             raise ParallelError(
-                f"{asked} ranks are asked for, there are {given}",
+                f"{requested} ranks are needed, there are {given}",
                 where="build(…)",
                 remedy="leave data_parallel_size out, and let the others divide the ranks there are",
             )
@@ -200,52 +200,52 @@ class TrainEngine:
 
     @property
     def layout(self) -> Layout:
-        """How the ranks are laid out."""
+        """The layout of the ranks."""
         return self._layout
 
     @property
     def methods(self) -> list[str]:
-        """What can be called."""
+        """The methods that can be called."""
         return sorted(self._methods)
 
-    # Where the module is.
+    # The module's place in memory.
 
     def train(self, mode: bool = True) -> TrainEngine:
-        """Let the module train (dropout) from now on, or not."""
-        self._built("train").ask_all(Request(self._id, "train", (mode,)))
+        """Set the module to training mode (dropout), or to evaluation mode."""
+        self._built("train").request_all(Request(self._id, "train", (mode,)))
         return self
 
     def eval(self) -> TrainEngine:
-        """Let the module evaluate from now on."""
+        """Set the module to evaluation mode."""
         return self.train(False)
 
     def cpu(self) -> TrainEngine:
-        """Move weights, gradients and optimizer states to the hosts' memory; on ranks without a GPU they are there."""
-        self._built("cpu").ask_all(Request(self._id, "to_host"))
+        """Move weights, gradients and optimizer states to host memory; a no-op on ranks without a GPU."""
+        self._built("cpu").request_all(Request(self._id, "to_host"))
         return self
 
     def cuda(self) -> TrainEngine:
-        """Move all that to the ranks' devices."""
+        """Move weights, gradients and optimizer states to the ranks' devices."""
         return self.wake()
 
     def sleep(self) -> TrainEngine:
-        """Give the memory of weights, gradients and optimizer states back until the next call: from a GPU to the host's
-        memory, from the host's memory to a file."""
+        """Free the memory of weights, gradients and optimizer states until the next call: from a GPU to host memory,
+        from host memory to a file."""
         team = self._built("sleep")
-        team.ask_all(Request(self._id, "sleep"))
+        team.request_all(Request(self._id, "sleep"))
         team.awake.discard(self._id)
         return self
 
     def wake(self) -> TrainEngine:
-        """Take the memory again; a call does so by itself."""
+        """Restore the memory; a call does so automatically."""
         team = self._built("wake")
         self._take_turn(team)
-        team.ask_all(Request(self._id, "wake"))
+        team.request_all(Request(self._id, "wake"))
         return self
 
     def memory(self) -> list[int]:
         """Bytes that weights, buffers, gradients and optimizer states hold on each rank's device."""
-        return self._built("memory").ask_all(Request(self._id, "memory"))
+        return self._built("memory").request_all(Request(self._id, "memory"))
 
     def _take_turn(self, team: Team) -> None:
         if team.engines.get(self._id):
@@ -254,30 +254,30 @@ class TrainEngine:
 
     def _put_others_to_sleep(self, team: Team) -> None:
         for other in [name for name in team.awake if name != self._id and team.engines.get(name)]:
-            team.ask_all(Request(other, "sleep"))
+            team.request_all(Request(other, "sleep"))
             team.awake.discard(other)
 
-    # What it has learned.
+    # Saving and loading.
 
     def save(self, path: str | Path) -> None:
-        """Write weights, optimizers and schedules into a folder, each rank its part."""
-        self._asked("save", str(path))
+        """Write weights, optimizers and schedules into a folder, each rank its shard."""
+        self._on_ranks("save", str(path))
 
     def load(self, path: str | Path) -> None:
-        """Go on from a folder that `save` wrote, on this layout or any other."""
-        self._asked("load", str(path))
+        """Continue from a folder that `save` wrote, with this layout or any other."""
+        self._on_ranks("load", str(path))
 
     def save_pretrained(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write a directory that `from_pretrained` loads, an adapted model's PEFT's; of a plain module its weights."""
-        self._asked("save_pretrained", str(path), dtype)
+        self._on_ranks("save_pretrained", str(path), dtype)
 
-    def _asked(self, action: str, *arguments: object) -> None:
+    def _on_ranks(self, action: str, *arguments: object) -> None:
         team = self._built(action)
         self._take_turn(team)
-        team.ask_all(Request(self._id, action, arguments, of_first=True))
+        team.request_all(Request(self._id, action, arguments, of_first=True))
 
     def named_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """All weights, whole, under the names that exports have, some at a time: for an inference engine.
+        """All weights, whole, under their names in exports, in chunks: for an inference engine.
 
         The names and values are those of `postprocess_output_named_parameters` where the class has one; otherwise of a
         model of transformers those of its directory, an adapter merged.
@@ -285,24 +285,24 @@ class TrainEngine:
         Args:
             dtype: of floating tensors; None: full precision.
         """
-        self._asked("export", dtype)
+        self._on_ranks("export", dtype)
         team = self._built("named_tensors")
         try:
-            while found := team.ask_all(Request(self._id, "export_next", of_first=True))[0]:
+            while found := team.request_all(Request(self._id, "export_next", of_first=True))[0]:
                 yield from found
         finally:
             if not team.dead:
-                team.ask_all(Request(self._id, "stop_export", of_first=True))
+                team.request_all(Request(self._id, "stop_export", of_first=True))
 
     # Its end.
 
     def close(self) -> None:
-        """Let go of the module, and end the ranks that no other engine uses."""
+        """Release the module, and end the ranks that no other engine uses."""
         team, self._team = self._team, None
         if team is None:
             return
         if not team.dead:
-            team.ask_all(Request(self._id, "end"))
+            team.request_all(Request(self._id, "end"))
         team.engines.pop(self._id, None)
         team.awake.discard(self._id)
         if not team.engines and not _is_here(team):

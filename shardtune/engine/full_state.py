@@ -25,7 +25,7 @@ POSTPROCESS = "postprocess_output_named_parameters"
 
 
 class Whole(torch.Tensor):
-    """A tensor that a single rank has whole, with what a sharded one offers."""
+    """A whole tensor on a single rank, with the interface of a sharded one."""
 
     def full_tensor(self) -> torch.Tensor:
         return self.as_subclass(torch.Tensor)
@@ -35,10 +35,10 @@ class Whole(torch.Tensor):
 def full_state(
     module: BaseTrainModule, weights: Weights, prefix: str, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor under its name in exports; all ranks iterate alike, as gathering is collective.
+    """Every tensor under its name in exports; all ranks iterate together, as gathering is collective.
 
     Names and values come from `postprocess_output_named_parameters` where the class overrides it; otherwise those of a
-    model of transformers are as in its directory, an adapter merged, and those of any other module its own.
+    model of transformers are as in its directory, with an adapter merged, and those of any other module unchanged.
 
     Args:
         prefix: of the names that the class sees.
@@ -57,7 +57,7 @@ def _has_hook(module: BaseTrainModule) -> bool:
 
 def _by_hook(module: BaseTrainModule, weights: Weights, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     own = {f"{prefix}{name}": _sharded(tensor) for name, tensor in weights.tensors().items()}
-    # Of an adapter's tensors themselves nobody else has a place.
+    # An adapter's tensors have no names outside of it.
     base = {f"{prefix}{tensor.own_name}" for tensor in base_tensors(module)}
     for name, tensor in own.items():
         if name in base:
@@ -89,7 +89,7 @@ def save_directory(module: BaseTrainModule, weights: Weights, directory: Path, d
     """Write a directory that `from_pretrained` loads; for an adapted model PEFT's; every rank calls it.
 
     Args:
-        dtype: of the weights; None: as the model's config has it.
+        dtype: of the weights; None: that of the model's config.
     """
     with weights.in_rows():
         tensors = weights.tensors()

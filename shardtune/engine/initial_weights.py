@@ -1,4 +1,4 @@
-"""The first weights of a module on its ranks, from the source that its class names."""
+"""Loads the initial weights of a module on its ranks, from the source that its class declares."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 def load_first_weights(module: BaseTrainModule, prefix: str, ranks: Ranks, dtype: torch.dtype, seed: int) -> list[str]:
-    """Give a sharded module its weights; every rank calls it.
+    """Load the initial weights of a sharded module; every rank calls it.
 
     Args:
         prefix: of the names that the class sees.
         dtype: of floating parameters in memory.
-        seed: of what is drawn.
+        seed: of random initialisation.
 
     Returns:
         Notes for the user, a sentence each.
@@ -41,7 +41,7 @@ def load_first_weights(module: BaseTrainModule, prefix: str, ranks: Ranks, dtype
     """
     empty_base = any(base.tensor.is_meta for base in base_tensors(module))
     empty_adapter = is_adapted(module) and any(parameter.is_meta for parameter in module.parameters())
-    source = module.materialization_source() if empty_base or _says_source(module) else None
+    source = module.materialization_source() if empty_base or _overrides_source(module) else None
     notes: list[str] = []
     if source is None and empty_base and not isinstance(module, PreTrainedModel):
         raise ModelError(
@@ -71,7 +71,7 @@ def load_first_weights(module: BaseTrainModule, prefix: str, ranks: Ranks, dtype
 
 
 def _again(module: BaseTrainModule) -> Callable[[], nn.Module]:
-    """The same model without memory, as far as transformers can make it; asked for where an adapter is in the way."""
+    """The same model without memory and without an adapter, if transformers can build it."""
 
     def build() -> nn.Module:
         kind: type = next(base for base in type(module).__mro__ if base.__module__.startswith("transformers."))
@@ -80,7 +80,7 @@ def _again(module: BaseTrainModule) -> Callable[[], nn.Module]:
     return build
 
 
-def _says_source(module: BaseTrainModule) -> bool:
+def _overrides_source(module: BaseTrainModule) -> bool:
     """Whether the user's class overrides the source of weights."""
     return type(module).materialization_source not in (
         BaseTrainModule.materialization_source,

@@ -19,7 +19,7 @@ HOOKS = frozenset(
     for name in vars(base)
     if not name.startswith("_")
 )
-"""Names of hooks and of what methods use; no methods of their own."""
+"""Names of hooks and helpers, which are not callable methods."""
 WEIGHTS = "weights"
 """The parameter of a method that receives the weights of its samples."""
 
@@ -29,7 +29,7 @@ class Method:
     """One method.
 
     Attributes:
-        name: its own.
+        name: of the method.
         signature: without `self`.
     """
 
@@ -40,25 +40,25 @@ class Method:
     def takes_weights(self) -> bool:
         return WEIGHTS in self.signature.parameters
 
-    def check(self, args: tuple[object, ...], kwargs: Mapping[str, object], *, handed: bool) -> bool:
-        """Refuse arguments that do not fit, here and not on the ranks; returns whether to hand out weights.
+    def check(self, args: tuple[object, ...], kwargs: Mapping[str, object], *, has_weights: bool) -> bool:
+        """Refuse invalid arguments before the ranks are involved; returns whether to pass weights.
 
         Args:
-            handed: there are weights to hand out.
+            has_weights: whether the call has weights to pass.
 
         Raises:
             TypeError: as Python would.
         """
-        hand = handed and self.takes_weights and WEIGHTS not in kwargs
+        pass_weights = has_weights and self.takes_weights and WEIGHTS not in kwargs
         try:
-            self.signature.bind(*args, **{**kwargs, **({WEIGHTS: None} if hand else {})})
+            self.signature.bind(*args, **{**kwargs, **({WEIGHTS: None} if pass_weights else {})})
         except TypeError as error:
             raise TypeError(f"{self.name}{self.signature}: {error}") from None
-        return hand
+        return pass_weights
 
 
 def own_classes(kind: type[BaseTrainModule]) -> list[type]:
-    """The classes that are the user's: those before the first of ours."""
+    """The user's classes: those before the first of this package."""
     ours = next(place for place, base in enumerate(kind.__mro__) if base.__module__ == modules.__name__)
     return list(kind.__mro__[:ours])
 
@@ -68,10 +68,10 @@ def read_methods(kind: type[BaseTrainModule], taken: Collection[str]) -> dict[st
 
     Args:
         kind: of the module.
-        taken: names that the engine has itself.
+        taken: names of the engine's methods.
 
     Raises:
-        ModelError: a method has a name of the engine's.
+        ModelError: a method has the name of an engine method.
     """
     found: dict[str, Method] = {}
     for owner in own_classes(kind):
@@ -83,7 +83,7 @@ def read_methods(kind: type[BaseTrainModule], taken: Collection[str]) -> dict[st
                 raise ModelError(
                     f"{owner.__name__}.{name} has the name of a method of the engine's, which would hide it",
                     where=f"class {owner.__name__}",
-                    remedy=f"call it otherwise (my_{name}, say); taken are {', '.join(sorted(taken))}",
+                    remedy=f"rename it (for example my_{name}); reserved names are {', '.join(sorted(taken))}",
                 )
             found[name] = Method(name, _signature(plain, bound=not isinstance(value, staticmethod)))
     if kind.forward is not nn.Module.forward:
@@ -92,7 +92,7 @@ def read_methods(kind: type[BaseTrainModule], taken: Collection[str]) -> dict[st
 
 
 def no_method(kind: type, name: str, methods: Mapping[str, Method]) -> AttributeError:
-    """The error for a name that no method has."""
+    """The error for an unknown method name."""
     near = difflib.get_close_matches(name, methods, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     return AttributeError(f"{kind.__name__} has no method {name!r}: it has {', '.join(sorted(methods))}{hint}")

@@ -66,7 +66,7 @@ class RankContext:
 
 
 class _Scaling(Protocol):
-    """What the backward pass of `_Scaled` finds of its forward pass."""
+    """State that the forward pass of `_Scaled` saves for the backward pass."""
 
     factor: float
     dtype: torch.dtype
@@ -156,7 +156,7 @@ class BaseTrainModule(nn.Module):
         """The mean of which each rank has a part: sum of totals over sum of weights, exact in value and gradient.
 
         Args:
-            total: a sum over what this rank has (of token losses, say).
+            total: a sum over what this rank has (for example of token losses).
             weight: how many that are.
 
         Returns:
@@ -217,7 +217,7 @@ class BaseTrainModule(nn.Module):
 
 
 def set_rank_context(module: BaseTrainModule, rank_context: RankContext) -> None:
-    """Give a module its place among the ranks, and from now on refuse `self.forward(...)` in its methods."""
+    """Set a module's rank context, and from now on refuse `self.forward(...)` in its methods."""
     vars(module)[RANK_CONTEXT] = rank_context
     if "forward" not in vars(module):
         vars(module)["forward"] = _guarded(module, module.forward)
@@ -317,7 +317,7 @@ def _model_class(kind: type) -> type[PreTrainedModel]:
 
 
 class Fsdp2TrainModule(BaseTrainModule):
-    """A module of one's own for the executors fsdp2, fsdp1 and ddp."""
+    """A user-defined module for the executors fsdp2, fsdp1 and ddp."""
 
 
 class HuggingFaceFsdp2TrainModule(BaseHuggingFaceTrainModule):
@@ -328,7 +328,7 @@ class LoraTrainModule(HuggingFaceFsdp2TrainModule):
     """A model of transformers with an adapter of PEFT, for engines whose exports have the adapter merged.
 
     Give it the adapter before the engine is made: `module.add_adapter(LoraConfig(...))`, or
-    `peft.get_peft_model(module, LoraConfig(...))`, which may be handed to the engine instead of the module.
+    `peft.get_peft_model(module, LoraConfig(...))`, which may be passed to the engine instead of the module.
     """
 
     def preprocess_input_named_parameters(self, name: str, param: torch.Tensor) -> tuple[str, torch.Tensor]:
@@ -348,7 +348,7 @@ class LoraTrainModule(HuggingFaceFsdp2TrainModule):
         return f"{owner}.{key}", dict(merged(layers[owner], wide).named_parameters())[key].detach()
 
     def _init_lora_B_as_zeros(self) -> None:
-        """Let the adapter begin without effect; PEFT's own initialiser does it already."""
+        """Initialise the adapter without effect; PEFT's initialiser does so already."""
         with torch.no_grad():
             for name, param in self.named_parameters():
                 if "lora_B" in name:
@@ -360,7 +360,7 @@ PEFT_PREFIX = "base_model.model."
 
 
 def unwrapped(module: nn.Module) -> tuple[BaseTrainModule, str]:
-    """The train module that was handed over, bare or inside a model of PEFT, and what its names begin with.
+    """The train module, bare or inside a model of PEFT, and the prefix of its names.
 
     Raises:
         ModelError: it is none.

@@ -1,4 +1,4 @@
-"""What a module, its gradients and its optimizers hold, moved away and back without an object changing."""
+"""Offloads the memory of a module, its gradients and optimizers, and restores it in the same tensors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Memory:
 
     @torch.no_grad()
     def leave(self) -> None:
-        """Give the memory back: to the host's memory from a GPU, to a file from there. Nothing is lost."""
+        """Offload: from a GPU to host memory, from host memory to a file. Nothing is lost."""
         if self._away:
             return
         storages = list(self._storages())
@@ -82,7 +82,7 @@ class Memory:
 
     @torch.no_grad()
     def come_back(self) -> None:
-        """Take the memory again."""
+        """Restore the offloaded memory."""
         away, self._away = self._away, []
         if not away:
             return
@@ -101,7 +101,7 @@ class Memory:
         self._file = None
 
     def forget(self) -> None:
-        """Let go of what is away."""
+        """Discard what is offloaded."""
         self._away = []
         if self._file is not None:
             self._file.unlink(missing_ok=True)
@@ -117,7 +117,7 @@ class Memory:
                 offset += storage.nbytes()
 
     def _storages(self) -> Iterator[torch.UntypedStorage]:
-        """Each once, those on this rank's device alone."""
+        """The storages on this rank's device, each once."""
         seen: set[int] = set()
         for tensor in self._tensors():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -159,6 +159,6 @@ def _buffer(storage: torch.UntypedStorage) -> ctypes.Array[ctypes.c_char]:
 
 
 def _return_to_system() -> None:
-    """Give memory that C's allocator keeps back to the system; only glibc has a function for it."""
+    """Return memory cached by C's allocator to the system; only glibc has a function for it."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""What travels between the caller and its ranks: pickled by value where the other side cannot import it."""
+"""Pickling between the caller and its ranks: by value what the other side cannot import."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ T = TypeVar("T")
 
 
 def pack(value: object) -> bytes:
-    """Bytes of which `unpack` makes the value again, in any process that has the same packages."""
+    """Serialise a value for `unpack` in any process with the same packages."""
     buffer = io.BytesIO()
     cloudpickle.CloudPickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
 
 
 def pack_for_twin(value: object) -> bytes:
-    """The same for a process that runs the same script: its classes are found there by name, and are the same."""
+    """The same for a process that runs the same script, where classes are found by name."""
     try:
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception:  # what has no name there: functions inside functions, say
+    except Exception:  # not importable there, for example functions inside functions
         return pack(value)
 
 
 def unpack(packed: bytes) -> Any:
-    """The value; to be used on what came from one's own ranks or caller alone."""
+    """Deserialise a value; only for data from this engine's ranks or caller."""
     return pickle.loads(packed)
 
 
 def detached(value: T, *, copy: bool) -> T:
-    """A method's result as it is handed to the caller: tensors whole, without a graph, in host memory.
+    """A method's result in the form the caller receives: whole tensors without a graph, in host memory.
 
     Every rank calls it, as a sharded tensor is gathered from all.
 

@@ -37,18 +37,18 @@ from shardtune.training.build.model import share_values
 
 PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 EXPORT_BYTES = 32 << 20
-"""Tensors of an export that are handed over together."""
+"""Tensors of an export that are sent together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What is to be built.
+    """The specification of a module to build.
 
     Attributes:
         module: on the meta device or real; a train module, or one inside a model of PEFT.
         layout: of the engine.
         precision: of the computation: bf16 | fp16 | fp32 | fp64.
-        seed: of weights that are drawn.
+        seed: of randomly initialised weights.
     """
 
     module: nn.Module
@@ -58,7 +58,7 @@ class Order:
 
 
 def precision_of(module: nn.Module) -> str:
-    """The precision that most of a module was made in."""
+    """The precision of most of a module's parameters."""
     counts: Counter[torch.dtype] = Counter()
     for parameter in module.parameters():
         counts[parameter.dtype] += parameter.numel()
@@ -66,7 +66,7 @@ def precision_of(module: nn.Module) -> str:
 
 
 def trains(kind: type[BaseTrainModule]) -> bool:
-    """Whether a class binds anything to its weights; otherwise it is frozen."""
+    """Whether a class defines `on_weights_materialized`; otherwise its module is frozen."""
     return kind.on_weights_materialized is not BaseTrainModule.on_weights_materialized
 
 
@@ -74,7 +74,7 @@ class RankModule:
     """A module on one rank; every method is called on all ranks alike.
 
     Args:
-        order: what to build.
+        order: the specification.
         ranks: of the engine.
     """
 
@@ -96,7 +96,7 @@ class RankModule:
         hold = shard_model(self._module, units, ranks, precision)
         vars(self._module)["_is_fsdp_managed_module"] = ranks.world_size > 1  # transformers' generate keeps step
         self.notes = load_first_weights(self._module, self._prefix, ranks, master, order.seed)
-        # An optimizer of the user's has the module's own parameters: none of them has a master beside it.
+        # A user's optimizer holds the module's own parameters: none of them has a separate master copy.
         in_full = "fp64" if master == torch.float64 else "fp32"
         self._weights = (
             hold(self._module, partial=model_parallel.partial)
@@ -134,7 +134,7 @@ class RankModule:
         )
 
     def _units(self) -> list[nn.Module]:
-        """The modules that are gathered as one: those that the class names, or those that are found."""
+        """The modules that are gathered as one: those that the class declares, or detected ones."""
         named = tuple(self._module.non_split_modules)
         chosen = [module for module in self._module.modules() if named and isinstance(module, named)]
         if named and not chosen:
@@ -175,13 +175,13 @@ class RankModule:
                 method = self._module if name == "forward" else getattr(self._module, name)
                 value = detached(method(*part.args, **kwargs), copy=copy)
         finally:
-            self._weights.copy_masters_to_model()  # what the method did to weights reaches the next forward
+            self._weights.copy_masters_to_model()  # changes of the weights take effect in the next forward
         return None if part.idle else value
 
     def recover(self) -> None:
-        """After an exception: begin afresh where it cut a forward or backward short; its gradients are lost."""
+        """Reset after an exception in a forward or backward; gradients are discarded."""
         if isinstance(self._module, FSDPModule):
-            with suppress(AttributeError):  # before a first forward there is nothing to reset, which torch trips over
+            with suppress(AttributeError):  # before a first forward there is nothing to reset, and torch raises
                 self._module.reset_iter_state()
         self._weights.copy_masters_to_model()
 
@@ -193,7 +193,7 @@ class RankModule:
         self._memory.leave()
 
     def to_host(self) -> None:
-        """Leave a GPU."""
+        """Move the module from the GPU to host memory."""
         if self._ranks.device.type == "cuda":
             self.sleep()
 
@@ -216,12 +216,12 @@ class RankModule:
         save_directory(self._module, self._weights, Path(folder), dtype)
 
     def export(self, dtype: torch.dtype | None) -> None:
-        """Begin to hand out all weights."""
+        """Start an export of all weights."""
         self.wake()
         self._export = full_state(self._module, self._weights, self._prefix, dtype)
 
     def export_next(self) -> list[tuple[str, torch.Tensor]]:
-        """Some of them; none when all are handed out."""
+        """The next weights of an export; empty at its end."""
         found: list[tuple[str, torch.Tensor]] = []
         size = 0
         with torch.no_grad():
@@ -240,7 +240,7 @@ class RankModule:
 
 
 def _quieten() -> None:
-    """Outputs are parts of gathered tensors, and weights are gathered twice over: both are meant."""
+    """Suppress warnings about views of gathered tensors and repeated gathering, which are intended."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     quieten_redistribution()
 

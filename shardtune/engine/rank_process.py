@@ -1,4 +1,4 @@
-"""One process that is a rank: the modules that live on it, and what they are asked to do."""
+"""The process of one rank: its modules, and the requests that they carry out."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from shardtune.parallel.shutdown import leave_at_exit
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What one rank is asked to do.
+    """A request to one rank.
 
     Attributes:
-        engine: whose module is meant.
+        engine: the owner of the module.
         action: "build", "end", or a method of `RankModule`.
         arguments: of it.
-        of_first: only rank 0's answer is wanted.
+        of_first: only rank 0's result is needed.
     """
 
     engine: str
@@ -44,9 +44,9 @@ class Failure:
 
     Attributes:
         rank: which one.
-        error: the exception, where it can travel.
+        error: the exception, if it can be pickled.
         text: its traceback.
-        consequence: whether it only follows from the end of another rank.
+        consequence: whether it only follows from another rank's failure.
     """
 
     rank: int
@@ -57,7 +57,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a request: a value, or a failure."""
+    """The outcome of a request: a value, or a failure."""
 
     value: object = None
     failure: Failure | None = None
@@ -65,7 +65,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where ranks of a team meet.
+    """The rendezvous of a team's ranks.
 
     Attributes:
         rank: of the receiving process.
@@ -74,7 +74,7 @@ class Meeting:
         port: there.
         device: auto | cpu | cuda.
         local_rank: which GPU of its host.
-        threads: of the process's own computations; 0: as they are.
+        threads: of the process's computations; 0: unchanged.
     """
 
     rank: int
@@ -92,8 +92,8 @@ class Host:
     Args:
         rank: of this process among those of its team.
         world_size: of the team.
-        device: where it computes.
-        copies: whether values have to be copied, because the caller is in the same process.
+        device: to compute on.
+        copies: whether values must be copied, because the caller is in the same process.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, *, copies: bool = False) -> None:
@@ -103,7 +103,7 @@ class Host:
 
     @classmethod
     def join(cls, meeting: Meeting) -> Host:
-        """Meet the other ranks of a team, which has this process for itself."""
+        """Join the other ranks of a team; this process belongs to it alone."""
         if meeting.threads:
             torch.set_num_threads(meeting.threads)
         names = {"RANK": meeting.rank, "WORLD_SIZE": meeting.world_size, "LOCAL_RANK": meeting.local_rank}
@@ -120,7 +120,7 @@ class Host:
         return cls(meeting.rank, meeting.world_size, device)
 
     def do(self, request: Request) -> object:
-        """Do what is asked; the exceptions of a user's method come out as they are."""
+        """Carry out a request; exceptions of a user's method are raised unchanged."""
         if request.action == "build":
             (order,) = request.arguments
             self._modules[request.engine] = self._build(request.engine, order)
@@ -145,7 +145,7 @@ class Host:
             return pack(Outcome(failure=failure_of(self._rank, error)))
 
     def _end(self, engine: str) -> None:
-        """Let go of an engine, and with the last one that uses it of the group that was opened for them."""
+        """Release an engine, and with the last one the process group that was opened for them."""
         resident = self._modules.pop(engine, None)
         ended = resident.end() if resident is not None else None
         if self._in_own_group == {engine}:
@@ -192,7 +192,7 @@ def backend_for(device: torch.device) -> str:
 
 
 def _open_group_of_one(device: torch.device) -> bool:
-    """Let this process have a group of its own, unless it has one; returns whether that was needed."""
+    """Open a process group of this process alone, unless one exists; returns whether it was opened."""
     if dist.is_initialized():
         return False
     store, limit = dist.HashStore(), timedelta(minutes=1)
@@ -202,7 +202,7 @@ def _open_group_of_one(device: torch.device) -> bool:
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:
-    """What travels of an exception: itself where it can, its traceback in any case."""
+    """The picklable form of an exception: the exception if possible, and always its traceback."""
     text = "".join(traceback.format_exception(error))
     try:
         travels = unpack(pack(error)) is not None

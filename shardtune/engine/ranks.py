@@ -1,4 +1,4 @@
-"""The ranks of one or several engines, and how they are asked."""
+"""The ranks of one or several engines, and requests to them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from shardtune.engine.rank_process import Failure, Host, Outcome, Request
 from shardtune.errors import ParallelError, ShardtuneError
 
 GRACE_SECONDS = 20.0
-"""How long the other ranks may take after one has failed, before they count as stuck and are ended."""
+"""How long the other ranks may take after one has failed, before they count as stuck and are killed."""
 
 
 class RemoteTraceback(Exception):
-    """Where on a rank an exception came from."""
+    """The traceback of an exception on a rank."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -25,16 +25,16 @@ class RemoteTraceback(Exception):
 
 
 class RankError(RuntimeError):
-    """An exception on a rank that cannot be made again here; the message has its traceback."""
+    """An exception on a rank that cannot be unpickled here; the message has its traceback."""
 
 
 class Team(ABC):
     """Ranks that work together.
 
     Attributes:
-        num_ranks: how many.
+        num_ranks: the number of ranks.
         awake: engines whose modules are in memory, and whether they take turns with others.
-        dead: why the ranks cannot be asked any more; empty while they can.
+        dead: why the ranks can no longer be used; empty while they can.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -43,8 +43,8 @@ class Team(ABC):
         self.awake: set[str] = set()
         self.dead = ""
 
-    def ask(self, requests: Sequence[Request]) -> list[Any]:
-        """Each rank's answer to its request, in rank order.
+    def request(self, requests: Sequence[Request]) -> list[Any]:
+        """Send each rank its request; returns the values in rank order.
 
         Raises:
             ParallelError: the ranks are gone.
@@ -56,18 +56,18 @@ class Team(ABC):
                 where=requests[0].action,
                 remedy="make the engine anew; engine.save() and load() keep what was trained",
             )
-        outcomes = self._ask(requests)
+        outcomes = self._send(requests)
         failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
         if failures:
             raise_failure(failures)
         return [outcome.value for outcome in outcomes]
 
-    def ask_all(self, request: Request) -> list[Any]:
-        """As `ask`, the same of every rank."""
-        return self.ask([request] * self.num_ranks)
+    def request_all(self, request: Request) -> list[Any]:
+        """Send the same request to every rank."""
+        return self.request([request] * self.num_ranks)
 
     @abstractmethod
-    def _ask(self, requests: Sequence[Request]) -> list[Outcome]: ...
+    def _send(self, requests: Sequence[Request]) -> list[Outcome]: ...
 
     def close(self) -> None:
         """End the ranks."""
@@ -75,13 +75,13 @@ class Team(ABC):
 
 
 class InProcess(Team):
-    """One rank, which is this process."""
+    """A single rank in this process."""
 
     def __init__(self, host: Host) -> None:
         super().__init__(1)
         self._host = host
 
-    def _ask(self, requests: Sequence[Request]) -> list[Outcome]:
+    def _send(self, requests: Sequence[Request]) -> list[Outcome]:
         return [Outcome(self._host.do(requests[0]))]
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class InProcess(Team):
 
 
 def raise_failure(failures: Sequence[Failure]) -> None:
-    """Raise what failed first and not what followed from it."""
+    """Raise the original failure rather than its consequences."""
     first = next((failure for failure in failures if not failure.consequence), failures[0])
     if first.error is None:
         raise RankError(f"rank {first.rank} failed:\n{first.text}")

@@ -1,4 +1,4 @@
-"""Ranks that are processes of this machine."""
+"""Ranks as processes on this machine."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ END_SECONDS = 5.0
 
 
 class LocalRanks(Team):
-    """As many child processes as ranks; they end with this process.
+    """One child process per rank; they end with this process.
 
     Args:
-        num_ranks: how many.
+        num_ranks: the number of ranks.
         device: auto | cpu | cuda.
         first_gpu: of this machine, for rank 0; the others get the next ones.
     """
@@ -66,11 +66,11 @@ class LocalRanks(Team):
             self.close()
             raise_failure(found)
 
-    def _ask(self, requests: Sequence[Request]) -> list[Outcome]:
+    def _send(self, requests: Sequence[Request]) -> list[Outcome]:
         return self._exchange([pack(request) for request in requests])
 
     def _exchange(self, messages: Sequence[bytes]) -> list[Outcome]:
-        """Send each rank its message, and wait for the answers to these."""
+        """Send each rank its message, and wait for the replies."""
         self._number += 1
         lost: dict[int, str] = {}
         for rank, (pipe, message) in enumerate(zip(self._pipes, messages, strict=True)):
@@ -96,7 +96,7 @@ class LocalRanks(Team):
                     until = min(until or float("inf"), time.monotonic() + GRACE_SECONDS / 4)
                     continue
                 if int.from_bytes(answer[:8], "big") != self._number:
-                    continue  # of a call that was given up
+                    continue  # the reply to an abandoned call
                 found[rank] = unpack(answer[8:])
                 del open_ranks[pipe]
                 if found[rank].failure is not None and until is None:
@@ -104,7 +104,7 @@ class LocalRanks(Team):
         return self._judge(found, lost, sorted(open_ranks.values()))
 
     def _judge(self, found: dict[int, Outcome], lost: dict[int, str], stuck: list[int]) -> list[Outcome]:
-        """The outcomes, once it is known whether the ranks are still of use."""
+        """Check the outcomes, and whether the ranks can still be used."""
         if lost or stuck:
             rank, what = (
                 next(iter(lost.items())) if lost else (stuck[0], "waits for another that has failed, and was ended")
@@ -154,7 +154,7 @@ def _watch_parent(parent: int) -> None:
 
 
 def main() -> None:
-    """A rank: joins, then does what comes through the pipe until it is closed."""
+    """The main loop of a rank: join the team, then serve requests from the pipe until it is closed."""
     pipe = Connection(int(sys.argv[1]))
     threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
     host: Host | None = None

@@ -1,4 +1,4 @@
-"""Ranks that are actors of Ray, placed together."""
+"""Ranks as Ray actors, placed together."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 
 class RayRank:
-    """The actor that is one rank."""
+    """The actor of one rank."""
 
     def __init__(self) -> None:
         self._host: Host | None = None
 
     def meet(self) -> tuple[str, int]:
-        """The address of this host, and a port that is free there."""
+        """The address of this host, and a free port."""
         return own_address(), free_port()
 
     def join(self, meeting: Meeting) -> bytes:
@@ -49,15 +49,15 @@ class RayRank:
 
 
 class RayRanks(Team):
-    """As many actors as ranks.
+    """One actor per rank.
 
     Args:
-        num_ranks: how many.
+        num_ranks: the number of ranks.
         device: auto | cpu | cuda.
-        placement: where they go.
+        placement: of the ranks on hosts.
 
     Raises:
-        ParallelError: the cluster has no room for them in time.
+        ParallelError: the cluster has no free resources for them in time.
     """
 
     def __init__(self, num_ranks: int, device: str, placement: Placement) -> None:
@@ -71,7 +71,7 @@ class RayRanks(Team):
             threads = 0 if "OMP_NUM_THREADS" in os.environ else max(1, int(placement.cpus))
             meeting = Meeting(0, num_ranks, address, port, device, threads=threads)
             joins = [
-                # With GPUs of its own a rank sees only those; otherwise the ranks of a host would share the first.
+                # A rank sees only its assigned GPUs; otherwise the ranks of a host would share the first.
                 actor.call(RayRank.join, replace(meeting, rank=rank, local_rank=0 if placement.gpus else rank))
                 for rank, actor in enumerate(self._actors)
             ]
@@ -95,7 +95,7 @@ class RayRanks(Team):
             remedy="use fewer ranks, colocate_with, close() an engine, or let each take less: init(cpus_per_rank=…)",
         )
 
-    def _ask(self, requests: Sequence[Request]) -> list[Outcome]:
+    def _send(self, requests: Sequence[Request]) -> list[Outcome]:
         same = all(request is requests[0] for request in requests)
         packed = [pack(requests[0])] if same else [pack(request) for request in requests]
         _warn_if_large(sum(map(len, packed)), "sends", requests[0])
@@ -107,7 +107,7 @@ class RayRanks(Team):
         return self._collect(refs, requests[0])
 
     def _collect(self, refs: Sequence[ObjectRef[bytes]], request: Request | None = None) -> list[Outcome]:
-        """The outcomes; ranks that do not come to an end once another has failed are ended."""
+        """The outcomes; ranks that are still running some time after another has failed are killed."""
         found: dict[int, Outcome] = {}
         pending = {ref: rank for rank, ref in enumerate(refs)}
         until, size = None, 0
@@ -147,7 +147,7 @@ class RayRanks(Team):
 
 
 def connect(address: str | None) -> None:
-    """Connect to a cluster, or start one of this machine alone.
+    """Connect to a cluster, or start a local one.
 
     Raises:
         ParallelError: Ray is not installed, or the cluster cannot be reached.
@@ -157,7 +157,7 @@ def connect(address: str | None) -> None:
     )
     ray_cluster.connect(
         address or os.environ.get("RAY_ADDRESS"),
-        cores=max(os.cpu_count() or 1, 32),  # any number of ranks may share this machine's cores, as processes do
+        cores=max(os.cpu_count() or 1, 32),  # any number of ranks may share this machine's cores
         where=f"shardtune.init(address={address!r})",
     )
 

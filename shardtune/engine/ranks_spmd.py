@@ -35,7 +35,7 @@ class SpmdRanks(Team):
         self._store = dist.PrefixStore("shardtune/engine", default_store())
         self._number = 0
 
-    def _ask(self, requests: Sequence[Request]) -> list[Outcome]:
+    def _send(self, requests: Sequence[Request]) -> list[Outcome]:
         request = requests[self.rank]
         own: object = None
         failure: Failure | None = None

@@ -20,7 +20,7 @@ from shardtune.parallel.torch_private import tree_map
 
 WHERE = "build(sequence_parallel_size=…)"
 Arguments = dict[str, object]
-"""Of a model's forward, by name."""
+"""Arguments of a model's forward, by name."""
 REFUSED = ("attention_mask", "labels", "past_key_values")
 
 
@@ -32,7 +32,7 @@ class SequenceForward:
         ranks: those that share sequences.
 
     Raises:
-        ParallelError: the model's attention cannot be ours.
+        ParallelError: the model's attention cannot be replaced.
     """
 
     def __init__(self, model: nn.Module, ranks: DeviceMesh) -> None:
@@ -40,12 +40,12 @@ class SequenceForward:
         self._own = self._model.config._attn_implementation or "eager"
 
     def share(self, num_tokens: int) -> TokenShare:
-        """Which of so many tokens are this rank's."""
+        """This rank's share of this many tokens."""
         return TokenShare.of(num_tokens, self._ranks)
 
     @contextmanager
     def sharing(self, share: TokenShare) -> Iterator[None]:
-        """Inside, the model is called with this rank's tokens and gives their logits."""
+        """Inside, the model takes this rank's tokens and returns their logits."""
         model = self._model
         mine = min(share.length, share.num_tokens - share.start)
         called = inspect.signature(type(model).forward)
@@ -59,7 +59,7 @@ class SequenceForward:
             return tree_map(lambda leaf: _trimmed(leaf, share.length, mine), output)
 
         model.set_attn_implementation(DOCUMENTS)
-        # Before FSDP's own hook: what it casts are the arguments as they are then.
+        # Before FSDP's hook, which casts the arguments of that time.
         handles = [
             model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
             model.register_forward_hook(leave, with_kwargs=True),
@@ -76,7 +76,7 @@ class SequenceForward:
         """Compare the logits of some tokens with the model's own forward on all of them; every rank calls it.
 
         Raises:
-            ParallelError: they differ: the model has layers that look at other tokens than by attention.
+            ParallelError: they differ: the model mixes tokens in layers other than attention.
         """
         model, was_training = self._model, self._model.training
         tokens = 4 * self._ranks.size() + 1
@@ -116,7 +116,7 @@ def check_shareable(model: nn.Module) -> PreTrainedModel:
 
 
 def _arguments(given: Arguments, share: TokenShare, mine: int) -> Arguments:
-    """What the model is called with, for what the user calls it with."""
+    """The model's arguments for the arguments of the user's call."""
     refused = [name for name in REFUSED if given.get(name) is not None]
     if refused:
         raise DataError(

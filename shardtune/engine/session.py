@@ -1,4 +1,4 @@
-"""Where engines find their ranks: in this process, on this machine, under torchrun, or on a Ray cluster."""
+"""Backends for the ranks of engines: this process, this machine, torchrun, or a Ray cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BACKENDS = ("local", "torchrun", "ray")
 
 @dataclass(slots=True)
 class Session:
-    """What `init` has chosen.
+    """The choices of `init`.
 
     Attributes:
         backend: local | torchrun | ray.
@@ -42,7 +42,7 @@ class Session:
     teams: list[Team] = field(default_factory=list)
 
     def team(self, num_ranks: int) -> Team:
-        """Ranks for one engine, apart from those of others where they can be."""
+        """Ranks for one engine, separate from those of others where possible."""
         if self.backend == "torchrun":
             self.spmd = self.spmd or SpmdRanks(self.device)
             return self.spmd
@@ -78,7 +78,7 @@ def init(
     resources_per_rank: Mapping[str, float] | None = None,
     wait_seconds: float = 60.0,
 ) -> None:
-    """Choose where the ranks of engines are. Without it, `build` chooses as `init()` does.
+    """Choose the backend for the ranks of engines. Without it, `build` uses the defaults of `init()`.
 
     Args:
         backend: "torchrun": this process is a rank, and so are its peers; chosen where WORLD_SIZE is above 1. "ray":
@@ -86,11 +86,11 @@ def init(
             several are processes of this machine.
         address: of a Ray cluster; None: the one that is connected or that RAY_ADDRESS names, else one of this machine.
         device: auto, cpu or cuda.
-        placement: how ranks go to the hosts of a Ray cluster.
+        placement: of ranks on the hosts of a Ray cluster.
         cpus_per_rank: of a Ray cluster.
         gpus_per_rank: of a Ray cluster; None: one where it has any.
         resources_per_rank: of a Ray cluster, others.
-        wait_seconds: for room on a Ray cluster.
+        wait_seconds: for free resources of a Ray cluster.
 
     Raises:
         ParallelError: there is no such backend, or it cannot be used here.
@@ -115,7 +115,7 @@ def init(
 
 
 def current_session() -> Session:
-    """What `init` has chosen, or would."""
+    """The session of `init`, or a default one."""
     if _session is None:
         init()
     assert _session is not None

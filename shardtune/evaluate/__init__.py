@@ -1,1 +1,1 @@
-"""What the model can do: losses, answers, episodes."""
+"""Evaluation of a model: losses, answers, episodes."""

@@ -46,14 +46,14 @@ def answered_rows(rows: TokenDataset, name: str, most: int | None) -> list[int]:
     Raises:
         ConfigError: there are none.
     """
-    wanted = [index for index in range(len(rows)) if rows.row(index).prompt_ids is not None]
-    if not wanted:
+    indices = [index for index in range(len(rows)) if rows.row(index).prompt_ids is not None]
+    if not indices:
         raise ConfigError(
             "eval.generate is on, but no evaluation row has a question to answer",
             where=f"data.eval_data_paths{': ' + name if name else ''}",
             remedy="set eval.generate: false, or give rows with an assistant's answer",
         )
-    return wanted[:most] if most else wanted
+    return indices[:most] if most else indices
 
 
 @dataclass(frozen=True, slots=True)

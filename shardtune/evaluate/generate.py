@@ -191,27 +191,27 @@ class Matcher:
 
     def correct(self, answer: str, reference: str) -> bool | None:
         """Whether an answer is right; None where the pattern does not match it."""
-        got, wanted = self.extract(answer), self.extract(reference)
+        got, expected = self.extract(answer), self.extract(reference)
         if got is None:
             return None
-        if wanted is None:
-            wanted = reference.strip()
+        if expected is None:
+            expected = reference.strip()
         if callable(self.match):
-            return self._call(self.match, got, wanted)
+            return self._call(self.match, got, expected)
         if self.match == "numeric":
-            left, right = _number(got), _number(wanted)
+            left, right = _number(got), _number(expected)
             return left is not None and left == right
-        return got == wanted
+        return got == expected
 
     @staticmethod
-    def _call(match: Callable[[str, str], bool], got: str, wanted: str) -> bool:
+    def _call(match: Callable[[str, str], bool], got: str, expected: str) -> bool:
         """The result of the user's function."""
         try:
-            return bool(match(got, wanted))
+            return bool(match(got, expected))
         except Exception as error:
             raise ConfigError(
                 f"the function of eval.match raised {type(error).__name__}: {error}",
-                where=f"eval.match: the answer {got[:60]!r}, the reference {wanted[:60]!r}",
+                where=f"eval.match: the answer {got[:60]!r}, the reference {expected[:60]!r}",
                 remedy="let it return True or False for any two texts",
             ) from error
 

@@ -1,4 +1,4 @@
-"""The commands that start a recipe on several hosts, by torchrun, Slurm or Ray, as text to read and to copy."""
+"""The commands that start a recipe on several hosts, by torchrun, Slurm or Ray, as text to copy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardtune.config.rank_layout import Layout
 from shardtune.errors import ConfigError
 
 PORT = 29400
-"""Where the hosts meet, unless runner.master_port says otherwise: torchrun's own default."""
+"""The rendezvous port unless runner.master_port sets one: torchrun's default."""
 LAUNCHERS = ("torchrun", "slurm", "ray")
 
 
@@ -22,8 +22,8 @@ class Hosts:
     Attributes:
         nodes: hosts.
         per_node: ranks on each.
-        fewest: hosts to go on with.
-        restarts: how often, after one was lost.
+        fewest: hosts needed to continue.
+        restarts: how often ranks are restarted after a host was lost.
     """
 
     nodes: int
@@ -46,19 +46,19 @@ def launch_commands(
     fewest: int | None = None,
     restarts: int = 0,
 ) -> str:
-    """What to type where; nothing is run.
+    """The commands for each host; nothing is run.
 
     Args:
         recipe: the file.
-        overrides: `key=value` over it.
+        overrides: `key=value` on top of it.
         nodes: hosts.
-        per_node: ranks on each; None: as the recipe says.
-        launchers: of torchrun, slurm and ray, those to show.
-        fewest: hosts to go on with after one was lost; None: all of them.
-        restarts: how often the ranks are started again then.
+        per_node: ranks on each; None: as in the recipe.
+        launchers: the ones to show, of torchrun, slurm and ray.
+        fewest: hosts needed to continue after one was lost; None: all of them.
+        restarts: how often the ranks are restarted.
 
     Raises:
-        ConfigError: the recipe cannot be used, or cannot be laid out on so many ranks.
+        ConfigError: the recipe cannot be used, or has no layout for this number of ranks.
     """
     loaded = load_recipe(recipe, overrides, files_must_exist=False)
     hosts = Hosts(nodes, per_node or _per_node(loaded, nodes), fewest or nodes, restarts)
@@ -110,7 +110,7 @@ def _torchrun(recipe: Recipe, hosts: Hosts, command: list[str]) -> str:
 
 
 def _shape(hosts: Hosts) -> list[str]:
-    """The options that say how many ranks, and how often they are started again."""
+    """The options for the number of ranks and of restarts."""
     nodes = str(hosts.nodes) if hosts.fewest == hosts.nodes else f"{hosts.fewest}:{hosts.nodes}"
     again = [f"--max-restarts={hosts.restarts}"] if hosts.restarts else []
     return [f"--nnodes={nodes}", f"--nproc-per-node={hosts.per_node}", *again]
@@ -123,7 +123,7 @@ def _meeting(recipe: Recipe) -> str:
 
 
 def _environment(hosts: Hosts) -> str:
-    """What has to be set before the command, ready to be copied."""
+    """The environment variables to set before the command, as text to copy."""
     lines = ["export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600   # seconds to save in after SIGTERM; 30 otherwise"]
     lines += [f"export OMP_NUM_THREADS=$(( $(nproc) / {hosts.per_node} ))"]
     if hosts.nodes > 1 and hosts.restarts:
@@ -169,7 +169,7 @@ def _ray(recipe: Recipe, hosts: Hosts, command: list[str]) -> str:
     keys.append("runner.ray.address=auto")
     return "\n".join([
         "# Ray, on the first host:",
-        "ray start --head --port=6379   # where Ray asks for a token, give every host the same RAY_AUTH_TOKEN_PATH",
+        "ray start --head --port=6379   # where Ray requires a token, give every host the same RAY_AUTH_TOKEN_PATH",
         "# on every other host:",
         "ray start --address=first-host:6379",
         "# then on the first host; ray stop on each host ends the cluster",

@@ -1,4 +1,4 @@
-"""A launch whose ranks are started again when one of them is lost, with as many as are left."""
+"""An elastic launch: after a rank is lost, the remaining number of ranks is started again."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from shardtune.launch.local import LAUNCH_ID, RESTARTS, RankLost
 from shardtune.launch.signals import StopSignal
 
 Start = Callable[[int, Mapping[str, str]], None]
-"""Starts so many ranks, with this in their environment besides, and waits for them; raises what they ended with."""
+"""Starts this many ranks with additional environment variables and waits for them; raises their error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restarts:
-    """What may be done about lost ranks.
+    """The limits on restarts after lost ranks.
 
     Attributes:
         most: how often ranks may be started again.
         workers: ranks of the first start.
-        fewest: to go on with.
+        fewest: ranks needed to continue.
     """
 
     most: int
@@ -37,18 +37,18 @@ def run_elastic(
     stop: StopSignal,
     report: Callable[[str], None],
 ) -> None:
-    """Start ranks; after a loss start those that are left, from the last checkpoint, as often as may be.
+    """Start ranks; after a loss restart the remaining ones from the last checkpoint, within the limits.
 
     Args:
         start: starts ranks and waits for them.
         restarts: how often, and how many.
-        left: which of these numbers of ranks can be started (the largest first) where so many were not lost; 0: none.
-        fits: whether a number of ranks can have the layout that is asked for.
-        stop: asked between two starts.
+        left: of these numbers of ranks (the largest first) and the number of survivors, the one to start; 0: none.
+        fits: whether a number of ranks can have the layout of the recipe.
+        stop: checked between two starts.
         report: receives messages for the user.
 
     Raises:
-        RankLost: once too often, or too few are left.
+        RankLost: the restarts are used up, or too few ranks are left.
     """
     workers, launch = restarts.workers, uuid.uuid4().hex
     for again in range(restarts.most + 1):

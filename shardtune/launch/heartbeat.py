@@ -1,8 +1,8 @@
-"""The watch over other hosts: when nothing is heard of one, its ranks are not coming back, and nobody waits for them.
+"""Heartbeats between hosts: once a host is silent for too long, the remaining ranks end instead of waiting for it.
 
 A process that ends closes its connections, and the others notice. A host that is cut off or loses power closes nothing:
-a collective would wait for it until its own limit, which is long since a save may be. So one rank of each host leaves a
-sign of life in the store at which the ranks met, and rank 0 checks that they continue.
+a collective would wait for it until its own limit, which is long since a save may be. So one rank of each host writes
+heartbeats to the rendezvous store, and rank 0 checks that they continue.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PeerWatch:
     Args:
         nodes: the hosts, each with its ranks.
         rank: of this process.
-        limit: seconds without a sign of life.
+        limit: seconds without a heartbeat.
     """
 
     def __init__(self, nodes: Mapping[str, Sequence[int]], rank: int, limit: float) -> None:
@@ -42,15 +42,15 @@ class PeerWatch:
 
     @classmethod
     def over(cls, nodes: Mapping[str, Sequence[int]], rank: int, limit: float) -> PeerWatch | None:
-        """A watch, where there are several hosts and no launcher of ours that watches them."""
+        """A watch if there are several hosts and no launcher of this package that watches them."""
         return cls(nodes, rank, limit) if len(nodes) > 1 and not is_launched() else None
 
     def end(self) -> None:
-        """All ranks have come to their end together."""
+        """Stop watching: all ranks end together."""
         self._done.set()
 
     def _beat(self) -> None:
-        """Leave signs of life, and look for those of the others; may hang where the network does."""
+        """Write heartbeats and read those of the others; blocks if the network does."""
         store = dist.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
@@ -71,7 +71,7 @@ class PeerWatch:
                 elif store.check([f"{prefix}/lost"]):
                     self._leave(store.get(f"{prefix}/lost").decode())
                 self._heard = time.monotonic()
-            except RuntimeError:  # the other side has closed it; `_judge` gives it its time, as ranks may be ending
+            except RuntimeError:  # the store is closed; `_judge` waits first, as ranks may be ending
                 self._done.wait(self._limit / BEATS_PER_LIMIT)
                 continue
             self._done.wait(self._limit / BEATS_PER_LIMIT)

@@ -1,8 +1,8 @@
-"""Several ranks on this machine: started, watched and ended together.
+"""Launcher of several ranks on this machine, which start and end together.
 
 torch's elastic agent gives its processes thirty seconds after SIGTERM and takes any exit code but 0 for a crash. A run
-that is asked to stop saves first, however long that takes, and exits with 75, so the ranks are watched here; inside
-them everything is as under torchrun.
+that is to stop saves first, however long that takes, and exits with 75, so the ranks are watched here; their
+environment is that of torchrun.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from shardtune.errors import Interrupted, ParallelError, ShardtuneError
 from shardtune.launch.signals import LAUNCHER_PID, StopSignal, listening
 
 REPORT_DIR = "SHARDTUNE_REPORT_DIR"
-"""Where a rank leaves the error it ends with, for its launcher to show."""
+"""The directory to which a rank writes its error, for the launcher to show."""
 LAUNCH_ID = "SHARDTUNE_LAUNCH_ID"
-"""Names one launch, however often its ranks are started again."""
+"""The id of a launch, the same in all its restarts."""
 RESTARTS = "SHARDTUNE_RESTARTS"
-"""How often the ranks of this launch were started again."""
+"""The number of restarts of this launch."""
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 5.0
 """How long ranks may take to notice that another one ended before they are killed."""
@@ -51,7 +51,7 @@ class RankFailed(Exception):
 
 
 class RankLost(RankFailed):
-    """A rank ended without saying why, or its host is gone: others could go on from the last checkpoint.
+    """A rank ended without an error report, or its host was lost: a restart can continue from the last checkpoint.
 
     Attributes:
         ranks: which ones.
@@ -77,9 +77,9 @@ class RankReport:
     Attributes:
         rank: which one.
         time: when, in seconds since the epoch.
-        user_error: whether it is the user's to mend.
+        user_error: whether the user can fix it.
         consequence: whether it only follows from the end of another rank.
-        message: what is shown.
+        message: shown to the user.
     """
 
     rank: int
@@ -90,12 +90,12 @@ class RankReport:
 
     @classmethod
     def from_json(cls, text: str) -> RankReport:
-        """What `write_report` wrote."""
+        """Read a report that `write_report` wrote."""
         return cls(**json.loads(text))
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """Whether an error only follows from the end of another rank before its time."""
+    """Whether an error is a consequence of another rank's failure."""
     text = str(error).lower()
     return not isinstance(error, ShardtuneError) and any(sign in text for sign in LOST_PEER)
 
@@ -106,18 +106,18 @@ def is_launched() -> bool:
 
 
 def restarted_launch() -> str | None:
-    """The launch that this rank belongs to, if its ranks were started before; None in a first start."""
+    """The id of this rank's launch if this is a restart; None in a first start."""
     by_us = int(os.environ.get(RESTARTS, "0"))
     return launch_id() if by_us or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) else None
 
 
 def launch_id() -> str | None:
-    """What all starts of this rank have in common; None for a process that no launcher has started."""
+    """The id that all starts of this rank share; None for a process without a launcher."""
     return os.environ.get(LAUNCH_ID) or os.environ.get("TORCHELASTIC_RUN_ID")
 
 
 def write_report(rank: int, error: BaseException, message: str) -> None:
-    """Leave an error for the launcher, where there is one."""
+    """Write an error report for the launcher, if there is one."""
     folder = os.environ.get(REPORT_DIR)
     if folder is None:
         return
@@ -128,17 +128,17 @@ def write_report(rank: int, error: BaseException, message: str) -> None:
     partial.replace(file)
 
 
-def free_port(wanted: int | None) -> int:
-    """A port that is free now, or the wanted one; an error where that is taken."""
+def free_port(preferred: int | None) -> int:
+    """A free port, or the preferred one; raises if that is taken."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", wanted or 0))
+            probe.bind(("127.0.0.1", preferred or 0))
         except OSError as error:
             raise ParallelError(
-                f"port {wanted} cannot be used: {error.strerror}",
-                where=f"runner.master_port = {wanted}",
-                remedy="choose another, or leave runner.master_port out: a free one is found",
+                f"port {preferred} cannot be used: {error.strerror}",
+                where=f"runner.master_port = {preferred}",
+                remedy="choose another, or leave runner.master_port out: a free one is chosen",
             ) from error
         return int(probe.getsockname()[1])
 
@@ -154,14 +154,14 @@ def run_ranks(
 
     Args:
         arguments: of the command.
-        num_ranks: how many.
-        master_port: where they meet; None: at a free one.
-        environment: what their environment holds besides.
+        num_ranks: the number of ranks.
+        master_port: the rendezvous port; None: a free one.
+        environment: additional variables of the ranks.
 
     Raises:
         Interrupted: the ranks were stopped by a signal, after saving.
         ShardtuneError: a rank found a mistake in the user's input.
-        RankLost: a rank was ended by a signal that nobody here sent; the others have been ended.
+        RankLost: a rank was killed by a signal that the launcher did not send; the others have been ended.
         RankFailed: a rank failed otherwise; the others have been ended.
     """
     port = free_port(master_port)
@@ -176,7 +176,7 @@ def run_ranks(
                 if rank.poll() is None:
                     rank.kill()
                 rank.wait()
-        raise_outcome(codes, _reports(Path(folder)), stop_sent=stop.asked)
+        raise_outcome(codes, _reports(Path(folder)), stop_sent=stop.requested)
 
 
 def _start(
@@ -184,7 +184,7 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     environment = {
-        "OMP_NUM_THREADS": str(threads),  # all cores for each rank would make every rank slower
+        "OMP_NUM_THREADS": str(threads),  # ranks that use all cores each would slow each other down
         **os.environ,
         **further,
         "RANK": str(rank),
@@ -201,14 +201,14 @@ def _start(
 
 
 def _watch(ranks: Sequence[subprocess.Popen[bytes]], stop: StopSignal) -> list[int | None]:
-    """Wait until all have ended, or some moments after the first that did not end well.
+    """Wait until all have ended, or until shortly after the first failure.
 
     Returns:
-        The exit codes of those that ended by themselves.
+        The exit codes of the ranks that were not killed.
     """
     until, forwarded = math.inf, False
     while True:
-        if stop.asked and not forwarded:
+        if stop.requested and not forwarded:
             forwarded = True
             for rank in ranks:
                 rank.send_signal(signal.SIGTERM)
@@ -232,19 +232,19 @@ def raise_outcome(
     stop_sent: bool,
     gone: Mapping[int, str] | None = None,
 ) -> None:
-    """Turn exit codes and reports into the one error that the user sees: the first, not what followed from it.
+    """Raise, from exit codes and reports, the error to show: the original one, not its consequences.
 
     Args:
         codes: of each rank; None for one that had to be killed.
         reports: in order of time.
         stop_sent: whether the ranks were sent SIGTERM.
-        gone: of each rank that stopped answering, the reason.
+        gone: for each rank that stopped responding, the reason.
     """
     causes = [report for report in reports if not report.consequence]
     mistake = next((report for report in causes if report.user_error), None)
     if mistake is not None:
         raise ReportedError(mistake.message, mistake.rank)
-    # An abort may follow from the error of another rank; SIGTERM before a rank could listen is a stop like any other.
+    # An abort may be a consequence of another rank's error; SIGTERM before the handler was installed is a normal stop.
     followed = {-signal.SIGABRT} if causes else set()
     stopped = {Interrupted.exit_code, -signal.SIGTERM} if stop_sent else {Interrupted.exit_code}
     killed = [
@@ -266,6 +266,6 @@ def raise_outcome(
 
 
 def _signal(code: int | None) -> str:
-    """The name of the signal that an exit code stands for."""
+    """The name of the signal of a negative exit code."""
     name = signal.Signals(-(code or 0)).name
     return f"{name} (out of memory?)" if name == "SIGKILL" else name

@@ -1,4 +1,4 @@
-"""The ranks of a run on a Ray cluster: one actor each, placed together, watched and ended together.
+"""The ranks of a run on a Ray cluster: one actor each; placed, watched and ended together.
 
 The launcher ships the recipe and nothing else: each host reads data and model itself, and ranks communicate with each
 other directly.
@@ -35,13 +35,13 @@ FORWARDED = (
     *("SHARDTUNE_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "TORCH", "NCCL_", "GLOO_", "CUBLAS_"),
     *("OMP_NUM_THREADS", "PYTHONPATH", "XDG_CACHE_HOME"),
 )
-"""How the names of the variables begin that ranks get from the launcher's own environment."""
+"""Prefixes of the variables that ranks inherit from the launcher's environment."""
 OBJECT_STORE_BYTES = 100 * 2**20
-"""Of a cluster of our own: hardly anything goes through it."""
+"""The object store of a local cluster: hardly any data goes through it."""
 END_SECONDS = 10.0
-"""How long actors may take to kill their ranks before they are killed themselves."""
+"""How long actors may take to kill their ranks before they are killed."""
 RESERVE_SECONDS = 3.0
-"""How long a number of workers is waited for before a smaller one is tried."""
+"""How long to wait for resources for a number of workers before trying a smaller one."""
 HEAD_SECONDS = 10.0
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NO_CLUSTER = f"{ray_cluster.NO_CLUSTER}; null: one of this machine's own"
@@ -72,8 +72,8 @@ class Cluster:
 
     Attributes:
         placement: of the workers, resolved.
-        lost: hosts that stopped answering; no rank goes there again.
-        reserved: room for the next start, and for how many workers it is.
+        lost: hosts that stopped responding; no rank is placed there again.
+        reserved: the reservation for the next start, and its number of workers.
     """
 
     placement: Placement
@@ -81,7 +81,7 @@ class Cluster:
     reserved: tuple[int, PlacementGroup] | None = None
 
     def room(self) -> int:
-        """How many workers fit the hosts that are there, were nothing else running on them."""
+        """How many workers fit the live hosts, if nothing else ran on them."""
         needs = [(name, needed) for name, needed in self.placement.bundle.items() if needed]
         nodes = [node["Resources"] for node in ray_cluster.live_nodes(self.lost)]
         fit = [min(int(node.get(name, 0) // needed) for name, needed in needs) for node in nodes]
@@ -133,7 +133,7 @@ def _connect(runner: RunnerConfig) -> bool:
             object_store_bytes=OBJECT_STORE_BYTES,
         )
     finally:
-        for number, handler in before.items():  # Ray installs its own, which would end the run without saving
+        for number, handler in before.items():  # Ray installs a handler that would end the run without saving
             with suppress(ValueError):
                 signal.signal(number, handler)
 
@@ -149,20 +149,20 @@ def run_ranks_on_ray(
     report: Callable[[str], None],
     bare: bool = False,
 ) -> None:
-    """Run `python -m shardtune <arguments>` as so many ranks on the cluster, and wait for all of them.
+    """Run `python -m shardtune <arguments>` on the cluster, once per rank, and wait for all ranks.
 
     Args:
-        cluster: where.
-        arguments: of the command; RECIPE stands for the recipe's file.
-        recipe: sent along.
+        cluster: to run on.
+        arguments: of the command; RECIPE is replaced by the path of the recipe's file.
+        recipe: sent to every rank.
         workers: how many ranks.
-        environment: what the ranks' holds besides.
+        environment: additional variables of the ranks.
         stop: passed on to the ranks.
-        report: receives where the ranks are.
-        bare: pass on rank 0's output as it is; every other line carries its rank.
+        report: receives the placement of the ranks.
+        bare: forward rank 0's output unchanged; every other line is prefixed with its rank.
 
     Raises:
-        As `run_ranks`; RankLost also where a host is gone.
+        As `run_ranks`; RankLost also when a host is lost.
     """
     # Sent by value, so that a host without shardtune can report that it has none.
     import_module("ray.cloudpickle").register_pickle_by_value(sys.modules[RankHolder.__module__])
@@ -179,11 +179,11 @@ def run_ranks_on_ray(
             with suppress(Exception):  # the cluster may be gone
                 ray_cluster.release(group)
             cluster.lost |= ranks.lost_nodes()
-        raise_outcome(ranks.codes, ranks.reports, stop_sent=stop.asked, gone=ranks.gone)
+        raise_outcome(ranks.codes, ranks.reports, stop_sent=stop.requested, gone=ranks.gone)
 
 
 def _reserve(cluster: Cluster, workers: int, stop: StopSignal) -> PlacementGroup:
-    """Room for all workers; an error where the cluster does not have it in time."""
+    """Reserve resources for all workers; raises if the cluster does not have them in time."""
     if cluster.reserved is not None and cluster.reserved[0] == workers:
         return cluster.reserved[1]
     placement = cluster.placement
@@ -203,15 +203,15 @@ def _try_to_reserve(cluster: Cluster, workers: int, seconds: float, stop: StopSi
 
 
 def reserve_for_the_rest(cluster: Cluster, numbers: Sequence[int], stop: StopSignal) -> int:
-    """Room for the next start after a loss.
+    """Reserve resources for the next start after a loss.
 
     Args:
-        cluster: where.
-        numbers: of workers that would do, the largest first.
-        stop: ends the waiting.
+        cluster: to reserve on.
+        numbers: acceptable numbers of workers, the largest first.
+        stop: interrupts the wait.
 
     Returns:
-        For how many there is room; 0 if too few hosts are left and none came in time.
+        The number of workers reserved for; 0 if too few hosts are left and none joined in time.
     """
     until = time.monotonic() + cluster.placement.wait_seconds
     while True:
@@ -240,20 +240,20 @@ class _Ranks:
         self.gone: dict[int, str] = {}
 
     def make(self, placement: Placement, group: PlacementGroup, workers: int, master_port: int | None) -> None:
-        """Make the actors, in the order of their hosts."""
+        """Create the actors, in the order of their hosts."""
         made = self._holders = ray_cluster.make_actors(RankHolder, placement, group, workers, self._lost_after)
         self.codes = [None] * workers
         places = self._results([holder.call(RankHolder.place, master_port) for holder in made])
         if self.gone:
             return
-        here = ray_cluster.own_node()  # rank 0 goes to the launcher's host, if ranks do
+        here = ray_cluster.own_node()  # rank 0 is placed on the launcher's host, if any rank is
         nodes = sorted(dict.fromkeys(place.node for place in places.values()), key=lambda node: node != here)
         order = sorted(range(workers), key=lambda number: nodes.index(places[number].node))
         self._holders = [made[number] for number in order]
         self._places = [places[number] for number in order]
 
     def _results(self, refs: list[ObjectRef[R]]) -> dict[int, R]:
-        """By rank, the results of all actors; those that do not answer in time are gone."""
+        """The results of all actors by rank; actors that do not respond in time count as lost."""
         ready = ray_cluster.wait(refs, number=len(refs), seconds=self._lost_after)
         found: dict[int, R] = {}
         for rank, ref in enumerate(refs):
@@ -314,7 +314,7 @@ class _Ranks:
             )
 
     def _variables(self, rank: int, nodes: list[str]) -> dict[str, str]:
-        """Those that torchrun sets.
+        """The environment variables that torchrun sets.
 
         Worked example: rank 2 of 4, dealt to hosts A A B B with one GPU each rank, is RANK 2 of WORLD_SIZE 4; it is the
         first on B, so LOCAL_RANK 0 of LOCAL_WORLD_SIZE 2 and GROUP_RANK 1 of GROUP_WORLD_SIZE 2, and its
@@ -340,12 +340,12 @@ class _Ranks:
         }
 
     def watch(self, stop: StopSignal) -> None:
-        """Pass on what the ranks print until all have ended, or some moments after the first that did not end well."""
+        """Forward the ranks' output until all have ended, or until shortly after the first failure."""
         answered = [time.monotonic()] * len(self._holders)
         polls: dict[ObjectRef[Sign], int] = {}
         until, forwarded = None, False
         while True:
-            if stop.asked and not forwarded:
+            if stop.requested and not forwarded:
                 forwarded = True
                 for holder in self._holders:
                     holder.call(RankHolder.stop)
@@ -387,14 +387,14 @@ class _Ranks:
         print(f"{prefix}{text}", file=sys.stdout if stream == "stdout" else sys.stderr, flush=True)
 
     def lost_nodes(self) -> set[str]:
-        """Hosts that did not answer, as opposed to those whose actor alone has ended."""
+        """Hosts that did not respond, as opposed to those on which only the actor has ended."""
         silent = {rank for rank, what in self.gone.items() if "heard" in what}
         return {self._places[rank].node for rank in silent} if self._places else set()
 
     def end(self) -> None:
-        """Kill what is left: the ranks first, then their actors."""
+        """Kill the remaining ranks, then their actors."""
         reachable = [holder for rank, holder in enumerate(self._holders) if rank not in self.gone]
-        with suppress(Exception):  # an actor that cannot answer any more is killed by the next lines
+        with suppress(Exception):  # an unresponsive actor is killed below
             refs = [holder.call(RankHolder.end) for holder in reachable]
             if refs:
                 ray_cluster.wait(refs, number=len(refs), seconds=END_SECONDS)

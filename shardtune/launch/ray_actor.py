@@ -1,8 +1,8 @@
-"""The actor that holds one rank: it starts the rank's process on its host, passes on its output, and ends it.
+"""The actor for one rank: it starts the rank's process on its host, forwards its output, and ends it.
 
-A rank needs a process of its own: signals reach its main thread, its exit code is its outcome, and nothing of a
-process group that broke is left for the next start. This file is sent to the cluster as it is, so that a host without
-shardtune can report that: it imports nothing but Python's own modules before it is used.
+A rank needs a separate process: signals reach its main thread, its exit code is its outcome, and nothing of a broken
+process group survives until the next start. This file is sent to the cluster as it is, so that a host without
+shardtune can report that: at import it needs only the standard library.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ LINES_AT_ONCE = 1000
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank is.
+    """The placement of a rank.
 
     Attributes:
         node: Ray's name of the host.
-        host: its own name.
+        host: its host name.
         address: the IP address by which the others reach it.
-        gpus: those that Ray gave to the rank, as CUDA_VISIBLE_DEVICES has them.
+        gpus: those that Ray assigned to the rank, in the format of CUDA_VISIBLE_DEVICES.
         cores: of the host.
-        port: one that is free there; 0 where the wanted one is taken.
-        shardtune: whether the host has it.
+        port: a free one there; 0 if the preferred one is taken.
+        shardtune: whether it is installed there.
     """
 
     node: str
@@ -50,12 +50,12 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """What is new of a rank.
+    """An update on a rank since the last poll.
 
     Attributes:
-        lines: that it printed: stdout or stderr, text.
-        code: its exit code, once it has ended and its last line is among these or those before.
-        report: the error that it left, as JSON (`RankReport`).
+        lines: of its output: stdout or stderr, text.
+        code: its exit code, once it has ended and all its lines were returned.
+        report: the error that it wrote, as JSON (`RankReport`).
     """
 
     lines: list[tuple[str, str]]
@@ -67,7 +67,7 @@ class RankHolder:
     """Holds one rank.
 
     Args:
-        patience: seconds; after so many without a call the launcher counts as gone, and the rank is killed.
+        patience: seconds without a call after which the launcher counts as gone, and the rank is killed.
     """
 
     def __init__(self, patience: float) -> None:
@@ -99,11 +99,11 @@ class RankHolder:
         """Start the rank.
 
         Args:
-            arguments: of `python -m shardtune`; RECIPE among them stands for the recipe's file.
+            arguments: of `python -m shardtune`; RECIPE is replaced by the path of the recipe's file.
             recipe: its text.
-            environment: what the rank's holds besides this actor's.
-            names: of the variables that say where reports go (`reports`), who watches (`launcher`), and by which
-                interface hosts reach each other (`interface`, where they are several).
+            environment: additional variables, besides this actor's.
+            names: of the variables for the directory of reports (`reports`), the launcher's process (`launcher`) and
+                the network interface between hosts (`interface`, with several hosts).
         """
         self._heard = time.monotonic()
         self._folder = tempfile.TemporaryDirectory(prefix="shardtune-rank-")
@@ -129,7 +129,7 @@ class RankHolder:
             self._readers.append(reader)
 
     def sign(self) -> Sign:
-        """What is new of the rank."""
+        """The update since the last call."""
         self._heard = time.monotonic()
         assert self._process is not None
         code = self._process.poll()
@@ -142,17 +142,17 @@ class RankHolder:
         return Sign(lines, code if not self._lines else None, report)
 
     def stop(self) -> None:
-        """Ask the rank to save and to end."""
+        """Send the rank SIGTERM: it saves and ends."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
     def end(self) -> int | None:
-        """Kill the rank if it lives; returns its process id."""
+        """Kill the rank if it is running; returns its process id."""
         process = self._process
         if process is None:
             return None
         if process.poll() is None:
-            # Its own children too: workers of its loaders.
+            # Its children too: the loader's workers.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -183,12 +183,12 @@ def own_address() -> str:
     return ray.util.get_node_ip_address()
 
 
-def free_port(wanted: int | None = None) -> int:
-    """A port of this host that is free now, or the wanted one; 0 where that is taken."""
+def free_port(preferred: int | None = None) -> int:
+    """A port of this host that is free now, or the preferred one; 0 if that is taken."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", wanted or 0))
+            probe.bind(("", preferred or 0))
             return int(probe.getsockname()[1])
         except OSError:
             return 0

@@ -30,7 +30,7 @@ NO_CLUSTER = "ray status shows a running cluster, ray start --head begins one"
 
 
 class ActorEnded(Exception):
-    """An actor or its host is gone; the message is Ray's."""
+    """An actor or its host has died; the message is Ray's."""
 
 
 class Node(TypedDict):
@@ -44,14 +44,14 @@ class Node(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What each rank takes of a cluster, and on which hosts ranks go.
+    """The resources of each rank and the placement of ranks on hosts.
 
     Attributes:
         strategy: pack | spread | strict_pack | strict_spread.
         cpus: of each rank.
         gpus: of each rank; None: one where the cluster has any.
-        resources: of each rank besides.
-        wait_seconds: for room.
+        resources: further ones of each rank.
+        wait_seconds: how long to wait for free resources.
     """
 
     strategy: str = "pack"
@@ -70,7 +70,7 @@ class Placement:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What one rank takes, in Ray's names."""
+        """The resources of one rank, by Ray's names."""
         gpus = {"GPU": float(self.gpus)} if self.gpus else {}
         return {"CPU": float(self.cpus), **gpus, **{name: float(amount) for name, amount in self.resources.items()}}
 
@@ -107,7 +107,7 @@ def connect(
 
     Args:
         address: as `ray.init` takes it; None: of a cluster of this machine alone.
-        cores: that such a cluster has; more than there are lets ranks share them, as processes do.
+        cores: of such a cluster; more than the machine has lets ranks share them, as processes do.
         where: of the setting that names the address, for messages.
         remedy: for messages.
         log_to_driver: pass on what actors print.
@@ -155,7 +155,7 @@ def disconnect() -> None:
 
 
 def live_nodes(avoid: Collection[str] = ()) -> list[Node]:
-    """The hosts of the cluster that answer, without those to avoid (by Ray's names)."""
+    """The live hosts of the cluster, without those to avoid (by Ray's names)."""
     import ray
 
     nodes: list[Node] = ray.nodes()
@@ -170,7 +170,7 @@ def own_node() -> str:
 
 
 def free_resources() -> Mapping[str, float]:
-    """What nobody uses now, of the whole cluster."""
+    """The free resources of the whole cluster."""
     import ray
 
     return ray.available_resources()
@@ -184,7 +184,7 @@ def reserve(
     avoid: Collection[str] = (),
     check: Callable[[], None] = lambda: None,
 ) -> PlacementGroup | None:
-    """Room for all ranks at once; None where the cluster does not have it in time.
+    """Reserve resources for all ranks at once; None if the cluster does not have them in time.
 
     Args:
         placement: of the ranks.
@@ -212,7 +212,7 @@ def reserve(
 
 
 def release(group: PlacementGroup) -> None:
-    """Give reserved room back."""
+    """Release reserved resources."""
     import ray
 
     ray.util.remove_placement_group(group)
@@ -225,11 +225,11 @@ class Actor(Generic[T]):
         self._handle = handle
 
     def call(self, method: Callable[Concatenate[T, ...], R], *arguments: object) -> ObjectRef[R]:
-        """Begin a call of a method, given as the class has it; `result` waits for the value.
+        """Start a call of a method (given as an attribute of the class); `result` waits for the value.
 
         Args:
             method: of the class.
-            arguments: of the method; what `put` returned stands for its value.
+            arguments: of the method; a reference from `put` is replaced by its value.
         """
         return getattr(self._handle, method.__name__).remote(*arguments)
 
@@ -244,13 +244,13 @@ class Actor(Generic[T]):
 def make_actors(
     kind: type[T], placement: Placement, group: PlacementGroup, num_ranks: int, *arguments: object
 ) -> list[Actor[T]]:
-    """An actor of a class in each place that is reserved.
+    """Create an actor of a class in each reserved bundle.
 
     Args:
         kind: the class.
         placement: of the ranks, resolved.
-        group: the room.
-        num_ranks: for which it was reserved.
+        group: the reservation.
+        num_ranks: for which it was made.
         arguments: of the class.
     """
     import ray
@@ -278,7 +278,7 @@ def put(value: bytes) -> ObjectRef[bytes]:
 
 
 def wait(refs: Sequence[ObjectRef[R]], *, number: int, seconds: float) -> list[ObjectRef[R]]:
-    """Those of some results that are there, once `number` of them are or the time is up."""
+    """The results that are ready, once `number` of them are or the time is up."""
     import ray
 
     return ray.wait(list(refs), num_returns=number, timeout=seconds)[0]

@@ -1,4 +1,4 @@
-"""Signals that stop a run, and the watch over a parent that may vanish."""
+"""Signals that stop a run, and a watchdog for a vanished parent process."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from types import FrameType
 from shardtune.errors import Interrupted
 
 LAUNCHER_PID = "SHARDTUNE_LAUNCHER_PID"
-"""The process that started this rank; it may be gone before this process can read its parent's id."""
+"""Id of the process that started this rank; it may have ended before this process can read its parent's id."""
 PARENT_POLL_SECONDS = 0.25
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignal:
-    """Whether SIGTERM or SIGINT has asked this process to stop, and what it does then.
+    """Records SIGTERM and SIGINT, and stops this process at a safe point.
 
-    While nothing is there to be saved (start-up, tokenising, writing `final/`) the signal raises `Interrupted` wherever
-    the main thread stands. Inside `deferred` it is only noted: training checks it where all ranks can stop together.
-    The second SIGINT raises `KeyboardInterrupt` at once in any case.
+    While there is nothing to save (start-up, tokenising, writing `final/`) the signal raises `Interrupted` at once in
+    the main thread. Inside `deferred` it is only recorded: training polls it where all ranks can stop together. A
+    SIGINT after an earlier signal always raises `KeyboardInterrupt` at once.
 
     Attributes:
-        asked: whether a signal came.
+        requested: whether a signal was received.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self._deferred = False
 
     def check(self) -> None:
-        """Raise `Interrupted` if a signal came: what its handler raised may have been lost in somebody's `except`."""
-        if self.asked:
+        """Raise `Interrupted` if a signal was received: the handler's exception may have been caught by other code."""
+        if self.requested:
             raise Interrupted("stopped; all that was trained is saved, the same command continues")
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """For as long as something would be lost by stopping at once."""
+        """Only record signals inside: stopping at once would lose work."""
         self.check()
         self._deferred = True
         try:
@@ -48,8 +48,8 @@ class StopSignal:
         finally:
             self._deferred = False
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        again, self.asked = self.asked, True
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        again, self.requested = self.requested, True
         if again and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not self._deferred:
@@ -61,9 +61,9 @@ _current: StopSignal | None = None
 
 @contextmanager
 def listening() -> Iterator[StopSignal]:
-    """Let SIGTERM and SIGINT ask for a stop meanwhile; afterwards they do what they did before.
+    """Handle SIGTERM and SIGINT as stop requests inside; the previous handlers are restored afterwards.
 
-    Inside another `listening` it is that one's `StopSignal`. Only the main thread hears signals.
+    A nested `listening` yields the outer one's `StopSignal`. Only the main thread receives signals.
     """
     global _current
     if _current is not None and threading.current_thread() is threading.main_thread():
@@ -77,7 +77,7 @@ def listening() -> Iterator[StopSignal]:
     _current = stop
     try:
         for number in SIGNALS:
-            signal.signal(number, stop._ask)
+            signal.signal(number, stop._on_signal)
         yield stop
     finally:
         _current = None
@@ -89,9 +89,9 @@ _watching = False
 
 
 def end_with_parent() -> None:
-    """End this process, without saving, when its parent is gone: nobody reads its exit code or stops it any more.
+    """End this process, without saving, once its parent has ended: nothing reads its exit code or stops it any more.
 
-    A rank left behind by a killed launcher would go on training, and save over the checkpoints of the run started anew.
+    An orphaned rank of a killed launcher would continue training and overwrite the checkpoints of the restarted run.
     """
     global _watching
     if _watching:

@@ -40,7 +40,7 @@ Losses = LossSum | Mapping[str, LossSum]
 Measured = Mapping[str, Metric | tuple[float, float]]
 WeightSource = Mapping[str, torch.Tensor | Callable[[], torch.Tensor] | str | Path | None] | str | Path | None
 """The source of weights: tensors, or functions that make them, by name; files; None: the module's constructor. In a
-mapping a submodule's name may stand for all of its tensors, with a path or None."""
+mapping a submodule's name may represent all of its tensors, with a path or None."""
 
 
 class Evaluation(NamedTuple):
@@ -278,7 +278,7 @@ class Adapter(ABC):
         """Refuse rows that the model cannot take; `lengths` is int32 [rows], `locate` names the place of a row."""
 
     def restore_model(self, model: nn.Module) -> None:  # noqa: B027 (may stay empty)
-        """Undo the changes of `build` to a model that the caller goes on using."""
+        """Undo the changes of `build` to a model that the caller continues to use."""
 
 
 class WholeStepAdapter(Adapter):

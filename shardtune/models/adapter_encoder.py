@@ -109,7 +109,7 @@ class FieldEncoder:
                 )
 
     def fit(self, sample: Sample) -> Sample:
-        """The sample with its padded fields cut to `data.max_length`, or whatever else `data.on_too_long` asks for."""
+        """The sample with its padded fields cut to `data.max_length`, or handled as `data.on_too_long` specifies."""
         if len(sample.input_ids):
             return self._limit.apply(sample)
         most, padded = self._limit.max_length, self._adapter.padding

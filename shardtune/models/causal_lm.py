@@ -127,7 +127,7 @@ class CausalLM(LanguageModel):
         self._trust_remote_code = trust_remote_code
         self._compile = compile
         self._gradient_checkpointing = gradient_checkpointing
-        self._asked = attn_implementation
+        self._requested_attention = attn_implementation
         self._precision = precision
         self._own_attention = ""
         self._attention = ""
@@ -147,7 +147,7 @@ class CausalLM(LanguageModel):
         self._own_attention = attention_name(model)
         self.packs = "position_ids" in takes and any(p.kind is p.VAR_KEYWORD for p in takes.values())
         self._attention = self._own_attention
-        if self._asked == "auto":
+        if self._requested_attention == "auto":
             self.packs = self.packs and model._can_set_attn_implementation()
             self._attention = DOCUMENTS if self.packs else self._own_attention
         set_attention(model, self._attention)
@@ -170,7 +170,7 @@ class CausalLM(LanguageModel):
         """Nothing: `build` has done it already."""
 
     def restore_model(self, model: nn.Module) -> None:
-        """Undo the changes of `build` to a model that the caller goes on using."""
+        """Undo the changes of `build` to a model that the caller continues to use."""
         if model is not self._model:
             return
         set_attention(model, self._own_attention)
@@ -178,7 +178,7 @@ class CausalLM(LanguageModel):
             pretrained(model).activation_checkpointing_disable()
 
     def _from_config(self) -> PreTrainedModel:
-        implementation = None if self._asked == "auto" else self._asked
+        implementation = None if self._requested_attention == "auto" else self._requested_attention
         try:
             with init_empty_weights():
                 if self._make is not None:
@@ -192,7 +192,7 @@ class CausalLM(LanguageModel):
         except (ValueError, ImportError, KeyError) as error:
             raise ModelError(
                 f"transformers cannot build a {self._kind} of type {self.config.model_type!r}: {error}",
-                where=f"actor.model.model_path, actor.model.attn_implementation: {self._asked}",
+                where=f"actor.model.model_path, actor.model.attn_implementation: {self._requested_attention}",
                 remedy="check the model directory's config.json and actor.model.attn_implementation",
             ) from error
 

@@ -197,7 +197,7 @@ def _check_read(recipe: Recipe, kind: type[Adapter]) -> None:
         raise ConfigError(
             f"{key}: the adapter {kind.__name__} does not read it",
             where=recipe.where(key),
-            remedy=f"leave it out; or act on it in {kind.__name__} (self.recipe has it) and say so: reads = ({key!r},)",
+            remedy=f"leave it out; or act on it in {kind.__name__} (self.recipe has it) and add reads = ({key!r},)",
         )
 
 

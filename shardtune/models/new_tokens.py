@@ -67,7 +67,7 @@ def check_rows(
     Raises:
         ConfigError: some rows are missing, and would never be trained.
     """
-    rows = {"": stored} if isinstance(stored, list) else stored or {}  # a list stands for the input embedding
+    rows = {"": stored} if isinstance(stored, list) else stored or {}  # a list is for the input embedding
     known = {row for ids in rows.values() for row in ids}
     missing = sorted({row for ids in needed.values() for row in ids} - known)
     if missing:

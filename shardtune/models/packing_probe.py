@@ -178,14 +178,14 @@ def _packed(root: LanguageRoot, adapter: Choices, rows: list[Sample], device: to
     return list(logits.split([len(place) for place in ends]))
 
 
-def _distance(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def _distance(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """[positions]: the largest difference at each, relative to the largest logit of all."""
-    return (got - wanted).abs().amax(-1) / wanted.abs().max().clamp(min=1e-30)
+    return (got - expected).abs().amax(-1) / expected.abs().max().clamp(min=1e-30)
 
 
-def _agree(got: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> bool:
+def _agree(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
     """Whether all positions agree; in half precision most at each end, as rounding may choose another expert at one."""
-    distance = _distance(got, wanted)
+    distance = _distance(got, expected)
     if got.dtype in (torch.float32, torch.float64):
         return _within(distance.amax(), tolerance)
     return all(_within(end.median(), tolerance) for end in distance.split(max(1, len(got) // 2)))

@@ -1,1 +1,1 @@
-"""How weights and sequences lie on ranks."""
+"""The distribution of weights and sequences over ranks."""

@@ -14,7 +14,7 @@ def sum_over(tensor: torch.Tensor, ranks: DeviceMesh) -> torch.Tensor:
     return _Sum.apply(tensor, ranks.get_group())
 
 
-def hand_to_all(tensor: torch.Tensor, ranks: DeviceMesh) -> torch.Tensor:
+def replicated_input(tensor: torch.Tensor, ranks: DeviceMesh) -> torch.Tensor:
     """A tensor that all ranks hold alike and each uses in a part of the work, so that its gradient is their sum."""
     return _HandToAll.apply(tensor, ranks.get_group())
 
@@ -23,7 +23,7 @@ def exchange(tensor: torch.Tensor, ranks: DeviceMesh, *, split: int, join: int) 
     """Cut `tensor` along one dimension into a part per rank, and join the parts that come from all along another.
 
     Worked example on two ranks with split=0 and join=1: rank 0 has [[a b] [c d]], rank 1 has [[e f] [g h]]; then rank 0
-    has [[a b e f]] and rank 1 has [[c d g h]]. The gradient takes the way back.
+    has [[a b e f]] and rank 1 has [[c d g h]]. The gradient takes the reverse path.
 
     Args:
         tensor: its dimension `split` divides by the number of ranks.
@@ -35,7 +35,7 @@ def exchange(tensor: torch.Tensor, ranks: DeviceMesh, *, split: int, join: int) 
 
 
 class _OverGroup(Protocol):
-    """What a backward pass finds of its forward pass."""
+    """State that the forward pass saves for the backward pass."""
 
     group: dist.ProcessGroup
 

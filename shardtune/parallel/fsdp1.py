@@ -31,7 +31,7 @@ Place = tuple[nn.Module, str]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatSharding:
-    """What was asked for when the rows were cut, and is done once they have values.
+    """Settings of the sharding, which is completed once the rows have values.
 
     Attributes:
         root: the module that is called.
@@ -51,7 +51,7 @@ class FlatSharding:
 
 
 def into_rows(sharding: FlatSharding) -> None:
-    """Give each parameter of a model its rows on this rank; every rank has the same whole values, or none (meta).
+    """Replace each parameter of a model by its rows on this rank; every rank has the same whole values, or none (meta).
 
     Scalars, and parameters of norms that need full precision, stay whole on every rank, as with FSDP2.
     """
@@ -68,7 +68,7 @@ def into_rows(sharding: FlatSharding) -> None:
 
 
 def rank_in(mesh: DeviceMesh) -> int:
-    """This rank's place among those that shard a copy of the model."""
+    """This rank's index among those that shard a copy of the model."""
     return mesh.get_local_rank(mesh.ndim - 1)
 
 
@@ -172,7 +172,7 @@ class Routed:
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """The tensors with a gradient in what a module takes or gives."""
+    """The tensors with a gradient among a module's inputs or outputs."""
     if isinstance(value, torch.Tensor):
         yield from [value] if value.requires_grad else []
     elif isinstance(value, Mapping):
@@ -221,7 +221,7 @@ class Flattening:
                 setattr(unit, name, routed.method(getattr(unit, name)))
 
     def undo(self) -> None:
-        """Take what leads through FSDP1 off the model."""
+        """Remove FSDP1's wrappers from the model."""
         for module, name, own in self._routed:
             delattr(module, name)
             if own is not None:

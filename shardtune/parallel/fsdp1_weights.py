@@ -43,7 +43,7 @@ from shardtune.parallel.torch_private import (
 )
 
 Ranges = Sequence[tuple[int, int]]
-"""Per rank that shards a copy of the model: which of a parameter's numbers, in the order of memory, are its own."""
+"""Per rank that shards a copy of the model: the range of a parameter's elements, in memory order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +64,15 @@ class _Piece:
 
 
 class FlatWeights(Weights):
-    """What `Weights` is, for FSDP1: `parameters` are its own, a range of numbers on each rank.
+    """The counterpart of `Weights` for FSDP1: `parameters` are FSDP1's, a range of elements on each rank.
 
-    Three things differ from FSDP1's own behaviour, and are as with FSDP2. FSDP1 divides gradients by the number of
+    Three things differ from FSDP1's behaviour and agree with FSDP2's. FSDP1 divides gradients by the number of
     ranks; here the factor is one. Inside `no_sync` it accumulates the gradients of micro-batches in the compute dtype;
-    here they are kept apart and accumulated in full precision until the last micro-batch. A parameter that no rank has
-    used gets zeros as its gradient; here it gets none.
+    here they are kept separately and accumulated in full precision until the last micro-batch. A parameter that no
+    rank has used gets zeros as its gradient; here it gets none.
 
     Args:
-        sharding: of a model in rows that have their values; they are cut here.
+        sharding: of a model in rows that have their values; they are converted here.
         model: the model inside the root, whose names are used.
         reduce_each: reduce gradients over ranks after each micro-batch.
         excluded_from_checkpoint: names of parameters that checkpoints leave out.

@@ -93,10 +93,10 @@ def shard(
 
 
 def gather_ahead(root: nn.Module, number: int) -> None:
-    """Have each unit gather the weights of so many others before its own are used.
+    """Let each unit prefetch the weights of this many others before its own are used.
 
     Those are the next ones in the forward pass and the ones before in the backward pass, in the order in which the
-    model has them. By itself FSDP2 gathers ahead in the backward pass only, one unit.
+    model has them. By itself FSDP2 prefetches in the backward pass only, one unit.
 
     Args:
         root: sharded; its own weights count as the first unit's.
@@ -117,7 +117,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Weights:
-    """A model's weights in full precision: what the optimizer moves, what checkpoints and exports hold.
+    """A model's weights in full precision: updated by the optimizer, stored in checkpoints and exports.
 
     With FSDP2, or when the model computes in full precision, they are the model's own parameters. A single process
     that computes in half precision keeps them beside the model, with FSDP2's arithmetic: half-precision weights and
@@ -223,7 +223,7 @@ class Weights:
         return tensor
 
     def template(self, name: str) -> torch.Tensor:
-        """A tensor of the form that checkpoints hold a parameter in; its values do not count."""
+        """A tensor in the checkpoint layout of a parameter; its values are irrelevant."""
         return self.parameters[name].detach()
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -247,7 +247,7 @@ class Weights:
 
     @torch.no_grad()
     def sync_replicated_gradients(self) -> None:
-        """Make what ranks hold whole the same on all of them, after the backward pass of a step's last micro-batch.
+        """Synchronise replicated tensors over ranks, after the backward pass of a step's last micro-batch.
 
         That is: sum the gradients of replicated parameters, and agree on the buffers that forwards have changed.
 
@@ -305,7 +305,7 @@ class Weights:
             self._computed[name].copy_(self.parameters[name])
 
     def restore_model(self) -> None:
-        """Leave the model with its weights in full precision, and nothing of this object attached to it."""
+        """Restore the model with its weights in full precision, and detach this object's hooks."""
         for hook in self._hooks:
             hook.remove()
         for name in self._apart:

@@ -1,4 +1,4 @@
-"""From a model whose parameters have no memory to one that has exactly its own shards."""
+"""Builds a model without memory and allocates only this rank's shards."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from shardtune.parallel.torch_private import apply_to_tensors, own_persistent_bu
 def init_empty_weights() -> Iterator[None]:
     """Modules made inside have their parameters on the meta device and their buffers real.
 
-    Unlike `torch.device("meta")` this leaves computed buffers (rotary frequencies, say) right. The parameters exist
-    for the moment between their making and their registration, one at a time and never written to.
+    Unlike `torch.device("meta")` this keeps computed buffers (such as rotary frequencies) correct. Each parameter
+    exists only between its creation and its registration, and is never written to.
     """
 
     def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -98,10 +98,19 @@ def materialise(
 
     def allocate(tensor: torch.Tensor) -> torch.Tensor:
         is_parameter, of_norm = isinstance(tensor, nn.Parameter), id(tensor) in statistics
-        wanted = dtype if tensor.is_floating_point() and (is_parameter or of_norm) else tensor.dtype
-        if frozen is not None and wanted.is_floating_point and is_parameter and not (tensor.requires_grad or of_norm):
-            wanted = frozen
-        return torch.empty_like(tensor, dtype=wanted, device=device) if tensor.is_meta else tensor.to(device, wanted)
+        target_dtype = dtype if tensor.is_floating_point() and (is_parameter or of_norm) else tensor.dtype
+        if (
+            frozen is not None
+            and target_dtype.is_floating_point
+            and is_parameter
+            and not (tensor.requires_grad or of_norm)
+        ):
+            target_dtype = frozen
+        return (
+            torch.empty_like(tensor, dtype=target_dtype, device=device)
+            if tensor.is_meta
+            else tensor.to(device, target_dtype)
+        )
 
     apply_to_tensors(root, allocate)
     for first, *others in shared:

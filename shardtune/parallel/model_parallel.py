@@ -1,4 +1,4 @@
-"""A model over the ranks that work on the same rows, or hold different experts, before it is sharded."""
+"""Applies tensor and expert parallelism to a model before it is sharded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WHERE = "actor.parallel.expert"
 
 @dataclass(frozen=True, slots=True)
 class ModelParallel:
-    """What a model's tensor and expert parallelism means for sharding it.
+    """Consequences of tensor and expert parallelism for sharding.
 
     Attributes:
         partial: names of parameters that every tensor rank holds, and of whose gradient each computes a part.
@@ -43,7 +43,7 @@ def apply_model_parallel(
         heads: of its attention; None for a model without.
 
     Raises:
-        ParallelError: the model has no plan for what the layout asks.
+        ParallelError: the model has no plan for an axis of the layout.
     """
     layout = ranks.layout
     partial = parallelise(model, without_experts(tensor_plan), ranks.tensor_mesh, heads) if layout.tensor > 1 else []
@@ -52,7 +52,7 @@ def apply_model_parallel(
 
 
 def _spread_experts(model: nn.Module, plan: Mapping[str, str], ranks: Ranks) -> list[nn.Module]:
-    """Give each rank whole experts; tokens travel to theirs and back, by transformers' own layers."""
+    """Distribute whole experts over ranks; transformers' layers route tokens to them and back."""
     named = expanded(model, plan)
     experts = [model.get_submodule(name) for name, style in named if style == DISPATCHED]
     if not experts:
@@ -77,7 +77,7 @@ def _spread_experts(model: nn.Module, plan: Mapping[str, str], ranks: Ranks) -> 
 
 
 def _own_output(module: nn.Module) -> None:
-    """Let a module return memory of its own: sharding around it loses its hooks where a view is changed in place."""
+    """Return a copy instead of a view: in-place changes of a view would lose FSDP's hooks."""
     forward = module.forward
 
     def owning(*args: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The ranks of a run: who this process is, which device it uses, and the few collectives that metrics need."""
+"""The ranks of a run: this process's place and device, and the few collectives that metrics need."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ ONE_RANK = Layout()
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """All ranks of the run, seen from this one.
+    """All ranks of the run, from this rank's perspective.
 
     Attributes:
         rank: of this process, 0 to world_size - 1.
         world_size: processes of the run.
-        device: where this rank computes.
+        device: of this rank.
         mesh: ("replicate", "shard", "tensor") over all ranks, those that share a sequence among "shard"; None for a
             single process, which needs no process group.
         layout: the sizes of the axes.
-        sequence_mesh: the ranks that share this one's sequences; None where none do.
+        sequence_mesh: the ranks that share this one's sequences; None if there are none.
         expert_mesh: ("expert_shard", "expert") over all ranks, where experts are spread.
         counts: whether sums over rows count this rank's: of those that work on the same rows together the first does.
     """
@@ -51,7 +51,7 @@ class Ranks:
 
     @property
     def data_rank(self) -> int:
-        """Which rows are this rank's, 0 to `num_data_ranks` - 1; ranks that share a model share it."""
+        """The index of this rank's rows, 0 to `num_data_ranks` - 1; ranks that share a model share it."""
         return self.rank // self.layout.model_ranks
 
     @property
@@ -73,7 +73,7 @@ class Ranks:
 
     @property
     def shard_mesh(self) -> DeviceMesh | None:
-        """Over which weights are sharded; with two dimensions they are replicated over the first."""
+        """The mesh that weights are sharded over; with two dimensions they are replicated over the first."""
         if self.mesh is None:
             return None
         return self.mesh["replicate", "shard"] if self.layout.replicate > 1 else self.mesh["shard"]
@@ -89,7 +89,7 @@ class Ranks:
         return self.rank == 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """The sums over ranks, in fp64; every rank passes as many values, those that do not count for nothing."""
+        """The sums over ranks, in fp64; every rank passes the same number; ranks without `counts` add nothing."""
         if self.mesh is None:
             return [float(value) for value in values]
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -123,7 +123,7 @@ class Ranks:
         return box[0]
 
     def share(self, tensor: torch.Tensor) -> None:
-        """Give a tensor rank 0's values, in place, bit by bit."""
+        """Broadcast rank 0's values into a tensor, in place, bit by bit."""
         if self.mesh is None or not tensor.numel():
             return
         dense = tensor.detach().contiguous()
@@ -132,7 +132,7 @@ class Ranks:
             tensor.detach().copy_(dense)
 
     def new_group(self) -> dist.ProcessGroup | None:
-        """Connections of their own between all ranks, for what goes on beside training; every rank calls it."""
+        """A separate process group of all ranks, for work in parallel to training; every rank calls it."""
         if self.mesh is None:
             return None
         group = dist.new_group(backend="gloo")
@@ -176,23 +176,23 @@ def choose_device(device: str, local_rank: int) -> torch.device:
 
 
 def num_ranks(runner: RunnerConfig) -> int:
-    """The ranks of this run: those that a launcher has started, otherwise those that are about to be."""
+    """The number of ranks of this run: those started by a launcher, otherwise those to be started."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     return started if started > 1 else runner.workers
 
 
 def join_ranks(device: str, actor: ActorConfig) -> Ranks:
-    """Become the rank that RANK, WORLD_SIZE and LOCAL_RANK name (as torchrun does); without them a single process.
+    """Join as the rank of RANK, WORLD_SIZE and LOCAL_RANK (set by torchrun); without them a single process.
 
     Args:
         device: `runner.device`.
-        actor: the section of the recipe that says how ranks are laid out.
+        actor: the section of the recipe with the layout of ranks.
 
     Raises:
-        ParallelError: this many ranks cannot be laid out so, or this rank has no device.
+        ParallelError: this number of ranks does not fit the layout, or this rank has no device.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    # One process may evaluate, or answer with, what many have trained.
+    # One process may evaluate a model that many have trained.
     layout = Layout.of(actor, world_size) if world_size > 1 else Layout()
     chosen = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
     if chosen.type == "cuda":
@@ -204,7 +204,7 @@ def join_ranks(device: str, actor: ActorConfig) -> Ranks:
 
 
 def open_group(device: torch.device) -> None:
-    """Meet the other ranks that the variables of torchrun name, if that is not done yet."""
+    """Initialise the process group from torchrun's variables, if that is not done yet."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
@@ -234,7 +234,7 @@ def lay_out(layout: Layout, rank: int, device: torch.device) -> Ranks:
 
 
 def leave_ranks(ranks: Ranks) -> None:
-    """End together: no rank closes its connections while another still uses them."""
+    """Leave the process group together: no rank closes its connections while another still uses them."""
     if ranks.mesh is not None and dist.is_initialized():
         with suppress(RuntimeError):  # a rank that died has been reported already
             dist.barrier()

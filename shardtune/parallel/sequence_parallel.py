@@ -14,7 +14,7 @@ from shardtune.parallel.collectives import exchange, sum_over
 
 @dataclass(frozen=True, slots=True)
 class TokenShare:
-    """Which of the tokens of a forward are this rank's.
+    """This rank's share of the tokens of a forward.
 
     Attributes:
         ranks: the mesh along the axis `sequence`.
@@ -35,7 +35,7 @@ class TokenShare:
 
     @property
     def padding(self) -> int:
-        """Tokens that are added to the whole, so that it divides."""
+        """Padding tokens that make the total divisible by the ranks."""
         return self.length * self.ranks.size() - self.num_tokens
 
     def cut(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ class TokenShare:
         return F.pad(tokens, (0, self.padding))[self.start : self.start + self.length]
 
     def mine(self, positions: torch.Tensor) -> torch.Tensor:
-        """Bool: which of some tokens are this rank's."""
+        """Bool mask of the tokens that are this rank's."""
         return (positions >= self.start) & (positions < self.start + self.length)
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:

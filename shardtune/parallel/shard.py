@@ -1,4 +1,4 @@
-"""Which of torch's ways to shard a model is used, and the weights that belong to it."""
+"""Chooses FSDP2 or FSDP1 to shard a model, with the matching weights."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def shard_model(
     experts: Collection[nn.Module] = (),
     offload: bool = False,
 ) -> Hold:
-    """Shard `root` in place as its ranks' layout says: with FSDP2 (so DDP too) or FSDP1; arguments as `shard` has them.
+    """Shard `root` in place by its ranks' layout: with FSDP2 (so DDP too) or FSDP1; arguments as `shard` has them.
 
-    FSDP1 takes weights that have their values, so here the model gets rows to load them into, and what is returned
-    hands them over.
+    FSDP1 takes weights that have their values, so here the model gets rows to load them into, and the returned
+    function passes them on.
 
     Returns:
         What makes the model's weights once it has its values; arguments as `Weights` has them.

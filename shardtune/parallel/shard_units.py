@@ -1,4 +1,4 @@
-"""Which modules are gathered and freed together."""
+"""Chooses the modules that are gathered and freed together."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from shardtune.errors import ModelError
 
 WRAP = "actor.fsdp_config.wrap"
 LARGE = 2**28
-"""Parameters above which a block is looked into for smaller blocks, which are then gathered by themselves."""
+"""Parameters above which a block is searched for smaller blocks, which are then gathered separately."""
 CHOSEN_BETWEEN = re.compile("expert|head|branch|adapter|task", re.IGNORECASE)
-"""Names of modules of which a forward may call some and not others; all ranks have to gather the same units."""
+"""Names of modules that a forward may skip; all ranks have to gather the same units."""
 
 
 def choose_units(
@@ -23,9 +23,9 @@ def choose_units(
 ) -> tuple[list[nn.Module], str]:
     """The modules that shard as a unit: of the classes in `wrap`, else as declared, else the repeated blocks.
 
-    A unit's weights are there only while the unit itself is called, so by themselves only blocks are chosen that stand
-    in a list or sequence with others of their class, and those of lists that look chosen between (experts, heads) not.
-    A module that shares a parameter with one outside of it is no unit: shared parameters belong to the root.
+    A unit's weights are only available while the unit itself is called. So automatic units are blocks in a list or
+    sequence with others of their class, except for lists with alternatives (experts, heads). A module that shares a
+    parameter with one outside of it is not a unit: shared parameters belong to the root.
 
     Args:
         model: any module.
@@ -33,7 +33,7 @@ def choose_units(
         wrap: class names, `actor.fsdp_config.wrap`.
 
     Returns:
-        The modules, and a sentence on how they were chosen where nobody declared them, or not all that were declared.
+        The modules, and a sentence on the choice if they were not declared, or not all declared ones are used.
     """
     if wrap:
         return _unshared(model, _of_classes(model, wrap, WRAP))
@@ -55,7 +55,7 @@ _HOW = f" (others: unit_classes of the adapter, or {WRAP})"
 
 
 def outermost(units: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that are not inside another."""
+    """The modules that are not inside another one."""
     inside = {module for unit in units for module in unit.modules() if module is not unit}
     return [unit for unit in units if unit not in inside]
 

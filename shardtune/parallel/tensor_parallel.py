@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 
 from shardtune.errors import ParallelError
-from shardtune.parallel.collectives import hand_to_all
+from shardtune.parallel.collectives import replicated_input
 from shardtune.parallel.meta_init import local_offsets
 from shardtune.parallel.torch_private import quieten_redistribution, set_parameter
 
@@ -33,7 +33,7 @@ WHERE = "actor.parallel.tensor"
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What of a model's attention has to divide.
+    """The sizes of a model's attention that have to be divisible.
 
     Attributes:
         query: heads of the queries.
@@ -47,10 +47,10 @@ class Heads:
 
 
 def check_heads(heads: Heads, tensor: int, sequence: int) -> None:
-    """Refuse sizes of the axes tensor and sequence that heads cannot be dealt to.
+    """Refuse sizes of the axes tensor and sequence that do not divide the heads.
 
     Raises:
-        ParallelError: names the nearest that can.
+        ParallelError: names the nearest size that does.
     """
 
     def fits(tensor: int, sequence: int) -> bool:
@@ -62,10 +62,10 @@ def check_heads(heads: Heads, tensor: int, sequence: int) -> None:
         return
     sizes = [(t, s) for t in range(1, tensor + 1) for s in range(1, sequence + 1) if fits(t, s)]
     nearest = max(sizes, key=lambda pair: (pair[0] * pair[1], pair[0]))
-    asked = f"tensor {tensor} x sequence {sequence}" if sequence > 1 and tensor > 1 else str(tensor * sequence)
+    requested = f"tensor {tensor} x sequence {sequence}" if sequence > 1 and tensor > 1 else str(tensor * sequence)
     raise ParallelError(
-        f"actor.parallel: {asked} ranks cannot share {heads.query} heads of queries and {heads.key_value} of keys and "
-        "values",
+        f"actor.parallel: {requested} ranks cannot share {heads.query} heads of queries and {heads.key_value} of keys "
+        "and values",
         where=WHERE if tensor > 1 else "actor.parallel.sequence",
         remedy=f"the nearest that fits is tensor {nearest[0]}, sequence {nearest[1]}",
     )
@@ -76,7 +76,7 @@ def parallelise(model: nn.Module, plan: Plan, ranks: DeviceMesh, heads: Heads | 
 
     Args:
         model: on the meta device.
-        plan: which module is cut how.
+        plan: the style of each module.
         ranks: the mesh along the axis `tensor`.
         heads: of its attention; None for a model without.
 
@@ -201,7 +201,7 @@ def _repeat_heads(projection: nn.Module, ranks: DeviceMesh, heads: Heads) -> Non
     part = slice(number * heads.size, (number + 1) * heads.size)
 
     def enter(_module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return (hand_to_all(inputs[0], ranks), *inputs[1:])
+        return (replicated_input(inputs[0], ranks), *inputs[1:])
 
     def take(_module: nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
         return output[..., part]

@@ -1,1 +1,1 @@
-"""What is a run, from recipe to `final/`."""
+"""Runs, from recipe to `final/`."""

@@ -1,4 +1,4 @@
-"""`train`, and the `Run` it returns: what the command line does, from Python."""
+"""The Python interface of the commands: `train`, and the `Run` it returns."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def train(
     train_data: object = None,
     eval_data: object = None,
 ) -> Run:
-    """Fine-tune as a recipe says; continue where its run directory stands.
+    """Fine-tune according to a recipe; continue from the last checkpoint of its run directory.
 
     Args:
         recipe: a YAML file, a dict or a `DictConfig`.
@@ -67,7 +67,7 @@ def train(
         eval_data: likewise, or a dict of named ones.
 
     Raises:
-        ShardtuneError: what the user can mend, before anything is written where it can be known by then.
+        ShardtuneError: an error that the user can fix; raised before anything is written where possible.
         Interrupted: stopped by a signal, after saving; calling again continues.
     """
     objects = Objects(model, tokenizer, train_data, eval_data)
@@ -112,10 +112,10 @@ def _refuse_objects(recipe: Recipe, objects: Objects) -> None:
 
 
 def _launch(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal) -> None:
-    """Check everything that can be checked here, tokenise, then start the ranks on this machine."""
+    """Run all checks that need no ranks, tokenise, then start the ranks on this machine."""
     free_port(recipe.runner.master_port)
     choose_device(recipe.runner.device, recipe.runner.nproc_per_node - 1)
-    # A worker of the user's own is made in the ranks alone: it may hold what cannot be shared.
+    # A user-defined worker is created in the ranks only: it may hold resources that cannot be shared.
     if issubclass(worker_class(recipe), SFTWorker):
         worker = make_worker(recipe, report=display.report)
         worker.task.check()
@@ -136,7 +136,7 @@ def _launch(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal) -
 
 
 def _launch_on_ray(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal) -> None:
-    """Start the ranks on a Ray cluster; they read data and model where they are."""
+    """Start the ranks on a Ray cluster; each reads data and model on its own host."""
     from shardtune.launch.ray import connected, reserve_for_the_rest, run_ranks_on_ray
 
     with connected(recipe.runner) as cluster:
@@ -171,7 +171,7 @@ def _fits(recipe: Recipe) -> Callable[[int], bool]:
 
 
 class Run:
-    """A run directory, finished or not: its metrics, and the model it holds."""
+    """A run directory, finished or not: its metrics and its model."""
 
     def __init__(self, directory: Path) -> None:
         self.dir = directory
@@ -181,7 +181,7 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The last value of every metric; of the evaluation ones, those of `final/` where it is there."""
+        """The last value of every metric; of the evaluation ones, those of `final/` if it exists."""
         latest: dict[str, float] = {}
         for line in read_metrics(self.dir):
             latest |= line
@@ -195,11 +195,11 @@ class Run:
     def worker(
         self, checkpoint: str = "final", *overrides: str, eval_data: object = None, episodes_dir: Path | None = None
     ) -> FSDPSftWorker:
-        """The model of a checkpoint, ready to evaluate and to answer.
+        """The model of a checkpoint, ready to evaluate and to generate.
 
         Args:
             checkpoint: final, latest, best, a step, or a path.
-            overrides: `key=value` over the run's recipe.
+            overrides: `key=value` on top of the run's recipe.
             eval_data: rows in memory instead of the recipe's evaluation sets.
             episodes_dir: where the episodes of evaluations are written; None: nowhere.
         """
@@ -242,39 +242,41 @@ class Run:
         images: Sequence[object] = (),
         folder: str | Path | None = None,
     ) -> list[str]:
-        """Answers to prompts (texts of a user's turn, or whole conversations), one each.
+        """Generate one answer per prompt; a prompt is the text of a user turn, or a whole conversation.
 
         Args:
             prompts: one text, or several texts or conversations. Turns may hold parts with images.
             checkpoint: final, latest, best, a step, or a path.
             system: a system turn before each prompt.
-            sampling: how answers are drawn; by default greedily.
-            raw: prompts are texts to go on from as they stand, without the chat template.
-            images: of one text; or for several prompts a list for each. An image is what rows may name it by: a path, a
-                URL, bytes, an image of Pillow's, uint8 [height, width, 3]. It goes where `<image>` stands in a prompt,
-                otherwise before the words.
-            folder: from where the paths of images begin; by default the working directory.
+            sampling: how tokens are sampled; greedy by default.
+            raw: continue the prompts as plain text, without the chat template.
+            images: the images of a single text; for several prompts a list for each. An image is given as in a row: a
+                path, a URL, bytes, a Pillow image or a uint8 array [height, width, 3]. It replaces `<image>` in the
+                prompt; without one it goes before the text.
+            folder: what relative image paths are relative to; by default the working directory.
         """
-        asked = [prompts] if isinstance(prompts, str) else list(prompts)
-        if raw and (system is not None or not all(isinstance(prompt, str) for prompt in asked)):
+        prompt_list = [prompts] if isinstance(prompts, str) else list(prompts)
+        if raw and (system is not None or not all(isinstance(prompt, str) for prompt in prompt_list)):
             raise ConfigError(
-                "a text that is gone on from has no turns",
+                "raw text is continued as it is and has no turns",
                 where="--raw",
                 remedy="leave out --system and messages, or --raw",
             )
-        shown = [images] if isinstance(prompts, str) else [_images(one) for one in images or [()] * len(asked)]
-        if len(shown) != len(asked):
+        image_lists = (
+            [images] if isinstance(prompts, str) else [_images(one) for one in images or [()] * len(prompt_list)]
+        )
+        if len(image_lists) != len(prompt_list):
             raise ConfigError(
-                f"{len(asked)} prompts and {len(shown)} lists of images",
+                f"{len(prompt_list)} prompts and {len(image_lists)} lists of images",
                 where="images=",
                 remedy="give a list of images for each prompt, empty for one without",
             )
         worker = answering(self, checkpoint)
         encoder = worker.chat_encoder().at(Path.cwd() if folder is None else Path(folder).absolute())
-        asker = PromptBuilder(encoder, str(self.dir))
+        builder = PromptBuilder(encoder, str(self.dir))
         encoded = [
-            asker.text(str(prompt), images) if raw else asker.turns(_conversation(prompt, system), images)
-            for prompt, images in zip(asked, shown, strict=True)
+            builder.text(str(prompt), images) if raw else builder.turns(_conversation(prompt, system), images)
+            for prompt, images in zip(prompt_list, image_lists, strict=True)
         ]
         return worker.generator().answers(encoded, sampling or Sampling())
 
@@ -288,26 +290,26 @@ class Run:
         check: bool = True,
         report: Callable[[str], None] = silent,
     ) -> Path:
-        """Write a checkpoint as a directory that others load, then load it in a fresh process and compare.
+        """Export a checkpoint as a directory for other programs, then load it in a new process and compare.
 
         A causal language model is compared by its logits, any other model by its tensors, bit by bit. An adapter is
-        written as PEFT has it, unless it is merged.
+        written in PEFT's format, unless it is merged.
 
         Args:
-            to: the directory, not there yet or empty.
+            to: the directory, which must be empty or not exist yet.
             checkpoint: final, latest, best, a step, or a path.
             dtype: auto (the base model's) | fp32 | bf16 | fp16.
             merge: add the adapter to the base model's weights, in full precision, and write the whole model.
             check: whether to compare.
-            report: is told what was compared.
+            report: receives the result of the comparison.
 
         Raises:
-            CheckpointError: the directory is not empty, or holds another model than the trained one.
+            CheckpointError: the directory is not empty, or the written model differs from the trained one.
         """
         target = Path(to).expanduser().absolute()
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             what = "is not empty" if target.is_dir() else "is a file"
-            raise CheckpointError(f"{target} {what}", where="--to", remedy="name a directory that is not there yet")
+            raise CheckpointError(f"{target} {what}", where="--to", remedy="name a directory that does not exist yet")
         check_writable(target, "--to")
         config = self.recipe.actor.model
         if merge and not config.is_lora:
@@ -333,11 +335,11 @@ class Run:
 
 
 def evaluate(target: str | Path, *overrides: str, checkpoint: str = "final") -> dict[str, float]:
-    """Evaluate a run directory, or the model that a recipe names; on all ranks that the recipe asks for.
+    """Evaluate a run directory, or the model that a recipe names, on as many ranks as the recipe sets.
 
     Args:
         target: a run directory or a recipe.
-        overrides: `key=value` over the recipe.
+        overrides: `key=value` on top of the recipe.
         checkpoint: of a run: final, latest, best, a step, or a path.
     """
     is_run = Path(target).is_dir()
@@ -351,8 +353,8 @@ def evaluate(target: str | Path, *overrides: str, checkpoint: str = "final") -> 
         end_with_parent()
     peers = read_together(lambda: recipe)[1] if is_one_of_several() else None
     logger = recipe.runner.logger
-    own = Path(target) / SAMPLES / Path(checkpoint).name
-    episodes = own if is_run else Path(logger.log_path) / f"{logger.experiment_name}-episodes"
+    run_samples = Path(target) / SAMPLES / Path(checkpoint).name
+    episodes = run_samples if is_run else Path(logger.log_path) / f"{logger.experiment_name}-episodes"
     if is_run:
         worker = load_run(target).worker(checkpoint, *overrides, episodes_dir=episodes)
     else:
@@ -365,14 +367,14 @@ def evaluate(target: str | Path, *overrides: str, checkpoint: str = "final") -> 
         model = f"{target}, checkpoint {checkpoint}" if is_run else str(recipe.actor.model.model_path)
         Display().report(f"evaluating {model} on {_evaluated_on(worker, episodes)}")
     metrics = worker.run_eval()
-    leave_ranks(worker.ranks)  # only if all went well: otherwise the other ranks may be waiting elsewhere
+    leave_ranks(worker.ranks)  # only on success: otherwise the other ranks may be blocked in another collective
     if peers is not None:
         peers.end()
     return metrics
 
 
 def _evaluated_on(worker: FSDPSftWorker, episodes: Path) -> str:
-    """What an evaluation looks at, in words."""
+    """A description of what is evaluated on."""
     announced = [info.get("num_samples") for _, info in worker.eval_loaders.values()]
     sizes = [size for size in announced if isinstance(size, int)]
     rows = f"{sum(sizes):,} rows" if len(sizes) == len(announced) else f"{len(announced)} sets"
@@ -396,10 +398,10 @@ def _evaluate_on_ranks(arguments: list[str], recipe: Recipe, *, is_run: bool) ->
 
 
 def answering(run: Run, checkpoint: str) -> SFTWorker:
-    """The model of a checkpoint, ready to answer.
+    """The model of a checkpoint, ready to generate.
 
     Raises:
-        ConfigError: the run is driven by a worker of the user's own, which does not answer.
+        ConfigError: the run uses a user-defined worker, which cannot generate.
     """
     recipe = run.recipe
     kind = worker_class(recipe)

@@ -1,4 +1,4 @@
-"""Which worker drives a run: the one that the recipe names or its model type stands for, otherwise `SFTWorker`."""
+"""Chooses a run's worker: the one that the recipe names or its model type is registered for, otherwise `SFTWorker`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from shardtune.training.worker.sft_trainer import SFTTrainer
 
 MODEL_TYPE, WORKER = "actor.model.model_type", "actor.worker"
 BUILT_IN_WORKERS: Mapping[str, type[FSDPSftWorker]] = {"sft_trainer": SFTTrainer}
-"""By the name that a recipe gives in place of file.py:Class."""
+"""Names that a recipe may use in place of file.py:Class."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """What a caller holds in memory instead of naming it in the recipe."""
+    """In-memory objects that replace what a recipe names."""
 
     model: PreTrainedModel | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -42,7 +42,7 @@ class Objects:
     eval_data: object = None
 
     def keys(self) -> list[str]:
-        """The recipe keys that they stand for."""
+        """The recipe keys that they replace."""
         given = {
             "actor.model.model_path": self.model is not None,
             "data.train_data_paths": self.train_data is not None,
@@ -57,13 +57,13 @@ NOTHING = Objects()
 def make_worker(
     recipe: Recipe, objects: Objects = NOTHING, *, training: bool = True, report: Callable[[str], None] = print
 ) -> FSDPSftWorker:
-    """The worker of a recipe.
+    """Create the worker of a recipe.
 
     Args:
         recipe: of the run; its plugins are imported.
-        objects: in memory; for `SFTWorker` and what derives from it.
+        objects: in memory; for `SFTWorker` and its subclasses.
         training: False for a worker that only evaluates and answers.
-        report: receives what is found while the data is prepared.
+        report: receives messages while the data is prepared.
     """
     kind = worker_class(recipe)
     if issubclass(kind, SFTWorker):
@@ -90,7 +90,7 @@ def worker_class(recipe: Recipe) -> type[FSDPSftWorker]:
     """The class of a recipe's worker.
 
     Raises:
-        ConfigError: the recipe names none, or does not say which.
+        ConfigError: the recipe names no worker, or the choice is ambiguous.
     """
     modules = import_plugins(recipe.plugins)
     if recipe.actor.worker is not None:
@@ -102,12 +102,12 @@ def worker_class(recipe: Recipe) -> type[FSDPSftWorker]:
     if worker is not None:
         return worker
     if registered_adapter(name) is not None or not (is_declared(name) or registered(name)):
-        return SFTWorker  # which knows what to say of a name that nobody knows
+        return SFTWorker  # it raises the error for an unknown name
     return _only_worker(name, modules, required=is_declared(name))
 
 
 def _named(spec: str) -> type[FSDPSftWorker]:
-    """The class that `file.py:Class` or a built-in name stands for."""
+    """The class of `file.py:Class` or of a built-in name."""
     if spec in BUILT_IN_WORKERS:
         return BUILT_IN_WORKERS[spec]
     found = load_function(spec, WORKER)
@@ -128,7 +128,7 @@ def _named(spec: str) -> type[FSDPSftWorker]:
 
 
 def _only_worker(name: str, modules: list[ModuleType], *, required: bool) -> type[FSDPSftWorker]:
-    """The one worker of the plugins that has no name of its own."""
+    """The one worker of the plugins that is not registered under a name."""
     found = unnamed_workers(modules)
     if len(found) == 1:
         return found[0]
@@ -144,9 +144,9 @@ def _only_worker(name: str, modules: list[ModuleType], *, required: bool) -> typ
 
 
 def unnamed_workers(modules: list[ModuleType]) -> list[type[FSDPSftWorker]]:
-    """The complete worker classes that are written in some modules and are registered under no name."""
+    """The complete worker classes that are defined in these modules and not registered under a name."""
     names = tuple(module.__name__ for module in modules)
-    found: dict[tuple[str, str], type[FSDPSftWorker]] = {}  # of one that was defined again, the last
+    found: dict[tuple[str, str], type[FSDPSftWorker]] = {}  # a redefined class: the last definition counts
     waiting: list[type[FSDPSftWorker]] = [FSDPSftWorker]
     while waiting:
         kind = waiting.pop(0)
@@ -158,7 +158,7 @@ def unnamed_workers(modules: list[ModuleType]) -> list[type[FSDPSftWorker]]:
 
 
 def unused_workers(recipe: Recipe, worker: FSDPSftWorker) -> list[str]:
-    """A sentence where the plugins define workers and none of them drives the run."""
+    """A note for the user if the plugins define workers and the run uses none of them."""
     found = [kind.__name__ for kind in unnamed_workers(import_plugins(recipe.plugins))]
     if not found or type(worker) is not SFTWorker:
         return []
@@ -167,7 +167,7 @@ def unused_workers(recipe: Recipe, worker: FSDPSftWorker) -> list[str]:
 
 
 def check_keys(recipe: Recipe, kind: type[FSDPSftWorker]) -> None:
-    """Refuse keys that a worker of the user's own would not act on."""
+    """Refuse keys that a user-defined worker would ignore."""
     actor, data, evaluation = recipe.actor, recipe.data, recipe.eval
     ignored = {
         "actor.model.adapter": actor.model.adapter is not None,
@@ -190,18 +190,18 @@ def check_keys(recipe: Recipe, kind: type[FSDPSftWorker]) -> None:
             raise ConfigError(
                 f"{key}: {name} is for the built-in worker; build_dataloader of {kind.__name__} is given paths alone",
                 where=recipe.where(key) or key,
-                remedy="leave it out; what your own loader needs to know has its place in actor.model.options",
+                remedy="leave it out; settings of your own loader belong in actor.model.options",
             )
     for key in (key for key, given in ignored.items() if given):
         raise ConfigError(
-            f"{key} is for the built-in worker; {kind.__name__} says itself what rows, loss and metrics are",
+            f"{key} is for the built-in worker; {kind.__name__} defines rows, loss and metrics itself",
             where=recipe.where(key) or key,
             remedy=f"leave it out, or write it into {kind.__name__}",
         )
 
 
 def _beside_paths(spec: object) -> list[str]:
-    """The keys that entries of data paths give beside their path."""
+    """The keys of data path entries besides `path`."""
     if isinstance(spec, Mapping):
         spec = [entry for entries in spec.values() for entry in (entries if isinstance(entries, list) else [entries])]
     entries = spec if isinstance(spec, list) else [spec]
@@ -212,7 +212,7 @@ def _beside_paths(spec: object) -> list[str]:
 
 
 def user_code(recipe: Recipe) -> dict[str, str]:
-    """A hash of each file of the user's own code that a recipe names."""
+    """A hash of each user code file that a recipe names."""
     worker = None if recipe.actor.worker in BUILT_IN_WORKERS else recipe.actor.worker
     environment = None if recipe.eval.environment in ENVIRONMENTS else recipe.eval.environment
     named = [worker, recipe.actor.model.adapter, recipe.actor.loss, environment, *recipe.eval.metrics]

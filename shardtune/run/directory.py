@@ -1,4 +1,4 @@
-"""A run directory: whether it is fresh, to be continued or finished, and who may write into it."""
+"""Run directories: whether one is new, to be continued or finished, and the lock on it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONFIG = "config.yaml"
 FINAL = "final"
 LOCK = ".lock"
 LOCK_WAIT_SECONDS = 5.0
-"""A killed run's ranks notice within a second or two that they are alone."""
+"""Orphaned ranks of a killed run end within a second or two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class RunPlan:
     """What a `train` command will do with its run directory.
 
     Attributes:
-        run_dir: where.
-        resume_from: the checkpoint it goes on from; None: from the start.
-        finished: the run is complete and nothing is to be done.
-        resumed_from: the checkpoint that the user asked to begin from, of this run or another; None: none.
-        move_aside: an older run is moved out of the way first.
-        notes: what the user is told.
+        run_dir: the run directory.
+        resume_from: the checkpoint to continue from; None: start from scratch.
+        finished: the run is complete and there is nothing to do.
+        resumed_from: the checkpoint of `runner.resume_dir`, of this run or another, if any.
+        move_aside: an older run is renamed first.
+        notes: messages for the user.
     """
 
     run_dir: Path
@@ -61,37 +61,37 @@ def holds_run(run_dir: Path) -> bool:
 
 
 def plan_run(recipe: Recipe) -> RunPlan:
-    """Decide, and write nothing. Raises `CheckpointError` or `ConfigError` where the directory cannot be used."""
+    """Plan a run; writes nothing. Raises `CheckpointError` or `ConfigError` if the directory cannot be used."""
     run_dir = run_directory(recipe)
     check_writable(run_dir, "runner.logger.log_path")
     runner = recipe.runner
-    if _begun_before(run_dir):  # what is there is this launch's own: neither in the way nor to be moved out of it
+    if _begun_before(run_dir):  # the existing run belongs to this launch: it is continued, not moved aside
         return _continue(run_dir, recipe, read_json(run_dir / MANIFEST).get("resumed_from"))
     if runner.overwrite:
         return RunPlan(run_dir, move_aside=holds_run(run_dir))
-    wanted = None if runner.resume_dir in (None, "auto") else open_checkpoint(str(runner.resume_dir))
+    requested = None if runner.resume_dir in (None, "auto") else open_checkpoint(str(runner.resume_dir))
     if not holds_run(run_dir):
-        notes = () if wanted is None else _check_changes(_run_of(wanted), recipe)
-        return RunPlan(run_dir, resume_from=wanted, resumed_from=str(wanted) if wanted else None, notes=notes)
+        notes = () if requested is None else _check_changes(_run_of(requested), recipe)
+        return RunPlan(run_dir, resume_from=requested, resumed_from=str(requested) if requested else None, notes=notes)
     if runner.resume_dir is None:
         raise _occupied(run_dir)
     began_from = read_json(run_dir / MANIFEST).get("resumed_from")
-    if wanted is None or str(wanted) == began_from or wanted == _newest(run_dir):
+    if requested is None or str(requested) == began_from or requested == _newest(run_dir):
         return _continue(run_dir, recipe, began_from)
-    if _run_of(wanted) != run_dir.resolve():
+    if _run_of(requested) != run_dir.resolve():
         raise _occupied(run_dir)
-    notes = (*_check_changes(run_dir, recipe), f"going back to {wanted}; later checkpoints go with the next save")
-    return RunPlan(run_dir, resume_from=wanted, resumed_from=str(wanted), notes=notes)
+    notes = (*_check_changes(run_dir, recipe), f"going back to {requested}; later checkpoints go with the next save")
+    return RunPlan(run_dir, resume_from=requested, resumed_from=str(requested), notes=notes)
 
 
 def _begun_before(run_dir: Path) -> bool:
-    """Whether the ranks were started again, and it was this launch that began the run."""
+    """Whether this is a restart of the ranks, of the same launch that created the run."""
     launch = restarted_launch()
     return launch is not None and holds_run(run_dir) and read_json(run_dir / MANIFEST).get("launch") == launch
 
 
 def _continue(run_dir: Path, recipe: Recipe, began_from: str | None) -> RunPlan:
-    """Go on with a run where it stands; where it has saved nothing yet, begin it again."""
+    """Continue a run from its newest checkpoint; without one, start it again."""
     store = CheckpointStore(run_dir / "checkpoints")
     notes = [f"passed over the checkpoint {name}: {fault}" for name, fault in store.torn().items()]
     checkpoint = _newest(run_dir)
@@ -108,12 +108,12 @@ def _continue(run_dir: Path, recipe: Recipe, began_from: str | None) -> RunPlan:
 
 
 def _check_changes(run_dir: Path | None, recipe: Recipe) -> tuple[str, ...]:
-    """As `check_changes`; of a checkpoint that lies in no run directory no recipe is known."""
+    """As `check_changes`; a checkpoint outside a run directory has no recipe to compare with."""
     return () if run_dir is None else check_changes(load_config(run_dir), recipe, run_dir)
 
 
 def _newest(run_dir: Path) -> Path | None:
-    """The checkpoint that a run goes on from, as `open_checkpoint` would give it."""
+    """The newest checkpoint of a run, as `open_checkpoint` returns it."""
     latest = CheckpointStore(run_dir / "checkpoints").latest()
     return None if latest is None else latest.resolve()
 
@@ -136,11 +136,11 @@ def _run_of(checkpoint: Path) -> Path | None:
 
 
 def check_writable(folder: Path, key: str) -> None:
-    """Refuse a folder, there or yet to be made, that cannot be written.
+    """Refuse a folder, existing or not, that cannot be written.
 
     Args:
-        folder: where files are going to be written.
-        key: what named it.
+        folder: where files will be written.
+        key: the setting that named it, for messages.
     """
     existing = folder.absolute()
     while not existing.exists():
@@ -166,7 +166,7 @@ def load_config(run_dir: Path) -> Recipe:
 
 
 class RunLock:
-    """Keeps two runs out of one directory; it ends with the process that holds it, however that ends."""
+    """Prevents two runs in one directory; released when its process ends, in whatever way."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / LOCK
@@ -177,10 +177,10 @@ class RunLock:
         return self._lock.held
 
     def acquire(self) -> None:
-        """Hold the directory, which is made; waits some seconds for another to let go of it.
+        """Create and lock the directory; waits some seconds for another process to release it.
 
         Raises:
-            CheckpointError: another holds it, or it cannot be written.
+            CheckpointError: another process has locked it, or it cannot be written.
         """
 
         def gives_up(_: str, seconds: float) -> bool:
@@ -199,7 +199,7 @@ class RunLock:
             )
 
     def acquire_existing(self) -> None:
-        """Hold the directory if a run was there before."""
+        """Lock the directory if it already holds a run."""
         if self._path.exists() or holds_run(self._path.parent):
             self.acquire()
 
@@ -215,7 +215,7 @@ def check_unlocked(run_dir: Path) -> None:
 
 
 def tidy(run_dir: Path) -> None:
-    """Undo what a killed process left half done; the directory is held."""
+    """Clean up after a killed process; the directory must be locked."""
     if not run_dir.is_dir():
         return
     CheckpointStore(run_dir / "checkpoints").clean()
@@ -228,16 +228,16 @@ def tidy(run_dir: Path) -> None:
 
 
 def begin_run(plan: RunPlan, recipe: Recipe, manifest: Mapping[str, object], lock: RunLock) -> RunLock:
-    """Make the run directory with its resolved recipe and manifest; an older run moves aside first.
+    """Create the run directory with its resolved recipe and manifest; an older run is moved aside first.
 
     Args:
-        plan: what to do.
-        recipe: as it is now.
-        manifest: what is known of the run.
-        lock: of the directory, held if a run was there before.
+        plan: of the run.
+        recipe: the current one.
+        manifest: facts about the run (versions, data, dtypes).
+        lock: of the directory, acquired if it held a run before.
 
     Returns:
-        The lock that is held from now on.
+        The lock on the run directory.
     """
     if plan.move_aside:
         aside = plan.run_dir.with_name(f"{plan.run_dir.name}.old-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -261,7 +261,7 @@ def begin_run(plan: RunPlan, recipe: Recipe, manifest: Mapping[str, object], loc
                 remedy="choose another runner.logger.experiment_name, or continue that run with the same command",
             )
     try:
-        # The manifest first: without its recipe a new directory is no run yet, and of an old one it drops "finished".
+        # The manifest first: a directory without a recipe is not yet a run, and an old one loses its "finished" mark.
         write_json(plan.run_dir / MANIFEST, {**manifest, "resumed_from": plan.resumed_from, "launch": launch_id()})
         write_text(plan.run_dir / CONFIG, recipe.to_yaml())
     except OSError as error:
@@ -278,12 +278,12 @@ def _unwritable(run_dir: Path, error: OSError) -> CheckpointError:
 
 
 def finish_run(run_dir: Path, outcome: Mapping[str, object]) -> None:
-    """Note in the manifest that the run is complete."""
+    """Record in the manifest that the run is complete."""
     write_json(run_dir / MANIFEST, {**read_json(run_dir / MANIFEST), "finished": dict(outcome)})
 
 
 def environment() -> dict[str, object]:
-    """Versions of what the numbers depend on, for the manifest and for bug reports."""
+    """Versions that numerics depend on, for the manifest and for bug reports."""
     packages = ("shardtune", "torch", "transformers", "tokenizers", "safetensors", "datasets", "numpy")
     return {
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a first screen, progress, a summary at its end; plain lines where no terminal is."""
+"""Terminal output of a run: a first screen, progress and a final summary; plain lines without a terminal."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from shardtune.data.images.images import IMAGE_FIELDS, SIZES, SPANS
 from shardtune.training.run_summary import RunSummary
 
 PLAIN_SECONDS = 10.0
-"""Without a terminal, a line at most this often."""
+"""The shortest time between two lines of progress without a terminal."""
 PREVIEW_TOKENS = 400
 VERDICTS: Mapping[object, str] = {True: "right", False: "wrong"}
 SHOWN_PATTERNS = 8
 
 
 def trained_text(sample: Sample, tokenizer: PreTrainedTokenizerBase | None, *, color: bool) -> Text:
-    """A row as the model sees it, its trained tokens marked: in green, or between ⟦ and ⟧ where there is no color.
+    """A row as the model receives it, with its trained tokens in green, or between ⟦ and ⟧ without color.
 
     An image is shown by its size and the number of its tokens; a row of fields by their types, shapes and ranges.
     """
@@ -66,12 +66,12 @@ def _images(sample: Sample) -> list[str]:
 
 
 def _spans(sample: Sample) -> list[tuple[int, int]]:
-    """Where a row's images begin and end in its tokens; none where it does not say."""
+    """The token spans of a row's images; empty if the row has no such field."""
     return [(start, stop) for start, stop in sample.fields[SPANS].tolist()] if SPANS in sample.fields else []
 
 
 def _shown_tokens(length: int, spans: Mapping[int, tuple[int, str]]) -> int:
-    """Where a preview ends: behind `PREVIEW_TOKENS` tokens of text."""
+    """The end of a preview: after `PREVIEW_TOKENS` tokens of text."""
     of_text = np.ones(length, bool)
     for start, (stop, _) in spans.items():
         of_text[start:stop] = False
@@ -80,7 +80,7 @@ def _shown_tokens(length: int, spans: Mapping[int, tuple[int, str]]) -> int:
 
 
 def field_text(name: str, values: np.ndarray) -> str:
-    """A field in a few words: `image float32 [3, 32, 32] from -1 to 1`, `label int64 3`."""
+    """A short description of a field: `image float32 [3, 32, 32] from -1 to 1`, `label int64 3`."""
     if values.ndim == 0:
         return f"{name} {values.dtype} {values.item():g}"
     spread = f" from {values.min():g} to {values.max():g}" if values.size else ""
@@ -88,10 +88,10 @@ def field_text(name: str, values: np.ndarray) -> str:
 
 
 class Display:
-    """Prints a run for a person; made on rank 0 alone.
+    """Prints the progress of a run; created on rank 0 only.
 
     Args:
-        console: where to; by default standard error where that is a terminal or not, as logs go there.
+        console: the output; by default standard error, where logs go.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -184,7 +184,7 @@ class Display:
         now = time.monotonic()
         if (
             self._spoken == -math.inf
-        ):  # what came before the first step (an evaluation, say) tells nothing of the others
+        ):  # what ran before the first step, such as an evaluation, is no measure of the speed of steps
             self._began, self._began_at = now, step
         if now - self._spoken < PLAIN_SECONDS and step < self._total:
             return
@@ -216,14 +216,14 @@ class Display:
         *,
         answers: bool,
     ) -> None:
-        """What was reached, and what can be done with it.
+        """Print the results of the run and the commands that use it.
 
         Args:
             run_dir: of the run.
-            before: evaluation metrics before training, where they were measured.
+            before: evaluation metrics before training, if measured.
             after: those of `final/`.
             samples: answers to show.
-            answers: whether the model answers prompts.
+            answers: whether the model can generate.
         """
         final = run_dir / "final"
         self.console.print()

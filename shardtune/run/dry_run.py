@@ -1,4 +1,4 @@
-"""Looking before leaping: rows as the model will see them, and a dry run that trains one step and keeps nothing."""
+"""Preview of training rows as the model receives them, and a dry run of one step that writes nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SHOWN_ROWS = 2
 
 
 def dry_run(recipe: str | Path | Mapping[str, object] | DictConfig | None, *overrides: str) -> dict[str, float]:
-    """Do everything of a training run up to and including its first step, on one rank, and write no run.
+    """Do everything of a training run up to and including its first step, on one rank, without writing a run.
 
     Returns:
         The metrics of the step.
@@ -88,7 +88,7 @@ def _require_a_step(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> None
 
 
 def checklist(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> list[str]:
-    """What has to be there before training, each with what was found; a tick for what is.
+    """The checklist of what training needs, with what was found for each item.
 
     Args:
         worker: set up, one step done; the first batch of each evaluation set goes through it here.
@@ -115,7 +115,7 @@ def checklist(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> list[str]:
 
 
 def _targets(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> str:
-    """What the loss of the first step is divided by."""
+    """The denominator of the first step's loss."""
     if metrics["train/supervised_tokens"] or not isinstance(worker.loader, StepLoader):
         return f"{metrics['train/supervised_tokens'] or metrics['train/tokens']:,.0f} targets"
     weights = worker.loader.step(DataState()).denominators
@@ -125,14 +125,14 @@ def _targets(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> str:
 
 
 def _format(worker: FSDPSftWorker) -> str:
-    """What rows or batches hold."""
+    """The format of rows or batches."""
     if isinstance(worker.loader, BatchLoader):
         return f"a batch holds {describe_batch(worker.loader.last_batch)}"
     return "" if worker.task.rows is None else describe(worker.task.rows)
 
 
 def _evaluated(worker: FSDPSftWorker, name: str) -> str:
-    """One evaluation set: its rows, and what the first batches give where a method of the user's measures them."""
+    """One evaluation set: its rows, and the metrics of the first batches if a user method measures them."""
     loader, info = worker.eval_loaders[name]
     size = info.get("num_samples")
     found = f"{name or 'eval'}{f', {size:,} rows' if size is not None else ''}"
@@ -148,7 +148,7 @@ def _evaluated(worker: FSDPSftWorker, name: str) -> str:
 
 
 def _first_row(worker: FSDPSftWorker) -> tuple[Sample | None, PreTrainedTokenizerBase | None]:
-    """A row to show, where the system itself makes rows."""
+    """A row to show, if rows come from the recipe and not from a user's loader."""
     rows = worker.task.rows
     return (rows.row(0) if rows is not None else None), worker.tokenizer
 
@@ -161,7 +161,7 @@ def _show_further_rows(display: Display, worker: FSDPSftWorker) -> None:
 
 
 def describe(rows: TokenDataset) -> str:
-    """How many rows, tokens and targets there are, and how long the rows are; of rows of fields, what they weigh."""
+    """Numbers of rows, tokens and targets, and row lengths; for rows of fields, their weights."""
     lengths, weights = rows.lengths, rows.term_weights
     if TOKENS in weights:
         held = f"{int(lengths.sum(dtype='int64')):,} tokens, {weights[TOKENS].sum():,.0f} trained"
@@ -173,13 +173,13 @@ def describe(rows: TokenDataset) -> str:
 def preview(
     recipe: str | Path | Mapping[str, object] | DictConfig | None, *overrides: str, rows: int = 3, start: int = 0
 ) -> None:
-    """Show training rows as the model will see them, the trained tokens marked, and what became of the others.
+    """Show training rows as the model receives them, with the trained tokens marked, and the dropped rows.
 
     Args:
         recipe: as for training.
         overrides: as for training.
-        rows: how many are shown.
-        start: the number of the first of them, from 0, in the order of the files.
+        rows: how many to show.
+        start: the index of the first one, from 0, in the order of the files.
     """
     loaded = load_recipe(recipe, overrides)
     import_plugins(loaded.plugins)

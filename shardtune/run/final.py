@@ -22,11 +22,11 @@ from shardtune.training.worker.run_context import RunContext, silent
 
 @dataclass(frozen=True, slots=True)
 class FinalScore:
-    """What the model in `final/` reaches.
+    """The evaluation of the model in `final/`.
 
     Attributes:
-        metrics: of the evaluation sets; empty where there are none.
-        samples: the answers it gave.
+        metrics: of the evaluation sets; empty without any.
+        samples: the generated answers.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -34,9 +34,9 @@ class FinalScore:
 
 
 def write_final(recipe: Recipe, run_dir: Path, worker: FSDPSftWorker) -> FinalScore:
-    """Write the worker's model, load it afresh and evaluate it, then give it its name; every rank calls it.
+    """Write the worker's model, reload and evaluate it, then rename it to `final/`; every rank calls it.
 
-    The worker is of no use afterwards.
+    The worker cannot be used afterwards.
     """
     ranks = worker.ranks
     temporary = ranks.broadcast(run_dir / f".{FINAL}.tmp-{uuid.uuid4().hex[:8]}")
@@ -67,7 +67,7 @@ def _publish(run_dir: Path, temporary: Path, step: int, metrics: dict[str, float
 
 
 def _keep_training_state(checkpoint: Path, target: Path) -> None:
-    """Optimizer and schedule of the last checkpoint, sharing its bytes where the file system can."""
+    """Optimizer and schedule of the last checkpoint, as hard links where the file system supports them."""
     target.mkdir()
     for file in [*(checkpoint / OPTIMIZER).glob("*"), checkpoint / STATE_FILE]:
         place = target / file.relative_to(checkpoint)

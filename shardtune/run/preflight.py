@@ -1,8 +1,8 @@
-"""Before several ranks train: they compare what they have, so that what differs is told by rank and host.
+"""Pre-flight check of a multi-rank run: ranks compare environments, and differences are reported by rank and host.
 
-It goes through the store at which the ranks meet (MASTER_ADDR, MASTER_PORT), before any process group exists and before
-any data is read: rank 0 says what it has, every rank compares that with its own and leaves a verdict, rank 0 collects
-them, and all ranks end with the same message or go on.
+It uses the rendezvous store (MASTER_ADDR, MASTER_PORT), before any process group exists and before any data is read:
+rank 0 publishes its inventory, every rank compares it with its own and publishes a verdict, rank 0 collects the
+verdicts, and all ranks either end with the same message or continue.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from shardtune.launch.heartbeat import PeerWatch
 from shardtune.run.directory import run_directory
 
 MEET_SECONDS = 300.0
-"""How long the first rank to come waits for the last one."""
+"""How long the first rank to arrive waits for the last one."""
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""Lets torchrun's ranks meet in a store that is new at each start."""
+"""Makes torchrun create a new rendezvous store at each start."""
 SEEN_SECONDS = 15.0
-"""How long a new file may take to be seen by the other hosts: network file systems cache what is not there."""
+"""How long a new file may take to appear on the other hosts: network file systems cache missing entries."""
 COLLECTIVE_SECONDS = 120.0
 """How long the first reduction over all ranks may take."""
 LEAST_FREE_BYTES = 64 * 2**20
 MAY_DIFFER = ("runner.nproc_per_node", "runner.num_workers", "runner.launcher", "runner.master_port", "runner.ray",
               "data.num_workers", "data.cache_dir")  # fmt: skip
-"""Keys that each host may have its own value of."""
+"""Keys that may differ between hosts."""
 PACKAGES = ("shardtune", "torch", "transformers", "tokenizers", "safetensors", "datasets", "numpy", "peft")
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -52,16 +52,16 @@ _meetings = 0
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What a rank has, as the others need it.
+    """A rank's environment, recipe and files, for comparison with the other ranks'.
 
     Attributes:
-        host: its name.
-        node: tells hosts of the same name apart.
-        versions: of Python and the packages that numbers depend on, and of the package's own sources.
-        recipe: the keys that all ranks need alike, flattened, as JSON.
-        files: the files that the recipe names: path -> (key, what its content is known by).
-        mark: a file made where the run directory is to be.
-        error: why there is no recipe.
+        host: the host's name.
+        node: distinguishes hosts of the same name.
+        versions: of Python and the packages that numerics depend on, and of the package's sources.
+        recipe: the keys that must be the same on all ranks, flattened, as JSON.
+        files: the files that the recipe names: path -> (key, fingerprint of the content).
+        mark: a file created next to the future run directory.
+        error: why the recipe could not be read.
     """
 
     host: str
@@ -79,16 +79,16 @@ def is_one_of_several() -> bool:
 
 
 def read_together(read: Callable[[], Recipe]) -> tuple[Recipe, PeerWatch | None]:
-    """Read the recipe on every rank and compare what the ranks have; every rank of several calls it.
+    """Read the recipe on every rank and compare the ranks' inventories; every rank calls it.
 
     Args:
-        read: reads it.
+        read: reads and validates the recipe.
 
     Returns:
-        The recipe, and what watches the other hosts from now on, where there are others.
+        The recipe, and the watch over the other hosts, if there are any.
 
     Raises:
-        ParallelError: ranks differ, by rank and host; on all ranks alike.
+        ParallelError: ranks differ; raised on all ranks, and names rank and host.
         ShardtuneError: the recipe cannot be used.
     """
     recipe, problem = None, None
@@ -96,7 +96,7 @@ def read_together(read: Callable[[], Recipe]) -> tuple[Recipe, PeerWatch | None]
         recipe = read()
     except ShardtuneError as error:
         problem = error
-    if "MASTER_ADDR" not in os.environ:  # the caller's own process group; its ranks see for themselves
+    if "MASTER_ADDR" not in os.environ:  # the caller set up the process group, and is responsible for its ranks
         if problem is not None:
             raise problem
         assert recipe is not None
@@ -112,12 +112,12 @@ def read_together(read: Callable[[], Recipe]) -> tuple[Recipe, PeerWatch | None]
 
 
 def take_inventory(recipe: Recipe | None, mark: str | None = None, error: str | None = None) -> Inventory:
-    """What this rank has."""
-    alike = {} if recipe is None else {
+    """The inventory of this rank."""
+    shared_keys = {} if recipe is None else {
         key: json.dumps(value) for key, value in flatten(recipe.to_dict()).items() if not _may_differ(key)
     }  # fmt: skip
     node = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
-    return Inventory(socket.gethostname(), node, _versions(), alike, _files(recipe), mark, error)
+    return Inventory(socket.gethostname(), node, _versions(), shared_keys, _files(recipe), mark, error)
 
 
 def _may_differ(key: str) -> bool:
@@ -133,7 +133,7 @@ def _versions() -> dict[str, str]:
 
 
 def _hash_of_sources() -> str:
-    """A hash of the package itself: two checkouts may call themselves the same version."""
+    """A hash of the package's sources: two checkouts may have the same version number."""
     digest = hashlib.sha256()
     package = Path(__file__).parents[1]
     for file in sorted(package.rglob("*.py")):
@@ -142,14 +142,14 @@ def _hash_of_sources() -> str:
 
 
 def _files(recipe: Recipe | None) -> dict[str, tuple[str, str]]:
-    """What the recipe names: code by its content, anything else by its size, directories by the names in them."""
+    """The files that the recipe names, with their fingerprints."""
     if recipe is None:
         return {}
     tree = recipe.to_dict()
     named = [(path, key) for key, path in named_files(tree)]
     named += [(path, key) for key in ("train_data_paths", "eval_data_paths") for path in _texts(tree["data"][key])]
-    return {path: (f"data.{key}" if key.endswith("_data_paths") else key, known_by(Path(path))) for path, key in named
-            if os.path.isabs(path)}  # fmt: skip
+    return {path: (f"data.{key}" if key.endswith("_data_paths") else key, fingerprint(Path(path)))
+            for path, key in named if os.path.isabs(path)}  # fmt: skip
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -162,8 +162,8 @@ def _texts(value: object) -> Iterator[str]:
         yield from _texts(value["path"] if "path" in value else list(value.values()))
 
 
-def known_by(path: Path) -> str:
-    """What tells two hosts' files apart without reading them; of code, its content."""
+def fingerprint(path: Path) -> str:
+    """A cheap fingerprint: the hash of a Python file, the number of files in a directory, otherwise the size."""
     try:
         if path.is_dir():
             return f"{len(os.listdir(path))} files"
@@ -178,7 +178,7 @@ def known_by(path: Path) -> str:
 
 @contextmanager
 def _marked(recipe: Recipe | None) -> Iterator[str | None]:
-    """A file where the run directory is to be, for a while, for the other hosts to see."""
+    """A temporary file next to the future run directory, which the other hosts must be able to see."""
     if recipe is None:
         yield None
         return
@@ -188,7 +188,7 @@ def _marked(recipe: Recipe | None) -> Iterator[str | None]:
     mark = folder / f".shardtune-{uuid.uuid4().hex[:12]}"
     try:
         mark.touch()
-    except OSError:  # what cannot be written is told of by the run directory's own check
+    except OSError:  # `check_writable` of the run directory reports it
         yield None
         return
     try:
@@ -198,7 +198,7 @@ def _marked(recipe: Recipe | None) -> Iterator[str | None]:
 
 
 def _meet(mine: Inventory, rank: int, world_size: int, recipe: Recipe | None) -> dict[str, list[int]]:
-    """Compare with the other ranks; returns the hosts, each with its ranks, in the order of ranks."""
+    """Compare inventories with the other ranks; returns the ranks of each host, in the order of ranks."""
     global _meetings
     _meetings += 1
     _check_store()
@@ -206,13 +206,13 @@ def _meet(mine: Inventory, rank: int, world_size: int, recipe: Recipe | None) ->
     store = dist.PrefixStore(f"shardtune/preflight/{_meetings}", _store(rank, world_size))
     if rank == 0:
         store.set("first", json.dumps(asdict(mine)))
-    first = _received(store, "first", until, "rank 0 has not come")
+    first = _received(store, "first", until, "rank 0 did not join")
     problems = [] if rank == 0 else compare(Inventory(**json.loads(first)), mine, rank)
     problems += [] if recipe is None else short_of_space(recipe, rank, mine.host)
     store.set(f"verdict/{rank}", json.dumps([mine.node, mine.host, problems]))
     if rank == 0:
         names = [f"verdict/{other}" for other in range(world_size)]
-        late = "rank {} has not come"
+        late = "rank {} did not join"
         verdicts = [json.loads(_received(store, name, until, late.format(n))) for n, name in enumerate(names)]
         store.set("outcome", json.dumps(verdicts))
     verdicts = json.loads(_received(store, "outcome", until + SEEN_SECONDS, "rank 0 collected no verdicts"))
@@ -227,18 +227,18 @@ def _meet(mine: Inventory, rank: int, world_size: int, recipe: Recipe | None) ->
 
 
 def _check_store() -> None:
-    """Refuse a store that ranks of an earlier start have written in: agents of torchrun keep theirs.
+    """Refuse a store that ranks of an earlier start have written to: torchrun's agents reuse theirs.
 
-    What those ranks left would be taken for what these say, by torch too, which meets at addresses of ended processes.
+    Stale keys would be read as current ones, by torch too, which would connect to the addresses of ended processes.
     """
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     if again and hosts > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ParallelError(
-            f"torchrun has started the ranks of {hosts} hosts again, in a store that holds what the ended ones wrote",
+            f"torchrun has started the ranks of {hosts} hosts again, in a store with the previous start's keys",
             where="torchrun --max-restarts",
-            remedy=f"set {OWN_STORE}=1 for torchrun on every host (shardtune launch --print does), then give the same "
-            "command: it continues",
+            remedy=f"set {OWN_STORE}=1 for torchrun on every host (shardtune launch --print does), then run the same "
+            "command again: it continues",
         )
 
 
@@ -247,11 +247,11 @@ def _store(rank: int, world_size: int) -> dist.Store:
         store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=MEET_SECONDS))))
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
-        said = str(error).strip().splitlines()[0]
-        if "joined" in said:
-            raise _late(f"not all {world_size} ranks have come: {said}") from error
+        reason = str(error).strip().splitlines()[0]
+        if "joined" in reason:
+            raise _late(f"not all {world_size} ranks joined: {reason}") from error
         raise ParallelError(
-            f"rank {rank} on {socket.gethostname()} cannot reach {address}, where the ranks meet: {said}",
+            f"rank {rank} on {socket.gethostname()} cannot reach {address}, the rendezvous address: {reason}",
             where=f"MASTER_ADDR = {os.environ['MASTER_ADDR']}",
             remedy="check that the address is one by which the other hosts reach rank 0's, and that the port is open",
         ) from error
@@ -270,12 +270,12 @@ def _late(what: str) -> ParallelError:
     return ParallelError(
         f"{what} (waited for {MEET_SECONDS:.0f} s on {socket.gethostname()})",
         where=f"MASTER_ADDR = {os.environ['MASTER_ADDR']}",
-        remedy="start all ranks at about the same time, and look at what those on the other hosts said",
+        remedy="start all ranks at about the same time, and look at the messages of those on the other hosts",
     )
 
 
 def _read_by_all(store: dist.Store, rank: int, world_size: int) -> None:
-    """Rank 0 may hold the store, and ends last."""
+    """Wait until all ranks have read the outcome: rank 0 may host the store, so it must end last."""
     store.add("read", 1)
     until = time.monotonic() + 10.0
     while rank == 0 and store.add("read", 0) < world_size and time.monotonic() < until:
@@ -283,7 +283,7 @@ def _read_by_all(store: dist.Store, rank: int, world_size: int) -> None:
 
 
 def compare(first: Inventory, mine: Inventory, rank: int) -> list[str]:
-    """What a rank has that differs from what rank 0 has, as sentences that name rank and host."""
+    """The differences between a rank's inventory and rank 0's, as sentences that name rank and host."""
     here, there = f"rank {rank} on {mine.host}", f"rank 0 on {first.host}"
     if mine.error is not None or first.error is not None:
         if mine.error == first.error:
@@ -321,12 +321,12 @@ def _seen(file: Path) -> bool:
             return False
         time.sleep(0.2)
         with suppress(OSError):
-            os.listdir(file.parent)  # makes a network file system look again
+            os.listdir(file.parent)  # makes a network file system refresh its cache
     return True
 
 
 def short_of_space(recipe: Recipe, rank: int, host: str) -> list[str]:
-    """File systems that this rank writes to and that are full; whether a checkpoint fits is known once a model is."""
+    """File systems that this rank writes to and that are full; room for a checkpoint is checked later."""
     places = {"runner.logger.log_path": run_directory(recipe), "data.cache_dir": recipe.data.cache_dir}
     found = []
     for key, place in places.items():
@@ -345,31 +345,31 @@ def _raise_differences(problems: list[str], mine: Inventory, rank: int) -> None:
     if not problems:
         return
     if mine.error is not None and rank == 0:
-        return  # its own error says more
+        return  # its own error is more specific
     shown = problems[:8] + ([f"… and {len(problems) - 8} more"] if len(problems) > 8 else [])
     raise ParallelError(
         "the ranks cannot train together:\n    " + "\n    ".join(shown),
-        where=f"{os.environ['WORLD_SIZE']} ranks that meet at {os.environ['MASTER_ADDR']}",
+        where=f"{os.environ['WORLD_SIZE']} ranks, rendezvous at {os.environ['MASTER_ADDR']}",
         remedy="give all hosts the same environment, recipe and files, and a run directory that they share",
     )
 
 
 def _choose_interface() -> None:
-    """Let gloo use the network by which this host reaches the others: it would go by the host's name."""
+    """Let gloo use the interface that reaches the other hosts; by default it resolves the host's name."""
     if GLOO_INTERFACE in os.environ:
         return
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
         address = probe.getsockname()[0]
-        held = psutil.net_if_addrs()
-        found = [name for name, entries in held.items() if any(entry.address == address for entry in entries)]
+        interfaces = psutil.net_if_addrs()
+        found = [name for name, entries in interfaces.items() if any(entry.address == address for entry in entries)]
         if found and not address.startswith("127."):
             os.environ[GLOO_INTERFACE] = found[0]
 
 
 @contextmanager
 def connecting() -> Iterator[None]:
-    """Inside, ranks connect to each other; gloo's error of hosts that cannot is told in words."""
+    """Turn gloo's error for unreachable hosts into a readable one, while ranks connect to each other."""
     try:
         yield
     except RuntimeError as error:
@@ -387,7 +387,7 @@ def _unreachable(what: str) -> ParallelError:
 
 
 def try_collective(device: torch.device) -> None:
-    """One reduction over all ranks, whose result is known, within a time limit; every rank of several calls it."""
+    """Check one reduction over all ranks, with a known result and a time limit; every rank calls it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     expected = world_size * (world_size + 1) / 2
     tensor, fault = torch.tensor([rank + 1.0], dtype=torch.float64, device=device), ""

@@ -1,4 +1,4 @@
-"""Questions to a model: conversations and texts, with or without images, as prompts."""
+"""Builds prompts from conversations and texts, with or without images."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardtune.errors import DataError, ModelError
 
 
 class PromptBuilder:
-    """Makes prompts of questions, and errors of what cannot be asked.
+    """Encodes conversations and texts as prompts, with errors that name the prompt.
 
     Args:
         encoder: the model's.
@@ -23,10 +23,10 @@ class PromptBuilder:
     def __init__(self, encoder: ChatEncoder, where: str) -> None:
         self._encoder = encoder
         self._where = where
-        self._asked = 0
+        self._count = 0
 
     def turns(self, messages: Sequence[Mapping[str, object]], images: Sequence[object] = ()) -> Prompt:
-        """A conversation to answer; see `ImageChatEncoder.prompt` for where images go."""
+        """A conversation to answer; see `ImageChatEncoder.prompt` for the place of images."""
         with self._told():
             if isinstance(self._encoder, ImageChatEncoder):
                 return self._encoder.prompt(messages, images=images)
@@ -35,7 +35,7 @@ class PromptBuilder:
             return self._encoder.prompt([_as_text(message) for message in messages])
 
     def text(self, text: str, images: Sequence[object] = ()) -> Prompt:
-        """A text to go on from."""
+        """A text to continue."""
         with self._told():
             if isinstance(self._encoder, ImageChatEncoder):
                 return self._encoder.text_prompt(text, images)
@@ -45,13 +45,13 @@ class PromptBuilder:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        self._asked += 1
+        self._count += 1
         try:
             yield
         except RowError as error:
             raise DataError(
                 error.reason,
-                where=f"prompt {self._asked:,}",
+                where=f"prompt {self._count:,}",
                 remedy="mend the prompt, its images or their places (<image>)",
             ) from error
 
@@ -59,7 +59,7 @@ class PromptBuilder:
         return ModelError(
             "the model takes text and no images",
             where=self._where,
-            remedy="leave the images out, or ask a run whose actor.model.model_type is vision_language",
+            remedy="leave the images out, or use a run whose actor.model.model_type is vision_language",
         )
 
 

@@ -1,4 +1,4 @@
-"""What may differ between a run and its continuation: speed and place may, numbers and data may not."""
+"""What may differ between a run and its continuation: speed and location may, numerics and data may not."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ FREE = (
     "eval.videos",
     "eval.video_format",
 )
-"""Keys that change where, how fast or how visibly a run goes, but not its numbers."""
+"""Keys that affect location, speed or logging of a run, but not its numerics."""
 LARGER = ("runner.max_epochs", "runner.max_steps")
-"""Keys that may grow: the run goes on for longer."""
+"""Keys that may grow: the run is extended."""
 
 
 def _is_free(key: str) -> bool:
@@ -61,11 +61,11 @@ def has_grown(key: str, old: Recipe, new: Recipe) -> bool:
 
 
 def check_changes(old: Recipe, recipe: Recipe, run_dir: Path) -> tuple[str, ...]:
-    """Refuse changes that would make the run another one; returns what is worth saying about the others.
+    """Refuse changes that would make it a different run; returns notes on the permitted ones.
 
     Args:
         old: the recipe of the run that is continued.
-        recipe: as it is now.
+        recipe: the current one.
         run_dir: of the run, for the message.
     """
     before, now = flatten(old.to_dict()), flatten(recipe.to_dict())
@@ -97,10 +97,10 @@ def check_changes(old: Recipe, recipe: Recipe, run_dir: Path) -> tuple[str, ...]
 
 
 def _moved(was: object, now: object) -> bool:
-    """Whether a value differs only in paths that are no longer where they were: the project lies elsewhere now.
+    """Whether a value differs only in paths that no longer exist, because the project was moved.
 
-    What the files hold is compared by content: that of the data, its template and its tokenizer, in `check_same_data`;
-    the weights come from the checkpoint.
+    The files are compared by content: data, template and tokenizer in `check_same_data`; the weights come from the
+    checkpoint.
     """
     if isinstance(was, list) and isinstance(now, list):
         return len(was) == len(now) and all(old == new or _moved(old, new) for old, new in zip(was, now, strict=True))
@@ -114,16 +114,16 @@ def _moved(was: object, now: object) -> bool:
 
 
 def check_same_data(checkpoint: Path, files: Sequence[Mapping[str, object]], allowed: Sequence[str]) -> None:
-    """Refuse to continue on other data than a checkpoint was trained on.
+    """Refuse to continue on data that differs from what a checkpoint was trained on.
 
     Args:
-        checkpoint: knows its data.
-        files: as `PreparedData.files` describes the data now, or `fingerprints` that of a worker of the user's own.
+        checkpoint: its state holds the hashes of its data files.
+        files: the current hashes, from `PreparedData.files`, or from `fingerprints` for a user-defined worker.
         allowed: `runner.allow_changes`.
     """
     before = read_training_state(checkpoint)["data_files"]
     same = [(file["rows"], file["key"]) for file in before] == [(file["rows"], file["key"]) for file in files]
-    if same or not before or "data.train_data_paths" in allowed:  # an older checkpoint may know of no files
+    if same or not before or "data.train_data_paths" in allowed:  # older checkpoints hold no file hashes
         return
     old = {entry["file"]: entry for entry in before}
     new = {entry["file"]: entry for entry in files}
@@ -141,7 +141,7 @@ def check_same_data(checkpoint: Path, files: Sequence[Mapping[str, object]], all
 
 
 def _how(was: Mapping[str, object], now: Mapping[str, object]) -> str:
-    """In what a file differs; its key is of its content and, where rows are encoded, of all that this depends on."""
+    """How a file differs; its key hashes the content and, for encoded rows, everything the encoding depends on."""
     if was["rows"] is None or now["rows"] is None:
         return "other content"
     encoded = "encoded otherwise (tokenizer, template, max_length, the adapter's code and options)"
@@ -149,7 +149,7 @@ def _how(was: Mapping[str, object], now: Mapping[str, object]) -> str:
 
 
 def changed_code(checkpoint: Path, now: Mapping[str, str]) -> list[str]:
-    """A sentence for each file of the user's own code that has changed since its run was last started.
+    """A note for each user code file that has changed since its run was last started.
 
     Args:
         checkpoint: of the run that is continued.

@@ -1,4 +1,4 @@
-"""What one rank does of a training command, from the run directory's lock to `final/`."""
+"""One rank's part of a training command, from the run directory's lock to `final/`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def train_rank(recipe: Recipe, objects: Objects = NOTHING, peers: PeerWatch | No
 
     Args:
         recipe: the same on all ranks.
-        objects: given in place of what it names.
+        objects: in-memory objects that replace what the recipe names.
         peers: watches the other hosts; it is ended with the run.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 or is_launched():
@@ -60,11 +60,11 @@ def train_rank(recipe: Recipe, objects: Objects = NOTHING, peers: PeerWatch | No
             if main:
                 lock.acquire_existing()
                 tidy(run_dir)
-            # Every rank finds the mistakes that can be found here, so that none waits for another that has ended.
+            # Every rank runs these checks, so that none waits for another that has failed.
             plan = plan_run(recipe)
-            tell = display.report if display else silent
+            report = display.report if display else silent
             with connecting():
-                worker = make_worker(recipe, objects, report=silent if _is_told(recipe) else tell)
+                worker = make_worker(recipe, objects, report=silent if _checked_by_launcher(recipe) else report)
             if worker.ranks.world_size > 1:
                 try_collective(worker.device)
             with _together(worker):
@@ -78,15 +78,15 @@ def train_rank(recipe: Recipe, objects: Objects = NOTHING, peers: PeerWatch | No
     return run_dir
 
 
-def _is_told(recipe: Recipe) -> bool:
-    """Whether the launcher has said what there is to say of the data: on this machine it reads them first."""
+def _checked_by_launcher(recipe: Recipe) -> bool:
+    """Whether the launcher has already reported on the data: on a single machine it reads them first."""
     return is_launched() and recipe.runner.launcher == "local"
 
 
 @contextmanager
-def deterministic(asked: bool) -> Iterator[None]:
-    """Let torch choose only kernels that repeat bit by bit, for a while."""
-    if not asked:
+def deterministic(enabled: bool) -> Iterator[None]:
+    """Restrict torch to deterministic kernels inside."""
+    if not enabled:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
@@ -102,7 +102,7 @@ def deterministic(asked: bool) -> Iterator[None]:
 
 @contextmanager
 def _together(worker: FSDPSftWorker) -> Iterator[None]:
-    """End in order with the other ranks, unless something went wrong here alone: they may be waiting elsewhere."""
+    """Shut down together with the other ranks, unless this rank alone failed: they may be blocked in a collective."""
     try:
         yield
     except Interrupted as stopped:
@@ -137,10 +137,10 @@ def _train(
         on_start=None if display is None else partial(_show_start, display, plan, worker),
     )
     runner.prepare()
-    held = [lock]
+    current_lock = [lock]
 
     def begin() -> None:
-        held[0] = begin_run(plan, recipe, _manifest(recipe, objects, worker), lock)
+        current_lock[0] = begin_run(plan, recipe, _manifest(recipe, objects, worker), lock)
 
     on_main(worker.ranks, begin)
     try:
@@ -149,12 +149,12 @@ def _train(
             display.report(f"writing {plan.run_dir / 'final'}")
         score = write_final(recipe, plan.run_dir, worker)
     except BaseException:
-        held[0].release()
+        current_lock[0].release()
         worker.release()
         raise
     if display is not None:
         _show_end(display, plan.run_dir, score, answers=worker.task.can_generate)
-    return held[0]
+    return current_lock[0]
 
 
 def _manifest(recipe: Recipe, objects: Objects, worker: FSDPSftWorker) -> dict[str, object]:
@@ -197,7 +197,7 @@ def _show_start(display: Display, plan: RunPlan, worker: FSDPSftWorker) -> None:
 def _show_end(display: Display, run_dir: Path, score: FinalScore, *, answers: bool) -> None:
     first = first_metrics(run_dir)
     before = {key: value for key, value in first.items() if key.startswith("eval/")} if first.get("step") == 0 else {}
-    # A wrong answer says more than another right one: the first of them is among those shown.
+    # A wrong answer is more informative than another right one: the first of them is among those shown.
     right_first = sorted(score.samples[:SHOWN_SAMPLES], key=lambda sample: sample["correct"] is not True)
     wrong = [sample for sample in score.samples[SHOWN_SAMPLES:] if sample["correct"] is not True]
     shown = [*right_first[: SHOWN_SAMPLES - 1], *wrong[:1]] if wrong else right_first

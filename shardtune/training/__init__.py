@@ -1,1 +1,1 @@
-"""One optimizer step, the loop around it, what a task is and how a model comes to be on its ranks."""
+"""The optimizer step, the training loop, tasks, and building a model on its ranks."""

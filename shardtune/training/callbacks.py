@@ -1,4 +1,4 @@
-"""Callbacks: a user's own classes that are told how a run goes, and may ask it to stop, save or evaluate."""
+"""Callbacks: user classes that receive a run's events and may request a stop, a checkpoint or an evaluation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEY = "runner.callbacks"
 
 
 class Ask(Flag):
-    """What a callback may ask for; several at once as `Ask.SAVE | Ask.STOP`."""
+    """What a callback may request; combine requests as `Ask.SAVE | Ask.STOP`."""
 
     STOP = 1
     SAVE = 2
@@ -35,12 +35,12 @@ NOTHING = Ask(0)
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What every event tells.
+    """The fields of every event.
 
     Attributes:
         step: optimizer steps done.
-        total_steps: the horizon.
-        epoch: how far training is, in epochs.
+        total_steps: steps of the whole run (the schedule's horizon).
+        epoch: progress in epochs, with a fraction.
         run_dir: the run directory.
     """
 
@@ -57,7 +57,7 @@ class TrainStart(Event):
     """Before the first step of this process.
 
     Attributes:
-        resumed_from: the checkpoint that is gone on from, after `step` steps; None for a fresh run.
+        resumed_from: the checkpoint that training continues from, after `step` steps; None for a fresh run.
     """
 
     method: ClassVar[str] = "on_train_start"
@@ -70,8 +70,8 @@ class StepEnd(Event):
     """After a step, before the evaluation and the checkpoint that may follow it.
 
     Attributes:
-        metrics: of the step, read-only, as `metrics.jsonl` will have them.
-        updated: False where the step moved no weight and `step` stayed what it was.
+        metrics: of the step, read-only, as written to `metrics.jsonl`.
+        updated: False when the step was skipped: no weight changed and `step` did not advance.
     """
 
     method: ClassVar[str] = "on_step_end"
@@ -113,7 +113,7 @@ class TrainEnd(Event):
     """After the last step and its checkpoint, before `final/` is written; not when a run is interrupted.
 
     Attributes:
-        metrics: of the last evaluation, read-only; empty where there was none.
+        metrics: of the last evaluation, read-only; empty without one.
         checkpoint: the last one.
     """
 
@@ -124,17 +124,17 @@ class TrainEnd(Event):
 
 
 class Callback:
-    """A base for callbacks: a subclass writes those methods that it needs. Any other class with some of them will do.
+    """Base class of callbacks: override the methods you need. Any other class that has some of them works as well.
 
-    The methods are called on rank 0, one callback after the other in the order of the recipe. What they ask for is done
-    on all ranks at the next place where it can be: an evaluation after the step that has just ended, a checkpoint after
-    that evaluation, the end of training before the next step; what is asked for later than that, after the next step.
-    They cannot change numbers: random state, grad mode and the like are put back after each call. An exception ends
-    the run, after a checkpoint, and the same command goes on from there.
+    The methods are called on rank 0, one callback after the other in the order of the recipe. A request is carried out
+    on all ranks at the next opportunity: an evaluation after the step that has just ended, a checkpoint after that
+    evaluation, a stop before the next step; a request made later than that, after the next step. Callbacks cannot
+    change numerics: random state, grad mode and the like are restored after each call. An exception ends the run after
+    a checkpoint is written, and the same command continues from there.
     """
 
     def on_train_start(self, event: TrainStart) -> Ask | None:
-        """Before the first step; of a resumed run, `event.step` steps are done already."""
+        """Before the first step; in a resumed run, after `event.step` steps."""
 
     def on_step_end(self, event: StepEnd) -> Ask | None:
         """After each step."""
@@ -146,14 +146,14 @@ class Callback:
         """Once a checkpoint is complete on the disk."""
 
     def on_train_end(self, event: TrainEnd) -> None:
-        """After the last step and its checkpoint; there is nothing left to ask for."""
+        """After the last step and its checkpoint; requests are no longer possible."""
 
 
 METHODS = tuple(kind.method for kind in (TrainStart, StepEnd, Evaluated, Saved, TrainEnd))
 
 
 class CallbackError(ConfigError):
-    """A callback failed; all ranks know it, at the same place."""
+    """A callback failed; raised on all ranks at the same point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class CallbackClass:
     Attributes:
         spec: `file.py:Class`.
         kind: the class.
-        methods: those of `METHODS` that it has of its own.
+        methods: those of `METHODS` that it overrides.
     """
 
     spec: str
@@ -197,31 +197,31 @@ def _load(spec: str) -> CallbackClass:
             where=where,
             remedy=f"did you mean {near[0]}?" if near else f"the methods are {', '.join(METHODS)}",
         )
-    own = {name: member for name, member in members if name in METHODS and member is not vars(Callback)[name]}
-    if not own:
+    overridden = {name: member for name, member in members if name in METHODS and member is not vars(Callback)[name]}
+    if not overridden:
         raise ConfigError(
             f"{kind.__name__} has no method of a callback",
             where=where,
             remedy=f"write one of {', '.join(METHODS)}, each with the event as its argument",
         )
     check_call(kind, 0, f"{kind.__name__}()", where)
-    for name, member in own.items():
+    for name, member in overridden.items():
         arguments = 1 if isinstance(member, (staticmethod, classmethod)) else 2
         check_call(getattr(kind, name), arguments, f"{name}(self, event)", where)
-    return CallbackClass(spec, kind, frozenset(own))
+    return CallbackClass(spec, kind, frozenset(overridden))
 
 
 class Callbacks:
-    """The callbacks of a run. Rank 0 has them; every rank calls every method, so that all do what they ask for.
+    """The callbacks of a run. They live on rank 0; every rank calls every method, so that all act on the same requests.
 
-    An event that no callback listens to costs nothing, any other one reduction of a number.
+    An event that no callback listens to costs nothing, any other one the reduction of a scalar.
 
     Args:
         classes: the same on every rank.
         ranks: of the run.
 
     Attributes:
-        stopped_by: the names of the callbacks that asked to stop, on rank 0.
+        stopped_by: the names of the callbacks that requested a stop, on rank 0.
     """
 
     FAILED = 2 * Ask.EVALUATE.value
@@ -234,31 +234,31 @@ class Callbacks:
         self.stopped_by: list[str] = []
 
     def make(self) -> None:
-        """Make the objects, on rank 0."""
+        """Create the callback objects, on rank 0."""
         self._agree(self._make)
 
     def listen_to(self, kind: type[Event]) -> bool:
-        """Whether any callback has the method of such events; the same on every rank."""
+        """Whether any callback handles this kind of event; the same on every rank."""
         return kind.method in self._listened
 
     def tell(self, event: Event) -> Ask:
-        """Tell all callbacks; returns what they ask for, the same on every rank.
+        """Call all callbacks with an event; returns their requests, the same on every rank.
 
         Raises:
             CallbackError: one of them failed, on all ranks.
         """
-        return self._agree(lambda: self._tell(event))
+        return self._agree(lambda: self._dispatch(event))
 
     def _agree(self, action: Callable[[], Ask]) -> Ask:
-        """What an action on rank 0 asks for; its error is every rank's."""
-        asked, failure = NOTHING, None
+        """Run an action on rank 0; its requests, or its error, are broadcast to every rank."""
+        requested, failure = NOTHING, None
         if self._ranks.is_main:
             try:
                 with undisturbed():
-                    asked = action()
+                    requested = action()
             except ShardtuneError as error:
                 failure = CallbackError(error.what, where=error.where, remedy=error.remedy)
-        code = int(self._ranks.largest(self.FAILED if failure else asked.value))
+        code = int(self._ranks.largest(self.FAILED if failure else requested.value))
         if code == self.FAILED:
             failure = self._ranks.broadcast(failure)
             assert failure is not None
@@ -271,8 +271,8 @@ class Callbacks:
                 self._made.append((found, found.kind()))
         return NOTHING
 
-    def _tell(self, event: Event) -> Ask:
-        asked = NOTHING
+    def _dispatch(self, event: Event) -> Ask:
+        requested = NOTHING
         for found, callback in self._made:
             if event.method not in found.methods:
                 continue
@@ -280,9 +280,9 @@ class Callbacks:
                 answer = getattr(callback, event.method)(event)
             _check_answer(answer, found, event)
             if answer is not None:
-                asked |= answer
+                requested |= answer
                 self.stopped_by += [found.kind.__name__] if Ask.STOP in answer else []
-        return asked
+        return requested
 
 
 def _check_answer(answer: object, found: CallbackClass, event: Event) -> None:
@@ -298,7 +298,7 @@ def _check_answer(answer: object, found: CallbackClass, event: Event) -> None:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Put back, after somebody else's code, what the numbers of this process depend on."""
+    """Restore, after user code has run, the global state that this process's numerics depend on."""
     python, numbers, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     grad, dtype, threads = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""The metrics that early stopping and the best checkpoint are decided by."""
+"""Early stopping and the best checkpoint, by monitored metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardtune.config import RunnerConfig
 
 
 class WatchState(TypedDict):
-    """A `Watch` as a checkpoint holds it."""
+    """The state of a `Watch` in a checkpoint."""
 
     monitor: str
     mode: str
@@ -22,7 +22,7 @@ class WatchState(TypedDict):
 
 
 class WatchesState(TypedDict, total=False):
-    """`Watches` as a checkpoint holds them."""
+    """The state of `Watches` in a checkpoint."""
 
     early: WatchState | None
     best: WatchState | None
@@ -35,10 +35,10 @@ class Watch:
     Attributes:
         monitor: the metric's name.
         mode: min or max.
-        min_delta: how much better counts as better.
+        min_delta: the smallest change that counts as an improvement.
         best: the best value, None before the first.
-        best_step: where it was measured.
-        bad: measurements since then.
+        best_step: the step at which it was measured.
+        bad: measurements without an improvement since then.
     """
 
     monitor: str
@@ -60,7 +60,7 @@ class Watch:
         return False
 
     def forget(self) -> None:
-        """Start anew: the checkpoint that was the best is gone."""
+        """Reset: the best checkpoint no longer exists."""
         self.best, self.best_step, self.bad = None, -1, 0
 
     def state(self) -> WatchState:
@@ -91,12 +91,12 @@ class Watches:
     """Early stopping and the best checkpoint of a run.
 
     Args:
-        config: says what they watch.
+        config: names the monitored metrics.
 
     Attributes:
-        early: for early stopping; None where it is off.
+        early: for early stopping; None if it is disabled.
         stop: whether the run has stopped improving.
-        best: for the best checkpoint; None where none is kept.
+        best: for the best checkpoint; None if none is kept.
     """
 
     def __init__(self, config: RunnerConfig) -> None:

@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl, TensorBoard, Weights & Biases. Rank 0 alone writes."""
+"""Backends for metrics: metrics.jsonl, TensorBoard, Weights & Biases. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SAMPLES = "samples"
 
 
 class Backend(Protocol):
-    """One place that metrics are written to."""
+    """A destination of metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
 
 
 class JsonLines:
-    """`metrics.jsonl`: a line per logged step, flushed at once; numbers that are not finite become null."""
+    """`metrics.jsonl`: a line per logged step, flushed at once; non-finite numbers become null."""
 
     def __init__(self, run_dir: Path) -> None:
         self._file = open(run_dir / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
@@ -41,10 +41,10 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Event files under `tensorboard/`; what they hold past step `done` is purged by those who read them."""
+    """Event files under `tensorboard/`; readers purge events past step `done`."""
 
     def __init__(self, run_dir: Path, done: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, and only needed here
+        from torch.utils.tensorboard import SummaryWriter  # slow to import
 
         folder = run_dir / "tensorboard"
         if done < 0:
@@ -71,7 +71,7 @@ def check_backends(names: Sequence[str]) -> None:
 
 
 class WeightsAndBiases:
-    """A Weights & Biases run; its id is kept in the run directory, so that a resumed run goes on under it."""
+    """A Weights & Biases run; its id is kept in the run directory, so that a resumed run continues under it."""
 
     def __init__(self, run_dir: Path, project: str, name: str, config: Mapping[str, object], resumed: bool) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
@@ -96,7 +96,7 @@ class WeightsAndBiases:
 
 
 class Tracker:
-    """All chosen backends at once."""
+    """Writes to all chosen backends."""
 
     def __init__(self, backends: Sequence[Backend]) -> None:
         self._backends = list(backends)
@@ -113,15 +113,15 @@ class Tracker:
 def open_tracker(
     run_dir: Path, names: Sequence[str], *, project: str, name: str, config: Mapping[str, object], done: int
 ) -> Tracker:
-    """The backends of `runner.logger.logger_backends`, their logs cut back.
+    """Open the backends of `runner.logger.logger_backends` and truncate their logs.
 
     Args:
         run_dir: the run directory.
         names: of the backends.
-        project: under which Weights & Biases files the run.
+        project: of Weights & Biases.
         name: of the run.
         config: the recipe, for Weights & Biases.
-        done: the last step whose line stays; -1: the run starts.
+        done: the last step whose line is kept; -1: the run starts.
     """
     cut_back(run_dir / METRICS_FILE, done)
     cut_samples(run_dir / SAMPLES, done)
@@ -145,7 +145,7 @@ def cut_samples(folder: Path, done: int) -> None:
 
 
 def cut_back(file: Path, step: int, block: int = 1 << 16) -> None:
-    """Remove the lines past `step` (and a torn last line), reading from the end: it costs what is removed."""
+    """Remove the lines past `step` (and a torn last line), reading from the end: the cost is proportional to these."""
     if not file.exists():
         return
     with open(file, "r+b") as lines:

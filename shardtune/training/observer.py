@@ -1,4 +1,4 @@
-"""Who is told how training goes."""
+"""Observers, which receive progress events of training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Observer(Protocol):
-    """Shows how a run goes; rank 0 has one."""
+    """Shows the progress of a run, on rank 0."""
 
     def started(self, step: int, total_steps: int) -> None: ...
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None: ...

@@ -29,7 +29,7 @@ class ProfileWindow:
         self._profile: profile | None = None
 
     def before(self, step: int) -> None:
-        """To be called before optimizer step `step`."""
+        """Call before optimizer step `step`."""
         if self._profile is None and self._first <= step <= self._last:
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
@@ -39,11 +39,11 @@ class ProfileWindow:
         self._to = step
 
     def after(self, step: int) -> Path | None:
-        """To be called after optimizer step `step`; returns the trace once it is written."""
+        """Call after optimizer step `step`; returns the trace once it is written."""
         return self.close() if step >= self._last else None
 
     def close(self) -> Path | None:
-        """End the recording, also in the middle of the window; returns the trace, None where nothing was recorded."""
+        """End the recording, also in the middle of the window; returns the trace, None if nothing was recorded."""
         if self._profile is None:
             return None
         recorded, self._profile = self._profile, None

@@ -1,4 +1,4 @@
-"""What a run is about to do, once all of it is built: model, data, ranks, steps."""
+"""The summary of a run before its first step: model, data, ranks, steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What the first screen shows of a run.
+    """The contents of the first screen of a run.
 
     Attributes:
         model: the model's class.
@@ -16,14 +16,14 @@ class RunSummary:
         trainable: of them, how many are trained.
         dtypes: what weights, computation and optimizer are held in.
         ranks: and where they compute.
-        attention: how rows share a forward; "" where that says nothing.
+        attention: how rows share a forward; "" if that does not apply.
         rows: of an epoch.
         tokens: of an epoch; None where rows are no tokens.
         targets: of an epoch.
         steps_per_epoch: optimizer steps of the first epoch.
         total_steps: the horizon.
         evaluation: rows of each evaluation set; None where that is not known.
-        notes: what is worth saying besides.
+        notes: further messages.
         trained: where not all parameters are: (name with numbers as *, tensors, parameters).
     """
 

@@ -1,4 +1,4 @@
-"""The loop: train a step, log, evaluate and save when it is time, stop when asked, agree on all of it."""
+"""The training loop: step, log, evaluate and save when due, stop on request; all ranks decide alike."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class SFTRunner:
     Args:
         cfg: the recipe.
         actor: the worker; every rank has one.
-        run_dir: where the run's files go; None: as the recipe's logger section has it.
+        run_dir: where the run's files are written; None: the directory of the recipe's logger section.
         observer: receives progress events, on rank 0.
         stop: polled between steps and evaluation batches.
-        resume_from: a checkpoint to continue.
+        resume_from: the checkpoint to continue from.
         notes: lines for the first screen, besides the worker's own.
-        on_start: called once all is built, before the first step.
+        on_start: called once everything is built, before the first step.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class SFTRunner:
             self.run_dir / "checkpoints", keep_last=runner.keep_last, keep_every=runner.keep_every
         )
         self._callbacks = Callbacks(load_callbacks(runner.callbacks), self._ranks)
-        self._tells_steps = self._callbacks.listen_to(StepEnd)
-        self._asked = NOTHING  # by callbacks, and not done yet
+        self._listens_to_steps = self._callbacks.listen_to(StepEnd)
+        self._requested = NOTHING  # by callbacks, still to be carried out
         self._saver = Saver(
             self.store, actor, background=runner.async_save, observer=self._observer, on_saved=self._saved
         )
@@ -92,13 +92,13 @@ class SFTRunner:
         self._profile = window if runner.profile_steps else None
         self._evaluated_at = -1
         self._last_eval: dict[str, float] = {}
-        self._line: dict[str, float] = {}  # of the step that is not logged yet
+        self._line: dict[str, float] = {}  # metrics of the step that is not logged yet
         self._tracker = Tracker([])
         self._on_start = on_start
         self._prepared = False
 
     def prepare(self) -> None:
-        """Build all that training needs, and find what is wrong with it; nothing is written. `run` begins with it."""
+        """Build everything that training needs and check it; writes nothing. `run` calls it first."""
         if self._prepared:
             return
         actor = self._actor
@@ -120,8 +120,8 @@ class SFTRunner:
             The metrics of the last evaluation.
 
         Raises:
-            Interrupted: a signal asked for it, and a checkpoint is written.
-            CallbackError: a callback failed, and a checkpoint is written.
+            Interrupted: stopped by a signal, after writing a checkpoint.
+            CallbackError: a callback failed; raised after writing a checkpoint.
         """
         self.prepare()
         with self._stop.deferred():
@@ -147,8 +147,8 @@ class SFTRunner:
             self._saver.saved_at = actor.step
         self._observer.log(f"continuing after step {actor.step} ({checkpoint})")
         before, now = state["total_steps"], actor.position.horizon
-        if before == now:  # a longer run is not to stop where the shorter one was asked to
-            self._asked = Ask(state.get("asked", 0))
+        if before == now:  # a stop requested for the shorter run does not apply to a longer one
+            self._requested = Ask(state.get("asked", 0))
         else:
             self._observer.log(f"the schedule's horizon moves from {before} to {now} steps")
 
@@ -156,9 +156,9 @@ class SFTRunner:
         return checkpoint.resolve().parent == self.store.folder.resolve()
 
     def _open(self) -> None:
-        """Bring the run's files to where training stands, and begin to write."""
+        """Open the run's files, cut back to the current step."""
         actor = self._actor
-        # What was logged after the checkpoint is done again; so is a step that was saved before its evaluation ended.
+        # Steps logged after the checkpoint are repeated; so is a step that was saved before its evaluation ended.
         done = -1 if self._resume_from is None else actor.step - bool(self._line)
         on_main(self._ranks, lambda: self._open_files(done))
         if self._watches.best is not None and not on_main(self._ranks, self._best_is_there):
@@ -182,7 +182,7 @@ class SFTRunner:
             self.store.go_back_to(self._actor.step)
 
     def _best_is_there(self) -> bool:
-        """Whether the best checkpoint so far is still there, and now marked as such."""
+        """Whether the best checkpoint so far still exists; marks it as the best."""
         best = self._watches.best
         if best is None or best.best_step < 0:
             return True
@@ -192,43 +192,43 @@ class SFTRunner:
         return True
 
     def _train(self) -> None:
-        """From the first event to the last; a callback that fails leaves a checkpoint behind."""
+        """Train, with the first and last events; a checkpoint is written when a callback fails."""
         try:
-            self._tell(TrainStart, resumed_from=self._resume_from)
+            self._notify(TrainStart, resumed_from=self._resume_from)
             self._loop()
             self._saver.finish()
             if self._callbacks.listen_to(TrainEnd):
                 last = on_main(self._ranks, self.store.latest)
-                self._tell(TrainEnd, metrics=self._last_eval, checkpoint=last)
+                self._notify(TrainEnd, metrics=self._last_eval, checkpoint=last)
             self._poll()
         except CallbackError:
             self._callbacks = Callbacks([], self._ranks)
-            self._keep("a callback failed: saving a checkpoint first")
+            self._save_now("a callback failed: saving a checkpoint first")
             raise
 
-    def _tell(self, kind: type[Event], **facts: Any) -> None:
-        """Tell the callbacks, where they listen, and note what they ask for."""
+    def _notify(self, kind: type[Event], **facts: Any) -> None:
+        """Call the callbacks that listen to such events, and collect their requests."""
         if not self._callbacks.listen_to(kind):
             return
         actor = self._actor
         if "metrics" in facts:
             facts["metrics"] = MappingProxyType(dict(facts["metrics"]))
-        place = {
+        progress = {
             "step": actor.step,
             "total_steps": actor.position.horizon,
             "epoch": actor.position.epoch,
             "run_dir": self.run_dir,
         }
-        self._asked |= self._callbacks.tell(kind(**{**place, **facts}))
-        if Ask.EVALUATE in self._asked and not actor.evaluates:
+        self._requested |= self._callbacks.tell(kind(**{**progress, **facts}))
+        if Ask.EVALUATE in self._requested and not actor.evaluates:
             raise CallbackError(
-                f"{kind.method} of a callback asks to evaluate, and there is nothing to evaluate on",
+                f"{kind.method} of a callback requests an evaluation, but there is nothing to evaluate on",
                 where="runner.callbacks",
-                remedy="set data.eval_data_paths or data.eval_split, or do not ask for it",
+                remedy="set data.eval_data_paths or data.eval_split, or do not request one",
             )
 
     def _saved(self, step: int, path: Path, best: bool) -> None:
-        self._tell(Saved, step=step, path=path, best=best)
+        self._notify(Saved, step=step, path=path, best=best)
 
     def _loop(self) -> None:
         model, position = self._model, self._position
@@ -238,14 +238,14 @@ class SFTRunner:
                 self._log()
         elif self._line:  # stopped in the middle of the evaluation after this step
             self._after_step(epoch_ended=position.state.rows_consumed == 0, advanced=True)
-        while not (position.finished(model.step) or self._watches.stop or Ask.STOP in self._asked):
+        while not (position.finished(model.step) or self._watches.stop or Ask.STOP in self._requested):
             self._poll()
             if self._saver.unfinished is not None:
                 self._saver.finish_if_written()
             self._step()
-        if Ask.STOP in self._asked:
+        if Ask.STOP in self._requested:
             by = " and ".join(self._callbacks.stopped_by) or "a callback"
-            self._observer.log(f"stopping after step {model.step}: {by} asked for it")
+            self._observer.log(f"stopping after step {model.step}: {by} requested it")
         if not model.step and position.skipped_steps:
             raise ModelError(
                 f"nothing was trained: all {position.skipped_steps} steps were passed over, "
@@ -272,30 +272,30 @@ class SFTRunner:
                 f"after step {step}: {position.problem}, its rows are passed over: {position.passed_over}"
             )
         self._observer.stepped(model.step, metrics)
-        if self._tells_steps:
-            self._tell(StepEnd, metrics=metrics, updated=advanced)
+        if self._listens_to_steps:
+            self._notify(StepEnd, metrics=metrics, updated=advanced)
         self._after_step(epoch_ended=position.state.epoch != epoch, advanced=advanced)
 
     def _after_step(self, *, epoch_ended: bool, advanced: bool) -> None:
-        """Evaluate, log one line for the step, save: each where it is due."""
+        """Evaluate, log one line for the step and save, each when due."""
         step, runner = self._model.step, self._recipe.runner
-        save = self._due(runner.save_interval, epoch_ended, advanced) or (advanced and Ask.SAVE in self._asked)
+        save = self._due(runner.save_interval, epoch_ended, advanced) or (advanced and Ask.SAVE in self._requested)
         measure = save
         if self._evaluates:
             finished = self._position.finished(step)
-            asked = Ask.EVALUATE in self._asked or Ask.STOP in self._asked or self._evaluated_at == step
-            measure = finished or asked or self._due(runner.val_check_interval, epoch_ended, advanced)
+            requested = Ask.EVALUATE in self._requested or Ask.STOP in self._requested or self._evaluated_at == step
+            measure = finished or requested or self._due(runner.val_check_interval, epoch_ended, advanced)
             measure = measure and advanced  # a skipped step has changed nothing
             if measure:
-                if save or finished:  # saved in any case: before what may fail, so that the training is not lost
-                    self._saver.save(self._state(), tell=False)
+                if save or finished:  # save before the evaluation, which may fail, so that the training is not lost
+                    self._saver.save(self._state(), notify=False)
                 self._evaluate()
         best = measure and advanced and self._watches.update(self._line, step)
         if self._evaluated_at == step or step % runner.logger.log_interval == 0:
             self._log()
         self._line = {}
-        if best or save or (advanced and Ask.SAVE in self._asked):  # also as asked for after the evaluation
-            self._asked &= ~Ask.SAVE
+        if best or save or (advanced and Ask.SAVE in self._requested):  # also as requested by on_evaluate
+            self._requested &= ~Ask.SAVE
             self._saver.save(self._state(), best=best)
 
     def _due(self, interval: int | str, epoch_ended: bool, advanced: bool) -> bool:
@@ -304,32 +304,32 @@ class SFTRunner:
         return advanced and isinstance(interval, int) and interval > 0 and self._model.step % interval == 0
 
     def _log(self) -> None:
-        """Write the line of the step, unless a skipped step left none."""
+        """Write the metrics of the step; a skipped step has none."""
         if self._line:
             self._tracker.log(self._model.step, self._line)
         self._line = {}
 
     def _evaluate(self) -> None:
-        """Evaluate all sets into the step's line."""
+        """Evaluate all sets and add the metrics to the step's."""
         metrics = self._actor.run_eval()
         check_monitors(self._recipe.runner, [*metrics, *TRAIN_METRICS])
         self._evaluated_at, self._last_eval = self._actor.step, metrics
         self._line = {"epoch": self._actor.position.epoch, **self._line, **metrics}
         self._observer.evaluated(self._actor.step, metrics)
-        self._asked &= ~Ask.EVALUATE
-        self._tell(Evaluated, metrics=metrics)
+        self._requested &= ~Ask.EVALUATE
+        self._notify(Evaluated, metrics=metrics)
 
     def _poll(self) -> None:
-        """Stop together once any rank was told to: save where training stands, then say so."""
-        if not self._ranks.largest(float(self._stop.asked)):
+        """Once any rank has received a stop signal, save and stop on all ranks."""
+        if not self._ranks.largest(float(self._stop.requested)):
             return
-        self._keep("stopping: saving a checkpoint first")
+        self._save_now("stopping: saving a checkpoint first")
         raise Interrupted(f"stopped after step {self._actor.step}; the same command continues", together=True)
 
-    def _keep(self, saying: str) -> None:
-        """Save where training stands, in the middle of a step too; before the first there is nothing to save."""
+    def _save_now(self, message: str) -> None:
+        """Save the current state, in the middle of a step too; before the first step there is nothing to save."""
         if self._actor.step:
-            self._observer.log(saying)
+            self._observer.log(message)
             self._saver.save(self._state())
             self._saver.finish()
 
@@ -337,7 +337,7 @@ class SFTRunner:
         return {
             **self._watches.state(),
             "total_steps": self._actor.position.horizon,
-            "asked": self._asked.value,
+            "asked": self._requested.value,
             "evaluated_at": self._evaluated_at,
             "line": {key: value for key, value in self._line.items() if math.isfinite(value)},
             "last_eval": {key: value for key, value in self._last_eval.items() if math.isfinite(value)},

@@ -1,4 +1,4 @@
-"""Saving checkpoints of a run in training: on all ranks, at once or in the background."""
+"""Saves checkpoints during training, on all ranks, synchronously or in the background."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def on_main(ranks: Ranks, action: Callable[[], T]) -> T:
-    """Do something on rank 0; its result, or its error, is every rank's."""
+    """Run an action on rank 0; its result, or its error, is broadcast to every rank."""
     outcome: T | Exception | None = None
     if ranks.is_main:
         try:
@@ -41,7 +41,7 @@ class Unfinished:
     step: int
     state: dict[str, object]
     best: bool
-    tell: bool
+    notify: bool
     writes: list[PendingSave]
 
 
@@ -49,15 +49,15 @@ class Saver:
     """Writes checkpoints of a worker into a store; every rank calls every method.
 
     Args:
-        store: where to.
-        worker: what of.
-        background: write while training goes on.
-        observer: told of each checkpoint.
-        on_saved: called on every rank once a checkpoint has its name: its step, its place, whether it is the best.
+        store: where checkpoints are written.
+        worker: whose state is saved.
+        background: write while training continues.
+        observer: its `saved` is called for each checkpoint.
+        on_saved: called on every rank once a checkpoint is complete, with its step, path and whether it is best.
 
     Attributes:
         saved_at: the step of the last checkpoint, -1 before the first.
-        unfinished: the checkpoint that is being written; None where there is none.
+        unfinished: the checkpoint that is being written, if any.
     """
 
     def __init__(
@@ -76,40 +76,40 @@ class Saver:
         self._observer = observer
         self._on_saved = on_saved
         self.unfinished: Unfinished | None = None
-        self._untold: tuple[int, Path] | None = None  # a checkpoint that has its name, which nobody was told of
+        self._unannounced: tuple[int, Path] | None = None  # complete, without a notification so far
         self.saved_at = -1
 
     def require_space(self) -> None:
-        """Refuse to train what could not be saved: there is room for a checkpoint and for the model in `final/`."""
+        """Check, before training, that the disk has room for a checkpoint and for the model in `final/`."""
         needed = self._worker.state.checkpoint_bytes() + self._worker.state.model_bytes()
         on_main(self._ranks, lambda: require_space(self._store.folder, needed))
 
-    def save(self, state: dict[str, object], *, best: bool = False, tell: bool = True) -> None:
-        """Write a checkpoint of the worker as it stands; if there is one of this step, only what it says of the run.
+    def save(self, state: dict[str, object], *, best: bool = False, notify: bool = True) -> None:
+        """Write a checkpoint of the worker's current state; if this step has one already, update only its run state.
 
         Args:
-            state: what the checkpoint says of the run.
+            state: the run's state (early stopping, metrics, pending requests), stored in the checkpoint.
             best: whether it is the best so far.
-            tell: False where another `save` of this step follows, after which it is told of.
+            notify: False where another `save` of this step follows, which sends the notification.
         """
         step = self._worker.step
         self.finish()
         if self.saved_at == step:
             on_main(self._ranks, lambda: self._store.update(step, state, best=best))
-            if tell and self._untold is not None:
-                (_, path), self._untold = self._untold, None
-                self._tell(step, path, best)
+            if notify and self._unannounced is not None:
+                (_, path), self._unannounced = self._unannounced, None
+                self._notify(step, path, best)
             return
         needed = self._worker.state.checkpoint_bytes()
         folder = on_main(self._ranks, lambda: self._store.begin(step, needed_bytes=needed))
         writes = self._write(folder, step)
-        self.unfinished = Unfinished(folder, step, state, best, tell, writes)
+        self.unfinished = Unfinished(folder, step, state, best, notify, writes)
         self.saved_at = step
         if not self._background:
             self.finish()
 
     def _write(self, folder: Path, step: int) -> list[PendingSave]:
-        """Call the worker's `save_checkpoint`; one that a user has overridden may take no more than folder and step."""
+        """Call the worker's `save_checkpoint`; an override may accept only folder and step."""
         if not self._background:
             return self._worker.save_checkpoint(folder, step) or []
         try:
@@ -124,14 +124,14 @@ class Saver:
         return self._worker.save_checkpoint(folder, step, background=True)
 
     def finish_if_written(self) -> None:
-        """Give a checkpoint in the background its name as soon as rank 0 knows it to be on the disk."""
+        """Commit a background checkpoint once rank 0's writes are on the disk."""
         if self.unfinished is not None:
             writes = self.unfinished.writes
             if self._ranks.broadcast(all(write.done() for write in writes)):
                 self.finish()
 
     def finish(self) -> None:
-        """Wait for the checkpoint in writing, then give it its name."""
+        """Wait until the pending checkpoint is written, then commit it."""
         if self.unfinished is None:
             return
         done, self.unfinished = self.unfinished, None
@@ -139,11 +139,11 @@ class Saver:
             write.wait()
         self._ranks.barrier()
         path = on_main(self._ranks, lambda: self._store.commit(done.folder, done.step, done.state, best=done.best))
-        if done.tell:
-            self._tell(done.step, path, done.best)
+        if done.notify:
+            self._notify(done.step, path, done.best)
         else:
-            self._untold = done.step, path
+            self._unannounced = done.step, path
 
-    def _tell(self, step: int, path: Path, best: bool) -> None:
+    def _notify(self, step: int, path: Path, best: bool) -> None:
         self._observer.saved(step, path)
         self._on_saved(step, path, best)

@@ -32,12 +32,12 @@ TRAIN_METRICS = (
     "perf/data_wait",
     "perf/peak_memory_gb",
 )
-"""What every step measures."""
+"""The metrics of every step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What the micro-batches of one rank add up to.
+    """The sums over the micro-batches of one rank.
 
     Attributes:
         losses: fp64 scalars by term.
@@ -49,17 +49,17 @@ class Totals:
 
 
 Accumulate = Callable[..., Totals]
-"""`accumulate`, or another way to the same gradients with its arguments."""
+"""`accumulate`, or another function with its arguments that computes the same gradients."""
 
 
 @dataclass(slots=True)
 class LossScale:
-    """The factor that keeps fp16 gradients above underflow; halved where they overflow, doubled after a quiet stretch.
+    """The factor that keeps fp16 gradients above underflow; halved on overflow, doubled after steps without.
 
     Attributes:
         value: the factor.
         growth_interval: steps without overflow after which it doubles.
-        quiet: such steps so far.
+        quiet: the current number of such steps.
     """
 
     value: float = 2.0**16
@@ -77,13 +77,13 @@ class LossScale:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step measured.
+    """The result of a step.
 
     Attributes:
         losses: per term, the sum of its totals over all ranks divided by the step's weight of that term.
         gradient_norm: before clipping, over all ranks.
-        updated: False where no weight, optimizer state or learning rate has moved.
-        problem: why that is so.
+        updated: False if no weight, optimizer state or learning rate has changed.
+        problem: the reason for that.
         metrics: returned beside the losses, over all ranks.
     """
 
@@ -100,12 +100,12 @@ class StepResult:
 
 
 def seed_rng(seed: int, step: int, micro_batch: int, rank: int, stage: str) -> None:
-    """Make the random draws of a forward a function of where it stands, so that there is no generator state to lose."""
+    """Seed a forward by its position in training, so that no generator state has to be saved."""
     torch.manual_seed(derive_seed(seed, step, micro_batch, rank, stage))
 
 
 def check_weights(losses: Mapping[str, LossSum], expected: Mapping[str, float]) -> None:
-    """Refuse a loss whose terms or weights are not those that the row index promised."""
+    """Refuse a loss whose terms or weights differ from the row index's."""
     if set(losses) != set(expected):
         raise ModelError(
             f"the loss has the terms {sorted(losses)}, the rows were given weights for {sorted(expected)}",
@@ -125,9 +125,9 @@ def check_weights(losses: Mapping[str, LossSum], expected: Mapping[str, float]) 
 
 
 def objective(losses: Mapping[str, LossSum], denominators: Mapping[str, float], scale: float) -> torch.Tensor:
-    """What is differentiated: each total over the weight of the whole step, summed.
+    """The differentiated scalar: the sum over terms of total / weight of the whole step.
 
-    A step without targets has gradient zero; its graph is still walked, as other ranks wait in it.
+    A step without targets has gradient zero; the backward pass still runs, as it contains collectives.
     """
     shares = [loss.total * (scale / denominators[name]) for name, loss in losses.items() if denominators[name]]
     return torch.stack(shares or [loss.total * 0.0 for loss in losses.values()]).sum()
@@ -145,11 +145,11 @@ def accumulate(
     """Forward and backward of every micro-batch; gradients of `sum of total / denominator` add up in the parameters.
 
     Args:
-        forward: a micro-batch to its loss: a `TrainOutput`.
+        forward: maps a micro-batch to its loss, a `TrainOutput`.
         micro_batches: this rank's.
         denominators: per term, the weight of the whole step on all ranks.
         weights: whose gradients are accumulated.
-        draws: (seed, step, rank), of which the random draws are a function.
+        draws: (seed, step, rank), which seed the random draws.
         scale: factor on the gradients.
     """
     seed, step, rank = draws
@@ -188,9 +188,9 @@ def optimizer_step(
 ) -> StepResult:
     """One step of the optimizer on all ranks.
 
-    A gradient that is not finite moves nothing, on any rank: with fp16 the same micro-batches are computed again at
-    half the loss scale, otherwise the result says `updated=False`. So it does of a step without a target: momentum and
-    weight decay alone would move the weights.
+    A non-finite gradient changes nothing, on any rank: with fp16 the same micro-batches are computed again at half the
+    loss scale, otherwise the result has `updated=False`. The same holds for a step without a target, in which momentum
+    and weight decay alone would change the weights.
     """
     if not any(denominators.values()):
         return StepResult(dict.fromkeys(denominators, 0.0), 0.0, updated=False, problem="no row has a target")
@@ -243,14 +243,14 @@ def step_metrics(
     ranks: Ranks,
     utilisation: Utilisation | None,
 ) -> dict[str, float]:
-    """The metrics of a step, the same on every rank, which all call this.
+    """The metrics of a step, the same on every rank; every rank calls it.
 
     Args:
-        step: what was trained on.
+        step: the rows that were trained on.
         result: of it.
         rate: the learning rate.
         seconds: the duration of the step, waiting for data included.
-        waited: seconds of them for data.
+        waited: the part of them spent waiting for data.
         ranks: of the run.
         utilisation: where the peak of the devices is known.
     """

@@ -1,4 +1,4 @@
-"""What a train method returns, as sums by loss term and metrics beside them."""
+"""Converts what a train method returns to sums by loss term, and metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardtune.data.loader.protocol import MicroBatch
 from shardtune.errors import ModelError
 
 TERM = "loss"
-"""The name of a loss that is the only one."""
+"""The name of a single loss."""
 TRAIN = "get_train_model_output"
 MetricValue = float | torch.Tensor | Metric | Sequence[float]
 Loss = torch.Tensor | Sequence[torch.Tensor] | LossSum | Mapping[str, LossSum]
@@ -22,12 +22,12 @@ TrainOutput = Loss | tuple[Loss, Mapping[str, MetricValue]]
 
 
 def read_train_output(returned: object, batch: MicroBatch) -> tuple[dict[str, LossSum], dict[str, Metric]]:
-    """The losses in what a train method returned, as sums by term, and the metrics beside them.
+    """The losses that a train method returned, as sums by term, and its metrics.
 
     Args:
         returned: a `TrainOutput`; anything else is refused.
-        batch: a mean loss counts as often as its one term weighs. A batch that does not count gives losses of 0, which
-            keep their graph.
+        batch: a mean loss is multiplied by the weight of its only term. A batch that does not count has losses of 0,
+            with their graph.
     """
     output, beside = split_metrics(returned)
     if isinstance(output, LossSum):
@@ -42,7 +42,7 @@ def read_train_output(returned: object, batch: MicroBatch) -> tuple[dict[str, Lo
 
 
 def split_metrics(returned: object) -> tuple[object, Mapping[object, object]]:
-    """A loss, and the metrics beside it."""
+    """Split a return value into loss and metrics."""
     if isinstance(returned, tuple) and not isinstance(returned, LossSum) and len(returned) == 2:
         output, metrics = returned
         if isinstance(metrics, Mapping) and not any(isinstance(item, LossSum) for item in metrics.values()):
@@ -51,7 +51,7 @@ def split_metrics(returned: object) -> tuple[object, Mapping[object, object]]:
 
 
 def loss_sums(value: object) -> dict[str, LossSum]:
-    """A mapping of nothing but `LossSum`s; empty for any other value."""
+    """The mapping if all its values are `LossSum`s; otherwise empty."""
     if not isinstance(value, Mapping):
         return {}
     sums = {str(name): item for name, item in value.items() if isinstance(item, LossSum)}
@@ -72,10 +72,10 @@ def _by_term(sums: Mapping[str, LossSum], batch: MicroBatch) -> dict[str, LossSu
     for name, term in sums.items():
         if not isinstance(term.total, torch.Tensor) or term.total.numel() != 1 or term.total.grad_fn is None:
             raise _no_loss(term.total)
-        wanted = batch.weights[name]
-        if batch.counts and not math.isclose(term.weight, wanted, rel_tol=1e-5, abs_tol=1e-6):
+        expected = batch.weights[name]
+        if batch.counts and not math.isclose(term.weight, expected, rel_tol=1e-5, abs_tol=1e-6):
             raise ModelError(
-                f"{TRAIN} returned a sum of weight {term.weight:g}, the batch weighs {wanted:g}",
+                f"{TRAIN} returned a sum of weight {term.weight:g}, the batch weighs {expected:g}",
                 where=TRAIN,
                 remedy="write loss_weights(self, batch) -> {term: weight}: by default it is the number of labels that "
                 "are not -100, or of rows where there are no labels",

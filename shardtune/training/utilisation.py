@@ -1,4 +1,4 @@
-"""How much of what the devices can do a step uses."""
+"""Model FLOPs utilisation (MFU) of a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Operations per second that the device could do at best, None where that is not known."""
+    """Peak operations per second of a device, None if unknown."""
     if device.type != "cuda" or precision not in ("bf16", "fp16"):
         return None
     name = torch.cuda.get_device_name(device)
@@ -25,14 +25,14 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 def train_flops_per_token(num_parameters: float, num_layers: int, width: int, mean_length: float) -> float:
     """Operations of forward and backward per token: 6 per parameter, and attention to half the row (PaLM, app. B).
 
-    A parameter that is frozen has no gradient of its own, so it counts for two thirds of one.
+    A frozen parameter has no weight gradient, so it counts for two thirds of a trained one.
     """
     return 6.0 * num_parameters + 6.0 * num_layers * width * mean_length
 
 
 @dataclass(frozen=True, slots=True)
 class Utilisation:
-    """How much of what the devices could do at best is done.
+    """Achieved operations per second, relative to the devices' peak.
 
     Attributes:
         parameters: that a token is multiplied with: of a mixture of experts those it is routed to, and of the
@@ -56,10 +56,10 @@ class Utilisation:
         num_ranks: int,
         sizes: Mapping[nn.Parameter, int] = MappingProxyType({}),
     ) -> Utilisation | None:
-        """For a model on `num_ranks` such devices; None where the peak of the device is not known.
+        """For a model on `num_ranks` such devices; None if the peak of the device is unknown.
 
         Args:
-            sizes: of parameters that are no weights but codes, how many weights they stand for.
+            sizes: for quantized parameters, the number of weights that they encode.
         """
         peak = peak_flops(device, precision)
         if peak is None or not isinstance(model, PreTrainedModel) or model.get_input_embeddings() is None:
@@ -80,6 +80,6 @@ class Utilisation:
         return cls(parameters, int(text.num_hidden_layers), int(text.hidden_size), peak * num_ranks)
 
     def of(self, tokens_per_second: float, mean_length: float) -> float:
-        """The share, between 0 and 1, of a step."""
+        """The utilisation of a step, between 0 and 1."""
         per_token = train_flops_per_token(self.parameters, self.layers, self.width, mean_length)
         return tokens_per_second * per_token / self.peak

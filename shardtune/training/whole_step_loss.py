@@ -1,4 +1,4 @@
-"""A loss of all rows of a step: outputs are gathered from all ranks, its gradient goes back to each micro-batch."""
+"""A loss over all rows of a step: outputs are gathered from all ranks, and gradients sent back to each micro-batch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Outputs = Mapping[str, torch.Tensor]
 class WholeStep:
     """Computes a step's loss from the outputs of all its rows.
 
-    Every micro-batch is computed without a graph; the outputs of all of them, on all ranks, are laid together; the loss
-    and its gradient at the outputs are computed, alike on every rank; then each micro-batch is computed once more, with
-    the same random draws, and its part of that gradient goes backward. So memory is that of one micro-batch, and the
-    gradient that of one process with one micro-batch (Gao et al., 2021, arXiv:2101.06983).
+    Every micro-batch is computed without a graph; the outputs of all of them, on all ranks, are concatenated; every
+    rank computes the loss and its gradient with respect to the outputs; then each micro-batch is computed once more,
+    with the same random draws, and its part of that gradient is backpropagated. So memory is that of one micro-batch,
+    and the gradient that of one process with one micro-batch (Gao et al., 2021, arXiv:2101.06983).
 
     Args:
         adapter: whose loss it is.
@@ -47,7 +47,7 @@ class WholeStep:
         draws: tuple[int, int, int],
         scale: float,
     ) -> Totals:
-        """As `step.accumulate`, where `forward` gives outputs; the totals are rank 0's, so that their sum is right."""
+        """As `step.accumulate`, with a `forward` that returns outputs; only rank 0 has totals, as they are summed."""
         found = []
         seed, step, rank = draws
         with torch.no_grad():
@@ -56,7 +56,7 @@ class WholeStep:
                 found.append(_real(forward(batch), batch))
         mine = _joined(found)
         everyone, start = self._gather(mine)
-        # What is no floating tensor, such as the label of each row, is gathered with the others and has no gradient.
+        # Integer tensors, such as the label of each row, are gathered with the others and have no gradient.
         leaves = {name: tensor.requires_grad_() for name, tensor in everyone.items() if tensor.is_floating_point()}
         losses = self._step_loss(everyone)
         check_weights(losses, denominators)
@@ -74,7 +74,7 @@ class WholeStep:
     def evaluate(
         self, forward: Callable[..., object], blocks: Iterator[Sequence[Batch]], *, poll: Callable[[], None]
     ) -> dict[str, Metric]:
-        """The loss of each block of rows as of a step, summed: `loss/<term>`, the same on every rank."""
+        """The loss of each block of rows, computed as for a step, and summed: `loss/<term>`, the same on every rank."""
         sums: dict[str, Metric] = {}
         with torch.no_grad():
             for block in blocks:
@@ -86,7 +86,7 @@ class WholeStep:
         return sums
 
     def _gather(self, mine: Outputs) -> tuple[dict[str, torch.Tensor], int]:
-        """The outputs of all ranks in their order, and where this rank's begin."""
+        """The outputs of all ranks in order, and the offset of this rank's."""
         rows = len(next(iter(mine.values())))
         if self._ranks.mesh is None:
             return {name: tensor.clone() for name, tensor in mine.items()}, 0
@@ -109,7 +109,7 @@ def _checked(outputs: object, batch: Batch) -> Outputs:
     """What `WholeStepAdapter.outputs` returned for a micro-batch.
 
     Raises:
-        ModelError: it is no dict of tensors with one entry per row.
+        ModelError: it is not a dict of tensors with one entry per row.
     """
     if not isinstance(outputs, Mapping) or not outputs:
         raise ModelError(
@@ -138,7 +138,7 @@ def _joined(pieces: Sequence[Outputs]) -> dict[str, torch.Tensor]:
 
 
 def _backward(outputs: Outputs, slopes: Mapping[str, torch.Tensor | None], start: int, batch: Batch) -> None:
-    """Send this micro-batch's part of the gradient back; a filler's is zero, its graph walked for others' sake."""
+    """Backpropagate this micro-batch's part of the gradient; a filler's is zero, but its collectives must run."""
     stop = start + batch.num_rows
     terms = []
     for name, tensor in outputs.items():

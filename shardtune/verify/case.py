@@ -87,12 +87,12 @@ def find_case(adapter: str | Path, recipe: RecipeSource | None, overrides: Seque
     source = named if from_recipe else {} if recipe is None else recipe
     loaded = load_recipe(source, overrides, in_memory=IN_MEMORY)
     import_plugins(loaded.plugins)
-    asked = changed(loaded, {} if from_recipe else _named(named))
-    found = find_adapter(asked)
-    rows = rows_for(found, asked)
-    values = _short_run(asked, folder)
+    configured = changed(loaded, {} if from_recipe else _named(named))
+    found = find_adapter(configured)
+    rows = rows_for(found, configured)
+    values = _short_run(configured, folder)
     set_value(values, "data.train_data_paths", str(keep_rows(rows, folder)))
-    return Case(named, _loaded(values), asked.actor.model.lora.model_dump(), rows, folder)
+    return Case(named, _loaded(values), configured.actor.model.lora.model_dump(), rows, folder)
 
 
 def changed(recipe: Recipe, changes: Mapping[str, object]) -> Recipe:

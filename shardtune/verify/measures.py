@@ -89,10 +89,10 @@ def _check_predictions(trial: Trial, measured: Sums) -> Iterator[str]:
         return  # actor.loss does not support several terms
     rows = trial.forwards(range(trial.num_rows))[0]
     term = next(iter(trial.batch(rows).weights))
-    wanted, weight = trial.indexed_weights(range(trial.num_rows))[term], measured[PREDICTED][1]
-    if apart(wanted, weight) > CLOSE:
+    expected, weight = trial.indexed_weights(range(trial.num_rows))[term], measured[PREDICTED][1]
+    if apart(expected, weight) > CLOSE:
         raise Failed(
-            f"the predictions of {trial.num_rows} rows weigh {weight:g}, their targets {wanted:g} by weights",
+            f"the predictions of {trial.num_rows} rows weigh {weight:g}, their targets {expected:g} by weights",
             where=f"{name}.{PREDICTED}",
             remedy="yield exactly the targets that loss sums over, with their weights; actor.loss and eval.metrics "
             "take the place of the loss",

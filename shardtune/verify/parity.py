@@ -68,7 +68,7 @@ PACKING = Axis(
     WHOLE,
     CLOSE,
     "the rows of a step end to end",
-    "rows see each other, or positions go on from one to the next: see the check padding",
+    "rows see each other, or positions continue from one to the next: see the check padding",
 )
 CHECKPOINTING = Axis(
     "checkpointing",
@@ -170,10 +170,11 @@ def _check_own_checkpointing(kit: Kit) -> None:
     """The adapter's own activation checkpointing, in training mode; transformers checkpoints only there."""
     plain = kit.first_run
     found = run(kit.worker({**TRAINING, "actor.model.gradient_checkpointing": True}), STEPS)
-    for number, (wanted, got) in enumerate(zip(plain.losses, found.losses, strict=True)):
-        if apart(wanted, got) > ROUNDED:
+    for number, (expected, got) in enumerate(zip(plain.losses, found.losses, strict=True)):
+        if apart(expected, got) > ROUNDED:
             raise Failed(
-                f"with actor.model.gradient_checkpointing the loss in step {number} is {got:.8g}, without {wanted:.8g}",
+                f"with actor.model.gradient_checkpointing the loss in step {number} is {got:.8g}, "
+                f"without {expected:.8g}",
                 where=f"{type(kit.trial.adapter).__name__}.set_execution",
                 remedy=CHECKPOINTING.remedy,
             )
@@ -190,14 +191,14 @@ def _checkpoint_units(worker: SFTWorker) -> None:
 
 def _compare(plain: Trajectory, found: Trajectory, axis: Axis) -> str | None:
     """The first difference between a run and the plain one; None where there is none."""
-    for number, (wanted, got) in enumerate(zip(plain.losses, found.losses, strict=True)):
-        if apart(wanted, got) > axis.close:
-            return f"in step {number} its loss is {got:.8g}, plain PyTorch's {wanted:.8g}"
+    for number, (expected, got) in enumerate(zip(plain.losses, found.losses, strict=True)):
+        if apart(expected, got) > axis.close:
+            return f"in step {number} its loss is {got:.8g}, plain PyTorch's {expected:.8g}"
     if axis.close > CLOSE:
         return None
-    for number, (wanted, got) in enumerate(zip(plain.norms, found.norms, strict=True)):
-        if apart(wanted, got) > axis.close:
-            return f"in step {number} its gradient has norm {got:.8g}, plain PyTorch's {wanted:.8g}"
+    for number, (expected, got) in enumerate(zip(plain.norms, found.norms, strict=True)):
+        if apart(expected, got) > axis.close:
+            return f"in step {number} its gradient has norm {got:.8g}, plain PyTorch's {expected:.8g}"
     tensors = {name: plain.tensors[name] for name in found.tensors if name in plain.tensors}
     far, worst = distance(tensors, found.tensors)
     return f"its weights are {far:.3g} apart, most at {worst}" if far > axis.close else None
@@ -206,22 +207,22 @@ def _compare(plain: Trajectory, found: Trajectory, axis: Axis) -> str | None:
 def _check_unit_calls(kit: Kit) -> None:
     """Every forward calls the same units in the same order; ranks would otherwise wait for each other forever."""
     trial = kit.trial
-    wanted = trial.unit_calls(trial.loaded([0]))
+    expected = trial.unit_calls(trial.loaded([0]))
     others = [(f"row {row}", [row]) for row in range(1, trial.num_rows)]
     if trial.adapter.rows_share_forwards:
         others.append((f"all {trial.num_rows} rows together", list(range(trial.num_rows))))
     for what, rows in (*others, ("the filler", [])):
         called = trial.unit_calls(trial.loaded(rows))
-        if called == wanted:
+        if called == expected:
             continue
-        name = next((one or other for one, other in zip_longest(wanted, called) if one != other), "")
-        mine, its = (", ".join(names) or "none" for names in (wanted, called))
+        name = next((one or other for one, other in zip_longest(expected, called) if one != other), "")
+        mine, its = (", ".join(names) or "none" for names in (expected, called))
         failure = Failed(
             f"a forward of row 0 calls the units {mine}; one of {what} {its}, and ranks that call different "
             "units wait for each other",
             where=f"{type(trial.adapter).__name__}.loss: {name}",
-            remedy="call every unit once in every forward, whatever its rows (of what is not wanted, multiply by 0); "
-            "what is called only sometimes must be no unit (unit_classes, actor.fsdp_config.wrap)",
+            remedy="call every unit once in every forward, whatever its rows (multiply unneeded results by 0); "
+            "what is called only sometimes must not be a unit (unit_classes, actor.fsdp_config.wrap)",
         )
         kit.ranks.give_up(failure)
         raise failure

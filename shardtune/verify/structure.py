@@ -144,7 +144,7 @@ def _same_buffers(empty: nn.Module, real: nn.Module, adapter: Adapter, seed: int
         f"the buffer {name} comes out differently when the model is built without memory"
         + (": it is drawn at random" if drawn else ""),
         where=f"{BUILD}: {name}",
-        remedy="draw it from a torch.Generator of its own with a fixed seed, or register it with persistent=True"
+        remedy="draw it from a separate torch.Generator with a fixed seed, or register it with persistent=True"
         if drawn
         else "compute it from the options alone, in the constructor",
     )
@@ -287,7 +287,7 @@ def _check_unsaved(model: nn.Module, before: Mapping[str, torch.Tensor]) -> None
     for name, buffer in model.named_buffers():
         if name not in saved and not _equal(buffer, before[name]):
             raise Failed(
-                f"the buffer {name} changes in training and is not saved, so a resumed run goes on without it",
+                f"the buffer {name} changes in training and is not saved, so a resumed run continues without it",
                 where=f"{BUILD}: {name}",
                 remedy="register it with persistent=True",
             )

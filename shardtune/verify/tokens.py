@@ -94,7 +94,7 @@ def _check_causal(trial: Trial) -> Iterator[str]:
 
 
 def _another_token(trial: Trial) -> Mapping[int, int]:
-    """For each token of the rows another one, of those that are targets: none that stands for part of an image."""
+    """For each token of the rows another one, taken from the targets, so that it is not part of an image."""
     seen = {int(token) for sample in trial.samples for token in sample.input_ids}
     targets = {int(token) for sample in trial.samples for token in sample.input_ids[sample.loss_weights > 0]}
     return {token: min(targets - {token}, default=token) for token in seen}

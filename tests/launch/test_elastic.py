@@ -85,7 +85,7 @@ def test_no_restart_once_a_stop_was_asked_for() -> None:
 
     class Stopped(Start):
         def __call__(self, workers: int, environment: Mapping[str, str]) -> None:
-            stop.asked = True
+            stop.requested = True
             super().__call__(workers, environment)
 
     start = Stopped(losses=1)

@@ -80,6 +80,6 @@ def test_a_port_in_use_is_an_error_with_the_way_on() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ParallelError, match=rf"port {port} cannot be used(?s:.*)a free one is found"):
+        with pytest.raises(ParallelError, match=rf"port {port} cannot be used(?s:.*)a free one is chosen"):
             free_port(port)
     assert free_port(None) > 0

@@ -259,5 +259,5 @@ def test_a_deferred_signal_is_only_noted() -> None:
     with listening() as stop, stop.deferred():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.asked
-    assert not StopSignal().asked
+        assert stop.requested
+    assert not StopSignal().requested

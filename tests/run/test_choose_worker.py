@@ -179,7 +179,7 @@ def test_keys_that_only_the_built_in_worker_acts_on_are_refused(tmp_path: Path, 
     if "split" not in override:
         given["data"]["eval_data_paths"] = "made by the worker"
     loaded = load_recipe(given, [override])
-    with pytest.raises(ConfigError, match=f"{override.partition('=')[0]} is for the built-in worker; Mine says itself"):
+    with pytest.raises(ConfigError, match=f"{override.partition('=')[0]} is for the built-in worker; Mine defines"):
         make_worker(loaded)
 
 

@@ -16,7 +16,7 @@ import yaml
 import shardtune.run.preflight as preflight
 from shardtune.config import load_recipe
 from shardtune.errors import ParallelError, ShardtuneError
-from shardtune.run.preflight import Inventory, compare, known_by, read_together, short_of_space, take_inventory
+from shardtune.run.preflight import Inventory, compare, fingerprint, read_together, short_of_space, take_inventory
 from tests.support.dist.ranks import run_ranks
 from tests.support.tiny_run import Tiny, make_tiny
 
@@ -60,17 +60,17 @@ def test_a_run_directory_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.
     assert compare(replace(FIRST, mark=str(tmp_path / "mark")), FIRST, 1) == []
 
 
-def test_files_are_known_by_what_tells_them_apart(tmp_path: Path) -> None:
+def test_fingerprints_differ_between_files(tmp_path: Path) -> None:
     code, rows = tmp_path / "a.py", tmp_path / "rows.jsonl"
     code.write_text("x = 1")
     rows.write_text("1234567")
-    before = known_by(code)
+    before = fingerprint(code)
     code.write_text("x = 2")
-    assert known_by(code) != before
-    assert known_by(rows) == "7 bytes"
-    assert known_by(tmp_path) == "2 files"
-    assert known_by(tmp_path / "*.jsonl") == "1 files"
-    assert known_by(tmp_path / "none") == "missing"
+    assert fingerprint(code) != before
+    assert fingerprint(rows) == "7 bytes"
+    assert fingerprint(tmp_path) == "2 files"
+    assert fingerprint(tmp_path / "*.jsonl") == "1 files"
+    assert fingerprint(tmp_path / "none") == "missing"
 
 
 def test_a_full_disk(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_the_first_rank_does_not_wait_for_ever(tiny: Tiny, monkeypatch: pytest.M
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(preflight, "MEET_SECONDS", 1.0)
-    with pytest.raises(ParallelError, match=r"not all 2 ranks have come(?s:.*)waited for 1 s"):
+    with pytest.raises(ParallelError, match=r"not all 2 ranks joined(?s:.*)waited for 1 s"):
         read_together(lambda: load_recipe(tiny.recipe()))
 
 

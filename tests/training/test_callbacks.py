@@ -239,7 +239,7 @@ def test_a_signal_in_the_last_evaluation_does_not_forget_that_the_run_was_to_sto
 
 def test_an_evaluation_that_cannot_be_is_not_passed_over(plain: Tiny, tmp_path: Path) -> None:
     callbacks = [recorder(tmp_path, asks={"on_step_end 2": ["EVALUATE"]})]
-    with pytest.raises(CallbackError, match=r"on_step_end of a callback asks to evaluate"):
+    with pytest.raises(CallbackError, match=r"on_step_end of a callback requests an evaluation"):
         shardtune.train(plain.recipe("nothing_to_evaluate", runner__callbacks=callbacks))
 
 

@@ -162,7 +162,7 @@ def _reason(row: Row | RowError, error: RowError) -> str:
 
 
 def _row_digest(row: Row) -> int:
-    """A hash of the row as it stands in the file, so that the same row has it under every tokenizer and template.
+    """A hash of the row as stored in the file, so that the same row has it under every tokenizer and template.
 
     All frames of an episode have one: `data.eval_split` goes by it, and neighbouring frames are nearly the same.
     """

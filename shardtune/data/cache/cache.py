@@ -39,7 +39,7 @@ def build_dataset(
 ) -> TokenDataset:
     """The rows of all sources, tokenised; what the cache already holds is only opened.
 
-    Safe to call in every rank at once: one builds a missing entry, the others wait for it and say so.
+    Safe to call in every rank at once: one builds a missing entry, the others wait for it and report that.
 
     Args:
         cache_dir: `data.cache_dir`; None: the user's cache directory.
@@ -180,7 +180,7 @@ def entry_key(source: Source, file: SourceFile, encoder: Encoder, limit: int | N
         "encoder": encoder.cache_key(),
     }
     if source.frames is not None:
-        # Rows of plain files may name images by paths beside the file; a data set of LeRobot's is asked for them.
+        # Rows of plain files may name images by paths beside the file; a LeRobot data set provides them.
         folder = None if file.kind == LEROBOT else str(file.folder)
         depends["frames"] = [source.frames.chunk, source.name, file.part, folder]
     return hashlib.blake2b(json.dumps(depends, sort_keys=True).encode(), digest_size=20).hexdigest()

@@ -148,7 +148,7 @@ class TokenDataset:
 
     @cached_property
     def hashes(self) -> np.ndarray:
-        """uint64 [rows]: the hash of each row as it stands in its file."""
+        """uint64 [rows]: the hash of each row as stored in its file."""
         return self._gather([entry.hashes for entry in self._entries])
 
     @cached_property

@@ -87,7 +87,7 @@ class Tally:
         rows: rows read, usable or not.
         kept: rows in the data set.
         truncated: kept, but cut at `data.max_length`.
-        too_long: dropped as `data.on_too_long: drop` asks.
+        too_long: dropped because of `data.on_too_long: drop`.
         no_target: dropped because nothing of them is trained: no token, or no weight in any loss term.
         filtered: dropped by `data.transform`.
         bad: not usable.
@@ -199,7 +199,7 @@ def _runs(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class EntryWriter:
-    """Writes an entry into a directory of its own, piece by piece, in bounded memory."""
+    """Writes an entry into a new directory, piece by piece, in bounded memory."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -131,7 +131,7 @@ class FieldsWriter:
             self._add(f"field{place}", self._progress[name], column)
 
     def about(self) -> list[dict[str, Any]]:
-        """What `FieldsReader` has to know besides the arrays."""
+        """The metadata that `FieldsReader` needs besides the arrays."""
         return [
             {"name": name, "dtype": state.kind.dtype.str, "ndim": state.kind.ndim, "shape": state.shape}
             for name, state in self._progress.items()

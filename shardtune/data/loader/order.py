@@ -128,7 +128,7 @@ class DataOrder:
 
         Worked example: sources of 3 rows with weight 1 and of 4 rows (numbers 3 to 6) with weight 0.5 give an epoch of
         3 + 2 = 5 rows, `_ends` = [3, 5]. Place 4 (after the permutation of [0, 5)) is in the second source, as 4 >= 3,
-        and is its row number 4 - 3 = 1 of this epoch; `_choose` makes of 1 one of its four rows, say 2: row 3 + 2 = 5.
+        and is its row number 4 - 3 = 1 of this epoch; `_choose` makes of 1 one of its four rows, e.g. 2: row 3 + 2 = 5.
         """
         size = self.rows_per_epoch
         place = np.arange(start, min(stop, size), dtype=np.int64)

@@ -16,7 +16,7 @@ ATTENTION_MASK = "target_combined_attention_mask"
 LABELS = "target_labels"
 WEIGHTS = "target_weights"
 PADDING: Mapping[str, float] = {INPUT_IDS: 0, ATTENTION_MASK: 0, LABELS: IGNORED, WEIGHTS: 0.0}
-"""The fields of a batch, [rows, tokens] each, and what stands behind a row that is shorter than the longest."""
+"""The fields of a batch, [rows, tokens] each, and the padding values of rows that are shorter than the longest."""
 
 
 class Padding:

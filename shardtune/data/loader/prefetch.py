@@ -29,7 +29,7 @@ _WATCH_SECONDS = 1.0
 
 
 class ProcessDied(DataError):
-    """A process that computes ahead was killed, for example for want of memory."""
+    """A prefetching process was killed, for example because memory ran out."""
 
 
 def computed_ahead(function: Callable[[T], R], items: Iterable[T], num_processes: int) -> Generator[R, None, None]:

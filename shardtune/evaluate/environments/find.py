@@ -123,8 +123,8 @@ def checked_step(environment: Environment, source: EnvironmentSource, action: np
 
 def _check_observation(observation: object, where: str) -> None:
     """Refuse anything that is no `Observation`."""
-    wanted = set(Observation.__required_keys__)
-    if not isinstance(observation, Mapping) or set(observation) != wanted:
+    expected = set(Observation.__required_keys__)
+    if not isinstance(observation, Mapping) or set(observation) != expected:
         what = (
             f"a dict of {', '.join(map(str, observation))}" if isinstance(observation, Mapping) else repr(observation)
         )

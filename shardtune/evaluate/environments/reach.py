@@ -129,8 +129,8 @@ class Reach(ScriptedEnvironment):
         return self._observe()
 
     def step(self, action: np.ndarray) -> Outcome:
-        wanted = self._data.ctrl + np.clip(action, -STRIDE, STRIDE)
-        self._data.ctrl[:] = np.clip(wanted, [-2 * REACH, -2 * REACH, LOWEST], [2 * REACH, 2 * REACH, HIGHEST])
+        position = self._data.ctrl + np.clip(action, -STRIDE, STRIDE)
+        self._data.ctrl[:] = np.clip(position, [-2 * REACH, -2 * REACH, LOWEST], [2 * REACH, 2 * REACH, HIGHEST])
         self._mujoco.mj_step(self._model, self._data, SUBSTEPS)
         self._mujoco.mj_forward(self._model, self._data)
         self._held = self._held + 1 if np.linalg.norm(self.to_target()) < NEAR else 0

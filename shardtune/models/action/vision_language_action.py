@@ -68,14 +68,14 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
             kind: Any = OpenVLAForActionPrediction
         else:
             kind = action_class(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(self.config)])
-        implementation = None if self._asked == "auto" else self._asked
+        implementation = None if self._requested_attention == "auto" else self._requested_attention
         try:
             with init_empty_weights():
                 return kind._from_config(self.config, dtype=torch.float32, attn_implementation=implementation)
         except (ValueError, ImportError, KeyError) as error:
             raise ModelError(
                 f"transformers cannot build a {self._kind} of type {self.config.model_type!r}: {error}",
-                where=f"actor.model.model_path, actor.model.attn_implementation: {self._asked}",
+                where=f"actor.model.model_path, actor.model.attn_implementation: {self._requested_attention}",
                 remedy="check the model directory's config.json and actor.model.attn_implementation",
             ) from error
 

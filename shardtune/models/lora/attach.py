@@ -225,7 +225,7 @@ def trainable_patterns(
     """A summary of what is trained: (name with numbers as *, tensors, parameters), in the model's order.
 
     `layers.0.q.weight` and `layers.1.q.weight`, 64 numbers each, become ("layers.*.q.weight", 2, 128). As patterns of
-    `actor.model.freeze` or `actor.optim.groups` they match the names that they stand for.
+    `actor.model.freeze` or `actor.optim.groups` they match the names that they represent.
 
     Args:
         parameters: by name; frozen ones are left out.

@@ -255,7 +255,7 @@ def stored_config(directory: Path) -> peft.LoraConfig:
     """The LoRA config of a directory that PEFT can load.
 
     Raises:
-        ConfigError: it holds none, or one that asks for more than LoRA, rsLoRA and DoRA.
+        ConfigError: it holds none, or one that uses more than LoRA, rsLoRA and DoRA.
     """
     key = f"{SECTION}.adapter_path"
     if not (directory / CONFIG_FILE).is_file():

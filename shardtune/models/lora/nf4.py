@@ -252,6 +252,6 @@ def to_nf4(model: nn.Module, kept: Collection[nn.Module], dtype: torch.dtype) ->
 
 
 def coded_sizes(model: nn.Module) -> dict[nn.Parameter, int]:
-    """The number of weights that each parameter of codes stands for."""
+    """The number of weights that each parameter of codes represents."""
     layers = [module for module in model.modules() if isinstance(module, NF4Linear)]
     return {layer.packed: layer.in_features * layer.out_features for layer in layers}

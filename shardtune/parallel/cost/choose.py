@@ -1,4 +1,4 @@
-"""Which layout a number of ranks should have."""
+"""Chooses the layout for a number of ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def fits(plan: Plan, machine: Machine) -> bool:
 
 
 def layouts(shape: ModelShape, num_ranks: int, machine: Machine) -> Iterator[Layout]:
-    """Those worth a look: tensor and sequence ranks on one node, copies of whole nodes."""
+    """The candidates: tensor and sequence ranks on one node, copies of whole nodes."""
     for inner in (2**power for power in range(machine.per_node.bit_length())):
         for tensor in (2**power for power in range(inner.bit_length())):
             sequence = inner // tensor

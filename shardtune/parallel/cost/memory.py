@@ -14,7 +14,7 @@ LOGIT_COPIES = 3
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of a rank at the step's fullest moment, on the device unless said otherwise.
+    """Bytes of a rank at the step's fullest moment, on the device unless noted otherwise.
 
     Attributes:
         weights: its shards, in full precision.
@@ -105,7 +105,7 @@ def _moments(shape: ModelShape, parts: Parts, setting: Setting, work: Work) -> t
 
 
 def head_gradient(shape: ModelShape, setting: Setting) -> float:
-    """Bytes of the head's gradient, which the loss's forward pass makes and its backward pass hands on."""
+    """Bytes of the head's gradient, which the loss's forward pass makes and its backward pass returns."""
     return setting.master * shape.embedding / setting.layout.tensor
 
 

@@ -1,4 +1,4 @@
-"""What costs depend on: the sizes of a model, the keys of a recipe, a rank's share of a step."""
+"""The inputs of cost formulas: the sizes of a model, the keys of a recipe, a rank's share of a step."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How a model comes to be on its ranks."""
+"""Building a model on its ranks."""

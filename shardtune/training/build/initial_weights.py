@@ -1,4 +1,4 @@
-"""Where a module's first weights come from: files, tensors, functions, or the module's own constructor."""
+"""Sources of a module's initial weights: files, tensors, functions, or the module's constructor."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from shardtune.parallel.ranks import Ranks
 T = TypeVar("T")
 Build = Callable[[], nn.Module]
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-"""How the names of files with weights end, which are no names on the Hub."""
+"""Extensions of weight files, which distinguish them from names on the Hub."""
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, torch (on the CPU), numpy and Python draw from this seed; outside, from where they were."""
+    """Seed torch (on the CPU), numpy and Python inside; restore their states afterwards."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -42,7 +42,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def split_source(source: WeightSource, ranks: Ranks, seed: int) -> tuple[dict[str, Path | None], dict[str, Supply]]:
-    """What a source says of submodules as a whole ("": of the model), and of single tensors."""
+    """Split a source into entries for whole submodules ("": the model) and for single tensors."""
     if source is not None and not isinstance(source, Mapping | str | Path):
         raise ModelError(
             f"initial_weights returned a {type(source).__name__}, which holds no weights",
@@ -68,7 +68,7 @@ def split_source(source: WeightSource, ranks: Ranks, seed: int) -> tuple[dict[st
                 remedy="give a tensor, a function that makes it, or for a submodule's name a path or None",
             )
     if ranks.broadcast(bool(tensors)):
-        supplies |= _handed_out(tensors, ranks)
+        supplies |= _broadcast_tensors(tensors, ranks)
     return parts, supplies
 
 
@@ -87,12 +87,12 @@ def _making(name: str, make: Callable[[], object], seed: int) -> Callable[[], to
     return full
 
 
-def _handed_out(values: Mapping[str, torch.Tensor], ranks: Ranks) -> dict[str, Supply]:
-    """Rank 0's tensors, which every rank gets one at a time, and none keeps."""
-    left = dict(values)  # rank 0 lets go of each as it is handed out
+def _broadcast_tensors(values: Mapping[str, torch.Tensor], ranks: Ranks) -> dict[str, Supply]:
+    """Rank 0's tensors, each broadcast when it is needed and not kept afterwards."""
+    left = dict(values)  # rank 0 frees each tensor once it is broadcast
     forms = ranks.broadcast([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in left.items()])
 
-    def handing(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    def supplier(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
         def full() -> torch.Tensor:
             tensor = left.pop(name).detach().cpu() if ranks.is_main else torch.empty(shape, dtype=dtype)
             ranks.share(tensor)
@@ -100,11 +100,11 @@ def _handed_out(values: Mapping[str, torch.Tensor], ranks: Ranks) -> dict[str, S
 
         return full
 
-    return {name: Supply(handing(name, shape, dtype), (shape, dtype)) for name, shape, dtype in forms}
+    return {name: Supply(supplier(name, shape, dtype), (shape, dtype)) for name, shape, dtype in forms}
 
 
 def constructed(build: Build, seed: int, model: nn.Module, ranks: Ranks) -> tuple[dict[str, Supply], list[str]]:
-    """What the model's constructor makes of its parameters and persistent buffers, on rank 0; and what to say of it."""
+    """The constructor's values of parameters and persistent buffers, on rank 0; and notes."""
 
     def make() -> tuple[dict[str, torch.Tensor], list[str]]:
         with seeded(seed):
@@ -126,11 +126,11 @@ def constructed(build: Build, seed: int, model: nn.Module, ranks: Ranks) -> tupl
         "matters, register it with persistent=True"
         for name in ranks.broadcast(unsaved)[:1]
     ]
-    return _handed_out(values, ranks), notes
+    return _broadcast_tensors(values, ranks), notes
 
 
 def _unsaved(fresh: nn.Module, model: nn.Module) -> list[str]:
-    """Buffers outside the state dict that are not what they were when the model was built before."""
+    """Buffers outside the state dict that differ from those of the first build."""
     saved, before = persistent_buffers(fresh), dict(model.named_buffers())
     return [
         name
@@ -143,23 +143,23 @@ def _unsaved(fresh: nn.Module, model: nn.Module) -> list[str]:
 
 
 def _on_main(make: Callable[[], T], ranks: Ranks) -> T | None:
-    """What rank 0 makes; elsewhere None. If it fails, every rank does."""
+    """Run `make` on rank 0; None elsewhere. If it fails, every rank raises."""
     made, problem = None, None
     if ranks.is_main:
         try:
             made = make()
         except Exception as error:
             problem = error
-    told = ranks.broadcast(None if problem is None else f"{type(problem).__name__}: {problem}")
+    failure = ranks.broadcast(None if problem is None else f"{type(problem).__name__}: {problem}")
     if problem is not None:
         raise problem
-    if told is not None:
-        raise ModelError(f"rank 0 could not build the model: {told}", where="build()")
+    if failure is not None:
+        raise ModelError(f"rank 0 could not build the model: {failure}", where="build()")
     return made
 
 
 def directory_of(source: str | Path) -> Path:
-    """The file or directory that is meant; a text that names none is a name on the Hub."""
+    """The file or directory of a source; a text that is neither is a name on the Hub."""
     path = Path(source).expanduser()
     meant = isinstance(source, Path) or path.is_file() or path.suffix in WEIGHT_FILES
     return path if meant else model_directory(str(source))

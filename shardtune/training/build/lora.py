@@ -1,4 +1,4 @@
-"""What a recipe's LoRA section does to a model: before it is sharded, and when it gets its weights."""
+"""Applies a recipe's LoRA section to a model: before sharding, and when weights are loaded."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def adapt(
     tokenizer: PreTrainedTokenizerBase | None,
     source: Callable[[], WeightSource] = lambda: None,
 ) -> list[str]:
-    """Give a model the embeddings and the adapter that the recipe asks for, if it does; before it is sharded.
+    """Add the new embeddings and the adapter that the recipe configures, if any; before sharding.
 
     Args:
-        source: tells where training starts; asked only for an adapter.
+        source: returns the source of the initial weights; called only with an adapter.
 
     Returns:
-        What a user should know.
+        Notes for the user.
     """
     config = recipe.actor.model
     ids = new_ids(recipe, tokenizer)
@@ -61,7 +61,7 @@ def adapt(
         raise ConfigError(
             f"{type(model).__name__} has an adapter of PEFT already",
             where="actor.model.is_lora: true",
-            remedy=f"hand over the base model and give the adapter as {SECTION}.adapter_path",
+            remedy=f"pass the base model and set the adapter as {SECTION}.adapter_path",
         )
     empty = all(base.tensor.is_meta for base in base_tensors(model) if isinstance(base.tensor, nn.Parameter))
     afresh = _drawn(model, source()) if empty and config.lora.adapter_path is None else []
@@ -86,7 +86,7 @@ def adapt(
 
 
 def _drawn(model: nn.Module, source: WeightSource) -> list[str]:
-    """Modules whose weights are random where those of others come from a file: a new head, say."""
+    """Modules with random weights while others are loaded from a file, for example a new head."""
     if not isinstance(source, Mapping) or all(value is None for value in source.values()):
         return []
     random = {
@@ -103,7 +103,7 @@ def _drawn(model: nn.Module, source: WeightSource) -> list[str]:
 
 
 def _keep_statistics(model: nn.Module) -> list[str]:
-    """Let the norms of a frozen base use their running statistics and not move them: an adapter does not hold them."""
+    """Keep the running statistics of a frozen base's norms fixed: an adapter does not store them."""
     frozen = {
         name: norm
         for name, norm in statistical_norms(model).items()
@@ -127,14 +127,14 @@ def check_stored(model: nn.Module, config: ModelConfig) -> None:
 
 
 def frozen_dtype(config: ModelConfig) -> torch.dtype | None:
-    """How the weights below an adapter are kept, where that is not how the trained ones are."""
+    """The dtype of the base weights of an adapter, if it differs from that of the trained ones."""
     if not config.is_lora or config.lora.base_dtype == "auto":
         return None
     return COMPUTE_DTYPE[config.precision]
 
 
 def begin_adapter(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Give an adapter its first weights, once the base model has its own; every rank calls it."""
+    """Initialise an adapter's weights, after the base model's are loaded; every rank calls it."""
     if not config.is_lora:
         return
     if config.lora.adapter_path is None or changes_base(model):

@@ -1,4 +1,4 @@
-"""What a model goes through before it is trained: it is built, parameters are frozen, weights come from somewhere."""
+"""Prepares a model for training: building, freezing parameters, loading the initial weights."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ CONSTRUCTOR = "the module's own constructor"
 
 
 def build_empty(build: Build, seed: int) -> tuple[nn.Module, list[str]]:
-    """A model whose parameters have no memory, and what to say of how it came to be; the same on every rank.
+    """A model whose parameters have no memory, and notes on how it was built; the same on every rank.
 
-    A constructor that reads the values of its parameters fails on the meta device. Then it is run for real, and what it
-    made is let go of.
+    A constructor that reads the values of its parameters fails on the meta device. Then it runs for real, and the
+    values are discarded.
 
     Raises:
         ModelError: the model has parameters without a shape.
@@ -45,7 +45,7 @@ def build_empty(build: Build, seed: int) -> tuple[nn.Module, list[str]]:
         raise
     except Exception as problem:
         with seeded(seed):
-            model = build()  # raises what is wrong with it, if that is not the meta device
+            model = build()  # raises the constructor's error, if the meta device is not the cause
         reason = str(problem).strip().partition("\n")[0]
         notes = [f"{_kind(model)} cannot be built without memory, so every rank first builds it whole ({reason})"]
     if not isinstance(model, nn.Module):
@@ -62,7 +62,7 @@ def build_empty(build: Build, seed: int) -> tuple[nn.Module, list[str]]:
                 where="build()",
                 remedy="give all sizes: nn.Linear(in, out) instead of nn.LazyLinear(out)",
             )
-        if notes or (parameter.is_meta and not parameter.is_contiguous()):  # FSDP2 takes contiguous parameters
+        if notes or (parameter.is_meta and not parameter.is_contiguous()):  # FSDP2 requires contiguous parameters
             owner, _, key = name.rpartition(".")
             set_parameter(model.get_submodule(owner), key, empty.setdefault(parameter, _empty(parameter)))
     return model, notes
@@ -103,9 +103,9 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def share_values(model: nn.Module, ranks: Ranks) -> None:
-    """Give every rank rank 0's values of what is real in a model, before it is sharded; all ranks call it.
+    """Broadcast rank 0's values of all real tensors of a model, before it is sharded; all ranks call it.
 
-    A constructor may have drawn others on each rank, and shards of different models would make up none of them.
+    Random constructors may differ between ranks, and shards of different models do not form a model.
     """
     if ranks.mesh is not None:
         for tensor in (*model.parameters(), *model.buffers()):
@@ -127,7 +127,7 @@ def load_initial_weights(
     frozen: torch.dtype | None = None,
     grow: bool = False,
 ) -> list[str]:
-    """Give a sharded model the weights that training starts from, in full precision; every rank calls it.
+    """Load the initial weights into a sharded model, in full precision; every rank calls it.
 
     Args:
         source: one of
@@ -147,7 +147,7 @@ def load_initial_weights(
         grow: whether embeddings may have more rows than a directory of transformers; they get the mean of its rows.
 
     Returns:
-        What a user should know of them, a sentence each.
+        Notes for the user, a sentence each.
 
     Raises:
         ModelError: the weights are not those of the model, by name or shape; names the first few, and what to do.
@@ -174,7 +174,7 @@ def load_initial_weights(
 
 
 class _Form(TypedDict):
-    """How parameters are kept."""
+    """The dtypes and devices of parameters."""
 
     dtype: torch.dtype
     device: torch.device
@@ -191,13 +191,13 @@ class NameCheck(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What a source comes to.
+    """A resolved source.
 
     Attributes:
         supplies: where each tensor comes from, by name.
         whole: submodules of transformers whose weights come from a directory of transformers.
         origins: where tensors come from, for messages.
-        notes: what a user should know.
+        notes: for the user.
     """
 
     supplies: dict[str, Supply]
@@ -217,7 +217,7 @@ class _Found:
 
 
 def _gather(source: WeightSource, model: nn.Module, build: Build, seed: int, ranks: Ranks) -> _Found:
-    """Where each tensor of a model comes from, once it is known that names and shapes fit."""
+    """The source of each tensor of a model, after checking names and shapes."""
     parts, supplies = split_source(source, ranks, seed)
     found = _Found(supplies, {}, ["initial_weights()"] if supplies or not parts else [], [])
     drawn = []
@@ -231,17 +231,17 @@ def _gather(source: WeightSource, model: nn.Module, build: Build, seed: int, ran
             supplies |= {_join(name, key): supply for key, supply in in_files(path).items()}
             found.origins.append(str(path))
     if drawn:
-        fresh, told = constructed(build, seed, model, ranks)
+        fresh, notes = constructed(build, seed, model, ranks)
         elsewhere = {name for name in fresh if name in supplies or _belongs(name, found.whole)}
         supplies |= {name: fresh[name] for name in fresh if _belongs(name, drawn) and name not in elsewhere}
         found.origins.append(CONSTRUCTOR)
-        found.notes.extend(told)
+        found.notes.extend(notes)
     check_names(model, supplies, **found.name_check())
     return found
 
 
 def _norm_notes(model: nn.Module) -> list[str]:
-    """What normalises a micro-batch as a whole depends on how rows are cut into micro-batches."""
+    """Notes on batch norms: their results depend on how rows are split into micro-batches."""
     norms = [name for name, norm in statistical_norms(model).items() if isinstance(norm, BatchNormBase)]
     if not norms:
         return []

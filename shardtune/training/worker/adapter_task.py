@@ -66,7 +66,7 @@ class AdapterTask(CachedRowsTask):
         return root_of(model).model
 
     def probe_assumptions(self, model: nn.Module, device: torch.device) -> list[str]:
-        """Compare, on two real rows, what the adapter relies on with the model at hand; otherwise do without."""
+        """Verify the adapter's assumptions about the model on two real rows; if they fail, do without them."""
         rows = next(iter(self.all_rows()), None)
         if rows is None:
             return []
@@ -98,7 +98,7 @@ class AdapterTask(CachedRowsTask):
 
     def rows_per_block(self, rows: TokenDataset, max_rows: int | None, ranks: Ranks) -> int:
         if self._whole_step is not None:
-            return self.recipe.actor.global_batch_size or len(rows)  # a loss of whole steps is evaluated in steps
+            return self.recipe.actor.global_batch_size or len(rows)  # a whole-step loss is evaluated in steps
         per_forward = (max_rows or 16) if self._rows_share_forwards else 1
         return per_forward * BLOCK_MICRO_BATCHES * ranks.num_data_ranks
 
@@ -160,10 +160,10 @@ class AdapterTask(CachedRowsTask):
 
 
 def root_of(model: nn.Module) -> AdapterRoot:
-    """The sharded module as the type that it is.
+    """The sharded module, with its type.
 
     Raises:
-        ModelError: `model_provider_func` was overridden and returned another.
+        ModelError: an overridden `model_provider_func` returned another type.
     """
     if isinstance(model, AdapterRoot):
         return model
@@ -176,10 +176,10 @@ def root_of(model: nn.Module) -> AdapterRoot:
 
 
 def episodes(recipe: Recipe, adapter: Adapter) -> ClosedLoop | None:
-    """The episodes that a recipe wants played, its environment tried out; None where it wants none.
+    """The episodes that a recipe configures, with a tested environment; None without any.
 
     Raises:
-        ConfigError: the model does not act, or the environment cannot be used.
+        ConfigError: the model cannot act, or the environment cannot be used.
     """
     found = ClosedLoop.of(recipe)
     if found is None:

@@ -39,9 +39,9 @@ from shardtune.training.worker.user_evaluation import EvalOutput
 class SFTWorker(FSDPSftWorker):
     """Fine-tunes the model of an adapter, by default a causal language model, on the rows that the recipe names.
 
-    Making it tokenises the data, before this process joins the others. A subclass may override the same methods as one
-    of `FSDPSftWorker`: what it does not override goes on as it is. Batches are then `Batch`es of packed rows, and
-    `loss_weights` is for batches of a loader of the subclass's own alone.
+    The constructor tokenises the data, before this process joins the others. A subclass may override the same methods
+    as one of `FSDPSftWorker`; the others keep their behaviour. Batches are then `Batch`es of packed rows, and
+    `loss_weights` is only for batches of the subclass's own loader.
 
     Args:
         cfg: the recipe.
@@ -51,14 +51,14 @@ class SFTWorker(FSDPSftWorker):
         eval_data: rows in memory, or named sets of them.
         prepared: data that is tokenised already.
         training: False for a worker that only evaluates and answers.
-        report: receives what is found while the data is prepared.
+        report: receives messages while the data is prepared.
 
     Attributes:
         adapter: describes the model.
         prepared: the encoded rows.
     """
 
-    Options = None  # those of the recipe are the adapter's
+    Options = None  # the recipe's options are the adapter's
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class SFTWorker(FSDPSftWorker):
         self._in_memory = model
         self._hooks = Hooks.of(recipe, self.adapter, training=training)
         _check_generation(recipe, self.adapter)
-        episodes(recipe, self.adapter)  # tried out before the rows are encoded, which may take long
+        episodes(recipe, self.adapter)  # created before the rows are encoded, which may take long
         check_optimizer(recipe.actor.optim, num_ranks(recipe.runner))
         self.prepared: PreparedData = prepared or prepare_data(
             recipe, self._encoder, train_data=train_data, eval_data=eval_data, training=training, report=report
@@ -153,17 +153,17 @@ class SFTWorker(FSDPSftWorker):
     @property
     @final
     def root(self) -> AdapterRoot:
-        """The sharded module, as the type that it is."""
+        """The sharded module, with its type."""
         return root_of(self.model)
 
     @final
     def chat_encoder(self) -> ChatEncoder:
-        """What makes a prompt of a conversation; see `CachedRowsTask.chat_encoder`."""
+        """The encoder of conversations as prompts; see `CachedRowsTask.chat_encoder`."""
         return self._rows_task.chat_encoder()
 
     @final
     def generator(self) -> Generator:
-        """Answers prompts with the model as it stands; see `CachedRowsTask.generator`."""
+        """A generator of answers with the current weights; see `CachedRowsTask.generator`."""
         return self._rows_task.generator(self.model, self.ranks)
 
 

@@ -48,10 +48,10 @@ from shardtune.training.worker.user_task import UserTask, training_paths
 class FSDPSftWorker(ABC):
     """A fine-tuning task on all ranks; a subclass provides batches and the loss of one.
 
-    The life of a worker: it is made, `setup` builds the sharded model, optimizer and loaders on every rank, then
-    `run_training` does one optimizer step per call. As a context manager it ends its part in the group of ranks.
+    Life cycle: after construction, `setup` builds the sharded model, optimizer and loaders on every rank, then
+    `run_training` does one optimizer step per call. As a context manager it leaves the process group at its end.
 
-    A subclass overrides `build_dataloader`, `get_train_model_output`, `get_eval_model_output`, and where it wants to
+    A subclass overrides `build_dataloader`, `get_train_model_output`, `get_eval_model_output`, and optionally
     `model_provider_func`, `loss_weights`, `setup`, `setup_evaluation`, `run_training`, `run_eval`, `save_checkpoint`,
     `load_checkpoint` and `release`. A class that overrides anything else is refused when it is defined.
 
@@ -63,15 +63,15 @@ class FSDPSftWorker(ABC):
         cfg: the recipe as a `DictConfig`.
         options: the recipe's `actor.model.options`, an instance of `Options`.
         model: the sharded model; call it, not its `forward`.
-        tokenizer: the one that the recipe names or that lies with its model; None where there is none.
-        device: where batches belong.
+        tokenizer: the one that the recipe names or that is stored with its model; None without one.
+        device: for batches.
         amp_context: the context to call the model in; half precision is the sharded model's own, so it does nothing.
         report: prints a line for the user, on rank 0 alone.
-        samples: answers of the last evaluation, where the task generates any.
-        context: what the run gave at set-up.
+        samples: answers of the last evaluation, if the task generates any.
+        context: passed by the run at set-up.
         task: model, rows and evaluation, in one of three forms.
         state: the model with its weights and its optimizer.
-        position: where training is in its data.
+        position: the position of training in its data.
     """
 
     Options: ClassVar[type[BaseModel] | None] = NoOptions
@@ -127,11 +127,11 @@ class FSDPSftWorker(ABC):
             get_eval_model_output=self.get_eval_model_output,
         )
 
-    # The methods that a subclass has to write.
+    # Methods that a subclass must implement.
 
     @abstractmethod
     def build_dataloader(self, data_paths: list[str], eval_dataset: bool = False) -> tuple[Any, dict[str, Any]]:
-        """The batches of training (or of one evaluation set), and what is known about them.
+        """The batches of training (or of one evaluation set), and facts about them.
 
         The dict may hold `num_samples`, and `sharded: True` where the loader yields this rank's batches alone;
         otherwise it yields the same batches on every rank, and batch i goes to rank i mod ranks.
@@ -145,14 +145,14 @@ class FSDPSftWorker(ABC):
     def get_eval_model_output(self, batch: Any) -> EvalOutput:
         """The number of correct samples in a batch, or a dict of (sum, weight)."""
 
-    # The methods that a subclass may write.
+    # Methods that a subclass may override.
 
     def model_provider_func(self) -> nn.Module:
-        """The model, its parameters on the meta device, or real: then they are where training starts."""
+        """The model, its parameters on the meta device, or real: then training starts from them."""
         return get_model(self.cfg.actor.model)
 
     def loss_weights(self, batch: Any) -> Mapping[str, float] | None:
-        """How much a batch weighs in each term of its loss: for a loss of several terms, or one that is no mean.
+        """The weight of a batch in each term of its loss: for a loss of several terms, or one that is not a mean.
 
         By default None: a mean loss weighs as many targets as it averages, the labels that are not -100, or the rows
         where there are no labels.
@@ -181,7 +181,7 @@ class FSDPSftWorker(ABC):
         """Build the sharded model and the evaluation loaders alone.
 
         Args:
-            checkpoint: whose weights are taken; None: those that training would start from.
+            checkpoint: whose weights are loaded; None: the initial ones.
             context: of the run that the worker belongs to.
         """
         self._build(context, training=False, checkpoint=checkpoint)
@@ -235,7 +235,7 @@ class FSDPSftWorker(ABC):
         try:
             for name, (loader, info) in self.eval_loaders.items():
                 prefix = f"eval/{name}/" if name else "eval/"
-                # A loss that draws (noise, a time) draws the same each time, so that evaluations can be compared.
+                # Random draws of a loss (noise, a time) are the same each time, so that evaluations can be compared.
                 seed_rng(self.recipe.runner.seed, 0, 0, self.ranks.draws_rank, prefix)
                 found = self.task.evaluate_set(name, loader, info, evaluation)
                 metrics |= {prefix + key: value for key, value in found.metrics.items()}
@@ -264,9 +264,9 @@ class FSDPSftWorker(ABC):
         return self.state.step
 
     def release(self) -> None:
-        """Free model and optimizer; the worker is of no more use.
+        """Free model and optimizer; the worker cannot be used afterwards.
 
-        A model that its caller holds too is whole again: in full precision, and as it was but for what it has learned.
+        A model that the caller passed in is restored: unsharded and in full precision, with the trained weights.
         """
         if "state" in vars(self):
             self.state.weights.restore_model()
@@ -302,7 +302,7 @@ class FSDPSftWorker(ABC):
             self.tokenizer = recipe_tokenizer(self.recipe)
 
     def _loader(self, paths: DataPaths, *, eval_dataset: bool) -> tuple[Any, dict[str, Any]]:
-        """What `build_dataloader` gives; what it draws (a split, an order) is the same in every run and every call."""
+        """Call `build_dataloader`; its random draws (a split, an order) are the same in every run and every call."""
         with seeded(derive_seed(self.recipe.runner.seed, "build_dataloader")):
             return built(self.build_dataloader(paths, eval_dataset=eval_dataset))
 
@@ -311,7 +311,7 @@ class FSDPSftWorker(ABC):
         self.eval_loaders = {paths.name: self._loader(paths, eval_dataset=True) for paths in sets}
 
     def _refuse_loss_weights(self) -> None:
-        """Refuse a `loss_weights` that nothing would call: the built-in loader knows the weights of its rows."""
+        """Refuse a `loss_weights` that would never be called: the built-in loader computes the weights of its rows."""
         kind = next(kind for kind in type(self).__mro__ if "loss_weights" in vars(kind))
         if not kind.__module__.startswith("shardtune."):
             raise ConfigError(
@@ -323,7 +323,7 @@ class FSDPSftWorker(ABC):
             )
 
     def _cut(self, loader: object, info: Mapping[str, object]) -> BatchLoader:
-        """A loader of the user's own, cut into steps."""
+        """A user-defined loader, split into steps."""
         actor = self.recipe.actor
         self._forward = self._explained
         return BatchLoader.of(
@@ -338,12 +338,12 @@ class FSDPSftWorker(ABC):
         )
 
     def _explained(self, batch: UserBatch) -> TrainOutput:
-        """The loss of a batch of the user's own loader; an error that the batch explains is raised as that."""
+        """The loss of a batch of a user-defined loader; errors caused by the batch are reported as such."""
         with explaining(TRAIN, batch.fields, self.device):
             return self.get_train_model_output(with_names(batch.fields))
 
     def _measure(self, batch: Any) -> float | None:
-        """The loss of a batch as a number, without dropout; None where the task fails at it. A call of all ranks."""
+        """The loss of a batch as a number, without dropout; None if the task fails on it. All ranks call it."""
         self.model.eval()
         try:
             with torch.no_grad(), explaining(TRAIN, batch, self.device):
@@ -390,7 +390,7 @@ class FSDPSftWorker(ABC):
     @property
     @final
     def data_iter(self) -> Iterator[object]:
-        """This rank's batches, one by one, from where training is; what is taken from it counts as consumed."""
+        """This rank's batches, one by one, from the current position; batches taken from it count as consumed."""
         return self.position.batches
 
     @property
@@ -412,12 +412,12 @@ class FSDPSftWorker(ABC):
     @property
     @final
     def evaluates(self) -> bool:
-        """Whether there is anything to evaluate on, once it is set up."""
+        """Whether there is anything to evaluate on; available after set-up."""
         return bool(self.eval_loaders) or self.task.plays_episodes
 
     @final
     def summary(self) -> RunSummary:
-        """The first screen's summary, once all is set up."""
+        """The first screen's summary; available after set-up."""
         state, parameters = self.state, dict(self.state.inner.named_parameters())
         notes, shapes = list(self.notes), state.weights.shapes
         if self.recipe.runner.deterministic:
@@ -449,14 +449,14 @@ class FSDPSftWorker(ABC):
         self.state.export(directory, dtype, text, merge=merge)
 
     def reopened(self, directory: Path) -> FSDPSftWorker:
-        """A worker of the same kind for the weights that `export` wrote, not set up yet; this one may be released."""
+        """A new worker of the same class, not set up, for the weights that `export` wrote; this one may be released."""
         return type(self)(over_directory(self.recipe, directory).as_dict_config())
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # otherwise other ranks may be waiting elsewhere
+        if kind is None:  # otherwise other ranks may be blocked in a collective
             leave_ranks(self.ranks)
 
 
@@ -466,6 +466,6 @@ def _announced(info: Mapping[str, object]) -> int | None:
 
 
 def _ranks(ranks: Ranks) -> str:
-    """How many ranks there are, where, and how they are laid out."""
+    """The ranks, their devices and their layout."""
     layout = f" ({ranks.layout})" if ranks.world_size > 1 else ""
     return f"{ranks.world_size} on {ranks.device.type}{layout}"

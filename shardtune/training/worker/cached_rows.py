@@ -1,4 +1,4 @@
-"""Tasks whose rows the recipe names: encoded once, kept in the cache, dealt to ranks and micro-batches."""
+"""Tasks on the recipe's rows, which are encoded once, cached, and distributed over ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ from shardtune.training.worker.user_evaluation import metrics_of
 
 GENERATION_ROWS = 64
 NAMED_ROWS = 8
-"""Rows of a step that was passed over that are named one by one."""
+"""How many rows of a skipped step are named one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSet:
-    """One evaluation set as this rank sees it: its rows, and how they are cut into micro-batches."""
+    """One evaluation set on this rank: its rows and their split into micro-batches."""
 
     rows: TokenDataset
     maker: BatchMaker
@@ -69,7 +69,7 @@ class Generated:
 
     Attributes:
         prompts: int32 [length] each.
-        answers: the tokens that the model wrote, the stop token included where it came to one.
+        answers: the tokens that the model wrote, including the stop token if it was reached.
         judged: compared with the expected answers.
     """
 
@@ -133,7 +133,7 @@ class CachedRowsTask(Task):
 
     @abstractmethod
     def maker(self, rows: WeighedRows, max_rows: int | None, ranks: Ranks) -> BatchMaker:
-        """What makes micro-batches of at most `max_rows` rows."""
+        """The maker of micro-batches of at most `max_rows` rows."""
 
     @abstractmethod
     def weighed(self, rows: TokenDataset) -> WeighedRows:
@@ -141,7 +141,7 @@ class CachedRowsTask(Task):
 
     @abstractmethod
     def rows_per_block(self, rows: TokenDataset, max_rows: int | None, ranks: Ranks) -> int:
-        """Rows of an evaluation set that are dealt to ranks together."""
+        """Rows of an evaluation set that are distributed over ranks together."""
 
     @property
     @abstractmethod
@@ -167,7 +167,7 @@ class CachedRowsTask(Task):
         """The training rows.
 
         Raises:
-            ConfigError: the worker was made to evaluate.
+            ConfigError: the worker was created for evaluation only.
         """
         if self.prepared.train is None:
             raise ConfigError("this worker was made to evaluate: it has no training rows", where="training=False")
@@ -205,7 +205,7 @@ class CachedRowsTask(Task):
         return {term for rows in self.all_rows() for term in rows.term_weights} | set(self.adapter.row_terms())
 
     def measured(self, batch: Batch) -> Mapping[str, Metric]:
-        """What the worker's method measures of a micro-batch; nothing of one that only keeps ranks in step."""
+        """The worker's metrics of a micro-batch; empty for a filler, which only keeps ranks in step."""
         found = self.methods.get_eval_model_output(batch)
         return metrics_of(found, batch.num_rows) if batch.counts else {}
 
@@ -216,10 +216,10 @@ class CachedRowsTask(Task):
         return isinstance(self.adapter, LanguageModel) and not isinstance(self.adapter, ActingAdapter)
 
     def chat_encoder(self) -> ChatEncoder:
-        """What makes a prompt of a conversation.
+        """The encoder of conversations as prompts.
 
         Raises:
-            ModelError: the model gives no answers.
+            ModelError: the model cannot generate.
         """
         encoder = self.prepared.encoder
         if not isinstance(encoder, ChatEncoder) or not isinstance(self.adapter, LanguageModel):
@@ -231,10 +231,10 @@ class CachedRowsTask(Task):
         return encoder
 
     def generator(self, model: nn.Module, ranks: Ranks) -> Generator:
-        """Answers prompts with the model as it stands.
+        """A generator of answers with the current weights.
 
         Raises:
-            ModelError: the model gives no answers.
+            ModelError: the model cannot generate.
         """
         encoder = self.chat_encoder()
         if not isinstance(model, LanguageRoot):
@@ -246,16 +246,16 @@ class CachedRowsTask(Task):
         return Generator(model, encoder.tokenizer, encoder.stop_token_ids, ranks, GENERATION_ROWS)
 
     def generate(self, name: str, rows: TokenDataset, evaluation: Evaluation) -> Generated:
-        """Answer the rows of a set and compare."""
+        """Generate answers for the rows of a set and compare them with the references."""
         config = self.recipe.eval
-        wanted = answered_rows(rows, name, config.num_samples)
-        samples = [rows.row(index) for index in wanted]
+        indices = answered_rows(rows, name, config.num_samples)
+        samples = [rows.row(index) for index in indices]
         prompts = [Prompt(one.prompt_ids, one.fields) for one in samples if one.prompt_ids is not None]
         sampling = Sampling(config.max_new_tokens, config.temperature, seed=self.recipe.runner.seed)
         generator = self.generator(evaluation.model, evaluation.ranks)
         written = generator.continuations(prompts, sampling, poll=evaluation.poll)
         texts = [generator.text(tokens) for tokens in written]
-        answers = Answers.judge(rows, wanted, texts, self._matcher, self.chat_encoder().tokenizer)
+        answers = Answers.judge(rows, indices, texts, self._matcher, self.chat_encoder().tokenizer)
         warning = answers.warning(config.answer_pattern)
         if warning and evaluation.ranks.is_main:
             evaluation.report(warning)
@@ -266,9 +266,9 @@ class CachedRowsTask(Task):
     # Descriptions.
 
     def check(self) -> None:
-        """Find what is wrong with model, weights, optimizer and monitors; builds nothing that takes memory.
+        """Check model, weights, optimizer and monitors without building large objects.
 
-        For a process that starts ranks: what they would find one after the other is known before.
+        For the launcher, so that errors appear before any rank is started.
         """
         recipe, config = self.recipe, self.recipe.actor.model
         self.adapter.check_layout(Layout.of(recipe.actor, num_ranks(recipe.runner)))

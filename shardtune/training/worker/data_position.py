@@ -1,4 +1,4 @@
-"""The position of training in its data: the steps to come, how many there are, and the same in checkpoints."""
+"""The position of training in its data: the remaining steps, the horizon, and their state in checkpoints."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ MAX_SKIPPED = 10
 
 @final
 class DataPosition:
-    """Where training is in the steps of a loader.
+    """The position of training in the steps of a loader.
 
     Args:
         loader: yields steps from any position.
         runner: how long training lasts.
-        name_rows: a step to the names of its rows, for messages.
+        name_rows: maps a step to the names of its rows, for messages.
 
     Attributes:
         state: epoch and rows consumed.
         steps: the steps from there on.
         horizon: optimizer steps until `max_epochs` or `max_steps`, whichever comes first.
-        skipped_steps: steps that were passed over.
-        problem: why the last of them was.
+        skipped_steps: the number of skipped steps.
+        problem: why the last of them was skipped.
         passed_over: its rows.
     """
 
@@ -61,19 +61,19 @@ class DataPosition:
 
     @property
     def epoch(self) -> float:
-        """How far training is, in epochs."""
+        """Progress in epochs, with a fraction."""
         return self.state.epoch + self.state.rows_consumed / self._rows_per_epoch
 
     def finished(self, step: int) -> bool:
-        """Whether `max_epochs` or `max_steps` is reached after so many optimizer steps."""
+        """Whether `max_epochs` or `max_steps` is reached after this many optimizer steps."""
         runner = self._runner
         return (0 < runner.max_epochs <= self.state.epoch) or (0 < runner.max_steps <= step)
 
     def advance(self, step: Step[MicroBatch], result: StepResult, done: int) -> None:
-        """Go behind a step. One that updated nothing moves the data on and nothing else.
+        """Advance past a step; one that updated nothing advances only the data.
 
         Args:
-            step: that was computed.
+            step: the computed one.
             result: of it.
             done: optimizer steps before it.
         """
@@ -94,7 +94,7 @@ class DataPosition:
     # Checkpoints.
 
     def checkpoint_state(self) -> dict[str, object]:
-        """What a checkpoint holds of the position, as JSON; all ranks call it."""
+        """The position as JSON, for a checkpoint; all ranks call it."""
         return {
             "skipped_steps": self.skipped_steps,
             "data": asdict(self.state),
@@ -102,7 +102,7 @@ class DataPosition:
         }
 
     def restore(self, state: Mapping[str, object]) -> None:
-        """Go to where `checkpoint_state` was taken; all ranks call it."""
+        """Restore the position that `checkpoint_state` returned; all ranks call it."""
         data, saved, skipped = state["data"], state.get("loader"), state["skipped_steps"]
         if not isinstance(data, Mapping) or not isinstance(skipped, int):
             raise TypeError(f"the state of a checkpoint holds no position: {state}")

@@ -12,16 +12,16 @@ from shardtune.models.loss import accumulation_dtype
 def get_batch_logps(
     logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None, *, average: bool = False
 ) -> torch.Tensor:
-    """The log-probability that each row's targets have together, summed in fp32 (in fp64 for fp64 logits).
+    """The sum of the log-probabilities of each row's targets, in fp32 (fp64 for fp64 logits).
 
-    The logits at place t speak of the label at t + 1, so the first label of a row is never a target and the last
-    logits say nothing. What is no target is told by its label alone: a target that the model is certain of
-    has the log-probability 0 and counts like any other.
+    The logits at position t predict the label at t + 1, so the first label of a row is never a target and the last
+    logits are unused. Only the label -100 excludes a position: a target of probability 1 has log-probability 0 and
+    counts like any other.
 
     Args:
         logits: [rows, tokens, vocabulary].
-        labels: int64 [rows, tokens], -100 for what is no target.
-        weights: [rows, tokens], how much each target counts; None: 1.
+        labels: int64 [rows, tokens], -100 for positions without a target.
+        weights: [rows, tokens], the weight of each target; None: 1.
         average: divide each row's sum by the weight of its targets; a row without any gives 0.
 
     Returns:
@@ -44,10 +44,10 @@ def get_batch_logps(
 
 
 def target_weight(labels: torch.Tensor, weights: torch.Tensor | None = None) -> float:
-    """How much the targets of padded rows weigh together: their number, where they have no weights.
+    """The total weight of the targets of padded rows; without weights, their number.
 
     Args:
-        labels: int64 [rows, tokens], -100 for what is no target.
+        labels: int64 [rows, tokens], -100 for positions without a target.
         weights: [rows, tokens].
     """
     counted = labels[:, 1:] != IGNORED

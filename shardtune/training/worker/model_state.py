@@ -46,7 +46,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 class ModelSource(Protocol):
-    """How a model comes to be; a `Task` is one."""
+    """Builds a model; a `Task` is one."""
 
     def inner_model(self, model: nn.Module) -> nn.Module: ...
     def initial_weights(self) -> WeightSource: ...
@@ -57,12 +57,12 @@ class ModelSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextParts:
-    """What belongs to a model that reads and writes text, beside its weights.
+    """The files of a model with text, besides its weights.
 
     Attributes:
-        tokenizer: None where there is none.
-        processor: of a model that takes images too.
-        chat_template: with which it was trained; None: the tokenizer's own.
+        tokenizer: None without one.
+        processor: of a model with image inputs.
+        chat_template: that it was trained with; None: the tokenizer's.
         end_of_turn_ids: tokens that end an answer.
     """
 
@@ -79,21 +79,21 @@ class ModelState:
     Args:
         recipe: its `actor` section is read.
         ranks: of the run.
-        source: how the model comes to be.
-        build: the root, its parameters on the meta device, or real: then they are where training starts.
+        source: builds the model.
+        build: the root, its parameters on the meta device, or real: then training starts from them.
         tokenizer: whose new tokens the embeddings grow by.
-        directory: an exported directory whose weights are taken in place of the initial ones.
-        checkpoint: whose weights are taken; None: those that training starts from.
-        training: whether to make an optimizer.
+        directory: an exported directory whose weights replace the initial ones.
+        checkpoint: whose weights are loaded; None: the initial ones.
+        training: whether to create an optimizer.
 
     Attributes:
         model: the sharded root.
         inner: the model inside it, by whose names checkpoints are written.
         weights: of the model.
-        optimizer: over them; only where the model is trained.
-        step: optimizer steps that the weights have had.
+        optimizer: over them; only for training.
+        step: optimizer steps applied to the weights.
         loss_scale: of fp16; None for any other precision.
-        utilisation: where the peak of the devices is known.
+        utilisation: if the peak of the devices is known.
         notes: on how the model was built.
     """
 
@@ -132,7 +132,7 @@ class ModelState:
         self.model.train(training)
 
     def _shard(self, directory: Path | None, checkpoint: Path | None) -> Weights:
-        """Shard the model and give it its values."""
+        """Shard the model and load its values."""
         actor = self._recipe.actor
         share_values(self.inner, self._ranks)
         self.notes += adapt(self.inner, self._recipe, self._tokenizer, self._source.initial_weights)
@@ -202,7 +202,7 @@ class ModelState:
 
     @property
     def dtypes(self) -> str:
-        """What weights, computation and optimizer are held in, in words."""
+        """A description of the dtypes of weights, computation and optimizer."""
         precision = self._recipe.actor.model.precision
         master, compute = (str(kind[precision]).removeprefix("torch.") for kind in (MASTER_DTYPE, COMPUTE_DTYPE))
         moments = {"fp32": master, "bf16": "bfloat16", "int8": "8-bit"}[self._recipe.actor.optim.state_dtype]
@@ -210,14 +210,14 @@ class ModelState:
         return f"{master} weights{optimizer}, {compute} compute, {master} gradients"
 
     def sizes(self) -> dict[nn.Parameter, int]:
-        """How many weights each parameter of the inner model stands for, on all ranks together."""
+        """The number of weights that each parameter of the inner model represents, over all ranks."""
         parameters, coded = self.inner.named_parameters(), coded_sizes(self.inner)
         return {parameter: coded.get(parameter, self.weights.shapes[name].numel()) for name, parameter in parameters}
 
     # Checkpoints.
 
     def checkpoint_state(self) -> dict[str, object]:
-        """What a checkpoint holds of the model besides tensors, as JSON."""
+        """The JSON part of the model's state in a checkpoint."""
         return {
             "step": self.step,
             "loss_scale": asdict(self.loss_scale) if self.loss_scale else None,
@@ -229,7 +229,7 @@ class ModelState:
         """Write model, optimizer and `state` into a folder; every rank calls it.
 
         Args:
-            folder: made here.
+            folder: created here.
             state: the JSON part of the checkpoint.
             background: return once the tensors are copied; the caller waits for what is returned.
         """
@@ -254,7 +254,7 @@ class ModelState:
         return state
 
     def _check_excluded(self, checkpoint: Path, state: Mapping[str, object]) -> None:
-        """Refuse to put trained weights on frozen ones other than those they were trained with."""
+        """Refuse trained weights on frozen ones that differ from those they were trained with."""
         saved, key = state.get("left_out"), "actor.model.model_path"
         form = saved.get("form") if isinstance(saved, Mapping) else None
         comparable = form == self._excluded_from_checkpoint.get("form")
@@ -285,8 +285,8 @@ class ModelState:
             directory: to write into.
             dtype: fp32 | bf16 | fp16 | fp64, or auto: that of the base model, otherwise that of training.
             text: written beside the weights.
-            merge: write a model with a low-rank adapter as the whole model that both are; otherwise the adapter alone
-                is written, in PEFT's form.
+            merge: merge a low-rank adapter into the base model and write the whole model; otherwise only the adapter is
+                written, in PEFT's format.
         """
         with self.weights.in_rows():
             if is_adapted(self.inner) and not merge:
@@ -327,9 +327,9 @@ class ModelState:
 
 
 def over_directory(recipe: Recipe, directory: Path) -> Recipe:
-    """The same recipe, over the configuration and tokenizer of a directory that `export` wrote, where they are in it.
+    """The same recipe with the configuration and tokenizer of a directory that `export` wrote, if it has them.
 
-    A module of the user's own has neither; its weights alone come from there (`RunContext.weights_directory`).
+    A user-defined module has neither; only its weights come from there (`RunContext.weights_directory`).
     """
     values = recipe.to_dict()
     model, tokenizer = values["actor"]["model"], values["actor"]["tokenizer"]

@@ -1,4 +1,4 @@
-"""The task of HALOs' trainer: rows padded side by side, and a method that makes the loss of all their logits."""
+"""The task of HALOs' trainer: padded rows, and a method that computes the loss from all their logits."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class PaddedRoot(LanguageRoot):
 
 @dataclass(frozen=True, slots=True)
 class PaddedMethods:
-    """What a user may override of HALOs' trainer, bound to the trainer.
+    """The methods of HALOs' trainer that a user may override, bound to the trainer.
 
     Attributes:
-        get_batch_metrics: a batch on the model's device and a mode to its mean loss and metrics.
-        target_weight: a batch to the weight of its targets.
-        overridden: whether a subclass measures what it likes.
+        get_batch_metrics: maps a batch on the model's device and a mode to its mean loss and metrics.
+        target_weight: maps a batch to the weight of its targets.
+        overridden: whether a subclass overrides `get_batch_metrics`.
     """
 
     get_batch_metrics: Callable[[Mapping[str, torch.Tensor], str], BatchMetrics]
@@ -59,8 +59,8 @@ class PaddedTask(CachedRowsTask):
 
     Args:
         padded: the trainer's methods.
-        own_training_batches: whether the caller gave the training batches.
-        own_evaluation_batches: whether the caller gave those of evaluation.
+        own_training_batches: whether the caller passed training batches.
+        own_evaluation_batches: whether the caller passed evaluation batches.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class PaddedTask(CachedRowsTask):
 
     def maker(self, rows: Rows, max_rows: int | None, ranks: Ranks) -> BatchMaker:
         max_tokens = self.recipe.actor.max_tokens_per_micro_batch
-        if max_tokens is not None:  # padding counts: each row takes as much as the longest
+        if max_tokens is not None:  # padding counts: each row takes as much memory as the longest
             fitting = max(1, max_tokens // int(rows.lengths.max()))
             max_rows = fitting if max_rows is None else min(max_rows, fitting)
         limits = Limits(max_rows, max_tokens)
@@ -124,7 +124,7 @@ class PaddedTask(CachedRowsTask):
     # Evaluation.
 
     def measure(self, batch: Batch | Mapping[str, torch.Tensor], mode: str, device: torch.device) -> dict[str, Metric]:
-        """The loss of a batch as the term `loss/ce`, and its metrics; of a filler, nothing."""
+        """The loss of a batch as the term `loss/ce`, and its metrics; empty for a filler."""
         fields = on_device(batch, device)
         with explaining(METRICS, fields, device):
             loss, metrics = self._padded.get_batch_metrics(with_names(fields), mode)
@@ -152,7 +152,7 @@ class PaddedTask(CachedRowsTask):
         return Evaluated(metrics, {**evaluated.named, **answered.named}, judged.samples)
 
     def _measure_answers(self, generated: Generated, evaluation: Evaluation) -> Mapping[str, Metric]:
-        """What the model's own answers measure: the mean over the tokens that it wrote."""
+        """The metrics of the model's generated answers: the mean over the generated tokens."""
         actor, ranks = self.recipe.actor, evaluation.ranks
         rows = AnswerRows(TOKENS, generated.prompts, generated.answers)
         max_rows = actor.eval_micro_batch_size or actor.micro_batch_size
@@ -169,7 +169,7 @@ class PaddedTask(CachedRowsTask):
 
     def metric_names(self) -> list[str] | None:
         if self._padded.overridden:
-            return None  # a subclass may measure what it likes
+            return None  # a subclass may return any metrics
         own, names = ["loss/eval", "logps/eval"], ["loss", "perplexity"]
         if self.recipe.eval.generate:
             own, names = [*own, "loss/sample", "logps/sample"], [*names, "eval_accuracy", "unparsed"]

@@ -1,4 +1,4 @@
-"""What a run gives its worker when the worker is set up."""
+"""The context that a run passes to its worker at set-up."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ def silent(text: str) -> None:
 
 
 def _nothing() -> None:
-    """Poll nobody: outside of a run nothing can stop a worker."""
+    """No polling: outside of a run nothing can stop a worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What a run gives its worker, by `setup` or `setup_evaluation`.
+    """The context that a run passes to `setup` or `setup_evaluation` of its worker.
 
     Attributes:
         poll: called where all ranks may stop together: before each step and each batch of an evaluation.
         report: receives one line of text for the user; None: printed on rank 0, silent on the others.
         samples_dir: where the answers of evaluations are written; None: nowhere.
-        episodes_dir: where the table and the videos of episodes are written; None: in `samples_dir`, by their step.
-        weights_directory: an exported directory whose weights are taken in place of the initial ones.
-        notes: lines for the first screen, besides those that the worker finds.
+        episodes_dir: where the table and the videos of episodes are written; None: in `samples_dir`, by step.
+        weights_directory: an exported directory whose weights replace the initial ones.
+        notes: lines for the first screen, besides the worker's.
     """
 
     poll: Callable[[], None] = _nothing

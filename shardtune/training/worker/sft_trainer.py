@@ -1,4 +1,4 @@
-"""HALOs' trainer: the loss of padded batches from the log-probabilities of their targets, in a method to override."""
+"""HALOs' trainer: the loss of padded batches from the log-probabilities of their targets, in an overridable method."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ MODES = ("train", "eval", "sample")
 class SFTTrainer(SFTWorker):
     """Fine-tunes a causal language model as HALOs' trainer of this name does; `actor.worker: sft_trainer`.
 
-    Rows, their order and their targets are those of `SFTWorker`, and so are the numbers. What differs is the form:
-    the rows of a micro-batch are padded side by side, the model gives all their logits, and one method,
-    `get_batch_metrics`, makes a loss of them. A subclass that overrides it trains another loss:
-    `actor.worker: my_trainer.py:MyTrainer`. (`SFTWorker` holds neither padding nor all logits, and is faster.)
+    Rows, their order, their targets and the resulting numbers are those of `SFTWorker`. The difference is the form:
+    the rows of a micro-batch are padded, the model returns all their logits, and one method, `get_batch_metrics`,
+    computes the loss from them. A subclass that overrides it trains another loss:
+    `actor.worker: my_trainer.py:MyTrainer`. (`SFTWorker` needs neither padding nor all logits, and is faster.)
 
     A batch is a dict of tensors [rows, tokens]: `target_combined_input_ids`, `target_combined_attention_mask`,
-    `target_labels` (-100 for what is no target) and `target_weights` (how much each target counts: 1, unless rows give
-    their turns a `loss_weight`).
+    `target_labels` (-100 for positions without a target) and `target_weights` (the weight of each target: 1, unless
+    rows set a `loss_weight` for their turns).
 
     Args:
         config: the recipe.
@@ -52,7 +52,7 @@ class SFTTrainer(SFTWorker):
         eval_data: rows in memory, or named sets of them.
         prepared: data that is tokenised already.
         training: False for a worker that only evaluates and answers.
-        report: receives what is found while the data is prepared.
+        report: receives messages while the data is prepared.
     """
 
     use_reference_model: ClassVar[bool] = False
@@ -110,10 +110,10 @@ class SFTTrainer(SFTWorker):
         )
         return self._padded_task
 
-    # The methods that a subclass may write.
+    # Methods that a subclass may override.
 
     def get_batch_metrics(self, batch: Mapping[str, torch.Tensor], mode: str = "train") -> BatchMetrics:
-        """The mean loss of a batch over its targets, and what is logged of it; what a subclass overrides.
+        """The mean loss of a batch over its targets, and its metrics; for subclasses to override.
 
         Args:
             batch: its tensors are on the model's device.
@@ -181,7 +181,7 @@ def _refuse_ignored(recipe: Recipe, kind: str, *, own_rows: bool) -> None:
 
 
 def _causal_lm(adapter: Adapter, kind: str) -> CausalLM:
-    """The adapter of a model whose loss is that of its targets alone; any other is refused."""
+    """The adapter of a model with a plain target loss; any other is refused."""
     if not isinstance(adapter, CausalLM):
         raise ConfigError(
             f"{kind} takes causal language models, not one of {type(adapter).__name__}",
@@ -190,7 +190,7 @@ def _causal_lm(adapter: Adapter, kind: str) -> CausalLM:
         )
     if adapter.row_terms():
         raise ConfigError(
-            f"the model's config asks for a router's balance loss, which is no part of {kind}'s",
+            f"the model's config enables a router's balance loss, which {kind} does not include",
             where="actor.model.model_path: config.json, output_router_logits",
             remedy="set actor.model.config_overrides: {output_router_logits: false}, or leave actor.worker out",
         )

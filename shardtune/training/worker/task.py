@@ -1,4 +1,4 @@
-"""What a worker trains: where its model comes from, what its rows are, and what is evaluated."""
+"""Tasks of a worker: the source of the model, the rows and the evaluation."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class UserMethods:
     """The methods of a worker that a user may override, bound to the worker.
 
     Attributes:
-        model_provider_func: makes the model.
-        get_train_model_output: a micro-batch to its loss.
-        get_eval_model_output: a batch to what is measured.
+        model_provider_func: creates the model.
+        get_train_model_output: maps a micro-batch to its loss.
+        get_eval_model_output: maps a batch to its metrics.
     """
 
     model_provider_func: Callable[[], nn.Module]
@@ -49,7 +49,7 @@ class UserMethods:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Where an evaluation happens.
+    """The context of an evaluation.
 
     Attributes:
         model: the sharded root, in evaluation mode.
@@ -76,7 +76,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """What an evaluation set gives.
+    """The result of an evaluation set.
 
     Attributes:
         metrics: by name; logged below `eval/`.
@@ -103,11 +103,11 @@ class Task(ABC):
 
     @abstractmethod
     def initial_weights(self) -> WeightSource:
-        """Where training starts, for a model built without memory; None: from the module's own constructor."""
+        """The initial weights of a model built without memory; None: from the module's own constructor."""
 
     @abstractmethod
     def build_again(self) -> nn.Module:
-        """The inner model with real weights, where they are those of its own constructor."""
+        """The inner model with real weights, if they come from its constructor."""
 
     @abstractmethod
     def shard_units(self, model: nn.Module) -> tuple[list[nn.Module], str]:
@@ -118,18 +118,18 @@ class Task(ABC):
         """Divide the inner model among the ranks that work on the same rows, before it is sharded."""
 
     def probe_assumptions(self, model: nn.Module, device: torch.device) -> list[str]:
-        """Compare what the task relies on with the model at hand, once its weights are there; returns notes."""
+        """Verify the task's assumptions about the model, once its weights are loaded; returns notes."""
         return []
 
     def restore_model(self, model: nn.Module) -> None:
-        """Undo what the task changed in the inner model besides its weights."""
+        """Undo the task's changes to the inner model, except for its weights."""
         return
 
     # Rows.
 
     @property
     def rows(self) -> TokenDataset | None:
-        """The encoded training rows; None where the user's own loader makes batches."""
+        """The encoded training rows; None if a user-defined loader provides batches."""
         return None
 
     @abstractmethod
@@ -145,14 +145,14 @@ class Task(ABC):
         """The data, for the manifest."""
 
     def name_rows(self, step: Step[MicroBatch]) -> str:
-        """Which rows a step holds, in few words."""
+        """A short description of the rows of a step."""
         return f"those after {step.state.rows_consumed:,} of epoch {step.state.epoch}"
 
     # Training.
 
     @property
     def accumulate(self) -> Accumulate:
-        """How the gradients of micro-batches add up."""
+        """The function that accumulates gradients of micro-batches."""
         return accumulate
 
     def metric_name(self, name: str) -> str:
@@ -163,7 +163,7 @@ class Task(ABC):
 
     @property
     def can_generate(self) -> bool:
-        """Whether the model answers prompts."""
+        """Whether the model can generate answers."""
         return False
 
     @property
@@ -178,21 +178,21 @@ class Task(ABC):
         """Evaluate one set."""
 
     def evaluate_episodes(self, evaluation: Evaluation) -> Mapping[str, float]:
-        """The metrics of the episodes that the recipe wants played; none by default."""
+        """The metrics of the episodes that the recipe configures; none by default."""
         return {}
 
     def metric_names(self) -> list[str] | None:
-        """The names that an evaluation gives, where they are known before the first one."""
+        """The names of the evaluation metrics, if known before the first evaluation."""
         return None
 
     # Descriptions.
 
     def check(self) -> None:
-        """Find what is wrong before any rank is started, without building what takes memory."""
+        """Check the configuration before any rank is started, without building large objects."""
         return
 
     def describe(self, summary: RunSummary) -> RunSummary:
-        """The first screen's summary with what only the task can say of model and rows."""
+        """Add the task's facts about model and rows to the first screen's summary."""
         return replace(summary)
 
 

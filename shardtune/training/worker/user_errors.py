@@ -1,4 +1,4 @@
-"""What goes wrong where a user's methods meet the batches of a user's loader, said in terms of both."""
+"""Errors of user methods on batches of a user's loader, with messages in terms of both."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from shardtune.data.user_loader.batch import COLLATE, MissingField, kind_of, mis
 from shardtune.errors import DataError, ModelError
 
 DEVICES = ("on the same device", "is not on the expected device", "tensors on different devices", "device type of")
-"""What torch says when tensors are not on one device."""
+"""Parts of torch's messages for tensors on different devices."""
 
 
 @contextmanager
 def explaining(method: str, batch: object, device: torch.device) -> Iterator[None]:
-    """Inside, a method of the user's works on a batch; an error that the batch explains is raised as that.
+    """Run a user method on a batch; an error that the batch caused is raised as a readable one.
 
     Args:
         method: its name.
-        batch: what it was given.
-        device: where the model is.
+        batch: its argument.
+        device: of the model.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Evaluation by a user's own method over the batches of a user's own loader; every sample counts once."""
+"""Evaluation by a user-defined method over a user-defined loader; every sample counts once."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def sum_user_batches(
     draws: LoaderRng | None = None,
     report: Callable[[str], None] = print,
 ) -> dict[str, Metric]:
-    """Sum what a user's own method measures over the batches of a user's own loader.
+    """Sum the metrics of a user-defined method over the batches of a user-defined loader.
 
     Args:
-        evaluate: a batch to the number of its samples that are correct, or to a dict of (sum, weight).
-        batches: this rank's if `sharded`, otherwise all of them, of which batch i is rank i mod ranks'.
+        evaluate: maps a batch to its number of correct samples, or to a dict of (sum, weight).
+        batches: this rank's if `sharded`, otherwise all of them, of which batch i belongs to rank i mod ranks.
         ranks: over which the sums are taken.
-        sharded: whose batches they are.
-        num_samples: how many there are; to see fewer is an error.
+        sharded: whether `batches` are this rank's only.
+        num_samples: the announced number; fewer are an error.
         name: of the evaluation set.
         poll: called before each batch, by all ranks alike.
-        draws: seeds what the batches draw, so that every evaluation sees the same; None: nothing does.
-        report: receives what is worth knowing.
+        draws: seeds random draws of the batches, so that all evaluations are alike; None: no seeding.
+        report: receives notes for the user.
     """
     require_all_samples(batches, name)
     sums: dict[str, Metric] = {}
@@ -73,18 +73,18 @@ def sum_user_batches(
 
 
 def metrics_of(output: object, size: int | None) -> dict[str, Metric]:
-    """What an eval method returned, as (sum, weight) by name.
+    """The return value of an eval method as (sum, weight) by name.
 
     Args:
         output: the number of correct samples, or a dict of (sum, weight).
-        size: samples in the batch; None where it does not tell.
+        size: samples in the batch; None if unknown.
     """
     if isinstance(output, Mapping):
         return {str(name): _pair(name, value) for name, value in output.items()}
     if not isinstance(output, (int, float, torch.Tensor)) or (isinstance(output, torch.Tensor) and output.numel() != 1):
         raise _no_result(output, "neither a number of correct samples nor a dict of (sum, weight)")
     if size is None:
-        raise _no_result(output, "and the batch does not tell how many samples it holds, so that is no share")
+        raise _no_result(output, "and the batch does not show how many samples it holds, so the share is unknown")
     correct = float(output)
     if not 0 <= correct <= size:
         raise _no_result(output, f"which is no number of correct samples in a batch of {size}")
@@ -109,7 +109,7 @@ def _no_result(output: object, why: str) -> ModelError:
 
 
 def require_all_samples(batches: Iterable[object], name: str) -> None:
-    """Refuse a torch loader that leaves the last samples of an evaluation set out."""
+    """Refuse a torch loader that drops the last samples of an evaluation set."""
     if not isinstance(batches, DataLoader) or not batches.drop_last or batches.batch_size is None:
         return
     total = len(batches.sampler) if isinstance(batches.sampler, Sized) else 0
@@ -118,16 +118,16 @@ def require_all_samples(batches: Iterable[object], name: str) -> None:
         raise _too_few(total - left_out, f"{total} that there are: the loader has drop_last=True", name)
 
 
-def _too_few(seen: int, wanted: str, name: str) -> DataError:
+def _too_few(seen: int, announced: str, name: str) -> DataError:
     return DataError(
-        f"evaluation saw {seen} samples of the {wanted}",
+        f"evaluation saw {seen} samples of the {announced}",
         where=f"evaluation set {name}",
         remedy="build the evaluation loader with drop_last=False",
     )
 
 
 def _seeded(batches: Iterable[object], draws: LoaderRng | None) -> Iterator[object]:
-    """The batches, what they draw the same each time."""
+    """The batches, with the same random draws in each evaluation."""
     if draws is None:
         yield from batches
         return
@@ -144,8 +144,8 @@ def _seeded(batches: Iterable[object], draws: LoaderRng | None) -> Iterator[obje
 def _turns(source: Iterator[object], ranks: Ranks, sharded: bool) -> Iterator[tuple[object, bool]]:
     """This rank's batch of each turn, and whether it counts.
 
-    A forward of a sharded model is one of all ranks, so all of them have as many turns: a rank without a batch goes
-    through another once more.
+    A forward of a sharded model involves all ranks, so all have the same number of turns: a rank without a batch
+    repeats another one.
     """
     spare: list[object] = []
     while True:

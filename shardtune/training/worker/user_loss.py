@@ -1,4 +1,4 @@
-"""How much the batches of a user's own loader weigh in the loss, known before the loss is computed."""
+"""The weights of batches of a user-defined loader in the loss, determined before the loss is computed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from shardtune.training.train_output import TERM, split_metrics
 
 
 class BatchWeights:
-    """How much each batch weighs in each term of the loss, known before the loss is computed.
+    """The weight of each batch in each term of the loss, determined before the loss is computed.
 
-    A worker may declare it; otherwise a batch weighs as many targets as a mean over it averages. Whether the first
-    label of a row is a target depends on the model: one that compares each logit with the next label never uses it.
+    A worker may declare it; otherwise it is the number of targets that a mean loss averages. Whether the first label
+    of a row is a target depends on the model: one that compares each logit with the next label never uses it.
     That is measured, once, on the first batch that has such a label: with the first labels alone such a model has the
     same loss as with none.
 
     Args:
-        declared: a batch to the weight of each term; to None where the worker declares nothing.
-        measure: a batch to the number that the train method returns for it, without a gradient; None where it fails.
+        declared: maps a batch to the weight of each term, or to None if the worker declares nothing.
+        measure: maps a batch to the loss of the train method, without a gradient; to None if that fails.
             All ranks call it together.
         ranks: of the run.
     """
@@ -44,23 +44,23 @@ class BatchWeights:
     def __call__(self, batches: Sequence[object]) -> list[Mapping[str, float]]:
         """The weights of batches, at least one; all ranks call it together."""
         declared = [self._declared(batch) for batch in batches]
-        told = [_checked(weights) for weights in declared if weights is not None]
-        if told:
-            return _same_terms(told)
+        given = [_checked(weights) for weights in declared if weights is not None]
+        if given:
+            return _same_terms(given)
         if self._shifted is None:
             self._find_shift(batches)
         return [{TERM: targets_of(batch, shifted=bool(self._shifted))} for batch in batches]
 
     def _find_shift(self, batches: Sequence[object]) -> None:
-        """Until a batch tells, no first label is a target, and both ways of counting agree."""
-        telling = next((batch for batch in batches if has_first_labels(batch)), None)
-        if not self._ranks.largest(float(telling is not None)):
+        """Determine the shift from the first batch with first labels; before, both ways of counting agree."""
+        labelled = next((batch for batch in batches if has_first_labels(batch)), None)
+        if not self._ranks.largest(float(labelled is not None)):
             return
-        probed = batches[0] if telling is None else telling
+        probed = batches[0] if labelled is None else labelled
         one, other = (self._measure(_with_labels(probed, 0, keep)) for keep in (1, 0))
-        if self._ranks.largest(float(one is None or other is None)):  # a task that does not bear so few targets
+        if self._ranks.largest(float(one is None or other is None)):  # the task fails with so few targets
             one, other = self._measure(probed), self._measure(_with_labels(probed, 1, None))
-        used = telling is not None and not _same_number(one, other)
+        used = labelled is not None and not _same_number(one, other)
         self._shifted = not self._ranks.largest(float(used))
 
 
@@ -77,12 +77,12 @@ def _same_number(one: float | None, other: float | None) -> bool:
 
 
 def _with_labels(batch: object, start: int, stop: int | None) -> object:
-    """The batch with these labels of each row alone; unchanged where it has none."""
+    """The batch with only these labels of each row; unchanged without labels."""
     if not isinstance(batch, Mapping) or not isinstance(labels := batch.get(LABELS), torch.Tensor):
         return batch
     masked = torch.full_like(labels, IGNORED)
     masked[:, start:stop] = labels[:, start:stop]
-    # Of its own type: a tokenizer's batch has methods.
+    # Keep the type: a tokenizer's batch has methods.
     changed: MutableMapping[object, object] = copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
     changed[LABELS] = masked
     return changed
@@ -98,19 +98,19 @@ def _checked(weights: object) -> Mapping[str, float]:
     return {str(name): float(value) for name, value in weights.items()}
 
 
-def _same_terms(told: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
-    for weights in told:
-        if set(weights) != set(told[0]):
+def _same_terms(given: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
+    for weights in given:
+        if set(weights) != set(given[0]):
             raise ModelError(
-                f"loss_weights gives the terms {sorted(told[0])} for one batch and {sorted(weights)} for another",
+                f"loss_weights gives the terms {sorted(given[0])} for one batch and {sorted(weights)} for another",
                 where="loss_weights",
                 remedy="give every batch all terms; one that has none of a term's targets weighs 0 in it",
             )
-    return list(told)
+    return list(given)
 
 
 def measured(returned: object) -> float:
-    """The loss in what a train method returned, as a number; NaN where there is none."""
+    """The loss that a train method returned, as a number; NaN without one."""
     output = split_metrics(returned)[0]
     if isinstance(output, LossSum):
         entries: Sequence[object] = [output.total]

@@ -1,4 +1,4 @@
-"""The task of a worker that a user writes: its model, batches, loss and evaluation are the worker's own methods."""
+"""The task of a user-defined worker, whose methods provide model, batches, loss and evaluation."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from shardtune.training.worker.user_evaluation import sum_user_batches
 
 
 class UserSets:
-    """Evaluation over a user's own loaders by a user's own method.
+    """Evaluation over user-defined loaders by a user-defined method.
 
     Args:
         methods: the worker's.
-        seed: of the run; what a loader draws is the same in each evaluation.
+        seed: of the run; random draws of a loader are the same in each evaluation.
     """
 
     def __init__(self, methods: UserMethods, seed: int) -> None:
@@ -65,7 +65,7 @@ class UserSets:
 
 
 class UserTask(Task):
-    """A worker of the user's own: nothing is known of its model and batches but what its methods return.
+    """The task of a user-defined worker: model and batches are only accessible through its methods.
 
     Args:
         recipe: of the run.

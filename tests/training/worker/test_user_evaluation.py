@@ -138,7 +138,7 @@ def test_what_is_no_result_is_refused(output: Any, says: str) -> None:
 def test_what_an_eval_method_may_return() -> None:
     assert metrics_of(torch.tensor(3), 4) == {"eval_accuracy": Metric(3.0, 4.0)}
     assert metrics_of({"a": (1, 2), "b": Metric(3.0, 4.0)}, None) == {"a": Metric(1.0, 2.0), "b": Metric(3.0, 4.0)}
-    with pytest.raises(ModelError, match="the batch does not tell how many samples it holds"):
+    with pytest.raises(ModelError, match="the batch does not show how many samples it holds"):
         metrics_of(1, None)
 
 
