@@ -12,7 +12,21 @@ import pytest
 from tests.support import fork_server
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-LONGEST = ("tests/launch/", "tests/seeds/", "tests/engine/", "tests/examples/", "tests/run/", "tests/verify/")
+LONGEST = (
+    "tests/launch/test_ray.py",
+    "tests/launch/test_nodes.py",
+    "tests/launch/test_signals.py",
+    "tests/run/test_lora_runs.py",
+    "tests/run/test_optimizer_states.py",
+    "tests/run/test_layout_changes.py",
+    "tests/parallel/test_layouts.py",
+    "tests/engine/test_backends.py",
+    "tests/examples/test_adapters.py",
+    "tests/models/test_causal_lm.py",
+    "tests/training/test_parity.py",
+    "tests/examples/test_notebook.py",
+)
+"""Files of tests by the time that they take, the longest first."""
 _refused: set[str] = set()
 
 
@@ -22,8 +36,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that take longest come first: none of them is still alone at the end."""
-    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+    """Each process begins with some of the longest files: none of them is still alone at the end.
+
+    pytest-xdist gives each of N processes one N-th of the list, in its order. With 3 processes, 30 tests and the long
+    files a, b, c, d of 2 tests each, the list is [a a d d + 6 others, b b + 8 others, c c + 8 others].
+    """
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    starts: list[list[pytest.Item]] = [[] for _ in range(workers)]
+    for number, file in enumerate(LONGEST):
+        starts[number % workers] += [item for item in items if item.nodeid.startswith(file)]
+    others = [item for item in items if not item.nodeid.startswith(LONGEST)]
+    size = -(-len(items) // workers)
+    ordered: list[pytest.Item] = []
+    for start in starts:
+        taken = max(0, size - len(start))
+        ordered += start + others[:taken]
+        others = others[taken:]
+    items[:] = ordered + others
 
 
 def pytest_collection_finish() -> None:

@@ -140,7 +140,7 @@ class ChatTemplate:
     """
 
     _separator = ""
-    """The placeholder in a turn for something other than text."""
+    """What a turn has in place of something other than text."""
 
     def __init__(self, text: str, tokenizer: PreTrainedTokenizerFast) -> None:
         self.text = text

@@ -77,7 +77,7 @@ class ImageTemplate(ChatTemplate):
 
 
 def _in_own_template(images: ImageText, other: str) -> str:
-    """The placeholder of an image in a turn, with the text that the processor's own template writes around it."""
+    """The text of an image in a turn, with the text that the processor's own template writes around it."""
     own = images.processor.chat_template
     if not isinstance(own, str) or own == other:
         return images.image_token

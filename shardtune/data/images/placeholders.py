@@ -80,7 +80,7 @@ class ImageText:
         processor: the same.
         applied: the same, or the one that is applied in its place.
         tokenizer: of the one that is applied.
-        image_token: the placeholder of an image in a text.
+        image_token: the token of an image in a text.
         token_types: the name of the model input that marks the tokens of images; None without one.
         pixel_bytes: makes bytes of images one by one; None if that was not shown to be equal.
     """

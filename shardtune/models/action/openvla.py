@@ -99,7 +99,7 @@ class OpenVLAConfig(PreTrainedConfig):
 
     @property
     def image_token_id(self) -> int:
-        """The second row of the padding (the first is `<PAD>`): the placeholder of a patch in prompts."""
+        """The second row of the padding (the first is `<PAD>`): the token of a patch in prompts."""
         return self.text_vocabulary + 1
 
 

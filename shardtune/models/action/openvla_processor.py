@@ -22,7 +22,7 @@ from shardtune.models.action.openvla import OpenVLAConfig
 
 WHERE = "preprocessor_config.json"
 PATCH = "<|patch|>"
-"""The placeholder of a patch in prompts."""
+"""The token of a patch in prompts."""
 
 
 class PrismaticImageProcessor(BaseImageProcessor):
