@@ -40,7 +40,7 @@ quickstart: $(DATA) $(MODEL) ## teach a small model arithmetic on this machine: 
 clean-quickstart: ## forget the quickstart's data, model and run
 	rm -rf $(QUICKSTART)/made runs/quickstart
 
-check: lint ## check style and types, and run the tests that need no process and no training: about a minute
+check: lint ## check style and types, and run the tests that need no process and no training: two to three minutes
 	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS) --quick -r fE
 
 test: $(INSTALLED) ## run all tests
