@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from inspect import getattr_static, isfunction
 from pathlib import Path
 from typing import Any, ClassVar, Self, final
 
@@ -82,14 +83,15 @@ class FSDPSftWorker(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        for name, value in vars(cls).items():
-            inherited = getattr(super(cls, cls), name, None)
-            method = inherited.fget if isinstance(inherited, property) else inherited
-            if getattr(method, "__final__", False):
-                raise TypeError(
-                    f"{cls.__name__}.{name} would never be called: {name} of {FSDPSftWorker.__name__} cannot be "
-                    f"overridden. Give the {'method' if callable(value) else 'attribute'} another name"
-                )
+        for kind in cls.__mro__:  # a class beside the worker's may override too, as a mixin does
+            for name, member in vars(kind).items():
+                method = member.fget if isinstance(member, property) else member
+                final_here = isfunction(method) and "__final__" in vars(method)
+                if final_here and getattr_static(cls, name) is not member:
+                    raise TypeError(
+                        f"{cls.__name__}.{name} would never be called: {name} of {kind.__name__} cannot be "
+                        "overridden. Give the method or attribute another name"
+                    )
 
     def __init__(self, cfg: DictConfig | Recipe) -> None:
         self.recipe: Recipe = cfg if isinstance(cfg, Recipe) else load_recipe(cfg)

@@ -235,6 +235,13 @@ def test_what_cannot_be_overridden_is_refused(name: str) -> None:
         type("Mine", (SFTWorker,), {name: lambda self: None})
 
 
+def test_neither_can_a_mixin_override_it() -> None:
+    mixin = type("Mixin", (), {"summary": lambda self: None})
+    with pytest.raises(TypeError, match=r"Mine\.summary would never be called"):
+        type("Mine", (mixin, SFTWorker), {})
+    type("Fine", (type("Mixin", (), {"run_eval": lambda self: {}}), SFTWorker), {})
+
+
 def test_an_evaluation_method_that_a_loss_of_whole_steps_does_not_call_is_refused(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"x": [{n}.0, 1.0]}}\n' for n in range(8)))
