@@ -3,7 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist worksteal
 # One thread each: several processes with all cores each would only wait for one another. No test needs the network.
-TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +14,7 @@ MODEL := $(QUICKSTART)/made/model/model.safetensors
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv quickstart check test test-slow lint format clean-quickstart
+.PHONY: help venv quickstart check quick test test-slow lint format clean-quickstart
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -40,7 +40,10 @@ quickstart: $(DATA) $(MODEL) ## teach a small model arithmetic on this machine: 
 clean-quickstart: ## forget the quickstart's data, model and run
 	rm -rf $(QUICKSTART)/made runs/quickstart
 
-check: lint ## check style and types, and run the tests that need no process and no training: two to three minutes
+check: $(INSTALLED) ## check style and types, and run the tests that start no process and train nothing: 90 seconds
+	@$(MAKE) --no-print-directory --jobs=2 lint quick
+
+quick: $(INSTALLED) ## run the tests that start no process and train nothing
 	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS) --quick -r fE
 
 test: $(INSTALLED) ## run all tests

@@ -12,6 +12,7 @@ import pytest
 from tests.support import fork_server
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's own name), or Ray's processes wait for those of all other tests
 LONGEST = (
     "tests/launch/test_ray.py",
     "tests/launch/test_nodes.py",

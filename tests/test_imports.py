@@ -7,7 +7,8 @@ import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,8 @@ def module_of(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported(file: Path) -> set[str]:
+@cache
+def imported(file: Path) -> frozenset[str]:
     """The package's own modules that a file imports, inside functions too."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -53,9 +55,10 @@ def imported(file: Path) -> set[str]:
             names |= submodules or {base}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-    return {name.removeprefix("shardtune.") for name in names if name.startswith("shardtune.")}
+    return frozenset(name.removeprefix("shardtune.") for name in names if name.startswith("shardtune."))
 
 
+@cache
 def _is_module(name: str) -> bool:
     path = ROOT.joinpath(*name.split("."))
     return name.startswith("shardtune") and (path.with_suffix(".py").is_file() or (path / "__init__.py").is_file())
@@ -66,7 +69,7 @@ def sources() -> list[Path]:
     return sorted(path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0][:-3] not in FRONT)
 
 
-def graph() -> dict[str, set[str]]:
+def graph() -> dict[str, frozenset[str]]:
     """Which module imports which; a package's front door (`__init__`) stands for itself."""
     known = {module_of(file) for file in sources()}
     return {module_of(file): imported(file) & known - {module_of(file)} for file in sources()}
@@ -102,7 +105,7 @@ def test_nothing_inside_enters_by_the_front():
     assert not [str(file) for file in sources() if imported(file) & set(FRONT)]
 
 
-def circles(arrows: Mapping[str, set[str]]) -> Iterator[str]:
+def circles(arrows: Mapping[str, Set[str]]) -> Iterator[str]:
     """A circle of a graph, if there is one, as text."""
     done: set[str] = set()
 

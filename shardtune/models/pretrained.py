@@ -50,7 +50,7 @@ def load_config(
             loaded = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ModelError(
-            f"{path} holds no config.json that transformers knows: {_first_line(error)}",
+            f"{path} holds no config.json of a model that transformers supports: {_first_line(error)}",
             where=MODEL_PATH,
             remedy=TRUST if "trust_remote_code" in str(error) else GIVE_A_MODEL,
         ) from error

@@ -85,7 +85,8 @@ def end(process: Process, seconds: float = 60.0) -> tuple[int, str]:
 
 
 def children(pid: int) -> list[int]:
-    return [int(found) for found in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return fork_server.without_servers(found)
 
 
 def alive(pid: int) -> bool:
@@ -100,7 +101,6 @@ def has_logged(tiny: Tiny, name: str, number: int) -> Callable[[], bool]:
     return lambda: file.exists() and len(file.read_text().splitlines()) >= number
 
 
-@pytest.mark.own_start
 def test_two_ranks_are_stopped_killed_and_continued(tiny: Tiny) -> None:
     """SIGTERM saves on both ranks; kill -9 of the launcher ends them without saving; then the run goes on."""
     shape = {"runner__nproc_per_node": 2, "runner__save_interval": 3}

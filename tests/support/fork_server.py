@@ -75,7 +75,8 @@ READ_BY_IMPORTS = (
     "MKL_",
 )
 """Beginnings of variables that count while modules are imported; where one differs, a process is started as usual."""
-NOT_READ = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED")
+NOT_READ = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONBREAKPOINT", "XDG_CACHE_HOME")
+"""Variables of such names that do not count: Ray sets the last but one, and no test reads the Hub's cache."""
 MODULES = ("shardtune", "pytest", "torch.distributed.run", "accelerate.commands.launch")
 """What `python -m` may run here."""
 PIPE_ENDS = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
@@ -269,6 +270,16 @@ def _end(run: Callable[[], None]) -> NoReturn:
     os._exit((code or 0) & 255)
 
 
+def without_servers(processes: Sequence[int]) -> list[int]:
+    """Those that run and are not a copy of the server: the output of such a copy goes nowhere."""
+    found = []
+    for pid in processes:
+        with contextlib.suppress(FileNotFoundError):  # a process that has ended
+            outputs = {os.readlink(f"/proc/{pid}/fd/{number}") for number in (0, 1, 2)}
+            found += [pid] if outputs != {os.devnull} else []
+    return found
+
+
 def threads_here() -> set[str]:
     """The names of this process's threads but its first."""
     tasks = Path("/proc/self/task")
@@ -388,9 +399,9 @@ def _other_hash_seed() -> str:
 
 
 def _counting(environment: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value for name, value in environment.items() if name.startswith(READ_BY_IMPORTS) and name not in NOT_READ
-    }
+    """An empty variable is none."""
+    read = (name for name in environment if name.startswith(READ_BY_IMPORTS) and name not in NOT_READ)
+    return {name: environment[name] for name in read if environment[name]}
 
 
 def _understood(args: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, str], tuple[str, ...]] | None:
@@ -441,7 +452,7 @@ def install() -> Callable[[], None]:
         ends = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
         files = [number if end == -1 else end for number, end in enumerate(ends)]
         client = None
-        if understood is not None and not any(os.isatty(number) for number in files):
+        if understood is not None:
             client = _usable(environment)
         if understood is None or client is None:
             execute(*args)

@@ -144,8 +144,11 @@ def evaluate_flat(trace: Trace, model: Path, rows: Path, dtype: torch.dtype) -> 
 class LayoutRuns:
     """Trains the same rows in each layout, and by the flat script in one process of plain PyTorch."""
 
-    def __init__(self, folder: Path, precision: str = "fp64", optimizer: str = "AdamW") -> None:
+    def __init__(
+        self, folder: Path, precision: str = "fp64", optimizer: str = "AdamW", steps: int = STEPS
+    ) -> None:
         self._folder = folder
+        self._steps = steps
         self._rows = save_rows(folder / "rows.jsonl")
         self._evaluated = save_rows(folder / "evaluated.jsonl", 13, seed=7)
         self._precision = precision
@@ -157,7 +160,7 @@ class LayoutRuns:
 
     def recipe(self, kind: str, layout: LaidOut) -> dict[str, Any]:
         keys = {
-            "runner__max_steps": STEPS,
+            "runner__max_steps": self._steps,
             "actor__micro_batch_size": 2,
             "actor__model__precision": self._precision,
             "actor__optim__name": self._optimizer,
@@ -168,7 +171,7 @@ class LayoutRuns:
     def flat(self, kind: str) -> Trace:
         """The same in one process of plain PyTorch."""
         model = self.model(kind)
-        trace = run_flat(model, self._rows, precision=self._precision, optimizer=self._optimizer, steps=STEPS)
+        trace = run_flat(model, self._rows, precision=self._precision, optimizer=self._optimizer, steps=self._steps)
         evaluate_flat(trace, model, self._evaluated, torch.float64 if self._precision == "fp64" else torch.float32)
         return trace
 

@@ -20,7 +20,7 @@ ROUNDED_WEIGHTS = 1e-6
 
 @dataclass(frozen=True, order=True)
 class Case:
-    """One run of 20 steps."""
+    """One run."""
 
     ranks: int
     rows: int
@@ -68,10 +68,15 @@ def error(run: Trace, truth: Trace) -> float:
 
 
 class Comparison:
-    """Makes models and rows in a folder, runs cases and the flat script, and keeps what they gave."""
+    """Makes models and rows in a folder, runs cases and the flat script, and keeps what they gave.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        steps: of each run.
+    """
+
+    def __init__(self, folder: Path, steps: int = 20) -> None:
         self._folder = folder
+        self._steps = steps
         self.rows = save_rows(folder / "rows.jsonl")
         self.traces: dict[Case, Trace] = {}
         self.model = cache(lambda kind: save_model(kind, folder / kind))
@@ -93,13 +98,16 @@ class Comparison:
             actor__micro_batch_size=case.rows,
             actor__model__precision=case.precision,
             actor__optim__name=case.optimizer,
+            runner__max_steps=self._steps,
         )
 
     @cache  # noqa: B019 - as long as the folder
     def flat(self, kind: str, precision: str, optimizer: str, forward: int = 1) -> Trace:
         """The flat script's run."""
         model = self.model(kind)
-        return run_flat(model, self.rows, precision=precision, optimizer=optimizer, forward=forward)
+        return run_flat(
+            model, self.rows, precision=precision, optimizer=optimizer, forward=forward, steps=self._steps
+        )
 
     def distance(self, case: Case) -> Distance:
         return distance(self.traces[case], self.flat(case.kind, case.precision, case.optimizer))

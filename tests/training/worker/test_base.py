@@ -183,15 +183,20 @@ if "fail" in sys.argv and actor.ranks.rank == 1:
 """
 
 
-@pytest.mark.parametrize(("argument", "codes"), [("well", [0, 0]), ("fail", None)], ids=["well", "one rank fails"])
+@pytest.mark.parametrize(
+    ("argument", "codes"),
+    [pytest.param("well", [0, 0], id="well", marks=pytest.mark.own_start), pytest.param("fail", None, id="one fails")],
+)
 def test_the_ranks_of_a_script_end_by_themselves(tmp_path: Path, argument: str, codes: list[int] | None) -> None:
     """Nothing at the end of the script leaves the group; a rank that fails does not wait for the others."""
     (port,) = free_ports(1)
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     root = str(Path(__file__).resolve().parents[3])
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(tmp_path), argument],
+            [sys.executable, str(script), str(tmp_path), argument],
             env={**os.environ, **here, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": root},
             stderr=subprocess.PIPE,
             stdout=subprocess.PIPE,
