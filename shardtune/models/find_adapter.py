@@ -192,6 +192,8 @@ def _check_read(recipe: Recipe, kind: type[Adapter]) -> None:
             "data.chat_template": data.chat_template is not None,
             "data.system_prompt": data.system_prompt is not None,
             "data.train_on": data.train_on != "assistant",
+            "data.thinking": data.thinking is not None,
+            "data.ignored_keys": bool(data.ignored_keys),
         }
     for key in (key for key, is_given in given.items() if is_given and key not in kind.reads):
         raise ConfigError(

@@ -181,6 +181,8 @@ def check_keys(recipe: Recipe, kind: type[FSDPSftWorker]) -> None:
         "data.transform": data.transform is not None,
         "data.on_bad_row": data.on_bad_row != "fail",
         "data.on_too_long": data.on_too_long != "truncate",
+        "data.thinking": data.thinking is not None,
+        "data.ignored_keys": bool(data.ignored_keys),
         "eval.generate": evaluation.generate,
         "eval.environment": evaluation.environment is not None,
         "eval.metrics": bool(evaluation.metrics),

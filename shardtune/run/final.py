@@ -33,10 +33,16 @@ class FinalScore:
     samples: Sequence[Mapping[str, object]] = field(default_factory=list)
 
 
-def write_final(recipe: Recipe, run_dir: Path, worker: FSDPSftWorker) -> FinalScore:
+def write_final(recipe: Recipe, run_dir: Path, worker: FSDPSftWorker, *, ended: str = "") -> FinalScore:
     """Write the worker's model, reload and evaluate it, then rename it to `final/`; every rank calls it.
 
     The worker cannot be used afterwards.
+
+    Args:
+        recipe: of the run.
+        run_dir: of the run.
+        worker: at the end of its training.
+        ended: why training ended, for the manifest.
     """
     ranks = worker.ranks
     temporary = ranks.broadcast(run_dir / f".{FINAL}.tmp-{uuid.uuid4().hex[:8]}")
@@ -51,11 +57,11 @@ def write_final(recipe: Recipe, run_dir: Path, worker: FSDPSftWorker) -> FinalSc
         fresh.setup_evaluation(context=RunContext(report=silent, weights_directory=temporary))
         score = FinalScore(fresh.run_eval(), fresh.samples)
         fresh.release()
-    on_main(ranks, lambda: _publish(run_dir, temporary, step, score.metrics))
+    on_main(ranks, lambda: _publish(run_dir, temporary, step, score.metrics, ended))
     return score
 
 
-def _publish(run_dir: Path, temporary: Path, step: int, metrics: dict[str, float]) -> None:
+def _publish(run_dir: Path, temporary: Path, step: int, metrics: dict[str, float], ended: str) -> None:
     last = CheckpointStore(run_dir / "checkpoints").latest()
     write_json(temporary / "metrics.json", {"step": step, **metrics})
     if last is not None:
@@ -63,7 +69,7 @@ def _publish(run_dir: Path, temporary: Path, step: int, metrics: dict[str, float
     publish(temporary, run_dir / FINAL)
     if not (run_dir / "FINAL").exists():
         (run_dir / "FINAL").symlink_to(FINAL)
-    finish_run(run_dir, {"step": step, "metrics": metrics})
+    finish_run(run_dir, {"step": step, "ended": ended, "metrics": metrics})
 
 
 def _keep_training_state(checkpoint: Path, target: Path) -> None:

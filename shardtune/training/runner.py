@@ -50,6 +50,9 @@ class SFTRunner:
         resume_from: the checkpoint to continue from.
         notes: lines for the first screen, besides the worker's own.
         on_start: called once everything is built, before the first step.
+
+    Attributes:
+        ended: why training ended; "" until then.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class SFTRunner:
         self._tracker = Tracker([])
         self._on_start = on_start
         self._prepared = False
+        self.ended = ""
 
     def prepare(self) -> None:
         """Build everything that training needs and check it; writes nothing. `run` calls it first."""
@@ -243,9 +247,8 @@ class SFTRunner:
             if self._saver.unfinished is not None:
                 self._saver.finish_if_written()
             self._step()
-        if Ask.STOP in self._requested:
-            by = " and ".join(self._callbacks.stopped_by) or "a callback"
-            self._observer.log(f"stopping after step {model.step}: {by} requested it")
+        self.ended = self._why_ended()
+        self._observer.log(f"ended after step {model.step:,}: {self.ended}")
         if not model.step and position.skipped_steps:
             raise ModelError(
                 f"nothing was trained: all {position.skipped_steps} steps were passed over, "
@@ -254,6 +257,13 @@ class SFTRunner:
                 remedy="look at what the loss of these rows is, and whether they have targets and finite values",
             )
         self._saver.save(self._state())
+
+    def _why_ended(self) -> str:
+        if Ask.STOP in self._requested:
+            return f"{' and '.join(self._callbacks.stopped_by) or 'a callback'} requested it"
+        if self._watches.stop and self._watches.early is not None:
+            return self._watches.early.describe()
+        return self._position.limit(self._model.step)
 
     def _step(self) -> None:
         model, position = self._model, self._position

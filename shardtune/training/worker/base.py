@@ -424,6 +424,10 @@ class FSDPSftWorker(ABC):
         notes, shapes = list(self.notes), state.weights.shapes
         if self.recipe.runner.deterministic:
             notes.append("deterministic kernels: bitwise repeatable, and on CUDA slower than those left out")
+        horizon = self.position.horizon
+        if horizon < self.recipe.runner.max_steps:
+            limit = self.position.limit(horizon)
+            notes.append(f"training ends after {horizon:,} steps by {limit}; runner.max_epochs: -1 sets no such limit")
         all_trained = all(parameter.requires_grad for parameter in parameters.values())
         return self.task.describe(
             RunSummary(
