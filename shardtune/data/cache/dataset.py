@@ -53,7 +53,7 @@ class DataReport:
     files: tuple[FileReport, ...]
 
     def count(self, outcome: str) -> int:
-        """Rows over all files: `rows`, `kept`, `truncated`, `too_long`, `no_target`, `filtered` or `bad`."""
+        """Rows over all files: `rows`, `kept`, or an outcome such as `truncated` or `bad`."""
         values = [getattr(file.tally, outcome) for file in self.files]
         return sum(value.count if isinstance(value, Notes) else value for value in values)
 
@@ -81,9 +81,7 @@ class DataReport:
 
 def _share(tally: Tally) -> str:
     whole = tally.left_out_tokens + tally.trained_tokens
-    return (
-        f"{tally.left_out_tokens:,} of {whole:,} tokens that the assistant wrote, {tally.left_out_tokens / whole:.1%}"
-    )
+    return f"{tally.left_out_tokens:,} of {whole:,} tokens to be trained, {tally.left_out_tokens / whole:.1%}"
 
 
 def _first(notes: Notes, examples: int) -> str:
