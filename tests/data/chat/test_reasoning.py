@@ -226,8 +226,5 @@ class TestKeys:
 
     def test_choices_are_part_of_the_cache_key(self, make_tokenizer: Any) -> None:
         tokenizer = make_tokenizer(eos_token="<|im_end|>")
-        keys = {
-            ChatEncoder(tokenizer, MARKED, **options).cache_key()
-            for options in ({}, {"thinking": "keep"}, {"thinking": "drop"}, {"ignored_keys": ["id"]})
-        }
-        assert len(keys) == 4
+        choices: list[dict[str, Any]] = [{}, {"thinking": "keep"}, {"thinking": "drop"}, {"ignored_keys": ["id"]}]
+        assert len({ChatEncoder(tokenizer, MARKED, **one).cache_key() for one in choices}) == 4
