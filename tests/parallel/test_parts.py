@@ -102,13 +102,17 @@ def steps(model: Whole, weights: Weights, x: torch.Tensor, way: str) -> dict[str
     return told | {"grads": rows}
 
 
+def sharded(model: Whole, layout: str) -> tuple[Weights, Ranks]:
+    ranks = lay_out(LAYOUTS[layout], dist.get_rank(), torch.device("cpu"))
+    return shard_model(model, [*model.tower.blocks], ranks, "fp64")(model), ranks
+
+
 def on_ranks(layout: str) -> list[dict[str, Any]]:
     found = []
     for way in WAYS:
-        ranks = lay_out(LAYOUTS[layout], dist.get_rank(), torch.device("cpu"))
         model = made()
-        hold = shard_model(model, [*model.tower.blocks], ranks, "fp64")
-        found.append(steps(model, hold(model), rows().chunk(2)[ranks.rank], way))
+        weights, ranks = sharded(model, layout)
+        found.append(steps(model, weights, rows().chunk(2)[ranks.rank], way))
     return found
 
 
@@ -140,10 +144,9 @@ def not_the_same() -> list[str]:
     same_call.LIMIT_SECONDS = 2.0
     told = []
     for layout in ("fsdp", "fsdp1"):
-        ranks = lay_out(LAYOUTS[layout], dist.get_rank(), torch.device("cpu"))
         for names in (("by_parts", ""), ("by_parts", "first_block")):
             model = made()
-            weights = shard_model(model, [*model.tower.blocks], ranks, "fp64")(model)
+            weights, ranks = sharded(model, layout)
             in_methods(model, partial(weights.method, compute=torch.float64), own_methods(model))
             try:
                 if names[ranks.rank]:
