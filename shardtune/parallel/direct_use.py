@@ -53,7 +53,7 @@ class ShardedOperands(TorchFunctionMode):
         if not sharded or keeps_parts(func) or holds_gathered(self._root):
             return func(*args, **given)
         if not plain:
-            with suppress(RuntimeError, NotImplementedError):  # an operation that DTensors do not have
+            with suppress(RuntimeError):  # an operation that DTensors do not have
                 result = func(*args, **given)
                 # The gradient of a DTensor may be laid out otherwise than the weight, to which FSDP2 adds its own.
                 if not any(isinstance(tensor, DTensor) and tensor.requires_grad for tensor in operands((result,), {})):
