@@ -31,6 +31,7 @@ from shardtune.models.lora.attach import base_tensors, is_adapted
 from shardtune.models.lora.nf4 import coded_sizes
 from shardtune.models.new_tokens import grow_embeddings
 from shardtune.optim.build import build_optimizer
+from shardtune.parallel.direct_use import in_methods, own_methods
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, Weights
 from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.model_parallel import ModelParallel
@@ -123,6 +124,9 @@ class ModelState:
             self.model: nn.Module = build()
         self.inner: nn.Module = source.inner_model(self.model)
         self.weights: Weights = self._shard(directory, checkpoint)
+        if ranks.mesh is not None:
+            compute = COMPUTE_DTYPE[recipe.actor.model.precision]
+            in_methods(self.inner, lambda name: self.weights.method(name, compute), own_methods(self.inner))
         if checkpoint is not None:
             state = load_weights_only(checkpoint, self.weights)
             self._check_excluded(checkpoint, state)
