@@ -52,7 +52,7 @@ class AdapterTask(CachedRowsTask):
         self._hooks = hooks
         self._whole_step = WholeStep(adapter, ranks) if isinstance(adapter, WholeStepAdapter) else None
         self._episodes = episodes(recipe, adapter)
-        self._user_sets = UserSets(methods, recipe.runner.seed)
+        self._user_sets = UserSets(methods, recipe)
 
     # The model.
 
