@@ -30,6 +30,9 @@ ALIASES = {
     "wandb.enabled": "runner.logger.logger_backends",
 }
 
+# Sections at the top that stand below another one here, as RLinf prints its files of models.
+SECTION_NAMES = {"model": "actor.model", "tokenizer": "actor.tokenizer"}
+
 # HALOs' defaults that differ from ours, for `loss=sft` without a recipe.
 HALOS_DEFAULTS = {"actor": {"optim": {"lr": 5.0e-6}}}
 

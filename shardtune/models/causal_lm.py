@@ -258,6 +258,9 @@ class CausalLM(LanguageModel):
         self._tokenizer = tokenizer
 
     def initial_weights(self) -> WeightSource:
+        """The values that a user's function gives its model; otherwise the model's directory."""
+        if self._make is not None and self._model_path is not None:
+            return dict(pretrained(self._make()).state_dict())
         return None if self._model_path is None or self._model is not None else model_directory(self._model_path)
 
     def encode(self, row: Row) -> Sample:

@@ -29,6 +29,13 @@ CONTEXT_TOKENS = 40
 """How much of a longer row is shown at its beginning and around trained tokens."""
 TARGET_TOKENS = 800
 """The longest run of trained tokens that is shown whole; of a longer one its first three quarters and its end."""
+STEP_FORMS: Mapping[str, str] = {
+    "train/loss": "loss {:.4f}",
+    "train/grad_norm": "grad {:.2f}",
+    "train/learning_rate": "lr {:.2e}",
+    "perf/tokens_per_second": "{:,.0f} tok/s",
+}
+"""The metrics in a line of progress; a step of a user's own `run_training` may lack some."""
 VERDICTS: Mapping[object, str] = {True: "right", False: "wrong"}
 SHOWN_PATTERNS = 8
 
@@ -208,10 +215,7 @@ class Display:
         self._task = self._progress.add_task("training", total=total_steps, completed=step, metrics="")
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
-        text = (
-            f"loss {metrics['train/loss']:.4f}  grad {metrics['train/grad_norm']:.2f}  "
-            f"lr {metrics['train/learning_rate']:.2e}  {metrics['perf/tokens_per_second']:,.0f} tok/s"
-        )
+        text = "  ".join(form.format(metrics[name]) for name, form in STEP_FORMS.items() if name in metrics)
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step, metrics=text)
             return

@@ -28,9 +28,11 @@ from shardtune.run.choose_worker import make_worker, unused_workers, worker_clas
 from shardtune.run.directory import plan_run
 from shardtune.run.display import Display, count
 from shardtune.training.callbacks import load_callbacks
+from shardtune.training.step import TRAIN_METRICS
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.training.worker.cached_rows import EvaluationSet
+from shardtune.training.worker.reported import training_method
 from shardtune.training.worker.run_context import RunContext
 from shardtune.training.worker.task import Evaluation
 from shardtune.training.worker.user_evaluation import require_all_samples
@@ -55,7 +57,8 @@ def dry_run(recipe: str | Path | Mapping[str, object] | DictConfig | None, *over
         worker.loader.check_ranks(num_ranks(loaded.runner))
         display.first_screen(worker.summary(), *_first_row(worker), plan.run_dir)
         _show_further_rows(display, worker)
-        metrics = worker.run_training()
+        found = training_method(worker)()
+        metrics = {**dict.fromkeys(TRAIN_METRICS, math.nan), **found}  # an override may return fewer
         display.report("before training:")
         for line in checklist(worker, metrics):
             display.report(line)
@@ -72,7 +75,7 @@ def dry_run(recipe: str | Path | Mapping[str, object] | DictConfig | None, *over
             )
         display.report("dry run: nothing was written but the cache of encoded rows")
         _require_a_step(worker, metrics)
-        return metrics
+        return found
     finally:
         leave_ranks(worker.ranks)
 

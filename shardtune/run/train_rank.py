@@ -31,7 +31,7 @@ from shardtune.run.directory import (
     write_dropped_rows,
 )
 from shardtune.run.display import Display
-from shardtune.run.final import FinalScore, write_final
+from shardtune.run.final import FinalScore, check_final, write_final
 from shardtune.run.preflight import connecting, try_collective
 from shardtune.run.resume_check import changed_code, check_same_data
 from shardtune.training.loggers import first_metrics
@@ -139,6 +139,7 @@ def _train(
         on_start=None if display is None else partial(_show_start, display, plan, worker),
     )
     runner.prepare()
+    check_final(recipe, worker)
     current_lock = [lock]
 
     def begin() -> None:

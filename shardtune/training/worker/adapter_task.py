@@ -56,7 +56,7 @@ class AdapterTask(CachedRowsTask):
         self._hooks = hooks
         self._whole_step = WholeStep(adapter, ranks) if isinstance(adapter, WholeStepAdapter) else None
         self._episodes = episodes(recipe, adapter)
-        self._user_sets = UserSets(methods, recipe.runner.seed)
+        self._user_sets = UserSets(methods, recipe)
         sources = () if prepared.train is None else prepared.train.sources
         self._source_losses: SourceLosses | None = None
         if len(sources) > 1 and isinstance(adapter, CausalLM):

@@ -99,6 +99,13 @@ class DataPosition:
                 remedy="look at these rows, or lower actor.optim.lr",
             )
 
+    def move_to(self, state: DataState) -> None:
+        """Continue from another position."""
+        if state != self.state:
+            self.state = state
+            self.steps = self.loader.steps(state)
+            self.batches = self._batches()
+
     # Checkpoints.
 
     def checkpoint_state(self) -> dict[str, object]:
