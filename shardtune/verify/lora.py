@@ -72,7 +72,8 @@ def _train(worker: SFTWorker) -> None:
             raise Failed(
                 f"{name} is {how} in {STEPS} steps",
                 where=f"{type(worker.adapter).__name__}.loss: {name}",
-                remedy="call the adapted layers as modules, and not functions on their weights"
+                remedy="call the adapted layers as modules, and not functions on their weights; what is computed under "
+                "torch.no_grad() is not trained: freeze it in build by requires_grad_(False), and LoRA leaves it out"
                 if name in trained
                 else "let nothing but the optimizer write to parameters",
             )

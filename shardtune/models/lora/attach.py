@@ -31,6 +31,7 @@ from shardtune.models.lora.config import (
     ends,
     fresh_config,
     head_of,
+    is_frozen,
     is_inside,
     join,
     stored_config,
@@ -111,22 +112,34 @@ def attach_adapter(
                 where=f"{SECTION}.target_modules, {ROWS}",
                 remedy=f"leave embedding and head out of target_modules, or name them in {SECTION}.modules_to_save",
             )
+    thawed = [parameter for name in trained for parameter in _to_thaw(model.get_submodule(name))]
     _inject(made, model)
     _check_reach(model, names)
     for _, wrapper in token_rows(model):
         wrapper.token_adapter.trainable_tokens_original.clear()  # PEFT's copy, for taking rows out of a merged weight
     made.modules_to_save = sorted(trained) or None
     made.init_lora_weights = init  # pyright: ignore[reportAttributeAccessIssue] (PEFT declares fewer names)
-    for name in trained:
-        model.get_submodule(name).requires_grad_(True)
+    for parameter in thawed:
+        parameter.requires_grad_(True)
     return notes
+
+
+def _to_thaw(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a module that is trained in full, without what its own code has frozen inside it."""
+    whole = is_frozen(module)
+    return [parameter for parameter in module.parameters() if whole or parameter.requires_grad]
 
 
 def _to_train(model: nn.Module, config: LoraConfig, afresh: Sequence[str], notes: list[str]) -> list[str]:
     """The modules with random weights that are trained in full: frozen, they would be noise."""
     named = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules
     adapted = {name for ending in named for name, _ in model.named_modules() if ends(name, ending)}
-    found = [name for name in afresh if not any(is_inside(other, [name]) for other in adapted)]
+    found = [
+        name
+        for name in afresh
+        if not any(is_inside(other, [name]) for other in adapted)
+        and (is_frozen(model) or not is_frozen(model.get_submodule(name)))
+    ]
     if found:
         notes.append(
             f"{', '.join(found)} begins with random weights, so it is trained in full and saved with the adapter; to "

@@ -55,7 +55,6 @@ def fresh_config(
         lora_dropout=config.dropout,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
-        target_parameters=list(config.target_parameters) or None,
         task_type=peft.TaskType.CAUSAL_LM if kind.endswith("ForCausalLM") else None,
         init_lora_weights="mica" if config.init == "mica" else True,  # others are drawn once there is memory
     )
@@ -64,7 +63,9 @@ def fresh_config(
         names = _all_linear(model, trained, notes)
     else:
         names = [
-            name for ending in ([targets] if isinstance(targets, str) else targets) for name in _ending(model, ending)
+            name
+            for ending in ([targets] if isinstance(targets, str) else targets)
+            for name in without_frozen(model, _ending(model, ending), ending, "target_modules", notes)
         ]
         _check_apart(names, trained)
     names = _not_renamed(model, made, names, everything=targets == ALL_LINEAR, notes=notes)
@@ -72,17 +73,23 @@ def fresh_config(
         notes += _left_out(model)
     for ending in config.target_parameters:
         _check_parameter(model, ending)
+    made.target_parameters = [name for ending in config.target_parameters for name in _trained(model, ending, notes)]
+    made.target_parameters = made.target_parameters or None
     made.target_modules = _as_target(model, names)
     return made, names
 
 
 def _all_linear(model: nn.Module, trained: Collection[str], notes: list[str]) -> list[str]:
-    """Linear layers that are no head, are called as modules, share no weight and are not trained in full."""
-    head, shared = head_of(model), _shared(model)
+    """Linear layers that are no head, are called as modules, share no weight, and are neither frozen nor trained in
+    full."""
+    head, shared, all_frozen = head_of(model), _shared(model), is_frozen(model)
     attention = [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
-    found = []
+    found, frozen = [], []
     for name, module in model.named_modules():
         if not isinstance(module, LINEAR) or module is head or is_inside(name, trained):
+            continue
+        if is_frozen(module) and not all_frozen:
+            frozen.append(name)
             continue
         if not shared.isdisjoint(module.parameters(recurse=False)):
             notes.append(f"LoRA leaves out {name}, which shares its weight: merged, the two would differ")
@@ -94,13 +101,60 @@ def _all_linear(model: nn.Module, trained: Collection[str], notes: list[str]) ->
             f"LoRA leaves out {len(attention)} modules of class nn.MultiheadAttention ({attention[0]}, …), which use "
             "their matrices without calling them as layers"
         )
+    if frozen:
+        notes.append(
+            f"LoRA leaves out {len(frozen)} linear layers that requires_grad_(False) has frozen ({frozen[0]}, …); to "
+            f"adapt them, name them in {SECTION}.target_modules"
+        )
     if not found:
         raise ConfigError(
-            f"{class_name(model)} has no linear layer to adapt",
+            f"{class_name(model)} has no linear layer to adapt"
+            + (f": requires_grad_(False) has frozen {len(frozen)} ({frozen[0]}, …)" if frozen else ""),
             where=f"{SECTION}.target_modules: {ALL_LINEAR}",
             remedy="name the modules to adapt (embeddings and convolutions can be), or parameters in target_parameters",
         )
     return found
+
+
+def is_frozen(module: nn.Module) -> bool:
+    """Whether a module has parameters, and `requires_grad_(False)` has frozen all of them."""
+    parameters = list(module.parameters())
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+
+
+def without_frozen(model: nn.Module, names: list[str], ending: str, key: str, notes: list[str]) -> list[str]:
+    """Of the modules that an ending matches, those that the model's code has not frozen, as it does with a teacher.
+
+    All of them where every one is frozen, or the whole model: then the ending can mean nothing else.
+
+    Args:
+        names: of the modules.
+        ending: that matches them; a full name is always kept.
+        key: of the recipe's LoRA section, for the note.
+        notes: for the user, extended here.
+    """
+    frozen = [name for name in names if name != ending and is_frozen(model.get_submodule(name))]
+    if not frozen or len(frozen) == len(names) or is_frozen(model):
+        return names
+    notes.append(
+        f"LoRA leaves out {len(frozen)} of the modules called {ending}, which requires_grad_(False) has frozen "
+        f"({frozen[0]}, …); to take them, write their full names in {SECTION}.{key}"
+    )
+    return [name for name in names if name not in frozen]
+
+
+def _trained(model: nn.Module, ending: str, notes: list[str]) -> list[str]:
+    """The ending of parameters, or the full names of those that are not frozen where only some of them are."""
+    found = {name: parameter for name, parameter in model.named_parameters() if ends(name, ending)}
+    trained = [name for name, parameter in found.items() if parameter.requires_grad]
+    if ending in found or len(trained) in (0, len(found)):
+        return [ending]
+    frozen = [name for name in found if name not in trained]
+    notes.append(
+        f"LoRA leaves out {len(frozen)} of the parameters called {ending}, which requires_grad_(False) has frozen "
+        f"({frozen[0]}, …)"
+    )
+    return trained
 
 
 def _shared(model: nn.Module) -> set[nn.Parameter]:
@@ -232,6 +286,7 @@ def trained_in_full(model: nn.Module, endings: Collection[str], notes: list[str]
                 where=f"{SECTION}.modules_to_save",
                 remedy=f"modules at the top are {', '.join(name for name, _ in model.named_children())}",
             )
+        matching = without_frozen(model, matching, ending, "modules_to_save", notes)
         found += [name for name in matching if name not in found]
     moved = {id(parameter) for name in found for parameter in named[name].parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):

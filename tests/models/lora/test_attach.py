@@ -406,3 +406,76 @@ def test_a_new_head_that_is_adapted_is_left_to_that() -> None:
     config = LoraConfig(r=2, target_modules=["line", "inner.0"])
     assert attach_adapter(model, config, afresh=["inner"]) == []
     assert names(model) == {"line", "inner.0"}
+
+
+class Distilled(nn.Module):
+    """A student and a teacher that its own code has frozen, and a head with a frozen part."""
+
+    def __init__(self, *, frozen: bool = False) -> None:
+        super().__init__()
+        self.student = nn.ModuleDict({"up": nn.Linear(4, 4), "experts": Stack()})
+        self.teacher = nn.ModuleDict({"up": nn.Linear(4, 4), "experts": Stack()}).requires_grad_(False)
+        self.policy = nn.ModuleDict({"old": nn.Linear(4, 4).requires_grad_(False), "new": nn.Linear(4, 4)})
+        if frozen:
+            self.requires_grad_(False)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stacked = nn.Parameter(torch.zeros(2, 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "adapted", "note"),
+    [
+        (
+            {},
+            {"student.up", "policy.new"},
+            r"2 linear layers that requires_grad_\(False\) has frozen \(teacher.up, …\)",
+        ),
+        ({"target_modules": ["up"]}, {"student.up"}, "1 of the modules called up, .* their full names in .*modules"),
+        ({"target_modules": ["up", "teacher.up"]}, {"student.up", "teacher.up"}, "their full names"),
+        ({"target_modules": ["old"]}, {"policy.old"}, None),
+        (
+            {"target_modules": ["new"], "modules_to_save": ["up"]},
+            {"policy.new"},
+            "modules called up, .*modules_to_save",
+        ),
+        (
+            {"target_modules": ["new"], "target_parameters": ["experts.stacked"]},
+            {"policy.new", "student.experts"},
+            r"1 of the parameters called experts.stacked, .*teacher.experts.stacked",
+        ),
+    ],
+)
+def test_what_a_model_has_frozen_is_left_out_with_a_word(
+    changes: dict[str, Any], adapted: set[str], note: str | None
+) -> None:
+    model = Distilled()
+    notes = [one for one in attach_adapter(model, LoraConfig(r=2, **changes)) if "stacked parameters" not in one]
+    assert names(model) == adapted
+    assert len(notes) == (note is not None)
+    assert note is None or re.search(note, notes[0]), notes
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all("lora_" in name or name.startswith("student.up") for name in trained), trained
+
+
+def test_a_part_that_is_trained_in_full_keeps_what_is_frozen_inside_it() -> None:
+    for how in ({"modules_to_save": ["policy"]}, {}):
+        model = Distilled()
+        attach_adapter(
+            model, LoraConfig(r=2, target_modules=["student.up"], **how), (), () if how else ("policy", "teacher")
+        )
+        full = {name for name, parameter in model.named_parameters() if parameter.requires_grad and "lora_" not in name}
+        assert full == {"policy.new.weight", "policy.new.bias"}
+
+
+def test_a_model_that_is_frozen_whole_is_adapted_as_if_it_were_not() -> None:
+    """As in plain PEFT, where the base is frozen either way."""
+    model = Distilled(frozen=True)
+    assert not any("has frozen" in note for note in attach_adapter(model, LoraConfig(r=2)))
+    assert names(model) == {"student.up", "teacher.up", "policy.old", "policy.new"}
+    thawed = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.LayerNorm(2))
+    with pytest.raises(ConfigError, match=r"no linear layer to adapt: requires_grad_\(False\) has frozen 1 \(0, …\)"):
+        attach_adapter(thawed, LoraConfig(r=2))
