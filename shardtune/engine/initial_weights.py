@@ -63,7 +63,15 @@ def load_first_weights(module: BaseTrainModule, prefix: str, ranks: Ranks, dtype
         )
     else:
         notes = load_initial_weights(
-            source, module, module, build=_again(module), seed=seed, dtype=dtype, ranks=ranks, device=ranks.device
+            source,
+            module,
+            module,
+            build=_again(module),
+            seed=seed,
+            dtype=dtype,
+            ranks=ranks,
+            device=ranks.device,
+            by_class=True,
         )
     if empty_adapter:
         initialise_adapter(module, seed)

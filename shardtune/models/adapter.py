@@ -214,6 +214,12 @@ class Adapter(ABC):
         return None
 
     @property
+    def builds_by_class(self) -> bool:
+        """Whether `build` makes a model of transformers from its config and does nothing else, so that the initialiser
+        of its class gives the same model module by module; by default the values of `build` count."""
+        return False
+
+    @property
     def processor(self) -> ProcessorMixin | None:
         """A processor of images and text, which is saved beside the weights instead of a tokenizer."""
         return None

@@ -51,7 +51,6 @@ from shardtune.models.pretrained import model_directory
 from shardtune.models.sequence_part import SequencePart
 from shardtune.models.source_losses import SourceLosses
 from shardtune.models.user_metrics import Measure, Prediction
-from shardtune.parallel.meta_init import init_empty_weights
 from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard_units import choose_units, outermost
@@ -174,6 +173,11 @@ class CausalLM(LanguageModel):
                 unit.compile(dynamic=True)
         return model
 
+    @property
+    def builds_by_class(self) -> bool:
+        """Whether neither a registered function nor a `build` of a user's class makes the model."""
+        return self._make is None and type(self).build.__module__.startswith("shardtune.")
+
     def set_execution(self, model: nn.Module) -> None:
         """Nothing: `build` has done it already."""
 
@@ -188,15 +192,14 @@ class CausalLM(LanguageModel):
     def _from_config(self) -> PreTrainedModel:
         implementation = None if self._requested_attention == "auto" else self._requested_attention
         try:
-            with init_empty_weights():
-                if self._make is not None:
-                    return pretrained(self._make())
-                return self._auto.from_config(
-                    self.config,
-                    dtype=torch.float32,
-                    attn_implementation=implementation,
-                    trust_remote_code=self._trust_remote_code,
-                )
+            if self._make is not None:
+                return pretrained(self._make())
+            return self._auto.from_config(
+                self.config,
+                dtype=torch.float32,
+                attn_implementation=implementation,
+                trust_remote_code=self._trust_remote_code,
+            )
         except (ValueError, ImportError, KeyError) as error:
             raise ModelError(
                 f"transformers cannot build a {self._kind} of type {self.config.model_type!r}: {error}",

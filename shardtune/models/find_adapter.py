@@ -46,6 +46,7 @@ from shardtune.models.pretrained import (
 )
 from shardtune.models.vision.processors import load_processor
 from shardtune.models.vision.vision_language import VisionLanguage
+from shardtune.parallel.meta_init import init_empty_weights
 from shardtune.parallel.shard_units import choose_units
 
 GIVE_VISION_MODEL = "give the directory of a vision-language model (its config.json names such an architecture)"
@@ -373,7 +374,8 @@ def get_model(
     else:
         kinds = {"causal_lm": causal_lm, "vision_language": vision_language}
         adapter = kinds.get(model_type, causal_lm)(config, overrides=override_config_kwargs)
-    model = adapter.build()
+    with init_empty_weights():
+        model = adapter.build()
     adapter.one_row_per_forward(model)  # a user's batch is padded, so the model's own attention reads its mask
     return model
 

@@ -39,6 +39,14 @@ def init_empty_weights() -> Iterator[None]:
         hook.remove()
 
 
+def read_parameters(model: nn.Module) -> list[str]:
+    """The names of parameters whose values a `from_pretrained` of transformers read from files while it built `model`.
+
+    transformers marks them, and the mark outlasts the move to the meta device.
+    """
+    return [name for name, parameter in model.named_parameters() if vars(parameter).get("_is_hf_initialized")]
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """This rank's part of a parameter: its memory, and where it lies in the whole."""

@@ -31,6 +31,7 @@ def check_build(kit: Kit) -> str:
     _check_plain_tensors(empty)
     _same_ties(empty, real)
     _same_buffers(empty, real, kit.adapter(), seed)
+    _same_values(kit, real)
     parameters, tied = dict(empty.named_parameters()), ties(empty)
     result = f"{len(parameters)} parameters, {sum(1 for _ in empty.buffers())} buffers, {len(tied)} tied"
     return "; ".join([result, *notes])
@@ -150,6 +151,23 @@ def _same_buffers(empty: nn.Module, real: nn.Module, adapter: Adapter, seed: int
     )
 
 
+def _same_values(kit: Kit, real: nn.Module) -> None:
+    """Training starts from what `build` makes, unless `initial_weights` gives other values."""
+    adapter = kit.adapter()
+    if adapter.builds_by_class or kit.trial.worker.task.initial_weights() is not None:
+        return
+    made, first = dict(real.named_parameters()), dict(kit.trial.worker.inner_model.named_parameters())
+    differing = [name for name, parameter in first.items() if not torch.equal(parameter, made[name].to(parameter))]
+    if differing:
+        raise Failed(
+            f"{len(differing)} of {len(first)} parameters do not start with the values that build gives them: "
+            f"{_few(differing)}",
+            where=f"{BUILD}: {differing[0]}",
+            remedy="make the values in build or return them from initial_weights, and draw them with torch, numpy or "
+            "Python's random, which are seeded before build",
+        )
+
+
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.is_meta or other.is_meta:
         return one.shape == other.shape and one.dtype == other.dtype
@@ -193,8 +211,8 @@ def check_gradient(kit: Kit) -> str:
         raise Failed(
             f"the loss does not reach {len(unreached)} of {len(trained)} trained parameters: {_few(unreached)}",
             where=f"{adapter}.loss, {BUILD}",
-            remedy="use them in the forward, or do not build them (add_pooling_layer=False, say), or name them in "
-            "actor.model.freeze; sharded, they would stay untrained at best",
+            remedy="use them in the forward, or do not build them (add_pooling_layer=False, say), or freeze them: by "
+            "requires_grad_(False) in build, or in actor.model.freeze; sharded, they would stay untrained at best",
         )
     infinite = [name for name, gradient in measured.gradients.items() if not torch.isfinite(gradient).all()]
     if infinite:

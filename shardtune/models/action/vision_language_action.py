@@ -26,7 +26,6 @@ from shardtune.models.adapter import AdapterRoot, Evaluation, LanguageRoot
 from shardtune.models.causal_lm import under_attention
 from shardtune.models.user_metrics import Measure, Prediction
 from shardtune.models.vision.vision_language import VisionLanguage
-from shardtune.parallel.meta_init import init_empty_weights
 
 ACCURACY, ERROR = "action_accuracy", "action_l1"
 """Metrics of evaluation: the share of action tokens that the policy would choose; the mean distance of its actions,
@@ -70,8 +69,7 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
             kind = action_class(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(self.config)])
         implementation = None if self._requested_attention == "auto" else self._requested_attention
         try:
-            with init_empty_weights():
-                return kind._from_config(self.config, dtype=torch.float32, attn_implementation=implementation)
+            return kind._from_config(self.config, dtype=torch.float32, attn_implementation=implementation)
         except (ValueError, ImportError, KeyError) as error:
             raise ModelError(
                 f"transformers cannot build a {self._kind} of type {self.config.model_type!r}: {error}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
@@ -20,7 +20,7 @@ from shardtune.errors import ConfigError, ModelError, ShardtuneError
 from shardtune.models.adapter import WeightSource
 from shardtune.models.lora.attach import base_tensors, is_adapted
 from shardtune.parallel.buffers import statistical_norms
-from shardtune.parallel.meta_init import init_empty_weights, materialise
+from shardtune.parallel.meta_init import init_empty_weights, materialise, read_parameters
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.torch_private import BatchNormBase, set_parameter
 from shardtune.training.build.initial_weights import Build, constructed, directory_of, seeded, split_source
@@ -102,6 +102,56 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     )
 
 
+def check_read_values(
+    model: nn.Module, source: WeightSource, *, by_class: bool, from_scratch: bool = False
+) -> list[str]:
+    """Refuse a model without memory that read weights while it was built, where training would start from others.
+
+    Args:
+        model: as it was built, before it is adapted or sharded.
+        source: of the initial weights.
+        by_class: as for `load_initial_weights`.
+        from_scratch: whether the recipe has `actor.model.from_scratch`.
+
+    Returns:
+        A note where training starts from the values that were read.
+    """
+    read = read_parameters(model)
+    if not read or isinstance(source, Mapping):
+        return []
+    origin = model.name_or_path if isinstance(model, PreTrainedModel) else ""
+    if from_scratch and isinstance(model, PreTrainedModel):
+        raise ModelError(
+            f"the model is built with the weights in {origin}, and the recipe is to begin from scratch",
+            where="actor.model.from_scratch: true, build()",
+            remedy="leave from_scratch out, or let build() make the model from its config alone",
+        )
+    if source is None and not by_class:
+        place = f" from {origin}" if origin else ""
+        return [
+            f"training starts from the {len(read)} tensors that from_pretrained reads{place} while the model is built"
+        ]
+    if source is None:
+        raise ModelError(
+            f"{_kind(model)} is built without memory, so the weights that from_pretrained reads from {origin} are lost",
+            where="init_empty_weights()",
+            remedy="call from_pretrained outside of init_empty_weights(), or build the model from its config and give "
+            "the directory as actor.model.model_path",
+        )
+    if (
+        origin
+        and isinstance(model, PreTrainedModel)
+        and directory_of(origin).resolve() != directory_of(source).resolve()
+    ):
+        raise ModelError(
+            f"the model is built with the weights in {origin}, and the initial weights are those in {source}",
+            where="build(), initial_weights()",
+            remedy="give one of them: let initial_weights() return None for what build() makes, or let build() make "
+            "the model from its config alone",
+        )
+    return []
+
+
 def share_values(model: nn.Module, ranks: Ranks) -> None:
     """Broadcast rank 0's values of all real tensors of a model, before it is sharded; all ranks call it.
 
@@ -126,6 +176,7 @@ def load_initial_weights(
     device: torch.device,
     frozen: torch.dtype | None = None,
     grow: bool = False,
+    by_class: bool = False,
 ) -> list[str]:
     """Load the initial weights into a sharded model, in full precision; every rank calls it.
 
@@ -133,8 +184,8 @@ def load_initial_weights(
         source: one of
             a file or directory (of transformers' layout for a model of transformers; else by the module's own names);
             tensors by name, of which rank 0's count, or functions that make them, called one at a time;
-            None, for what the model's own initialiser gives: transformers' for a model of transformers, otherwise
-            `build()` once more, for real, on rank 0's CPU; or the values it has, if it is not on the meta device.
+            None, for the values that `build()` makes, called once more, for real, on rank 0's CPU; or the values that
+            the model has, if it is not on the meta device.
             In a mapping the name of a submodule may stand for all of its tensors, with a path or None.
         model: whose names are used; with an adapter those it had before.
         root: the module around it that is sharded.
@@ -145,6 +196,8 @@ def load_initial_weights(
         device: where the weights belong.
         frozen: the dtype of parameters that are not trained, if it is another.
         grow: whether embeddings may have more rows than a directory of transformers; they get the mean of its rows.
+        by_class: whether `build()` makes a model of transformers from its config and does nothing else. Then None means
+            the initialiser of its class, which runs module by module, so that no rank holds the whole model.
 
     Returns:
         Notes for the user, a sentence each.
@@ -156,7 +209,7 @@ def load_initial_weights(
     form: _Form = {"dtype": dtype, "device": device, "frozen": frozen}
     if source is None and not any(base.tensor.is_meta for base in base_tensors(model)):
         materialise(root, **form)
-    elif isinstance(model, PreTrainedModel) and source is None:
+    elif isinstance(model, PreTrainedModel) and source is None and by_class:
         unadapted = build_empty(build, seed)[0] if is_adapted(model) else None
         initialise_weights(model, seed, root=root, unadapted=unadapted, **form)
     elif isinstance(model, PreTrainedModel) and isinstance(source, str | Path):

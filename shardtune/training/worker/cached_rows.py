@@ -35,7 +35,7 @@ from shardtune.optim.build import build_optimizer
 from shardtune.parallel.model_parallel import ModelParallel
 from shardtune.parallel.ranks import Ranks, num_ranks
 from shardtune.training.build.lora import adapt, check_stored
-from shardtune.training.build.model import build_empty, freeze
+from shardtune.training.build.model import build_empty, check_read_values, freeze
 from shardtune.training.run_summary import RunSummary
 from shardtune.training.worker.model_state import TextParts
 from shardtune.training.worker.task import DataPaths, Evaluation, Task, UserMethods
@@ -112,6 +112,10 @@ class CachedRowsTask(Task):
 
     def initial_weights(self) -> WeightSource:
         return None if self.recipe.actor.model.from_scratch else self.adapter.initial_weights()
+
+    @property
+    def builds_by_class(self) -> bool:
+        return self.adapter.builds_by_class
 
     def build_again(self) -> nn.Module:
         return self.adapter.build()
@@ -276,6 +280,9 @@ class CachedRowsTask(Task):
         recipe, config = self.recipe, self.recipe.actor.model
         self.adapter.check_layout(Layout.of(recipe.actor, num_ranks(recipe.runner)))
         model, _ = build_empty(self.adapter.build, recipe.runner.seed)
+        check_read_values(
+            model, self.initial_weights(), by_class=self.builds_by_class, from_scratch=config.from_scratch
+        )
         adapt(model, recipe, self.text.tokenizer, self.initial_weights)
         freeze(model, config.freeze)
         self.adapter.shard_units(model)

@@ -44,7 +44,7 @@ from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard import shard_model
 from shardtune.training.build.initial_weights import seeded
 from shardtune.training.build.lora import adapt, begin_adapter, from_elsewhere, frozen_dtype, is_adapter, new_ids
-from shardtune.training.build.model import freeze, load_initial_weights, share_values
+from shardtune.training.build.model import check_read_values, freeze, load_initial_weights, share_values
 from shardtune.training.step import LossScale
 from shardtune.training.utilisation import Utilisation
 
@@ -54,6 +54,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 class ModelSource(Protocol):
     """Builds a model; a `Task` is one."""
 
+    @property
+    def builds_by_class(self) -> bool: ...
     def inner_model(self, model: nn.Module) -> nn.Module: ...
     def initial_weights(self) -> WeightSource: ...
     def build_again(self) -> nn.Module: ...
@@ -130,6 +132,13 @@ class ModelState:
         with seeded(recipe.runner.seed):
             self.model: nn.Module = build()
         self.inner: nn.Module = source.inner_model(self.model)
+        if directory is None and self._is_empty():
+            self.notes += check_read_values(
+                self.inner,
+                source.initial_weights(),
+                by_class=source.builds_by_class,
+                from_scratch=recipe.actor.model.from_scratch,
+            )
         self.weights: Weights = self._shard(directory, checkpoint)
         if ranks.mesh is not None:
             compute = COMPUTE_DTYPE[recipe.actor.model.precision]
@@ -180,9 +189,12 @@ class ModelState:
             partial=parallel.partial,
         )
 
+    def _is_empty(self) -> bool:
+        """Whether the model was built without memory."""
+        return any(base.tensor.is_meta for base in base_tensors(self.inner))
+
     def _load_initial_weights(self, directory: Path | None) -> None:
-        actor = self._recipe.actor
-        empty = any(base.tensor.is_meta for base in base_tensors(self.inner))
+        actor, empty = self._recipe.actor, self._is_empty()
         exported = None if is_adapted(self.inner) else directory
         with seeded(self._recipe.runner.seed):  # a user's function may draw what its files lack
             source = exported or (self._source.initial_weights() if empty else None)
@@ -197,6 +209,7 @@ class ModelState:
             device=self._ranks.device,
             frozen=frozen_dtype(actor.model),
             grow=bool(actor.added_tokens),
+            by_class=self._source.builds_by_class,
         )
 
     def _build_again(self) -> nn.Module:

@@ -105,6 +105,11 @@ class Task(ABC):
     def initial_weights(self) -> WeightSource:
         """The initial weights of a model built without memory; None: from the module's own constructor."""
 
+    @property
+    @abstractmethod
+    def builds_by_class(self) -> bool:
+        """Whether building makes a model of transformers from its config alone (see `load_initial_weights`)."""
+
     @abstractmethod
     def build_again(self) -> nn.Module:
         """The inner model with real weights, if they come from its constructor."""

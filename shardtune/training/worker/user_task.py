@@ -89,6 +89,11 @@ class UserTask(Task):
         config = self._recipe.actor.model
         return None if config.from_scratch else config.model_path
 
+    @property
+    def builds_by_class(self) -> bool:
+        """True: a model that the worker's method makes without memory has no values of its own."""
+        return True
+
     def build_again(self) -> nn.Module:
         return self._methods.model_provider_func()
 
