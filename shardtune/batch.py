@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from shardtune.errors import ModelError
+from shardtune.row_draws import RowDraws
 
 IGNORED = -100
 """The label of a token that is no target, as `torch.nn.functional.cross_entropy` takes it."""
@@ -74,12 +75,14 @@ class Batch:
         weights: the weight of each loss term over this micro-batch, from the row index.
         fields: tensors [rows, ...] by name.
         lengths: int64 [rows] by name: the length of each row of a padded field, without padding.
+        key: of the rows' random numbers; it stands for seed and step, in evaluation for the seed alone.
     """
 
     rows: tuple[int, ...]
     weights: Mapping[str, float] = field(default_factory=dict)
     fields: Mapping[str, torch.Tensor] = field(default_factory=dict)
     lengths: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    key: int = 0
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self.fields:
@@ -102,6 +105,22 @@ class Batch:
             )
         lengths = self.lengths[name]
         return torch.arange(self[name].shape[1], device=lengths.device) < lengths[:, None]
+
+    def randn_like(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Standard normal numbers in shape, dtype and device of `tensor` [rows, …], the same on any layout.
+
+        They depend on the run's seed, the step, the row, `name` and the place in the row's tensor alone; in evaluation
+        the step does not enter, so each row always has the same.
+
+        Args:
+            name: of this draw; draws of other names are independent, those of the same name are the same numbers.
+            tensor: with one entry per row in its first dimension; for one that is not floating the numbers are fp32.
+        """
+        return RowDraws(self.key, self.rows).randn_like(name, tensor)
+
+    def rand_like(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Uniform numbers in [0, 1), otherwise as `randn_like`."""
+        return RowDraws(self.key, self.rows).rand_like(name, tensor)
 
     @property
     def num_rows(self) -> int:

@@ -29,6 +29,7 @@ ROOMS = (
     ("parallel", "launch"),
     ("config",),
     ("batch",),
+    ("row_draws",),
     ("errors",),
 )
 """Folders and files of the package from top to bottom; those of one row do not import each other."""

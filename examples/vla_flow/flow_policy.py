@@ -107,20 +107,13 @@ class FlowAdapter(ActingAdapter):
 
     def loss(self, model, batch):
         actions, real = batch["actions"], batch["real"][..., None]
-        noise, time = self.draws(model, actions)
+        noise, time = batch.randn_like("noise", actions), batch.rand_like("time", actions[:, 0, 0])
         on_its_way = torch.lerp(noise, actions, time[:, None, None])
         velocity, guess = model(batch["image"], batch["state"], batch["words"], on_its_way, time)
         flow = ((velocity - (actions - noise)) ** 2 * real).sum()
         regression = ((guess - actions).abs() * real).sum()
         numbers = int(real.sum()) * self.options.dimensions
         return {"flow": LossSum(flow, numbers), "regression": LossSum(self.options.regression * regression, numbers)}
-
-    def draws(self, model, actions):
-        """Noise and times: in training drawn anew (seeded by step and micro-batch), else always the same."""
-        if model.training:
-            return torch.randn_like(actions), torch.rand_like(actions[:, 0, 0])
-        noise = torch.randn((1, *model.shape), generator=torch.Generator().manual_seed(0)).to(actions)
-        return noise.expand_as(actions), torch.full_like(actions[:, 0, 0], 0.5)
 
     def metrics(self, model, batch):
         """How far the chunk is off that the policy would follow, in the units of the data."""

@@ -6,7 +6,7 @@ import math
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -20,6 +20,9 @@ from shardtune.parallel.ranks import Ranks
 from shardtune.training.train_output import read_train_output
 from shardtune.training.utilisation import Utilisation
 
+ROW_DRAWS = "rows"
+"""`derive_seed(seed, step, ROW_DRAWS)` is the key of the rows' random numbers in a step, `derive_seed(seed, ROW_DRAWS)`
+in evaluation."""
 MAX_HALVINGS = 40
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 TRAIN_METRICS = (
@@ -155,7 +158,10 @@ def accumulate(
     seed, step, rank = draws
     totals = {name: torch.zeros((), dtype=torch.float64) for name in denominators}
     metrics: dict[str, Metric] = {}
+    key = derive_seed(seed, step, ROW_DRAWS)
     for number, batch in enumerate(micro_batches):
+        if isinstance(batch, Batch):
+            batch = replace(batch, key=key)
         if weights.on_ranks:
             weights.begin_micro_batch(last=number == len(micro_batches) - 1)
         seed_rng(seed, step, number, rank, "train")

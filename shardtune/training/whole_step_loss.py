@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from shardtune.batch import Batch, LossSum, Metric
+from shardtune.data.loader.order import derive_seed
 from shardtune.errors import ModelError
 from shardtune.models.adapter import WholeStepAdapter, named
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
-from shardtune.training.step import Totals, check_weights, objective, seed_rng
+from shardtune.training.step import ROW_DRAWS, Totals, check_weights, objective, seed_rng
 
 Outputs = Mapping[str, torch.Tensor]
 
@@ -50,6 +52,7 @@ class WholeStep:
         """As `step.accumulate`, with a `forward` that returns outputs; only rank 0 has totals, as they are summed."""
         found = []
         seed, step, rank = draws
+        micro_batches = [replace(batch, key=derive_seed(seed, step, ROW_DRAWS)) for batch in micro_batches]
         with torch.no_grad():
             for number, batch in enumerate(micro_batches):
                 seed_rng(seed, step, number, rank, "train")

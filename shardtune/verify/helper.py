@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -69,8 +70,10 @@ def _train(recipe: Recipe, shared: Path) -> None:
     worker = set_up(recipe)
     worker.model.eval()
     tied = ties(worker.inner_model)
-    gradients = _first_gradient(worker)
-    done = run(worker, STEPS)
+    trial = Trial(worker)
+    with trial.draws() if trial.nondeterminism is None else nullcontext():
+        gradients = _first_gradient(worker)
+        done = run(worker, STEPS)
     shared.mkdir(parents=True, exist_ok=True)
     worker.save_checkpoint(shared / "checkpoint", STEPS)
     if worker.ranks.is_main:

@@ -73,7 +73,7 @@ class Kit:
         """The same, for checks that compare two forwards.
 
         Raises:
-            Skipped: the loss is random even in evaluation mode.
+            Skipped: the loss is random even in evaluation mode, and with torch's draws held.
         """
         if self.trial.nondeterminism is not None:
             raise Skipped(self.trial.nondeterminism)

@@ -41,7 +41,8 @@ def _measured(trial: Trial, split: Sequence[Sequence[int]]) -> dict[str, tuple[f
     trial.root.measure = _sum_of if trial.adapter.predicts else None
     try:
         for part in split:
-            found = trial.root.evaluate(trial.batch(part))
+            with trial.draws():
+                found = trial.root.evaluate(trial.batch(part))
             for name, metric in as_metrics(found.metrics, where).items():
                 total, weight = sums.get(name, (0.0, 0.0))
                 sums[name] = (total + metric.total, weight + metric.weight)

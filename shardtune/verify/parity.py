@@ -100,10 +100,18 @@ def check_parity(kit: Kit) -> str:
     # The worker of the trial has not been trained; a copy of its model is a plain module with the initial weights.
     model = copy.deepcopy(trial.worker.inner_model).eval()
     optim = kit.case.variant(PARITY).actor.optim
-    steps = [[trial.samples[int(row)] for row in rows] for rows in trial.step_rows(STEPS)]
-    plain = train_plainly(
-        trial.adapter, model, steps, trial.weigh, lr=optim.lr, momentum=MOMENTUM, decay=optim.weight_decay
-    )
+    steps = [{int(row): trial.samples[int(row)] for row in rows} for rows in trial.step_rows(STEPS)]
+    with trial.draws():
+        plain = train_plainly(
+            trial.adapter,
+            model,
+            steps,
+            trial.weigh,
+            seed=kit.case.recipe.runner.seed,
+            lr=optim.lr,
+            momentum=MOMENTUM,
+            decay=optim.weight_decay,
+        )
     agreeing: list[str] = []
     diverging: list[tuple[Axis, str, str]] = []
     left_out: list[str] = []
@@ -163,7 +171,8 @@ def _run_of(kit: Kit, axis: Axis) -> Trajectory:
     if axis is CHECKPOINTING:
         _checkpoint_units(worker)
         _check_own_checkpointing(kit)
-    return run(worker, STEPS)
+    with kit.trial.draws():
+        return run(worker, STEPS)
 
 
 def _check_own_checkpointing(kit: Kit) -> None:
@@ -256,7 +265,8 @@ def check_shards(kit: Kit) -> str:
             remedy=SHARDING.remedy,
         )
     worker.model.eval()
-    one = run(worker, STEPS)
+    with trial.draws():
+        one = run(worker, STEPS)
     _same_losses(one.losses, ranks["losses"])
     loaded = kit.worker(PARITY)
     loaded.load_checkpoint(folder / "checkpoint")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardtune.batch import LossSum, Sample
+from shardtune.batch import Batch, LossSum, PackedBatch, Sample
+from shardtune.data.loader.order import derive_seed
 from shardtune.models.adapter import Adapter, LanguageModel, named
 from shardtune.models.causal_lm import CausalLM
+from shardtune.training.step import ROW_DRAWS
 from shardtune.verify.masks import Weigh
 from shardtune.verify.trial import Trajectory, copies
 
@@ -21,9 +24,10 @@ CLIP = 1.0
 def train_plainly(
     adapter: Adapter,
     model: nn.Module,
-    steps: Sequence[Sequence[Sample]],
+    steps: Sequence[Mapping[int, Sample]],
     weigh: Weigh,
     *,
+    seed: int,
     lr: float,
     momentum: float,
     decay: float,
@@ -35,8 +39,9 @@ def train_plainly(
     Args:
         adapter: defines the loss.
         model: a plain module with the initial weights; trained in place.
-        steps: the rows of each.
+        steps: the rows of each, by number.
         weigh: a row to its weight in each loss term.
+        seed: of the rows' random numbers.
         lr: of SGD.
         momentum: of SGD.
         decay: of weights with two dimensions or more.
@@ -51,12 +56,13 @@ def train_plainly(
         momentum=momentum,
     )
     losses, norms = [], []
-    for samples in steps:
+    for number, samples in enumerate(steps):
         optimizer.zero_grad()
-        weights = [weigh(sample) for sample in samples]
+        weights = [weigh(sample) for sample in samples.values()]
         terms = {term for row in weights for term in row}
         denominators = {term: sum(row.get(term, 0.0) for row in weights) for term in terms}
-        found = _whole_loss(adapter, model, samples, denominators, weigh)
+        key = derive_seed(seed, number, ROW_DRAWS)
+        found = _whole_loss(adapter, model, samples, denominators, weigh, key)
         loss = torch.stack([found[term].total / denominators[term] for term in terms if denominators[term]]).sum()
         loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(trained, CLIP)))
@@ -66,29 +72,33 @@ def train_plainly(
 
 
 def _whole_loss(
-    adapter: Adapter, model: nn.Module, samples: Sequence[Sample], weights: Mapping[str, float], weigh: Weigh
+    adapter: Adapter,
+    model: nn.Module,
+    samples: Mapping[int, Sample],
+    weights: Mapping[str, float],
+    weigh: Weigh,
+    key: int,
 ) -> Mapping[str, LossSum]:
     """The loss of all rows of a step: of one batch of them, or for language models of each row alone."""
     if not isinstance(adapter, LanguageModel):
-        return named(adapter.loss(model, adapter.collate(list(samples), list(range(len(samples))), weights)))
+        batch = adapter.collate(list(samples.values()), list(samples), weights)
+        return named(adapter.loss(model, replace(batch, key=key)))
     totals: dict[str, torch.Tensor] = {}
-    for sample in samples:
-        for term, total in _row_loss(adapter, model, sample, weigh(sample)).items():
+    for row, sample in samples.items():
+        batch = replace(adapter.collate([sample], [row], weigh(sample)), key=key)
+        for term, total in _row_loss(adapter, model, sample, batch).items():
             totals[term] = totals[term] + total if term in totals else total
     return {term: LossSum(total, weights[term]) for term, total in totals.items()}
 
 
-def _row_loss(
-    adapter: LanguageModel, model: nn.Module, sample: Sample, own: Mapping[str, float]
-) -> dict[str, torch.Tensor]:
+def _row_loss(adapter: LanguageModel, model: nn.Module, sample: Sample, batch: Batch) -> dict[str, torch.Tensor]:
     """The loss of one row: the cross-entropy of the model's own logits, where the adapter has no other terms."""
-    if not isinstance(adapter, CausalLM) or len(own) > 1:
-        losses = named(adapter.loss(model, adapter.collate([sample], [0], own)))
-        return {term: loss.total for term, loss in losses.items()}
+    if not isinstance(adapter, CausalLM) or len(batch.weights) > 1:
+        return {term: loss.total for term, loss in named(adapter.loss(model, batch)).items()}
     ids = torch.from_numpy(sample.input_ids.astype(np.int64))
     scale = torch.from_numpy(sample.loss_weights.astype(np.float64))[1:]
     places = torch.arange(len(ids) - 1)
-    batch = adapter.collate([sample], [0], own)
+    assert isinstance(batch, PackedBatch)
     logits = adapter.reference_logits(model, batch, places)
     each = F.cross_entropy(logits, ids[1:], reduction="none")
-    return dict.fromkeys(own, (each * scale).sum())
+    return dict.fromkeys(batch.weights, (each * scale).sum())

@@ -27,8 +27,8 @@ ENCODING = (
     "of text (another one in every process); what is drawn at random belongs in loss, as rows are encoded once and kept"
 )
 DETERMINISM = (
-    "let everything that loss reads come from the batch and the model: draw with torch alone (it is seeded before each "
-    "forward), keep nothing on the adapter between calls"
+    "let everything that loss reads come from the batch and the model: draw by batch.randn_like, batch.rand_like (or "
+    "with torch, which is seeded before each forward), keep nothing on the adapter between calls"
 )
 
 

@@ -17,6 +17,10 @@ from shardtune.verify.tokens import check_packing, check_tokens
 from shardtune.verify.trial import CLOSE, Measured, Trial, apart, distance
 
 RANDOM_SPLITS = 3
+HELD = (
+    "with the draws of torch's generator held constant, which depend on micro-batches and ranks (those of "
+    "batch.randn_like and batch.rand_like do not)"
+)
 FURTHER = 3
 """Additional positions of padding for padded fields."""
 
@@ -37,7 +41,7 @@ def check_sums(kit: Kit) -> str:
         _check_totals(trial, reference, measured, splits[0][0], how)
         _check_gradients(trial, reference, measured, splits[0][0], how)
     result = f"{len(splits)} splits of {len(rows)} rows give the same sums, weights and gradients"
-    return "; ".join([result, *_check_training_mode(kit, splits[:2])])
+    return "; ".join([result, *([HELD] if trial.holds_draws else []), *_check_training_mode(kit, splits[:2])])
 
 
 def _check_training_mode(kit: Kit, splits: Sequence[tuple[str, list[list[int]]]]) -> Iterator[str]:
@@ -47,13 +51,13 @@ def _check_training_mode(kit: Kit, splits: Sequence[tuple[str, list[list[int]]]]
     trial = Trial(kit.worker(PARITY))
     trial.train()
     if trial.nondeterminism is not None:
-        yield "not compared in training mode, where the loss is random"
+        yield f"not compared in training mode: {trial.nondeterminism}"
         return
     (one, parts), (other, together) = splits
     reference, measured = (trial.measure([trial.batch(part) for part in split]) for split in (parts, together))
     _check_totals(trial, reference, measured, f"{one} in training mode", other)
     _check_gradients(trial, reference, measured, f"{one} in training mode", other)
-    yield "in training mode too"
+    yield f"in training mode too{f', {HELD}' if trial.holds_draws and not kit.trial.holds_draws else ''}"
 
 
 def _splits(trial: Trial, rows: Sequence[int]) -> Iterator[tuple[str, list[list[int]]]]:

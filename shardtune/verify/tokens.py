@@ -79,9 +79,10 @@ def _check_causal(trial: Trial) -> Iterator[str]:
     tokens = sample.input_ids.copy()
     tokens[-1] = _another_token(trial)[int(tokens[-1])]
     places = torch.arange(sample.length - 1)
-    before, after = (
-        root.logits(_packed(trial.batch_of([one])), places) for one in (sample, replace(sample, input_ids=tokens))
-    )
+    with trial.draws():
+        before, after = (
+            root.logits(_packed(trial.batch_of([one])), places) for one in (sample, replace(sample, input_ids=tokens))
+        )
     moved = (before - after).abs().amax(-1) > CLOSE * before.abs().max()
     if bool(moved.any()):
         raise Failed(
@@ -111,8 +112,9 @@ def check_packing(trial: Trial, root: LanguageRoot) -> str:
         for row in rows:
             sample = trial.samples[row]
             places = torch.arange(sample.length)
-            packed = root.logits(batch, places + start)
-            alone = root.reference_logits(_packed(trial.batch_of([sample])), places)
+            with trial.draws():
+                packed = root.logits(batch, places + start)
+                alone = root.reference_logits(_packed(trial.batch([row])), places)
             far = float((packed - alone).abs().max() / alone.abs().max().clamp(min=1e-30))
             if not far <= CLOSE:
                 raise Failed(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -12,20 +13,26 @@ from torch import nn
 
 from shardtune.batch import Batch, LossSum, Sample
 from shardtune.config import Recipe
+from shardtune.data.loader.order import derive_seed
 from shardtune.data.loader.step_loader import DataState, Step, StepLoader
 from shardtune.data.prepare import WeighedRows
 from shardtune.models.adapter import Adapter, AdapterRoot, WholeStepAdapter, named
 from shardtune.parallel.buffers import statistical_norms
 from shardtune.parallel.fsdp2 import local
 from shardtune.parallel.torch_private import DropoutBase
-from shardtune.training.step import Accumulate, accumulate, objective, seed_rng
+from shardtune.training.step import ROW_DRAWS, Accumulate, accumulate, objective, seed_rng
 from shardtune.training.whole_step_loss import WholeStep
 from shardtune.training.worker.adapter_worker import SFTWorker
+from shardtune.verify.held_draws import HeldDraws
 from shardtune.verify.result import Failed
 
 Tensors = Mapping[str, torch.Tensor]
 CLOSE = 1e-6
 """The relative difference allowed between two ways to the same number in fp64: far above rounding, below any fault."""
+
+
+FIRST_KEY = derive_seed(0, 0, ROW_DRAWS)
+"""The key of the rows' random numbers in step 0 of seed 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +110,14 @@ class Trial:
 
     Args:
         worker: set up for training.
+
+    Attributes:
+        holds_draws: whether what torch's generators draw is held constant, as the loss is random without that.
     """
 
     def __init__(self, worker: SFTWorker) -> None:
         worker.model.eval()
+        self.holds_draws = False
         assert worker.prepared.train is not None
         self.worker = worker
         self.adapter: Adapter = worker.adapter
@@ -191,12 +202,22 @@ class Trial:
     def losses(self, batch: Batch, seed: int = 0) -> dict[str, LossSum]:
         """The terms of a micro-batch's loss, with their graph; for a whole-step loss the micro-batch is the step."""
         seed_rng(seed, 0, 0, 0, "verify")
-        if isinstance(self.adapter, WholeStepAdapter):
-            return named(self.adapter.step_loss(self.root(batch)))
-        return dict(self.root(batch))
+        batch = replace(batch, key=FIRST_KEY)
+        with self.draws():
+            if isinstance(self.adapter, WholeStepAdapter):
+                return named(self.adapter.step_loss(self.root(batch)))
+            return dict(self.root(batch))
+
+    def draws(self) -> AbstractContextManager[object]:
+        """In which losses are computed."""
+        return HeldDraws() if self.holds_draws else nullcontext()
 
     def measure(self, batches: Sequence[Batch]) -> Measured:
         """Losses and gradients of micro-batches together, as in one step."""
+        with self.draws():
+            return self._measure(batches)
+
+    def _measure(self, batches: Sequence[Batch]) -> Measured:
         weights = self.worker.weights
         weights.zero_gradients()
         denominators = {term: sum(batch.weights.get(term, 0.0) for batch in batches) for term in self.terms}
@@ -244,7 +265,16 @@ class Trial:
 
     @cached_property
     def nondeterminism(self) -> str | None:
-        """Why two forwards of the same rows cannot be compared; None where they can."""
+        """Why two forwards of the same rows cannot be compared; None where they can, if need be with `holds_draws`."""
+        found = self._randomness()
+        if found is None or self.holds_draws:
+            return found
+        self.holds_draws = True
+        found = self._randomness()
+        self.holds_draws = found is None
+        return found
+
+    def _randomness(self) -> str | None:
         batch = self.batch(self.forwards(range(self.num_rows))[0])
         with torch.no_grad():
             first, again, other = (
@@ -254,8 +284,8 @@ class Trial:
             return f"the same rows give {shown(first)} and then {shown(again)} with the same seed (see repeat)"
         if not same(first, other):
             return (
-                f"the loss is random in evaluation mode too ({shown(first)} and {shown(other)} with two seeds), so two "
-                "ways to compute it cannot be compared; to compare them, draw in encode, or only while model.training"
+                f"the loss is random ({shown(first)} and {shown(other)} with two seeds), so two ways to compute it "
+                "cannot be compared; to compare them, draw by batch.randn_like and batch.rand_like"
             )
         return None
 

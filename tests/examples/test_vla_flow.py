@@ -16,6 +16,7 @@ from PIL import Image
 import shardtune
 from shardtune.config import load_recipe
 from shardtune.models.find_adapter import find_adapter
+from shardtune.training.worker.adapter_worker import SFTWorker
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "vla_flow"
 
@@ -47,6 +48,26 @@ def test_it_learns_to_act(made: Path) -> None:
     assert last["eval/action_l1"] < 0.8 * first["eval/action_l1"]
     trained = next(line for line in lines if "train/loss" in line)
     assert trained["train/loss"] == pytest.approx(trained["train/loss/flow"] + trained["train/loss/regression"])
+
+
+def test_noise_and_times_belong_to_the_frames(made: Path) -> None:
+    """However the frames of a step or of an evaluation are cut."""
+    found = []
+    for rows, evaluated in ((8, 64), (3, 5)):
+        recipe = load_recipe(
+            made / "recipe.yaml", [
+                f"data.cache_dir={made}/cache", "eval.environment=null", "actor.model.precision=fp64",
+                "actor.model.options={width: 16}", "actor.global_batch_size=8", f"actor.micro_batch_size={rows}",
+                f"actor.eval_micro_batch_size={evaluated}",
+            ],
+        )  # fmt: skip
+        worker = SFTWorker(recipe, report=lambda text: None)
+        worker.setup()
+        steps = [worker.run_training() for _ in range(2)]
+        numbers = [step[name] for step in steps for name in ("train/loss", "train/grad_norm", "train/loss/flow")]
+        found.append([*numbers, *worker.run_eval().values()])
+        worker.release()
+    assert found[1] == pytest.approx(found[0], rel=1e-9)
 
 
 def test_actions_behind_an_episode_weigh_nothing(made: Path) -> None:

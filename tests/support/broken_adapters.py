@@ -12,7 +12,17 @@ from torch import nn
 
 from shardtune import Batch, LossSum, Prediction, Sample
 from shardtune.batch import PackedBatch
-from tests.support.healthy_adapters import Block, Packed, Pictures, Regressor, Tagger, Tokens, Tower
+from tests.support.healthy_adapters import (
+    Block,
+    Denoiser,
+    Packed,
+    Pictures,
+    Regressor,
+    Tagger,
+    Tokens,
+    TorchDenoiser,
+    Tower,
+)
 
 
 class EncodeDraws(Pictures):
@@ -121,6 +131,53 @@ class SumsMean(Pictures):
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
         found = super().loss(model, batch)
         return LossSum(found.total / len(batch["label"]), found.weight)
+
+
+class DrawsMean(Denoiser):
+    def loss(self, model: nn.Module, batch: Batch) -> dict[str, LossSum]:
+        found = super().loss(model, batch)
+        return {name: LossSum(term.total / len(batch.rows), term.weight) for name, term in found.items()}
+
+
+class DrawsCentre(Denoiser):
+    """The noise of a row depends on the others."""
+
+    def draws(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        noise, time = super().draws(batch)
+        return noise + batch["x"].mean(0), time
+
+
+class DrawsCount(Denoiser):
+    """What is not seen counts."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> dict[str, LossSum]:
+        found = super().loss(model, batch)
+        unseen = (1 - batch["seen"]).sum() * model(batch["x"]).square().sum()
+        return {**found, "value": LossSum(found["value"].total + unseen, found["value"].weight)}
+
+
+class TorchDrawsMean(DrawsMean, TorchDenoiser):
+    pass
+
+
+class TorchDrawsCentre(DrawsCentre, TorchDenoiser):
+    pass
+
+
+class TorchDrawsCount(DrawsCount, TorchDenoiser):
+    pass
+
+
+class BuildCounts(Regressor):
+    """Makes other values each time."""
+
+    built = 0
+
+    def build(self) -> nn.Module:
+        type(self).built += 1
+        model = super().build()
+        model.get_parameter("head.bias").data.fill_(type(self).built)
+        return model
 
 
 class ParityMean(Regressor):

@@ -85,6 +85,33 @@ class Regressor(Adapter):
         ]
 
 
+class Denoiser(Regressor):
+    """Flow matching with noise and times of each row."""
+
+    def draws(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        return batch.randn_like("noise", batch["x"]), batch.rand_like("time", batch["x"][:, 0])
+
+    def loss(self, model: nn.Module, batch: Batch) -> dict[str, LossSum]:
+        noise, time = self.draws(batch)
+        velocity = model(torch.lerp(noise, batch["x"], time[:, None]))
+        errors = (velocity - (batch["y"] - noise[:, :2])).square() * batch["seen"]
+        sign = F.softplus(-velocity.sum(-1) * batch["y"].sum(-1).sign()).sum()
+        return {"value": LossSum(errors.sum(), float(batch["seen"].sum())), "sign": LossSum(sign, len(batch["x"]))}
+
+    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float, float]]:
+        noise, time = self.draws(batch)
+        velocity = model(torch.lerp(noise, batch["x"], time[:, None]))
+        return {"speed": (float(velocity.square().sum()), float(len(velocity)))}
+
+
+class TorchDenoiser(Denoiser):
+    """With those of torch's generator."""
+
+    def draws(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        time = torch.randint(0, 100, (len(batch["x"]),)) / 100
+        return F.dropout(torch.randn_like(batch["x"]), 0.2), time.to(batch["x"])
+
+
 class Pictures(Adapter):
     """Convolutions and a batch norm, whose statistics are buffers."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from torch import nn
 
 from shardtune.config import Recipe
 from shardtune.data.cache.dataset import TokenDataset
+from shardtune.data.loader.order import derive_seed
 from shardtune.data.loader.step_loader import BatchMaker, Limits
 from shardtune.data.prepare import PreparedData, WeighedRows
 from shardtune.errors import ConfigError, ModelError
@@ -27,7 +29,7 @@ from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.build.model import build_empty
 from shardtune.training.run_summary import RunSummary
-from shardtune.training.step import Accumulate, Totals, accumulate
+from shardtune.training.step import ROW_DRAWS, Accumulate, Totals, accumulate
 from shardtune.training.whole_step_loss import WholeStep
 from shardtune.training.worker.cached_rows import CachedRowsTask, EvaluationSet, token_counts
 from shardtune.training.worker.task import Evaluated, Evaluation, UserMethods
@@ -126,11 +128,14 @@ class AdapterTask(CachedRowsTask):
     ) -> Evaluated:
         if not isinstance(loader, EvaluationSet):
             return self._user_sets.evaluate(name, loader, info, evaluation)
+        key = derive_seed(self.recipe.runner.seed, ROW_DRAWS)  # no step: each row is evaluated with the same draws
+        blocks = ([replace(batch, key=key) for batch in block] for block in loader.blocks())
         if self._whole_step is not None:
             forward = self.methods.get_train_model_output
-            sums = self._whole_step.evaluate(forward, loader.blocks(), poll=evaluation.poll)
+            sums = self._whole_step.evaluate(forward, blocks, poll=evaluation.poll)
         else:
-            sums = sum_evaluation(self.measured, iter(loader), evaluation.ranks, poll=evaluation.poll)
+            batches = itertools.chain.from_iterable(blocks)
+            sums = sum_evaluation(self.measured, batches, evaluation.ranks, poll=evaluation.poll)
         metrics = summarize(sums)
         if not self.recipe.eval.generate:
             return Evaluated(metrics)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import getattr_static, isfunction
 from pathlib import Path
@@ -34,9 +34,10 @@ from shardtune.models.pretrained import has_tokenizer, recipe_tokenizer
 from shardtune.optim.build import check_optimizer, set_learning_rate
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks, join_ranks, leave_ranks, num_ranks
+from shardtune.row_draws import RowDraws
 from shardtune.training.build.initial_weights import seeded
 from shardtune.training.run_summary import RunSummary
-from shardtune.training.step import optimizer_step, seed_rng, step_metrics
+from shardtune.training.step import ROW_DRAWS, optimizer_step, seed_rng, step_metrics
 from shardtune.training.train_output import TRAIN, TrainOutput
 from shardtune.training.worker.build_dataloader import call_build_dataloader
 from shardtune.training.worker.data_position import DataPosition
@@ -387,7 +388,21 @@ class FSDPSftWorker(ABC):
         finally:
             self.model.train()
 
-    # What a run reads.
+    # What a subclass or a run reads.
+
+    @final
+    def row_draws(self, rows: Sequence[int] | torch.Tensor) -> RowDraws:
+        """Random numbers for a loss that draws noise or times, which depend on seed, step and row alone.
+
+        With them a step's numbers do not depend on how its rows lie in batches and on ranks. In evaluation the step
+        does not enter, so each row always has the same.
+
+        Args:
+            rows: the number of each row of the batch in the data, which the data set has to give with the row.
+        """
+        seed, numbers = self.recipe.runner.seed, rows.tolist() if isinstance(rows, torch.Tensor) else list(rows)
+        key = derive_seed(seed, self.step, ROW_DRAWS) if self.model.training else derive_seed(seed, ROW_DRAWS)
+        return RowDraws(key, numbers)
 
     @property
     @final
