@@ -358,6 +358,8 @@ def evaluate(target: str | Path, *overrides: str, checkpoint: str = "final") -> 
         checkpoint: of a run: final, latest, best, a step, or a path.
     """
     is_run = Path(target).is_dir()
+    if is_run:
+        _require_same_worker(load_run(target))
     recipe = load_run(target).recipe if is_run else load_recipe(target, overrides, in_memory=EVERYTHING[1:2])
     if is_run and overrides:
         recipe = load_recipe(recipe.to_dict(), overrides, in_memory=EVERYTHING, files_must_exist=False)
@@ -438,7 +440,7 @@ def _require_same_worker(run: Run) -> None:
         ConfigError: a script trained it with a trainer of its own.
     """
     trained_by, chosen = str(read_json(run.dir / MANIFEST)["worker"]), worker_class(run.recipe).__qualname__
-    if trained_by != chosen and run.recipe.actor.worker is None:
+    if trained_by != chosen:
         raise ConfigError(
             f"the run was trained by {trained_by}, which its recipe does not name; {chosen} would evaluate it",
             where=str(run.dir / MANIFEST),

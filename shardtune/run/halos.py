@@ -49,6 +49,7 @@ class BasicTrainer(PaddedTrainer):
         names = {short: name for name, short in PRECISIONS.items()}
         return getattr(torch, names[self.recipe.actor.model.precision])
 
+    @final
     def train(self) -> Run:
         """Train to the end, with evaluations, checkpoints, resume and `FINAL/`; every rank calls it, once.
 

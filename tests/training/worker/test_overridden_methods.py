@@ -46,7 +46,6 @@ DOCUMENTED: Mapping[type[FSDPSftWorker], Mapping[str, tuple[type | tuple[type, .
     SFTTrainer: {
         **{name: types for name, types in SHARED.items() if name != "loss_weights"},
         "get_batch_metrics": (dict, str),
-        "train": (),
     },
 }
 CASES = [(kind, name) for kind, methods in DOCUMENTED.items() for name in methods]
