@@ -69,7 +69,8 @@ def composed() -> DictConfig:
 
 def test_a_composed_configuration_is_a_recipe():
     recipe = load_recipe(composed())
-    runner, actor, data = recipe.runner, recipe.actor, recipe.data
+    runner, actor = recipe.runner, recipe.actor
+    data: Any = recipe.data
     assert (runner.seed, runner.max_epochs, runner.max_steps, runner.eval_before_training) == (1, 3, -1, True)
     assert (runner.val_check_interval, runner.save_interval) == (16, 16)  # 1,024 rows in steps of 64
     logger = runner.logger

@@ -49,7 +49,7 @@ def is_dataset(value: object) -> bool:
     return library is not None and isinstance(value, library.Dataset)
 
 
-def refuse_container(value: object) -> None:
+def refuse_container(value: Any) -> None:
     """Refuse what `datasets` has besides a `Dataset`: several of them under names, and streams.
 
     Raises:

@@ -344,10 +344,10 @@ class ModelState:
 
 def outer_parameters(model: nn.Module) -> set[str]:
     """The names of the parameters of embeddings and of a language model's head."""
-    modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    modules: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     if isinstance(head, nn.Module):
-        modules += head.modules()
+        modules += list(head.modules())
     outer = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
     return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in outer}
 
