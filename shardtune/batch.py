@@ -31,6 +31,7 @@ class Sample:
         reference: the answer expected for `prompt_ids`.
         fields: the arrays of a user's adapter, by name; each of one dtype and number of dimensions in all rows.
         size: the size of a row of fields, by which rows are divided evenly; rows of tokens have their length.
+        left_out: tokens of reasoning that the row has and the chat template does not print; not stored in the cache.
     """
 
     input_ids: np.ndarray = field(default_factory=lambda: NO_TOKENS)
@@ -39,6 +40,7 @@ class Sample:
     reference: str | None = None
     fields: Mapping[str, np.ndarray] = field(default_factory=dict)
     size: int = 0
+    left_out: int = 0
 
     @property
     def length(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,14 @@ from shardtune.parallel.meta_init import named_tensors
 _FILE = "model.safetensors"
 
 
+class Processor(Protocol):
+    """What prepares a model's inputs beside its tokenizer: a processor, an image processor, a feature extractor."""
+
+    def save_pretrained(self, save_directory: str | Path) -> object:
+        """Write its settings."""
+        ...
+
+
 def gather_full(_name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor; all ranks of its mesh call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -37,7 +46,7 @@ def save_pretrained(
     tokenizer: PreTrainedTokenizerBase | None = None,
     chat_template: str | None = None,
     end_of_turn_ids: Sequence[int] = (),
-    processor: ProcessorMixin | None = None,
+    processor: Processor | None = None,
     tensors: Mapping[str, torch.Tensor] | None = None,
     gather: Callable[[str, torch.Tensor], torch.Tensor] = gather_full,
     settings: Mapping[str, object] = MappingProxyType({}),
@@ -70,7 +79,7 @@ def save_pretrained(
     try:
         if writes:
             path.mkdir(parents=True, exist_ok=True)
-            _save_config(model, path, dtype, settings)
+            save_config(model, path, dtype, settings)
             save_text_settings(model, path, tokenizer, chat_template, end_of_turn_ids, processor)
         _save_weights(model, path, tensors, dtype, gather, max_shard_bytes if writes else None)
     except OSError as problem:
@@ -189,7 +198,10 @@ def _remove_weights(path: Path) -> None:
         file.unlink(missing_ok=True)
 
 
-def _save_config(model: PreTrainedModel, path: Path, dtype: torch.dtype, settings: Mapping[str, object]) -> None:
+def save_config(
+    model: PreTrainedModel, path: Path, dtype: torch.dtype, settings: Mapping[str, object] = MappingProxyType({})
+) -> None:
+    """Writes config.json: that of the model, with a dtype and other settings than those in memory."""
     config = deepcopy(model.config)
     config.dtype = dtype
     for key, value in settings.items():
@@ -208,7 +220,7 @@ def save_text_settings(
     tokenizer: PreTrainedTokenizerBase | None,
     chat_template: str | None,
     end_of_turn_ids: Sequence[int],
-    processor: ProcessorMixin | None = None,
+    processor: Processor | None = None,
 ) -> None:
     """Writes the files of a text model besides its weights: tokenizer or processor, generation settings, and for an
     action model the statistics of actions."""
@@ -223,7 +235,7 @@ def save_text_settings(
         generation.to_json_file(path / "generation_config.json", keys_to_pop=["compile_config", "_from_model_config"])
     if processor is not None:
         _save_reader(processor, path, chat_template)
-    elif tokenizer is not None:
+    if tokenizer is not None and not isinstance(processor, ProcessorMixin):  # such a one holds the tokenizer
         _save_reader(tokenizer, path, chat_template)
 
 
@@ -243,8 +255,8 @@ def _set_stop_tokens(
         generation.pad_token_id = stops[0]
 
 
-def _save_reader(reader: PreTrainedTokenizerBase | ProcessorMixin, path: Path, chat_template: str | None) -> None:
+def _save_reader(reader: PreTrainedTokenizerBase | Processor, path: Path, chat_template: str | None) -> None:
     copy = deepcopy(reader)
-    if chat_template is not None:
+    if chat_template is not None and isinstance(copy, PreTrainedTokenizerBase | ProcessorMixin):
         copy.chat_template = chat_template
     copy.save_pretrained(path)

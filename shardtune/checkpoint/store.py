@@ -274,6 +274,15 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return read_json(checkpoint / STATE)["state"]
 
 
+def saved_step(checkpoint: Path) -> int:
+    """The step of a complete checkpoint.
+
+    Raises:
+        CheckpointError: state.json is gone or damaged.
+    """
+    return int(read_json(checkpoint / STATE)["step"])
+
+
 def _fault(checkpoint: Path) -> str | None:
     """What is missing in a checkpoint, None for a complete one. Reads only state.json and file sizes."""
     if not checkpoint.is_dir():

@@ -268,10 +268,10 @@ def export(
 @data_app.command("preview")
 def preview(
     recipe: RecipeArgument = None,
-    rows: Annotated[int, typer.Option(min=1, help="How many rows to show.")] = 3,
-    start: Annotated[int, typer.Option(min=0, help="The first row to show, counted from 0.")] = 0,
+    rows: Annotated[int, typer.Option(min=1, help="How many training rows to show, and of each evaluation set.")] = 3,
+    start: Annotated[int, typer.Option(min=0, help="The first training row to show, counted from 0.")] = 0,
 ) -> None:
-    """Show rows as the model sees them, with the trained tokens marked, and count the rows left out.
+    """Show rows as the model receives them, with the trained tokens marked, and count the rows left out.
 
     **Examples**
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -175,7 +175,7 @@ def translate(layers: Sequence[Layer], in_memory: Collection[str] = ()) -> Trans
                 _rename(name, value, where, layer, own, result)
         result.problems += _unknown(rest, layer)
         lines = {ours: layer.lines[theirs] for theirs, ours in ALIASES.items() if theirs in layer.lines}
-        result.layers.append(Layer({**rest}, layer.origin, layer.lines))
+        result.layers.append(replace(layer, tree=rest))
         result.layers.append(Layer(own, layer.origin, lines))
     _derive(pending, in_memory, result)
     result.notes += [

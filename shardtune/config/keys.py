@@ -54,6 +54,9 @@ IN_ROWS = {
     "n_examples": "runner.max_steps",
 }
 
+# Sections at the top that stand below another one here, as RLinf prints its files of models.
+SECTION_NAMES = {"model": "actor.model", "tokenizer": "actor.tokenizer"}
+
 # HALOs' defaults that differ from ours, for `loss=sft` without a recipe.
 HALOS_DEFAULTS = {"actor": {"optim": {"lr": 5.0e-6}}}
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import cast
 
 from pydantic import BaseModel
 
-from shardtune.config.keys import is_free_mapping, nearest, section_type
+from shardtune.config.keys import SECTION_NAMES, is_free_mapping, nearest, section_type
 from shardtune.config.schema import Recipe
-from shardtune.config.tree import Tree, get_section, get_value, overlay
+from shardtune.config.tree import Tree, get_section, get_value, overlay, set_value
 from shardtune.errors import ConfigError
 
 
@@ -22,15 +23,19 @@ class Layer:
         origin: the place, e.g. `recipe.yaml` or `override lr=3e-5`.
         lines: dotted key -> line number, for a file.
         named: the dotted key that an override sets; "" for a layer of several.
+        places: dotted key -> place, for keys that were given elsewhere.
     """
 
     tree: Mapping[str, object]
     origin: str
     lines: Mapping[str, int] = field(default_factory=dict)
     named: str = ""
+    places: Mapping[str, str] = field(default_factory=dict)
 
     def where(self, dotted: str) -> str:
         """The place of a key, or of the innermost section around it that has a line."""
+        if dotted in self.places:
+            return self.places[dotted]
         while dotted:
             if dotted in self.lines:
                 return f"{self.origin}:{self.lines[dotted]}"
@@ -62,9 +67,40 @@ def merge(layers: Iterable[Layer]) -> tuple[Merged, list[ConfigError]]:
     """
     merged = Merged({}, {})
     problems: list[ConfigError] = []
-    for layer in layers:
+    for given in layers:
+        layer, twice = _with_sections_in_place(given)
+        problems += twice
         problems += _lay(layer.tree, Recipe, "", merged.tree, layer, merged.origins)
     return merged, problems
+
+
+def _with_sections_in_place(layer: Layer) -> tuple[Layer, list[ConfigError]]:
+    """A layer whose sections of other systems' names are at our places; a key that both give is an error."""
+    moved = {theirs: ours for theirs, ours in SECTION_NAMES.items() if isinstance(layer.tree.get(theirs), Mapping)}
+    if not moved:
+        return layer, []
+    rest = {name: value for name, value in layer.tree.items() if name not in moved}
+    tree: object = rest
+    lines, problems = dict(layer.lines), []
+    for theirs, ours in moved.items():
+        section = cast(Mapping[str, object], layer.tree[theirs])
+        own = get_value(rest, ours)
+        for name in section.keys() & own.keys() if isinstance(own, Mapping) else ():
+            problems.append(
+                ConfigError(
+                    f"{theirs}.{name} and {ours}.{name} are the same key",
+                    where=f"{layer.where(f'{theirs}.{name}')}, {layer.where(f'{ours}.{name}')}",
+                    remedy="keep one of them",
+                )
+            )
+        wrapped: Tree = {}
+        set_value(wrapped, ours, section)
+        tree = overlay(tree, wrapped)
+        begins = f"{theirs}."
+        lines |= {
+            f"{ours}.{key.removeprefix(begins)}": line for key, line in layer.lines.items() if key.startswith(begins)
+        }
+    return replace(layer, tree=cast(Tree, tree), lines=lines), problems
 
 
 def _lay(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -18,9 +19,10 @@ from shardtune.config.keys import HALOS_DEFAULTS, KEYS, allowed
 from shardtune.config.layers import Layer, Merged, merge, raise_all
 from shardtune.config.overrides import GROUPS, read_overrides
 from shardtune.config.paths import make_absolute, named_files
+from shardtune.config.recipe_config import RecipeConfig
 from shardtune.config.recipe_file import read_file, read_mapping
 from shardtune.config.saved_lora import adopt_adapter
-from shardtune.config.schema import DataEntry, ParameterGroup, Recipe, escape_interpolation
+from shardtune.config.schema import ALTERNATIVE_KEYS, DataEntry, ParameterGroup, Recipe, escape_interpolation
 from shardtune.config.tree import Tree, get_value, set_value
 from shardtune.errors import ConfigError
 
@@ -56,6 +58,10 @@ def load_recipe(
     Raises:
         ConfigError: all mistakes in one message, each with file and line or the override's text.
     """
+    if isinstance(recipe, RecipeConfig) and not overrides:
+        unchanged = recipe.unchanged_recipe()
+        if unchanged is not None:
+            return unchanged
     written = _read(recipe, overrides)
     command = read_overrides(overrides)
     halos = translate([written, *command.groups, *command.values], in_memory)
@@ -85,7 +91,8 @@ def _read(recipe: RecipeSource | None, overrides: Sequence[str]) -> Layer:
     if isinstance(recipe, str | Path):
         return read_file(Path(recipe).expanduser())
     if isinstance(recipe, Mapping | DictConfig):
-        return read_mapping(recipe)
+        layer = read_mapping(recipe)
+        return replace(layer, places=recipe.places()) if isinstance(recipe, RecipeConfig) else layer
     if recipe is not None:
         kind = type(recipe).__name__
         raise ConfigError(f"a recipe is a path, a dict or a DictConfig, not a {kind}", remedy="give one of them")
@@ -136,13 +143,6 @@ def _resolve(merged: Merged) -> tuple[Tree, list[ConfigError]]:
             problems.append(_unresolved(dotted, merged, str(error).splitlines()[0]))
         set_value(resolved, dotted, value)
     return resolved, problems
-
-
-ALTERNATIVE_KEYS = {
-    "actor.model.micro_batch_size": "actor.micro_batch_size",
-    "actor.model.val_micro_batch_size": "actor.eval_micro_batch_size",
-}
-"""Alternative keys, and the keys that they replace; the resolved recipe has only the latter."""
 
 
 def _move_alternative_keys(tree: Tree, merged: Merged) -> list[ConfigError]:

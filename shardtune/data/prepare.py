@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +36,23 @@ class PreparedData:
         """The files of the training rows: each with its rows and a hash of their content and encoding."""
         return [] if self.train is None else self.train.files
 
+    def read(self) -> dict[str, TokenDataset]:
+        """The data sets by purpose: `train`, and `eval` or `eval/NAME` unless it is a part of the training files."""
+        sets = {} if self.train is None else {"train": self.train}
+        held_out = [] if self.train is None else self.train.files
+        others = {f"eval/{name}" if name else "eval": rows for name, rows in self.evals.items()}
+        return {**sets, **{name: rows for name, rows in others.items() if rows.files != held_out}}
+
+    def dropped(self) -> Iterator[dict[str, object]]:
+        """Every row that was read and dropped, with its file, number, cause and reason."""
+        for name, rows in self.read().items():
+            for row in rows.dropped():
+                yield {"set": name, **row}
+
     def describe(self) -> dict[str, Any]:
-        """The data's fingerprints, for the manifest."""
+        """The data's fingerprints, and what became of the rows of each file, for the manifest."""
         return {
+            "outcomes": {name: rows.report.counts() for name, rows in self.read().items()},
             "train": self.files(),
             "train_fingerprint": None if self.train is None else self.train.fingerprint,
             "evaluation_fingerprints": {name: rows.fingerprint for name, rows in self.evals.items()},

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from shardtune.config.rank_layout import Layout
 from shardtune.engine.checkpoint import load_state, save_state
@@ -34,7 +34,8 @@ from shardtune.engine.pickling import detached
 from shardtune.engine.sequence_parallel import SequenceForward
 from shardtune.engine.split_arguments import Part
 from shardtune.errors import ModelError
-from shardtune.parallel.fsdp2 import MASTER_DTYPE, Weights
+from shardtune.parallel.direct_use import in_methods
+from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, Weights
 from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard import shard_model
@@ -105,7 +106,6 @@ class RankModule:
         precision, layout = order.precision, order.layout
         master = MASTER_DTYPE[precision]
         hold = shard_model(self._module, units, ranks, precision)
-        vars(self._module)["_is_fsdp_managed_module"] = ranks.world_size > 1  # transformers' generate keeps step
         self.notes = load_first_weights(self._module, self._prefix, ranks, master, order.seed)
         # A user's optimizer holds the module's own parameters: none of them has a separate master copy.
         in_full = "fp64" if master == torch.float64 else "fp32"
@@ -116,6 +116,9 @@ class RankModule:
         )
         if layout.tensor > 1:
             _quieten()
+        self._compute = COMPUTE_DTYPE[precision]
+        if isinstance(self._module, GenerationMixin):  # other methods are called by the engine
+            in_methods(self._module, lambda name: self._weights.method(name, self._compute), ["generate"])
         self._gradients = Gradients(self._weights, ranks, model_parallel.partial)
         self._sequence = sequence
         set_rank_context(
@@ -175,6 +178,7 @@ class RankModule:
                 stack.enter_context(self._as_printed())
                 stack.enter_context(self._gradients.counted(part.share))
                 stack.enter_context(self._gradients.stepping())
+                stack.enter_context(self._weights.method(name, self._compute))
                 stack.enter_context(in_call(self._module, part.share, part.idle, share))
                 if share is not None and self._sequence is not None:
                     stack.enter_context(self._sequence.sharing(share))

@@ -18,6 +18,7 @@ from shardtune.batch import TOKENS, Batch, LossSum, Metric, PackedBatch, Sample
 from shardtune.config import DataConfig
 from shardtune.config.rank_layout import Layout
 from shardtune.data.chat.encoder import ChatEncoder, TrainOn
+from shardtune.data.chat.reasoning import Thinking
 from shardtune.data.chat.template import load_template
 from shardtune.data.encoder import Row, TooLong
 from shardtune.data.loader.packing import NO_ROW, pack
@@ -48,6 +49,7 @@ from shardtune.models.packed_attention import DOCUMENTS
 from shardtune.models.packing_probe import probe_packing
 from shardtune.models.pretrained import model_directory
 from shardtune.models.sequence_part import SequencePart
+from shardtune.models.source_losses import SourceLosses
 from shardtune.models.user_metrics import Measure, Prediction
 from shardtune.parallel.meta_init import init_empty_weights
 from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
@@ -79,6 +81,8 @@ class EncodingSettings(TypedDict):
     system_prompt: str | None
     max_length: int
     on_too_long: TooLong
+    thinking: Thinking | None
+    ignored_keys: list[str]
 
 
 class CausalLM(LanguageModel):
@@ -97,8 +101,12 @@ class CausalLM(LanguageModel):
         make: function that makes the model, instead of `config`.
         model_path: of the weights; None: they are in memory, or drawn from the seed.
         data: how rows are encoded.
+
+    Attributes:
+        source_losses: adds up the training loss by data source; None: nothing does.
     """
 
+    source_losses: SourceLosses | None = None
     _auto: ClassVar[type[_BaseAutoModelClass]] = AutoModelForCausalLM
     _kind = "causal language model"
 
@@ -250,6 +258,9 @@ class CausalLM(LanguageModel):
         self._tokenizer = tokenizer
 
     def initial_weights(self) -> WeightSource:
+        """The values that a user's function gives its model; otherwise the model's directory."""
+        if self._make is not None and self._model_path is not None:
+            return dict(pretrained(self._make()).state_dict())
         return None if self._model_path is None or self._model is not None else model_directory(self._model_path)
 
     def encode(self, row: Row) -> Sample:
@@ -267,6 +278,8 @@ class CausalLM(LanguageModel):
             "system_prompt": data.system_prompt,
             "max_length": data.max_length,
             "on_too_long": data.on_too_long,
+            "thinking": data.thinking,
+            "ignored_keys": data.ignored_keys,
         }
 
     def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> PackedBatch:
@@ -339,7 +352,8 @@ class CausalLM(LanguageModel):
     def train_loss(self, model: nn.Module, batch: Batch, token_loss: TokenLoss | None) -> dict[str, LossSum]:
         packed = cast(PackedBatch, batch)  # as `collate` has made it
         at = self._to_head(model, packed, packed.target_positions)
-        return self._losses(at, packed, token_loss or PLAIN, count_correct=False)[0]
+        by_source = self.source_losses
+        return self._losses(at, packed, token_loss or PLAIN, count_correct=False, by_source=by_source)[0]
 
     def evaluate(self, model: nn.Module, batch: Batch, measure: Measure | None = None) -> Evaluation:
         packed = cast(PackedBatch, batch)  # as `collate` has made it
@@ -402,23 +416,34 @@ class CausalLM(LanguageModel):
         return _AtHead(hidden, head, outputs["router_logits"] if self._balance_factor else (), part)
 
     def _losses(
-        self, at: _AtHead, batch: PackedBatch, token_loss: TokenLoss, *, count_correct: bool
+        self,
+        at: _AtHead,
+        batch: PackedBatch,
+        token_loss: TokenLoss,
+        *,
+        count_correct: bool,
+        by_source: SourceLosses | None = None,
     ) -> tuple[dict[str, LossSum], torch.Tensor]:
         """The losses by term, and the number of targets with the largest logit (0 unless they are counted)."""
         targets, weights = batch.targets, batch.target_weights
         if at.part is not None:
             targets, weights = at.part.select(targets), at.part.select(weights)
+        each = None
+        if by_source is not None:
+            each = torch.zeros(len(targets), dtype=accumulation_dtype(at.hidden.dtype), device=targets.device)
         if type(at.head) is nn.Linear and isinstance(token_loss, CrossEntropy):
             total, correct = linear_cross_entropy(
                 at.hidden, at.head.weight, targets, weights, bias=at.head.bias, transform=self._transform,
-                loss=token_loss, count_correct=count_correct,
+                loss=token_loss, count_correct=count_correct, each=each,
             )  # fmt: skip
         else:
             total, correct = head_cross_entropy(
                 at.hidden, _same if at.head is None else at.head, self._vocabulary, targets, weights,
                 transform=IDENTITY if at.head is None else self._transform, token_loss=token_loss,
-                count_correct=count_correct,
+                count_correct=count_correct, each=each,
             )  # fmt: skip
+        if by_source is not None and each is not None:
+            by_source.add(batch, each if at.part is None else at.part.gather(each))
         if at.part is not None:  # the same on all ranks that share the sequences
             total, correct = at.part.sum(total), at.part.sum(correct)
         losses = {TOKENS: LossSum(total, batch.target_weight)}

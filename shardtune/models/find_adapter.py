@@ -24,11 +24,11 @@ from shardtune.config.model_names import known_names, registered, registered_fun
 from shardtune.config.user_code import load_function
 from shardtune.data.images.placeholders import ImageText
 from shardtune.errors import ConfigError, ModelError
+from shardtune.models.action.check_length import check_made_length, check_stored_length
 from shardtune.models.action.openvla import OpenVLAConfig
 from shardtune.models.action.openvla_processor import load_openvla_processor, openvla_images
 from shardtune.models.action.policy import ActionPolicy
-from shardtune.models.action.settings import settings_for
-from shardtune.models.action.tokens import action_statistics
+from shardtune.models.action.settings import acts_on, settings_for
 from shardtune.models.action.vision_language_action import VisionLanguageAction
 from shardtune.models.activation_checkpointing import set_execution
 from shardtune.models.adapter import Adapter, LanguageModel
@@ -92,6 +92,8 @@ def find_adapter(
             where="actor.model.options",
             remedy="leave them out; they are for an adapter or a worker of your own",
         )
+    if registered_processor(config.model_type) is not None:
+        return _registered_adapter(recipe, tokenizer)
     wrap = recipe.actor.fsdp_config.wrap
     if config.model_type in ("vision_language", "vision_language_action"):
         return _vision_language_adapter(recipe, model, tokenizer)
@@ -129,16 +131,54 @@ def check_in_memory(model: object, tokenizer: object) -> None:
         )
 
 
+def _registered_adapter(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> CausalLM:
+    """The adapter of a model whose config and processor come from a registered function.
+
+    Its rows are text, or with a processor text and images, or with keys of actions robot data.
+    """
+    config, data = recipe.actor.model, recipe.data
+    loaded, processor = get_model_config_and_processor(recipe.as_dict_config().actor)
+    settings = _settings(config, recipe.actor.fsdp_config.wrap, None, data)
+    make = _registered_model(config)
+    if isinstance(processor, PreTrainedTokenizerBase):
+        _check_read(recipe, CausalLM)
+        adapter = CausalLM(loaded, **settings, make=make)
+        adapter.take_tokenizer(tokenizer or processor)
+    elif not isinstance(processor, ProcessorMixin):
+        raise ConfigError(
+            f"the function of {config.model_type} returned a {type(processor).__name__}, which encodes no text",
+            where=f'register_model({config.model_type!r}, gives="config_and_processor")',
+            remedy="return a tokenizer or a processor of images and text; for other rows write an adapter "
+            "(docs/add-a-model.md) or a worker of your own",
+        )
+    elif tokenizer is not None:
+        raise _comes_with_processor()
+    elif acts_on(recipe):
+        acting = _tokenizer_of(processor)
+        add_new_tokens(acting, recipe.actor.added_tokens)
+        adapter = VisionLanguageAction(loaded, processor, settings_for(recipe, loaded, acting), **settings, make=make)
+    else:
+        adapter = VisionLanguage(loaded, processor, **settings, make=make)
+    add_new_tokens(adapter.tokenizer, recipe.actor.added_tokens)
+    check_vocabulary(adapter.tokenizer, loaded, recipe.actor.added_tokens)
+    check_sizes(config, loaded, adapter.tokenizer, adapter.images if isinstance(adapter, VisionLanguage) else None)
+    return adapter
+
+
+def _comes_with_processor() -> ConfigError:
+    return ConfigError(
+        "a tokenizer in memory cannot be taken: a vision-language model's comes with its processor",
+        where="tokenizer=",
+        remedy="save the processor beside the model, and give that directory as actor.model.model_path",
+    )
+
+
 def _vision_language_adapter(
     recipe: Recipe, model: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase | None
 ) -> VisionLanguage:
     """The adapter of a recipe's vision-language model."""
     if tokenizer is not None:
-        raise ConfigError(
-            "a tokenizer in memory cannot be taken: a vision-language model's comes with its processor",
-            where="tokenizer=",
-            remedy="save the processor beside the model, and give that directory as actor.model.model_path",
-        )
+        raise _comes_with_processor()
     config = recipe.actor.model
     acts = config.model_type == "vision_language_action"
     make = vision_language if not acts else partial(vision_language_action, recipe)
@@ -226,6 +266,8 @@ def _check_read(recipe: Recipe, kind: type[Adapter]) -> None:
             "data.chat_template": data.chat_template is not None,
             "data.system_prompt": data.system_prompt is not None,
             "data.train_on": data.train_on != "assistant",
+            "data.thinking": data.thinking is not None,
+            "data.ignored_keys": bool(data.ignored_keys),
         }
     for key in (key for key, is_given in given.items() if is_given and key not in kind.reads):
         raise ConfigError(
@@ -356,9 +398,6 @@ def get_model(
         made = make()
         if isinstance(made, PreTrainedModel):
             check_sizes(config.model_copy(update={"image_size": None}), made.config)
-        if isinstance(made, ActionPolicy) and config.action_token_len is not None:
-            settings = made.settings_for(config.unnorm_key)
-            action_statistics(settings.norm_stats, config.unnorm_key or settings.unnorm_key, config.action_token_len)
         set_execution(made, choose_units(made)[0], config)
         return made
     model_type = config.model_type
@@ -388,7 +427,14 @@ def _registered_model(
     if function is None:
         return None
     values = _with_overrides(config, overrides).model_dump()
-    return lambda: function(OmegaConf.create(values))
+
+    def make() -> nn.Module:
+        check_stored_length(config)
+        made = function(OmegaConf.create(values))
+        check_made_length(config, made)
+        return made
+
+    return make
 
 
 def _with_overrides(config: ModelConfig, overrides: Mapping[str, object] | None) -> ModelConfig:

@@ -189,7 +189,9 @@ def _chunk_loss(
     with_grad: bool,
     shared: SharedVocabulary | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The weighted loss of some rows, and its gradient with respect to the head's output. Overwrites the logits.
+    """The weighted loss of each row, [rows, 1], and the gradient of their sum with respect to the head's output.
+
+    Overwrites the logits.
 
     Args:
         logits: [rows, vocabulary], after the transform.
@@ -210,9 +212,9 @@ def _chunk_loss(
     losses = normalizer - at_target
     if loss.z:
         losses += loss.z * normalizer.square()
-    total = (losses * scale).sum()
+    losses = losses * scale
     if not with_grad:
-        return total, None
+        return losses, None
     # d loss / d x_v = scale * (softmax_v * (1 + 2 z L) - q_v), where q_v is smoothing / vocabulary for every token and
     # 1 - smoothing more at the target. Of 3 tokens with target 1 and no smoothing: scale * (p0, p1 - 1, p2).
     factor = scale * (1 + 2 * loss.z * normalizer) if loss.z else scale
@@ -220,7 +222,7 @@ def _chunk_loss(
     grad = grad.scatter_add_(1, index, at_targets) if shared is None else shared.add_at(grad, index, at_targets)
     if loss.smoothing:
         grad -= scale * (loss.smoothing / vocabulary)
-    return total, grad if transform is IDENTITY else transform.backward_(grad, logits)
+    return losses, grad if transform is IDENTITY else transform.backward_(grad, logits)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -232,7 +234,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, target_weights, transform, loss, count_correct, with_grad, part):
+    def forward(
+        ctx, hidden, weight, bias, targets, target_weights, transform, loss, count_correct, with_grad, part, each
+    ):
         # needs_input_grad covers the inputs only; whether a graph is recorded has to be passed as an argument.
         needs_hidden, needs_weight, needs_bias = (need and with_grad for need in ctx.needs_input_grad[:3])
         shared = None if part is None else SharedVocabulary(part)
@@ -262,8 +266,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 likeliest = logits.argmax(-1, keepdim=True) if shared is None else shared.likeliest(logits)
                 correct += ((likeliest == index) & (scale > 0)).sum()
             needs_grad = needs_hidden or needs_weight or needs_bias
-            part_total, grad = _chunk_loss(logits, index, scale, transform, loss, needs_grad, shared)
-            total += part_total
+            losses, grad = _chunk_loss(logits, index, scale, transform, loss, needs_grad, shared)
+            total += losses.sum()
+            if each is not None:
+                each[rows] = losses[:, 0]
             if grad is None:
                 continue
             if grad_bias is not None:
@@ -288,7 +294,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if grad is None else grad.mul_(grad_total.to(grad.dtype)).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return *grads, None, None, None, None, None, None, None
+        return *grads, None, None, None, None, None, None, None, None
 
 
 def linear_cross_entropy(
@@ -301,6 +307,7 @@ def linear_cross_entropy(
     transform: LogitTransform = IDENTITY,
     loss: CrossEntropy = PLAIN,
     count_correct: bool = False,
+    each: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weighted sum over targets of the cross-entropy of a linear head, with the number of correct arg-maxes.
 
@@ -313,6 +320,7 @@ def linear_cross_entropy(
         transform: of the logits.
         loss: of a target.
         count_correct: also count the targets that have the largest logit (otherwise the count is 0).
+        each: float [targets], overwritten with the weighted loss of each target, without a graph; None: not wanted.
 
     Returns:
         (total, correct): the sum as a scalar with a graph in fp32 (fp64 for fp64 inputs), and an int64 scalar.
@@ -320,7 +328,7 @@ def linear_cross_entropy(
     part = row_slice(weight) if isinstance(weight, DTensor) else None
     if part is not None:
         weight, bias = part.rows, None if bias is None else local(bias)
-    settings = (transform, loss, count_correct, torch.is_grad_enabled(), part)
+    settings = (transform, loss, count_correct, torch.is_grad_enabled(), part, each)
     return _LinearCrossEntropy.apply(hidden, weight, bias, targets, target_weights, *settings)
 
 
@@ -334,6 +342,7 @@ def head_cross_entropy(
     transform: LogitTransform = IDENTITY,
     token_loss: TokenLoss = PLAIN,
     count_correct: bool = False,
+    each: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `linear_cross_entropy`, for a head that is no single matrix or for another loss.
 
@@ -347,11 +356,16 @@ def head_cross_entropy(
     """
     acc = accumulation_dtype(hidden.dtype)
 
-    def chunk_sum(rows: torch.Tensor, index: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def chunk_sum(
+        rows: torch.Tensor, index: torch.Tensor, scale: torch.Tensor, into: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = transform(head(rows).to(acc))
         losses = token_loss(logits, index) if rows.shape[0] else logits.sum(-1)
         correct = ((logits.argmax(-1) == index) & (scale > 0)).sum() if count_correct else index.new_zeros(())
-        return (losses * scale.to(acc)).sum(), correct
+        losses = losses * scale.to(acc)
+        if into is not None:
+            into.copy_(losses.detach())
+        return losses.sum(), correct
 
     total = hidden.new_zeros((), dtype=acc)
     correct = targets.new_zeros(())
@@ -359,7 +373,7 @@ def head_cross_entropy(
     # Without targets the head runs on an empty chunk: its weights must have a gradient on every rank or on none.
     for start in range(0, max(1, hidden.shape[0]), chunk):
         part = slice(start, start + chunk)
-        arguments = (hidden[part], targets[part], target_weights[part])
+        arguments = (hidden[part], targets[part], target_weights[part], None if each is None else each[part])
         with set_checkpoint_early_stop(False):  # early stop would raise an exception inside the user's `token_loss`
             part_total, part_correct = checkpoint(chunk_sum, *arguments, use_reentrant=False)
         total, correct = total + part_total, correct + part_correct

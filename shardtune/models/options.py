@@ -36,7 +36,7 @@ def read_options(kind: type[BaseModel], recipe: Recipe) -> BaseModel:
         place = ".".join([KEY, *(str(part) for part in first["loc"])])
         raise ConfigError(
             f"{place} = {first['input']!r}: {first['msg']}" if first["type"] != "missing" else f"{place} is required",
-            where=recipe.where(place),
+            where=recipe.where(place) or recipe.where(KEY),
             remedy=_describe(kind),
         ) from error
     _check_inner(read, given, KEY, recipe)
@@ -54,7 +54,7 @@ def _check_keys(kind: type[BaseModel], given: Mapping[str, object], place: str, 
             listed = ", ".join(kind.model_fields) or "none"
             raise ConfigError(
                 f"{place}.{name} is not an option of this model",
-                where=recipe.where(f"{place}.{name}"),
+                where=recipe.where(f"{place}.{name}") or recipe.where(KEY),
                 remedy=f"did you mean {near[0]}?" if near else f"its options are: {listed}",
             )
 

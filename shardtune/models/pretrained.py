@@ -107,6 +107,19 @@ def model_directory(path: str) -> Path:
     return folder
 
 
+def settings_directory(path: str | None) -> Path | None:
+    """The directory with a model's files of settings: the given one, or the local copy of a Hub model; None if there is
+    none."""
+    if path is None or Path(path).is_file():
+        return None
+    if Path(path).exists() or Path(path).is_absolute():
+        return Path(path) if Path(path).is_dir() else None
+    try:
+        return Path(snapshot_download(path, allow_patterns=list(SETTINGS)))
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError):
+        return None
+
+
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a directory or Hub name."""
     remedy = "give the directory of one as actor.tokenizer.tokenizer_model"

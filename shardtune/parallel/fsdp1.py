@@ -11,7 +11,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial, wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,11 +21,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.overrides import TorchFunctionMode
 
 from shardtune.parallel.buffers import norm_parameters
+from shardtune.parallel.direct_use import keeps_parts, operands
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
+from shardtune.parallel.parts import parts_of
 from shardtune.parallel.ranks import Ranks
-from shardtune.parallel.torch_private import HYBRID_SHARD_ZERO2, set_parameter, tree_map
+from shardtune.parallel.torch_private import HYBRID_SHARD_ZERO2, in_backward, set_parameter, tree_map, tree_map_only
 
 Place = tuple[nn.Module, str]
 """A module and the name of one of its own parameters."""
@@ -132,12 +137,21 @@ class Routed:
     Args:
         through: the wrapped shells, outermost first.
         cast: the dtype of floating inputs.
+
+    Attributes:
+        done: is called after the method.
     """
 
     def __init__(self, through: Sequence[FullyShardedDataParallel], cast: torch.dtype | None) -> None:
         self._through = through
         self._cast = cast
         self._open = False
+        self.done: Callable[[], None] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the module is in its forward, or in another of its methods."""
+        return self._open
 
     def method(self, original: Callable[..., object]) -> Callable[..., object]:
         """`original`, or another method of the same module called inside it."""
@@ -145,6 +159,29 @@ class Routed:
         @wraps(original)
         def run(*args: object, **kwargs: object) -> object:
             return original(*args, **kwargs) if self._open else self._run(original, args, kwargs)
+
+        return run
+
+    def part(self, original: Callable[..., object], compare: Callable[[], None]) -> Callable[..., object]:
+        """The forward of a module inside; activation checkpointing repeats it while the weights are gathered."""
+
+        @wraps(original)
+        def run(*args: object, **kwargs: object) -> object:
+            if self._open or in_backward():
+                return original(*args, **kwargs)
+            compare()
+            return self._run(original, args, kwargs)
+
+        return run
+
+    def unit(self, original: Callable[..., object], compare: Callable[[], None]) -> Callable[..., object]:
+        """The forward of a unit inside, which gathers its own weights."""
+
+        @wraps(original)
+        def run(*args: object, **kwargs: object) -> object:
+            if not self._open and not in_backward():
+                compare()
+            return original(*args, **kwargs)
 
         return run
 
@@ -165,6 +202,8 @@ class Routed:
             self._through[0](call, *inputs)
         finally:
             self._open = False
+        if self.done is not None:
+            self.done()
         return result[0]
 
     def _to_compute(self, value: object) -> object:
@@ -186,6 +225,78 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
             yield from _tensors(getattr(value, field.name))
 
 
+class FlatOperands(TorchFunctionMode):
+    """Operations outside of the model's modules get whole weights, if they compute tensors.
+
+    Args:
+        owners: of the parameters, each with its place and what gathers it.
+        compare: is called before weights are gathered.
+    """
+
+    def __init__(self, owners: Mapping[nn.Parameter, tuple[Place, Routed]], compare: Callable[[str], None]) -> None:
+        super().__init__()
+        self._owners = owners
+        self._compare = compare
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        given = dict(kwargs or {})
+        tensors = list(operands(args, given))
+        used = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor in self._owners]
+        if not used or keeps_parts(func) or _is_of_the_part(func):
+            return func(*args, **given)
+        if len(used) == len(tensors) and _gives_no_tensor(func, args, given):
+            return func(*args, **given)
+        self._compare(str(func.__name__))
+        args, given = tree_map(self._place, (args, given))
+
+        def computed(*placed: object, **named: object) -> object:
+            whole, by_name = tree_map(_at, (placed, named))
+            # A view would go with the gathered weights.
+            return tree_map_only(torch.Tensor, torch.clone, func(*whole, **by_name))
+
+        call: Callable[..., object] = computed
+        for routed in {self._owners[parameter][1] for parameter in used}:
+            call = routed.method(call)
+        return call(*args, **given)
+
+    def _place(self, value: object) -> object:
+        return _Placed(*self._owners[value][0]) if isinstance(value, nn.Parameter) and value in self._owners else value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Placed:
+    """The place of a parameter among the arguments of an operation."""
+
+    module: nn.Module
+    key: str
+
+
+def _at(value: object) -> object:
+    return getattr(value.module, value.key) if isinstance(value, _Placed) else value
+
+
+_TENSOR: Any = torch.Tensor
+TRANSPOSED = (_TENSOR.T.__get__, _TENSOR.mT.__get__)
+
+
+def _is_of_the_part(func: Any) -> bool:
+    """Whether an operation is about what this rank has: `detach`, or an attribute other than the transpose."""
+    return func.__name__ == "detach" or (func.__name__ == "__get__" and func not in TRANSPOSED)
+
+
+def _gives_no_tensor(func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+    """Whether an operation, tried on parts, gives something else (a size, a dtype)."""
+    with suppress(RuntimeError):
+        return not list(operands((func(*args, **kwargs),), {}))
+    return False
+
+
 class Flattening:
     """Rows with values into FSDP1's pieces, unit by unit: one unit is whole at a time, in one more copy while FSDP1
     joins its parameters.
@@ -196,12 +307,14 @@ class Flattening:
         wrapped: FSDP1's modules, each after those inside it; the last is the root's.
         places: of the cut parameters, by name.
         shapes: of the whole parameters, by name.
+        owners: the place of each parameter that FSDP1 has made, and what gathers it.
     """
 
     def __init__(self, sharding: FlatSharding, names: Mapping[nn.Parameter, str]) -> None:
         self._sharding = sharding
         self._names = names
         self._routed: list[tuple[nn.Module, str, Callable[..., object] | None]] = []
+        self.owners: dict[nn.Parameter, tuple[Place, Routed]] = {}
         self.wrapped: list[FullyShardedDataParallel] = []
         self.shells: list[Shell] = []
         self.places: dict[str, list[Place]] = {}
@@ -213,16 +326,40 @@ class Flattening:
         waiting: dict[nn.Module, list[FullyShardedDataParallel]] = {}
         for unit in (*units, root):
             inside = [shell for inner in unit.modules() for shell in waiting.pop(inner, [])]
+            before = set(self.places)
             through = self._wrap(unit, inside)
             waiting[unit] = through[:1]
-            routed = Routed(through, cast)
+            self._root = routed = Routed(through, cast)  # in the end the root's
+            for module, key in (self.places[name][0] for name in self.places.keys() - before):
+                self.owners[module.get_parameter(key)] = (module, key), routed
             for name in ("forward", *(sharding.entry_points if unit is root else ())):
-                self._routed.append((unit, name, vars(unit).get(name)))
-                setattr(unit, name, routed.method(getattr(unit, name)))
+                self._route(unit, name, routed.method)
+
+    def compare_parts(self, compare: Callable[[str], None], done: Callable[[], None]) -> None:
+        """Gather the root's weights for parts that are called by themselves.
+
+        Args:
+            compare: is called before weights are gathered for a part or a unit, with the name of its class.
+            done: is called after a forward of the root or of a part.
+        """
+        self._root.done = done
+        units = set(self._sharding.units)
+        for part in {*parts_of(self._sharding.root, units), *units}:
+            named = partial(compare, type(part).__name__)
+            self._route(part, "forward", partial(self._root.unit if part in units else self._root.part, compare=named))
+
+    def _route(self, module: nn.Module, name: str, through: Callable[[Callable[..., object]], object]) -> None:
+        self._routed.append((module, name, vars(module).get(name)))
+        setattr(module, name, through(getattr(module, name)))
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether the root is in its forward."""
+        return self._root.is_open
 
     def undo(self) -> None:
         """Remove FSDP1's wrappers from the model."""
-        for module, name, own in self._routed:
+        for module, name, own in reversed(self._routed):
             delattr(module, name)
             if own is not None:
                 setattr(module, name, own)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -31,13 +31,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from shardtune.errors import ModelError
-from shardtune.parallel.fsdp1 import FlatSharding, Flattening, Place, put, rank_in, row_ranges, rows
+from shardtune.parallel.fsdp1 import FlatOperands, FlatSharding, Flattening, Place, put, rank_in, row_ranges, rows
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.torch_private import (
     FlatParameter,
     drop_unreduced_gradient,
     flat_parameter,
     free_gathered,
+    in_backward,
     reduces_gradients,
     sum_gradients,
 )
@@ -94,6 +95,7 @@ class FlatWeights(Weights):
         self._held: dict[FullyShardedDataParallel, torch.Tensor] = {}
         self._swapped: dict[str, nn.Parameter] = {}
         self._flattened = Flattening(sharding, {parameter: name for name, parameter in model.named_parameters()})
+        self._flattened.compare_parts(lambda part: self._same_call.compare(part), self._free_after_part)
         self._root_shell = self._flattened.wrapped[-1]
         self._pieces = self._measure(self._flattened.places, self._flattened.shapes)
         super().__init__(
@@ -126,6 +128,12 @@ class FlatWeights(Weights):
             by_row = [(first * row, last * row) for first, last in row_ranges(shapes[name], self._mesh)]
             pieces[name] = _Piece(places[name], shapes[name], numbers, by_row)
         return pieces
+
+    def _outside(self) -> bool:
+        return not self._flattened.in_forward and not in_backward()
+
+    def _whole_operands(self, compute: torch.dtype) -> AbstractContextManager[object]:
+        return FlatOperands(self._flattened.owners, self._same_call.compare) if self._outside() else nullcontext()
 
     def _is_whole(self, name: str, parameter: torch.Tensor) -> bool:
         return name not in self._pieces
@@ -189,11 +197,9 @@ class FlatWeights(Weights):
             remedy="set actor.fsdp_config.reduce: every, or actor.training_backend: fsdp",
         )
 
-    @torch.no_grad()
-    def copy_masters_to_model(self) -> None:
+    def _free_gathered(self) -> None:
         for shell in self._flattened.wrapped:
             free_gathered(shell)
-        super().copy_masters_to_model()
 
     def zero_gradients(self) -> None:
         super().zero_gradients()

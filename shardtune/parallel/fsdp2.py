@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from shardtune.parallel.buffers import Buffers, norm_parameters
+from shardtune.parallel.direct_use import ShardedOperands
+from shardtune.parallel.parts import gather_for_parts
 from shardtune.parallel.ranks import Ranks
-from shardtune.parallel.torch_private import multiply_
+from shardtune.parallel.same_call import SameCall
+from shardtune.parallel.torch_private import holds_gathered, in_backward, initialise_root, multiply_
 
 MASTER_DTYPE = {"bf16": torch.float32, "fp16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -160,6 +163,12 @@ class Weights:
         self._ranks = ranks
         self._reduce_each = reduce_each
         self._buffers = Buffers(model, ranks)
+        self._accumulates = False
+        self._same_call = SameCall(ranks)
+        self._generating = 0
+        if isinstance(root, FSDPModule):
+            gather_for_parts(root, self._same_call.compare, self._free_after_part)
+            initialise_root(root)
         compute, master = COMPUTE_DTYPE[precision], MASTER_DTYPE[precision]
         self._master = master
         self.starts: dict[str, int] = {}
@@ -234,6 +243,48 @@ class Weights:
         """Inside, the model's parameters have their whole shapes, and `tensors` gives them; all ranks enter it."""
         return nullcontext()
 
+    @contextmanager
+    def method(self, name: str, compute: torch.dtype) -> Iterator[None]:
+        """Inside, a method runs outside of the model's forward: operations get weights whole, where they use them.
+
+        Args:
+            name: of the method, which all ranks have to call.
+            compute: the dtype of the computation.
+        """
+        if not self._outside():
+            yield
+            return
+        if not self._same_call.in_method:
+            self._free_gathered()
+        self._generating += name == "generate"
+        try:
+            with self._same_call.method(name), self._whole_operands(compute):
+                if name == "generate":
+                    self._same_call.compare(name)
+                yield
+        finally:
+            self._generating -= name == "generate"
+
+    def _free_after_part(self) -> None:
+        """In a method, free the root's weights, which the method may change in place; `generate` only reads them."""
+        if self._same_call.in_method and not self._generating and not torch.is_grad_enabled():
+            self._free_gathered()
+
+    def _free_gathered(self) -> None:
+        """Free gathered weights; the next use gathers them again."""
+        for module in self._root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _outside(self) -> bool:
+        """Whether weights are sharded, and not gathered for a forward."""
+        return isinstance(self._root, FSDPModule) and not in_backward() and not holds_gathered(self._root)
+
+    def _whole_operands(self, compute: torch.dtype) -> AbstractContextManager[object]:
+        if isinstance(self._root, FSDPModule) and self._outside():
+            return ShardedOperands(self._root, compute, self._same_call.compare)
+        return nullcontext()
+
     def _is_whole(self, name: str, parameter: torch.Tensor) -> bool:
         """Whether every rank holds all of a parameter."""
         return not isinstance(parameter, DTensor)
@@ -243,7 +294,21 @@ class Weights:
         if self.replicates:
             self._buffers.watch()
         if isinstance(self._root, FSDPModule):
-            self._root.set_requires_gradient_sync(last or self._reduce_each)
+            reduce = last or self._reduce_each
+            if not reduce and not self._accumulates:
+                self._accumulates = True
+                self._gather_each_once()
+            self._root.set_requires_gradient_sync(reduce)
+
+    def _gather_each_once(self) -> None:
+        """Gather and free each unit: FSDP2 accumulates gradients only in units that have been gathered before.
+
+        A unit that no forward calls would fail otherwise, in the backward pass of a micro-batch that is not the last.
+        """
+        for module in self._root.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+                module.reshard()
 
     @torch.no_grad()
     def sync_replicated_gradients(self) -> None:
@@ -298,9 +363,7 @@ class Weights:
         After a forward without a backward (the probe, an evaluation) FSDP2 keeps the root's weights gathered, and the
         next forward would take those instead of the changed ones.
         """
-        for module in self._root.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        self._free_gathered()
         for name in self._apart:
             self._computed[name].copy_(self.parameters[name])
 

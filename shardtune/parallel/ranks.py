@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import TypeVar
 
 import torch
@@ -131,11 +132,11 @@ class Ranks:
         if dense.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(dense)
 
-    def new_group(self) -> dist.ProcessGroup | None:
+    def new_group(self, timeout: datetime.timedelta | None = None) -> dist.ProcessGroup | None:
         """A separate process group of all ranks, for work in parallel to training; every rank calls it."""
         if self.mesh is None:
             return None
-        group = dist.new_group(backend="gloo")
+        group = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, dist.ProcessGroup)
         return group
 
@@ -203,12 +204,27 @@ def join_ranks(device: str, actor: ActorConfig) -> Ranks:
     return lay_out(layout, rank, chosen)
 
 
+_stores: dict[tuple[str, str], tuple[dist.Store, Iterator[int]]] = {}
+
+
 def open_group(device: torch.device) -> None:
-    """Initialise the process group from torchrun's variables, if that is not done yet."""
+    """Initialise the process group from torchrun's variables, if that is not done yet.
+
+    A process may do so several times, one run after another: the keys of each group are its own, because ranks would
+    take the addresses of an earlier group for those of this one and wait for ever.
+    """
+    if dist.is_initialized():
+        return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if not dist.is_initialized():
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
-        leave_at_exit()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if address not in _stores:  # kept, because rank 0 may serve it
+        store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=COLLECTIVE_TIMEOUT)))
+        _stores[address] = store, count(1)
+    store, numbers = _stores[address]
+    own = dist.PrefixStore(f"shardtune/group/{next(numbers)}", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+    leave_at_exit()
 
 
 def lay_out(layout: Layout, rank: int, device: torch.device) -> Ranks:

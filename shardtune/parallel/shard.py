@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from torch import nn
+from transformers import GenerationMixin
 
 from shardtune.parallel.fsdp1 import FlatSharding, into_rows
 from shardtune.parallel.fsdp1_weights import FlatWeights
@@ -46,6 +47,9 @@ def shard_model(
     Returns:
         What makes the model's weights once it has its values; arguments as `Weights` has them.
     """
+    for module in root.modules() if ranks.mesh is not None else ():
+        if isinstance(module, GenerationMixin):
+            vars(module)["_is_fsdp_managed_module"] = True  # transformers' generate keeps step with the other ranks
     flat: FlatSharding | None = None
     if ranks.layout.flat and ranks.mesh is not None:
         flat = FlatSharding(root, tuple(units), ranks, precision, reshard_after_forward, tuple(entry_points))

@@ -47,7 +47,7 @@ def choose_units(
         return [], f"the model is sharded as one: it has no list of blocks of one class that are its own{_HOW}"
     counts = Counter(_class_name(unit) for unit in units)
     chosen = ", ".join(f"{count} {name}" for name, count in counts.items())
-    note = f"{chosen} shard as units, chosen by their size; each has to be called, as a module, in every forward{_HOW}"
+    note = f"{chosen} shard as units, chosen by their size; they have to be called as modules, on all ranks alike{_HOW}"
     return units, "; ".join(part for part in (note, shared) if part)
 
 

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch._ops import OpOverload as OpOverload
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp._flat_param import FlatParameter as FlatParameter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, is_bw
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
@@ -119,6 +120,37 @@ def quieten_redistribution() -> None:
 def default_store() -> dist.Store:
     """The store at which the default process group met. A second one of our own would need another free port."""
     return cast(dist.Store, _get_default_store())
+
+
+# -- FSDP2 -------------------------------------------------------------------------------------------------------------
+
+
+def in_backward() -> bool:
+    """Whether autograd computes gradients, as while it repeats a forward for activation checkpointing."""
+    return is_bw()
+
+
+def initialise_root(root: FSDPModule) -> None:
+    """Let `root` be the root of the modules that FSDP2 shards in it; otherwise the first one that is called is."""
+    root._get_fsdp_state()._lazy_init()
+
+
+def holds_gathered(module: FSDPModule) -> bool:
+    """Whether a sharded module is in its forward or backward, when its weights are gathered."""
+    return module._get_fsdp_state()._training_state in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
+
+
+Inputs = tuple[tuple[object, ...], dict[str, object]]
+
+
+def before_forward(module: FSDPModule, args: tuple[object, ...], kwargs: dict[str, object]) -> Inputs:
+    """What FSDP2 does before the forward of a module; `register_fsdp_forward_method` does it for methods alone."""
+    return module._get_fsdp_state()._pre_forward(cast(nn.Module, module), args, kwargs)
+
+
+def after_forward(module: FSDPModule, args: tuple[object, ...], output: object) -> object:
+    """What FSDP2 does after the forward of a module; returns the output, through which gradients come back."""
+    return module._get_fsdp_state()._post_forward(cast(nn.Module, module), args, output)
 
 
 # -- FSDP1: torch develops it no further, so nothing of this is going to be public -------------------------------------

@@ -26,7 +26,7 @@ from shardtune.launch.local import free_port, is_launched, run_ranks
 from shardtune.launch.signals import StopSignal, end_with_parent, listening
 from shardtune.models.find_adapter import check_in_memory
 from shardtune.parallel.ranks import choose_device, leave_ranks
-from shardtune.run.choose_worker import Objects, make_worker, worker_class
+from shardtune.run.choose_worker import Objects, check_worker, make_worker, worker_class
 from shardtune.run.directory import (
     FINAL,
     MANIFEST,
@@ -46,6 +46,7 @@ from shardtune.training.loggers import SAMPLES, read_metrics
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.training.worker.model_state import over_directory
+from shardtune.training.worker.reported import evaluation_method
 from shardtune.training.worker.run_context import RunContext, silent
 
 
@@ -120,7 +121,10 @@ def _launch(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal) -
     free_port(recipe.runner.master_port)
     choose_device(recipe.runner.device, recipe.runner.nproc_per_node - 1)
     # A user-defined worker is created in the ranks only: it may hold resources that cannot be shared.
-    if issubclass(worker_class(recipe), SFTWorker):
+    kind = worker_class(recipe)
+    if not issubclass(kind, SFTWorker):
+        check_worker(recipe, kind)
+    else:
         worker = make_worker(recipe, report=display.report)
         worker.task.check()
         if plan.resume_from is not None:
@@ -234,7 +238,7 @@ class Run:
         worker = self.worker(checkpoint, *overrides, eval_data=eval_data, episodes_dir=folder)
         if not worker.evaluates:
             raise _nothing_to_evaluate()
-        return worker.run_eval()
+        return evaluation_method(worker)()
 
     def generate(
         self,
@@ -383,7 +387,7 @@ def evaluate(target: str | Path, *overrides: str, checkpoint: str = "final") -> 
     if worker.ranks.is_main:
         model = f"{target}, checkpoint {checkpoint}" if is_run else str(recipe.actor.model.model_path)
         Display().report(f"evaluating {model} on {_evaluated_on(worker, episodes)}")
-    metrics = worker.run_eval()
+    metrics = evaluation_method(worker)()
     leave_ranks(worker.ranks)  # only on success: otherwise the other ranks may be blocked in another collective
     if peers is not None:
         peers.end()

@@ -23,8 +23,10 @@ from shardtune.config.model_names import (
 from shardtune.config.user_code import code_hashes, import_plugins, load_function
 from shardtune.config.values import ENVIRONMENTS
 from shardtune.errors import ConfigError
+from shardtune.models.action.check_length import check_stored_length
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
+from shardtune.training.worker.build_dataloader import check_build_dataloader
 from shardtune.training.worker.sft_trainer import SFTTrainer
 
 MODEL_TYPE, WORKER = "actor.model.model_type", "actor.worker"
@@ -72,6 +74,7 @@ def make_worker(
     """
     kind = worker_class(recipe)
     if issubclass(kind, SFTWorker):
+        _check_loader(recipe, kind)
         return kind(
             recipe,
             model=objects.model,
@@ -87,7 +90,7 @@ def make_worker(
             where=WORKER if recipe.actor.worker else MODEL_TYPE,
             remedy="let its model_provider_func and build_dataloader return them",
         )
-    check_keys(recipe, kind)
+    check_worker(recipe, kind)
     return kind(recipe.as_dict_config())
 
 
@@ -171,6 +174,25 @@ def unused_workers(recipe: Recipe, worker: FSDPSftWorker) -> list[str]:
     return [f"the plugins define {', '.join(found)}, which nothing uses: {MODEL_TYPE} is {name} and {WORKER} is null"]
 
 
+def check_worker(recipe: Recipe, kind: type[FSDPSftWorker]) -> None:
+    """Check a user-defined worker against its recipe, without creating it.
+
+    Raises:
+        ConfigError: keys that it would ignore, or a `build_dataloader` that cannot be called as the recipe needs it.
+    """
+    check_keys(recipe, kind)
+    _check_loader(recipe, kind)
+    check_stored_length(recipe.actor.model)
+
+
+def _check_loader(recipe: Recipe, kind: type[FSDPSftWorker]) -> None:
+    """Refuse a `build_dataloader` that cannot be called for the rows of a recipe."""
+    method = object.__new__(kind).build_dataloader
+    check_build_dataloader(method, eval_dataset=False)
+    if recipe.data.eval_data_paths is not None or recipe.data.eval_split:
+        check_build_dataloader(method, eval_dataset=True)
+
+
 def check_keys(recipe: Recipe, kind: type[FSDPSftWorker]) -> None:
     """Refuse keys that a user-defined worker would ignore."""
     actor, data, evaluation = recipe.actor, recipe.data, recipe.eval
@@ -181,11 +203,12 @@ def check_keys(recipe: Recipe, kind: type[FSDPSftWorker]) -> None:
         "actor.z_loss": actor.z_loss > 0,
         "actor.max_tokens_per_micro_batch": actor.max_tokens_per_micro_batch is not None,
         "actor.global_batch_tokens": actor.global_batch_tokens is not None,
-        "actor.eval_micro_batch_size": actor.eval_micro_batch_size is not None,
         "data.eval_split": data.eval_split > 0,
         "data.transform": data.transform is not None,
         "data.on_bad_row": data.on_bad_row != "fail",
         "data.on_too_long": data.on_too_long != "truncate",
+        "data.thinking": data.thinking is not None,
+        "data.ignored_keys": bool(data.ignored_keys),
         "eval.generate": evaluation.generate,
         "eval.environment": evaluation.environment is not None,
         "eval.metrics": bool(evaluation.metrics),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +23,7 @@ from shardtune.launch.local import launch_id, restarted_launch
 from shardtune.run.resume_check import LARGER, check_changes, has_grown
 
 MANIFEST = "manifest.json"
+DROPPED_ROWS = "dropped_rows.jsonl"
 CONFIG = "config.yaml"
 FINAL = "final"
 LOCK = ".lock"
@@ -267,6 +269,19 @@ def begin_run(plan: RunPlan, recipe: Recipe, manifest: Mapping[str, object], loc
     except OSError as error:
         raise _unwritable(plan.run_dir, error) from error
     return lock
+
+
+def write_dropped_rows(run_dir: Path, rows: Iterable[Mapping[str, object]]) -> int:
+    """Write a line of JSON per row into `dropped_rows.jsonl`, which does not exist without any; returns how many."""
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    try:
+        if lines:
+            write_text(run_dir / DROPPED_ROWS, "".join(lines))
+        else:
+            (run_dir / DROPPED_ROWS).unlink(missing_ok=True)
+    except OSError as error:
+        raise _unwritable(run_dir, error) from error
+    return len(lines)
 
 
 def _unwritable(run_dir: Path, error: OSError) -> CheckpointError:

@@ -24,6 +24,18 @@ from shardtune.training.run_summary import RunSummary
 PLAIN_SECONDS = 10.0
 """The shortest time between two lines of progress without a terminal."""
 PREVIEW_TOKENS = 400
+"""The longest row that is shown whole."""
+CONTEXT_TOKENS = 40
+"""How much of a longer row is shown at its beginning and around trained tokens."""
+TARGET_TOKENS = 800
+"""The longest run of trained tokens that is shown whole; of a longer one its first three quarters and its end."""
+STEP_FORMS: Mapping[str, str] = {
+    "train/loss": "loss {:.4f}",
+    "train/grad_norm": "grad {:.2f}",
+    "train/learning_rate": "lr {:.2e}",
+    "perf/tokens_per_second": "{:,.0f} tok/s",
+}
+"""The metrics in a line of progress; a step of a user's own `run_training` may lack some."""
 VERDICTS: Mapping[object, str] = {True: "right", False: "wrong"}
 SHOWN_PATTERNS = 8
 
@@ -31,7 +43,9 @@ SHOWN_PATTERNS = 8
 def trained_text(sample: Sample, tokenizer: PreTrainedTokenizerBase | None, *, color: bool) -> Text:
     """A row as the model receives it, with its trained tokens in green, or between ⟦ and ⟧ without color.
 
-    An image is shown by its size and the number of its tokens; a row of fields by their types, shapes and ranges.
+    The less a token weighs, the darker it is; without color its weight stands before it where it is not 1:
+    `⟦0.5× yes⟧`. Of a long row the trained tokens and what is around them are shown. An image is shown by its size and
+    the number of its tokens; a row of fields by their types, shapes and ranges.
     """
     named = [field_text(name, values) for name, values in sample.fields.items() if name not in IMAGE_FIELDS]
     images = _images(sample)
@@ -43,21 +57,34 @@ def trained_text(sample: Sample, tokenizer: PreTrainedTokenizerBase | None, *, c
     text.append("\n" if named else "")
     ids, weights = sample.input_ids, sample.loss_weights
     spans = {start: (stop, size) for (start, stop), size in zip(_spans(sample), images, strict=False)}
-    shown = _shown_tokens(len(ids), spans)
-    changes = (np.flatnonzero(np.diff(weights[:shown] > 0)) + 1).tolist()
-    borders = {border for start, (stop, _) in spans.items() for border in (start, stop) if border < shown}
-    for start, stop in pairwise(sorted({0, shown, *changes, *borders})):
+    hidden = _hidden(weights, spans)
+    changes = (np.flatnonzero((np.diff(weights) != 0) | np.diff(hidden)) + 1).tolist()
+    borders = {border for start, (stop, _) in spans.items() for border in (start, stop)}
+    left_out = 0
+    for start, stop in pairwise(sorted({0, len(ids), *changes, *borders})):
+        if hidden[start]:
+            left_out += stop - start
+            continue
+        if left_out:
+            text.append(f" … {left_out:,} tokens … ", style="dim italic")
+            left_out = 0
         if start in spans:
             text.append(f"⟨image {spans[start][1]}, {stop - start:,} tokens⟩", style="cyan")
             continue
-        part = str(tokenizer.decode(ids[start:stop].tolist()))
-        trained = bool(weights[start] > 0)
-        if trained and not color:
-            part = f"⟦{part}⟧"
-        text.append(part, style="bold green" if trained else "dim")
-    if shown < len(ids):
-        text.append(f" … {len(ids) - shown} more tokens", style="dim italic")
+        part, weight = str(tokenizer.decode(ids[start:stop].tolist())), float(weights[start])
+        if weight > 0 and not color:
+            part = f"⟦{part}⟧" if weight == 1 else f"⟦{weight:g}× {part}⟧"
+        text.append(part, style=_shade(weight / max(1.0, float(weights.max()))))
+    if left_out:
+        text.append(f" … {left_out:,} more tokens", style="dim italic")
     return text
+
+
+def _shade(weight: float) -> str:
+    """The style of a token: dim for one that is not trained, green for one of weight 1, darker in between."""
+    if weight <= 0:
+        return "dim"
+    return "bold green" if weight == 1 else f"bold rgb(0,{80 + round(120 * weight)},0)"
 
 
 def _images(sample: Sample) -> list[str]:
@@ -70,13 +97,25 @@ def _spans(sample: Sample) -> list[tuple[int, int]]:
     return [(start, stop) for start, stop in sample.fields[SPANS].tolist()] if SPANS in sample.fields else []
 
 
-def _shown_tokens(length: int, spans: Mapping[int, tuple[int, str]]) -> int:
-    """The end of a preview: after `PREVIEW_TOKENS` tokens of text."""
-    of_text = np.ones(length, bool)
+def _hidden(weights: np.ndarray, spans: Mapping[int, tuple[int, str]]) -> np.ndarray:
+    """Bool [tokens]: what a preview leaves out of a long row; never an image, which takes no space."""
+    of_text = np.ones(len(weights), bool)
     for start, (stop, _) in spans.items():
         of_text[start:stop] = False
-    behind = np.flatnonzero(np.cumsum(of_text) > PREVIEW_TOKENS)
-    return int(behind[0]) if len(behind) else length
+    if of_text.sum() <= PREVIEW_TOKENS:
+        return np.zeros(len(weights), bool)
+    hidden = of_text.copy()
+    hidden[:CONTEXT_TOKENS] = False
+    trained = np.concatenate([[False], weights > 0, [False]])
+    starts, stops = np.flatnonzero(np.diff(trained.astype(np.int8))).reshape(-1, 2).T
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+        hidden[max(0, start - CONTEXT_TOKENS) : stop + CONTEXT_TOKENS] = False
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+        if stop - start > TARGET_TOKENS:
+            hidden[start + TARGET_TOKENS * 3 // 4 : stop - TARGET_TOKENS // 4] = True
+    if not len(starts):
+        hidden[:PREVIEW_TOKENS] = False
+    return hidden & of_text
 
 
 def field_text(name: str, values: np.ndarray) -> str:
@@ -146,6 +185,8 @@ class Display:
         self.console.print(table)
         if sample is not None:
             marks = f"; trained tokens are {'green' if self._color else 'in ⟦ ⟧'}" if len(sample.input_ids) else ""
+            if ((sample.loss_weights > 0) & (sample.loss_weights != 1)).any():
+                marks += ", darker where they weigh less" if self._color else ", with their weight where it is not 1"
             self.show_row(sample, tokenizer, f"the first row{marks}")
 
     def show_row(self, sample: Sample, tokenizer: PreTrainedTokenizerBase | None, title: str) -> None:
@@ -174,10 +215,7 @@ class Display:
         self._task = self._progress.add_task("training", total=total_steps, completed=step, metrics="")
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
-        text = (
-            f"loss {metrics['train/loss']:.4f}  grad {metrics['train/grad_norm']:.2f}  "
-            f"lr {metrics['train/learning_rate']:.2e}  {metrics['perf/tokens_per_second']:,.0f} tok/s"
-        )
+        text = "  ".join(form.format(metrics[name]) for name, form in STEP_FORMS.items() if name in metrics)
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step, metrics=text)
             return

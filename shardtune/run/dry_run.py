@@ -28,9 +28,11 @@ from shardtune.run.choose_worker import make_worker, unused_workers, worker_clas
 from shardtune.run.directory import plan_run
 from shardtune.run.display import Display, count
 from shardtune.training.callbacks import load_callbacks
+from shardtune.training.step import TRAIN_METRICS
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.training.worker.cached_rows import EvaluationSet
+from shardtune.training.worker.reported import training_method
 from shardtune.training.worker.run_context import RunContext
 from shardtune.training.worker.task import Evaluation
 from shardtune.training.worker.user_evaluation import require_all_samples
@@ -55,14 +57,15 @@ def dry_run(recipe: str | Path | Mapping[str, object] | DictConfig | None, *over
         worker.loader.check_ranks(num_ranks(loaded.runner))
         display.first_screen(worker.summary(), *_first_row(worker), plan.run_dir)
         _show_further_rows(display, worker)
-        metrics = worker.run_training()
+        found = training_method(worker)()
+        metrics = {**dict.fromkeys(TRAIN_METRICS, math.nan), **found}  # an override may return fewer
         display.report("before training:")
         for line in checklist(worker, metrics):
             display.report(line)
-        tokens = count(metrics["train/tokens"] * worker.position.horizon)
         display.report(
             f"one step: loss {metrics['train/loss']:.4f}, gradient norm {metrics['train/grad_norm']:.3f}, "
-            f"{metrics['train/tokens']:,.0f} tokens; to come: {worker.position.horizon:,} steps, about {tokens} tokens"
+            f"{metrics['train/tokens']:,.0f} tokens; to come: {worker.position.horizon:,} steps, "
+            f"{_tokens_to_come(worker, metrics)}"
         )
         for note in plan.notes:
             display.report(note)
@@ -72,9 +75,17 @@ def dry_run(recipe: str | Path | Mapping[str, object] | DictConfig | None, *over
             )
         display.report("dry run: nothing was written but the cache of encoded rows")
         _require_a_step(worker, metrics)
-        return metrics
+        return found
     finally:
         leave_ranks(worker.ranks)
+
+
+def _tokens_to_come(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> str:
+    """The input tokens of all steps; of a user's loader only the first step is known."""
+    steps = worker.position.horizon
+    if isinstance(worker.loader, StepLoader):
+        return f"{worker.loader.num_tokens(steps):,} tokens"
+    return f"about {count(metrics['train/tokens'] * steps)} tokens if all have as many as the first"
 
 
 def _require_a_step(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> None:
@@ -158,6 +169,17 @@ def _show_further_rows(display: Display, worker: FSDPSftWorker) -> None:
     if rows is not None:
         for index in range(1, min(SHOWN_ROWS, len(rows))):
             display.show_row(rows.row(index), worker.tokenizer, rows.locate(index))
+    for name, (loader, _) in worker.eval_loaders.items():
+        if isinstance(loader, EvaluationSet):
+            _show_rows(display, loader.rows, worker.tokenizer, name, range(1))
+
+
+def _show_rows(
+    display: Display, rows: TokenDataset, tokenizer: PreTrainedTokenizerBase | None, name: str, indices: range
+) -> None:
+    """Rows of an evaluation set."""
+    for index in indices:
+        display.show_row(rows.row(index), tokenizer, f"evaluation set {name or 'eval'}, {rows.locate(index)}")
 
 
 def describe(rows: TokenDataset) -> str:
@@ -173,12 +195,12 @@ def describe(rows: TokenDataset) -> str:
 def preview(
     recipe: str | Path | Mapping[str, object] | DictConfig | None, *overrides: str, rows: int = 3, start: int = 0
 ) -> None:
-    """Show training rows as the model receives them, with the trained tokens marked, and the dropped rows.
+    """Show rows as the model receives them, with the trained tokens marked, and the dropped rows.
 
     Args:
         recipe: as for training.
         overrides: as for training.
-        rows: how many to show.
+        rows: how many training rows to show, and how many of each evaluation set, from its first.
         start: the index of the first one, from 0, in the order of the files.
     """
     loaded = load_recipe(recipe, overrides)
@@ -209,3 +231,5 @@ def preview(
     tokenizer = prepared.encoder.tokenizer if isinstance(prepared.encoder, ChatEncoder) else None
     for index in range(start, min(start + rows, len(data))):
         display.show_row(data.row(index), tokenizer, data.locate(index))
+    for name, evaluation in prepared.evals.items():
+        _show_rows(display, evaluation, tokenizer, name, range(min(rows, len(evaluation))))

@@ -14,10 +14,15 @@ from shardtune.checkpoint.atomic import publish, write_json
 from shardtune.checkpoint.store import CheckpointStore
 from shardtune.checkpoint.training_state import OPTIMIZER, STATE_FILE
 from shardtune.config import Recipe
+from shardtune.errors import ShardtuneError
 from shardtune.run.directory import FINAL, finish_run
+from shardtune.training.loggers import read_metrics
 from shardtune.training.saver import on_main
 from shardtune.training.worker.base import FSDPSftWorker
+from shardtune.training.worker.reported import evaluation_method
 from shardtune.training.worker.run_context import RunContext, silent
+
+METRICS = "metrics.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +38,22 @@ class FinalScore:
     samples: Sequence[Mapping[str, object]] = field(default_factory=list)
 
 
-def write_final(recipe: Recipe, run_dir: Path, worker: FSDPSftWorker) -> FinalScore:
-    """Write the worker's model, reload and evaluate it, then rename it to `final/`; every rank calls it.
+def check_final(recipe: Recipe, worker: FSDPSftWorker) -> None:
+    """Try, before training, to save what belongs to `final/` besides the weights; every rank calls it."""
+    on_main(worker.ranks, lambda: worker.check_export(recipe.runner.final_dtype))
 
-    The worker cannot be used afterwards.
+
+def write_final(recipe: Recipe, run_dir: Path, worker: FSDPSftWorker, *, ended: str = "") -> FinalScore:
+    """Write the worker's model as `final/`, then load it again and evaluate it; every rank calls it.
+
+    The worker cannot be used afterwards. If the directory cannot be loaded or evaluated, it stays, and the run counts
+    as unfinished: the same command tries it again.
+
+    Args:
+        recipe: of the run.
+        run_dir: of the run.
+        worker: at the end of its training.
+        ended: why training ended, for the manifest.
     """
     ranks = worker.ranks
     temporary = ranks.broadcast(run_dir / f".{FINAL}.tmp-{uuid.uuid4().hex[:8]}")
@@ -45,31 +62,58 @@ def write_final(recipe: Recipe, run_dir: Path, worker: FSDPSftWorker) -> FinalSc
     step, measured = worker.step, worker.evaluates
     worker.release()
     gc.collect()
-    score = FinalScore()
-    if measured:
-        fresh = worker.reopened(temporary)
-        fresh.setup_evaluation(context=RunContext(report=silent, weights_directory=temporary))
-        score = FinalScore(fresh.run_eval(), fresh.samples)
-        fresh.release()
-    on_main(ranks, lambda: _publish(run_dir, temporary, step, score.metrics))
+    metrics = on_main(ranks, lambda: _publish(run_dir, temporary, step))
+    score = _evaluate(worker, run_dir / FINAL) if measured else FinalScore()
+    on_main(ranks, lambda: _finish(run_dir, metrics, score.metrics, ended))
     return score
 
 
-def _publish(run_dir: Path, temporary: Path, step: int, metrics: dict[str, float]) -> None:
-    last = CheckpointStore(run_dir / "checkpoints").latest()
-    write_json(temporary / "metrics.json", {"step": step, **metrics})
+def _evaluate(worker: FSDPSftWorker, directory: Path) -> FinalScore:
+    """The evaluation of a model that is loaded from its directory."""
+    try:
+        fresh = worker.reopened(directory)
+        fresh.setup_evaluation(context=RunContext(report=silent, weights_directory=directory))
+        score = FinalScore(evaluation_method(fresh)(), fresh.samples)
+        fresh.release()
+    except ShardtuneError as error:
+        raise type(error)(
+            f"{directory} is written, but it cannot be loaded again and evaluated: {error.what}",
+            where=error.where,
+            remedy=f"{f'{error.remedy}; ' if error.remedy else ''}then the same command evaluates it",
+        ) from error
+    except Exception as error:
+        error.add_note(f"{directory} is written; what failed is loading it again and evaluating it")
+        raise
+    return score
+
+
+def _publish(run_dir: Path, temporary: Path, step: int) -> dict[str, float]:
+    """Rename the directory to `final/`; returns the metrics in it: those of the last step."""
+    store, lines = CheckpointStore(run_dir / "checkpoints"), read_metrics(run_dir)
+    last = store.latest()
+    trained = {key: value for key, value in (lines[-1] if lines else {}).items() if not key.startswith("eval/")}
+    metrics = {**trained, "step": step}
+    write_json(temporary / METRICS, metrics)
     if last is not None:
         _keep_training_state(last, temporary / "training_state")
     publish(temporary, run_dir / FINAL)
     if not (run_dir / "FINAL").exists():
         (run_dir / "FINAL").symlink_to(FINAL)
-    finish_run(run_dir, {"step": step, "metrics": metrics})
+    return metrics
+
+
+def _finish(run_dir: Path, trained: Mapping[str, float], measured: Mapping[str, float], ended: str) -> None:
+    """Add the evaluation to the metrics of `final/`, and record that the run is complete."""
+    if measured:
+        write_json(run_dir / FINAL / METRICS, {**trained, **measured})
+    finish_run(run_dir, {"step": trained["step"], "ended": ended, "metrics": dict(measured)})
 
 
 def _keep_training_state(checkpoint: Path, target: Path) -> None:
     """Optimizer and schedule of the last checkpoint, as hard links where the file system supports them."""
     target.mkdir()
-    for file in [*(checkpoint / OPTIMIZER).glob("*"), checkpoint / STATE_FILE]:
+    state = [checkpoint / STATE_FILE] if (checkpoint / STATE_FILE).exists() else []  # a user's own save may lack it
+    for file in [*(checkpoint / OPTIMIZER).glob("*"), *state]:
         place = target / file.relative_to(checkpoint)
         place.parent.mkdir(exist_ok=True)
         try:

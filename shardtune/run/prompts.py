@@ -32,7 +32,7 @@ class PromptBuilder:
                 return self._encoder.prompt(messages, images=images)
             if images or any(_has_image(message) for message in messages):
                 raise self._takes_text_only()
-            return self._encoder.prompt([_as_text(message) for message in messages])
+            return self._encoder.prompt(messages)
 
     def text(self, text: str, images: Sequence[object] = ()) -> Prompt:
         """A text to continue."""
@@ -73,17 +73,3 @@ def _has_image(message: Mapping[str, object]) -> bool:
         isinstance(part, Mapping) and part.get("type") in ("image", "image_url", "input_image")
         for part in _parts(message)
     )
-
-
-def _as_text(message: Mapping[str, object]) -> Mapping[str, object]:
-    """A turn whose parts are joined."""
-    parts = _parts(message)
-    return {**message, "content": "".join(map(_text_of, parts))} if parts else message
-
-
-def _text_of(part: object) -> str:
-    """A text, or the `text` of a part."""
-    text = part.get("text") if isinstance(part, Mapping) else part
-    if not isinstance(text, str):
-        raise RowError(f"a content part is {part!r}, no text")
-    return text

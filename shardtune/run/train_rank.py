@@ -20,6 +20,7 @@ from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.parallel.ranks import leave_ranks
 from shardtune.run.choose_worker import NOTHING, Objects, make_worker, unused_workers, user_code
 from shardtune.run.directory import (
+    DROPPED_ROWS,
     RunLock,
     RunPlan,
     begin_run,
@@ -27,9 +28,10 @@ from shardtune.run.directory import (
     plan_run,
     run_directory,
     tidy,
+    write_dropped_rows,
 )
 from shardtune.run.display import Display
-from shardtune.run.final import FinalScore, write_final
+from shardtune.run.final import FinalScore, check_final, write_final
 from shardtune.run.preflight import connecting, try_collective
 from shardtune.run.resume_check import changed_code, check_same_data
 from shardtune.training.loggers import first_metrics
@@ -143,17 +145,21 @@ def _train(
         on_start=None if display is None else partial(_show_start, display, plan, worker),
     )
     runner.prepare()
+    check_final(recipe, worker)
     current_lock = [lock]
 
     def begin() -> None:
         current_lock[0] = begin_run(plan, recipe, _manifest(recipe, objects, worker), lock)
+        dropped = write_dropped_rows(plan.run_dir, worker.task.dropped_rows())
+        if dropped and display is not None:
+            display.report(f"data: {dropped:,} rows are not trained or evaluated on: {plan.run_dir / DROPPED_ROWS}")
 
     on_main(worker.ranks, begin)
     try:
         runner.run()
         if display is not None:
             display.report(f"writing {plan.run_dir / 'final'}")
-        score = write_final(recipe, plan.run_dir, worker)
+        score = write_final(recipe, plan.run_dir, worker, ended=runner.ended)
     except BaseException:
         current_lock[0].release()
         worker.release()

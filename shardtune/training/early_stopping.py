@@ -59,6 +59,11 @@ class Watch:
         self.bad += 1
         return False
 
+    def describe(self) -> str:
+        """Why it stops, in one line."""
+        best = "" if self.best is None else f"; the best, {self.best:.6g}, was at step {self.best_step:,}"
+        return f"{self.monitor} has not improved in {self.bad:,} evaluations{best} (runner.early_stop)"
+
     def forget(self) -> None:
         """Reset: the best checkpoint no longer exists."""
         self.best, self.best_step, self.bad = None, -1, 0

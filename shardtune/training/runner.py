@@ -10,9 +10,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from shardtune.checkpoint.store import CheckpointStore, read_state
+from shardtune.checkpoint.store import CheckpointStore, read_state, saved_step
 from shardtune.config import Recipe, load_recipe
-from shardtune.errors import Interrupted, ModelError
+from shardtune.errors import CheckpointError, Interrupted, ModelError
 from shardtune.evaluate.loss import check_monitors
 from shardtune.launch.signals import StopSignal
 from shardtune.training.callbacks import (
@@ -35,6 +35,7 @@ from shardtune.training.profiler import FOLDER, ProfileWindow
 from shardtune.training.saver import Saver, on_main
 from shardtune.training.step import TRAIN_METRICS
 from shardtune.training.worker.base import FSDPSftWorker
+from shardtune.training.worker.reported import evaluation_method, training_method
 from shardtune.training.worker.run_context import RunContext
 
 
@@ -50,6 +51,9 @@ class SFTRunner:
         resume_from: the checkpoint to continue from.
         notes: lines for the first screen, besides the worker's own.
         on_start: called once everything is built, before the first step.
+
+    Attributes:
+        ended: why training ended; "" until then.
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class SFTRunner:
         self._tracker = Tracker([])
         self._on_start = on_start
         self._prepared = False
+        self.ended = ""
 
     def prepare(self) -> None:
         """Build everything that training needs and check it; writes nothing. `run` calls it first."""
@@ -105,6 +110,7 @@ class SFTRunner:
         check_backends(self._recipe.runner.logger.logger_backends)
         actor.setup(self._context)
         self._model, self._position, self._evaluates = actor.state, actor.position, actor.evaluates
+        self._run_training, self._run_eval = training_method(actor), evaluation_method(actor)
         known = actor.task.metric_names() if self._evaluates else []
         check_monitors(self._recipe.runner, None if known is None else [*known, *TRAIN_METRICS])
         self._saver.require_space()
@@ -138,6 +144,7 @@ class SFTRunner:
     def _resume(self, checkpoint: Path) -> None:
         actor = self._actor
         actor.load_checkpoint(checkpoint)
+        self._require_loaded(checkpoint)
         state = read_state(checkpoint)
         self._watches.restore({"early": state.get("early"), "best": state.get("best")})
         self._evaluated_at = int(state["evaluated_at"])
@@ -151,6 +158,18 @@ class SFTRunner:
             self._requested = Ask(state.get("asked", 0))
         else:
             self._observer.log(f"the schedule's horizon moves from {before} to {now} steps")
+
+    def _require_loaded(self, checkpoint: Path) -> None:
+        """Refuse a `load_checkpoint` after which training would begin again at another step."""
+        saved, step = saved_step(checkpoint), self._actor.step
+        if step != saved:
+            raise CheckpointError(
+                f"after {type(self._actor).__name__}.load_checkpoint the worker is at step {step}, the checkpoint is "
+                f"of step {saved}",
+                where=str(checkpoint),
+                remedy="call super().load_checkpoint(path) and super().save_checkpoint(path, step) in the overrides: "
+                "they keep weights, optimizer, step and position in the data; files of your own may lie beside theirs",
+            )
 
     def _is_own(self, checkpoint: Path) -> bool:
         return checkpoint.resolve().parent == self.store.folder.resolve()
@@ -243,9 +262,8 @@ class SFTRunner:
             if self._saver.unfinished is not None:
                 self._saver.finish_if_written()
             self._step()
-        if Ask.STOP in self._requested:
-            by = " and ".join(self._callbacks.stopped_by) or "a callback"
-            self._observer.log(f"stopping after step {model.step}: {by} requested it")
+        self.ended = self._why_ended()
+        self._observer.log(f"ended after step {model.step:,}: {self.ended}")
         if not model.step and position.skipped_steps:
             raise ModelError(
                 f"nothing was trained: all {position.skipped_steps} steps were passed over, "
@@ -255,12 +273,19 @@ class SFTRunner:
             )
         self._saver.save(self._state())
 
+    def _why_ended(self) -> str:
+        if Ask.STOP in self._requested:
+            return f"{' and '.join(self._callbacks.stopped_by) or 'a callback'} requested it"
+        if self._watches.stop and self._watches.early is not None:
+            return self._watches.early.describe()
+        return self._position.limit(self._model.step)
+
     def _step(self) -> None:
         model, position = self._model, self._position
         step, epoch = model.step, position.state.epoch
         if self._profile is not None:
             self._profile.before(step + 1)
-        metrics = self._actor.run_training()
+        metrics = self._run_training()
         advanced = model.step != step
         if advanced:
             self._line = metrics
@@ -291,7 +316,8 @@ class SFTRunner:
                     self._saver.save(self._state(), notify=False)
                 self._evaluate()
         best = measure and advanced and self._watches.update(self._line, step)
-        if self._evaluated_at == step or step % runner.logger.log_interval == 0:
+        last = self._position.finished(step) or Ask.STOP in self._requested
+        if last or self._evaluated_at == step or step % runner.logger.log_interval == 0:
             self._log()
         self._line = {}
         if best or save or (advanced and Ask.SAVE in self._requested):  # also as requested by on_evaluate
@@ -311,7 +337,7 @@ class SFTRunner:
 
     def _evaluate(self) -> None:
         """Evaluate all sets and add the metrics to the step's."""
-        metrics = self._actor.run_eval()
+        metrics = self._run_eval()
         check_monitors(self._recipe.runner, [*metrics, *TRAIN_METRICS])
         self._evaluated_at, self._last_eval = self._actor.step, metrics
         self._line = {"epoch": self._actor.position.epoch, **self._line, **metrics}

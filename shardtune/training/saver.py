@@ -11,7 +11,6 @@ from typing import TypeVar, cast
 from shardtune.checkpoint.atomic import require_space
 from shardtune.checkpoint.dcp import PendingSave
 from shardtune.checkpoint.store import CheckpointStore
-from shardtune.errors import ConfigError
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.observer import Observer
 from shardtune.training.worker.base import FSDPSftWorker
@@ -109,19 +108,23 @@ class Saver:
             self.finish()
 
     def _write(self, folder: Path, step: int) -> list[PendingSave]:
-        """Call the worker's `save_checkpoint`; an override may accept only folder and step."""
+        """Call the worker's `save_checkpoint`; an override may accept only folder and step, and then training waits."""
+        if self._background and not self._takes_background():
+            self._background = False
+            self._worker.report(
+                f"runner.async_save: save_checkpoint of {type(self._worker).__name__} takes no background=True, so "
+                "training waits for each checkpoint"
+            )
         if not self._background:
             return self._worker.save_checkpoint(folder, step) or []
+        return self._worker.save_checkpoint(folder, step, background=True) or []
+
+    def _takes_background(self) -> bool:
         try:
-            inspect.signature(self._worker.save_checkpoint).bind(folder, step, background=True)
-        except TypeError as error:
-            raise ConfigError(
-                f"runner.async_save: save_checkpoint of {type(self._worker).__name__} takes no background=True",
-                where="runner.async_save",
-                remedy="write save_checkpoint(self, path, step, *, background=False) and return what "
-                "super().save_checkpoint(path, step, background=background) returns, or leave runner.async_save out",
-            ) from error
-        return self._worker.save_checkpoint(folder, step, background=True)
+            inspect.signature(self._worker.save_checkpoint).bind(self._store.folder, 0, background=True)
+        except TypeError:
+            return False
+        return True
 
     def finish_if_written(self) -> None:
         """Commit a background checkpoint once rank 0's writes are on the disk."""

@@ -23,7 +23,15 @@ STEPS = 4
 KEPT = {
     "runner": ("seed",),
     "actor": ("tokenizer", "fsdp_config"),
-    "data": ("chat_template", "system_prompt", "train_on", "max_length", "on_too_long"),
+    "data": (
+        "chat_template",
+        "system_prompt",
+        "train_on",
+        "thinking",
+        "ignored_keys",
+        "max_length",
+        "on_too_long",
+    ),
 }
 """The keys of a recipe that hold for the kit's run, besides `plugins` and `actor.model`."""
 SHORT_RUN: Mapping[str, object] = {

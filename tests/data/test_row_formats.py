@@ -92,6 +92,15 @@ def test_messages_in_full():
     assert example.tools == ({"type": "function", "function": {"name": "look", "parameters": {}}},)
 
 
+def test_a_call_under_the_older_name():
+    call = {"name": "look", "arguments": '{"at": "sky"}'}
+    newer, older = (
+        read_example({"messages": [user("Hi"), assistant(None, **{key: value})]})
+        for key, value in (("tool_calls", [call]), ("function_call", call))
+    )
+    assert newer == older
+
+
 def test_sharegpt_calls_and_observations():
     calls = [{"name": "a", "arguments": {}}, {"name": "b", "arguments": {"x": 1}}]
     row = {
@@ -167,6 +176,21 @@ CHAT_FAULTS = [
         "arguments of a is text, but not JSON",
     ),
     ([user("Hi"), assistant("", tool_calls=[{"name": "a", "arguments": [1]}])], "arguments of a are not an object"),
+    ([{"role": "user", "text": "Hi"}, assistant("a")], r"message 1: no content \(its keys: role, text\)"),
+    ([{"role": "system", "content": None}, assistant("a")], "message 1: no content"),
+    ([{"from": "user", "role": "assistant", "content": "a"}], "the role is 'assistant', and from is 'user'"),
+    ([{**user("Hi"), "value": "Ho"}, assistant("a")], "both content and value are given, and they differ"),
+    ([{**user("Hi"), "thinking": "hm"}, assistant("a")], "message 1: reasoning in a user turn"),
+    ([user("Hi"), assistant("a", thinking="b", reasoning="c")], "both thinking and reasoning are given"),
+    ([user("Hi"), assistant("a", tool_calls=[{"name": "a"}], function_call={"name": "a"})], "they mean the same"),
+    ([user("Hi"), assistant([{"type": "refusal", "refusal": "No"}])], "content part of type 'refusal'"),
+    ([user("Hi"), assistant([{"type": "text", "text": "a", "weight": 0}])], "the key 'weight' has no meaning"),
+    ([user("Hi"), assistant([{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "b"}])], "behind others"),
+    ([user("Hi"), assistant([{"type": "thinking"}, {"type": "text", "text": "a"}])], "'thinking' without text"),
+    (
+        [user("Hi"), assistant("", tool_calls=[{"name": "a", "parameters": {"x": 1}}])],
+        "a call of a: the key 'parameters' has no meaning here: a call has its arguments under arguments",
+    ),
 ]
 
 
@@ -177,6 +201,7 @@ def test_faulty_chats(messages, message):
 
 
 ROW_FAULTS = [
+    ({"messages": [user("a"), assistant("b")], "loss_weight": 0.5}, "loss_weight is a key of a message, not of a row"),
     ({"question": "Hi", "answer": ""}, "message 2: the assistant's answer is empty"),
     ({"question": " ", "answer": "a"}, "the question is empty"),
     ({"question": "Hi", "answer": None}, "looks like question/answer, but has no answer"),

@@ -73,7 +73,7 @@ def test_without_any_declaration_repeated_blocks_are_chosen_with_a_note() -> Non
     model = Perceptron()
     chosen, note = choose_units(model)
     assert names_of(model, chosen) == ["blocks.0", "blocks.1", "blocks.2"]
-    assert note.startswith("3 Block shard as units, chosen by their size; each has to be called")
+    assert note.startswith("3 Block shard as units, chosen by their size; they have to be called as modules")
     assert "unit_classes of the adapter" in note
     assert "actor.fsdp_config.wrap" in note
     convolutions = Convolutions()

@@ -101,5 +101,5 @@ def test_a_model_of_text_sees_no_images() -> None:
         asker.text("a", ["red.png"])
     whole = asker.turns([user("a<image>b")]).tokens.tolist()
     assert asker.turns([user([{"type": "text", "text": "a<image>"}, "b"])]).tokens.tolist() == whole
-    with pytest.raises(DataError, match="no text"):
+    with pytest.raises(DataError, match="without text"):
         asker.turns([user([{"type": "text"}])])

@@ -7,10 +7,11 @@ from shardtune.config.schema.actor import ActorConfig, FsdpConfig, OptimConfig, 
 from shardtune.config.schema.data import DataConfig, DataEntry
 from shardtune.config.schema.evaluation import EvalConfig
 from shardtune.config.schema.model import LoraConfig, ModelConfig, TokenizerConfig, action_tokens
-from shardtune.config.schema.recipe import Recipe, escape_interpolation
+from shardtune.config.schema.recipe import ALTERNATIVE_KEYS, Recipe, escape_interpolation
 from shardtune.config.schema.runner import BestConfig, EarlyStopConfig, LoggerConfig, RayConfig, RunnerConfig
 
 __all__ = [
+    "ALTERNATIVE_KEYS",
     "ActorConfig",
     "BestConfig",
     "DataConfig",

@@ -61,6 +61,16 @@ class DataConfig(Section):
     train_on: Literal["assistant", "last_assistant", "all"] = key(
         "assistant", "Which tokens are targets: all of the assistant's turns, its last turn, or every token."
     )
+    thinking: Literal["keep", "template", "drop"] | None = key(
+        None,
+        "Reasoning of trained turns that the chat template does not print. keep: it is written before the answer, as "
+        "the template does elsewhere or in <think> tags; template: it is left out and counted; drop: all reasoning is "
+        "left out and counted; null: it is an error.",
+    )
+    ignored_keys: list[Text] = key(
+        [],
+        "Keys of messages that have no meaning for training, e.g. [turn_id, language]; other unknown ones are errors.",
+    )
     max_length: int = key(2048, "Maximum tokens of one row.", ge=2)
     on_too_long: Literal["truncate", "drop", "fail"] = key(
         "truncate", "What happens to rows longer than `max_length`; truncated and dropped rows are counted."

@@ -13,10 +13,18 @@ from shardtune.config.schema.data import DataConfig
 from shardtune.config.schema.evaluation import EvalConfig
 from shardtune.config.schema.runner import RunnerConfig
 from shardtune.config.schema.section import Section, key, section
+from shardtune.config.tree import get_value, set_value
 from shardtune.config.values import Text
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+
+ALTERNATIVE_KEYS = {
+    "actor.model.micro_batch_size": "actor.micro_batch_size",
+    "actor.model.val_micro_batch_size": "actor.eval_micro_batch_size",
+}
+"""Alternative keys, and the keys that they replace; the resolved recipe has only the latter."""
 
 
 class Recipe(Section):
@@ -49,16 +57,23 @@ class Recipe(Section):
         return self.model_dump(mode="python")
 
     def as_dict_config(self) -> DictConfig:
-        """The same values as an OmegaConf config, in which nothing is interpolated."""
-        from omegaconf import DictConfig
+        """The same values as an OmegaConf config, in which nothing is interpolated.
 
-        return DictConfig(escape_interpolation(self.to_dict()))
+        A key that may stand in two places has its value in both. `load_recipe` turns an unchanged config back into this
+        recipe, with the places where its values were given.
+        """
+        from shardtune.config.recipe_config import RecipeConfig
+
+        values = self.to_dict()
+        for theirs, ours in ALTERNATIVE_KEYS.items():
+            set_value(values, theirs, get_value(values, ours))
+        return RecipeConfig(escape_interpolation(values), self)
 
     def to_yaml(self) -> str:
         """The resolved recipe as YAML that loads back to an equal one."""
-        from omegaconf import OmegaConf
+        from omegaconf import DictConfig, OmegaConf
 
-        return OmegaConf.to_yaml(self.as_dict_config())
+        return OmegaConf.to_yaml(DictConfig(escape_interpolation(self.to_dict())))
 
 
 def escape_interpolation(value: object) -> object:

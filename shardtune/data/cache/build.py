@@ -11,6 +11,8 @@ from functools import partial
 from itertools import tee
 from pathlib import Path
 
+import numpy as np
+
 from shardtune.data.cache.entry import EncodedRow, EncodedRows, EntryWriter, Tally
 from shardtune.data.cache.fields import Kinds, kinds_of, require_same_kinds
 from shardtune.data.cache_directory import content_size
@@ -154,6 +156,10 @@ def _encode_row(task: BuildTask, number: int, row: Row | RowError, tally: Tally)
         return None
     if sample.length < whole.length:
         tally.truncated.add(number, f"{whole.length:,} tokens" if len(whole.input_ids) else f"size {whole.length:,}")
+    if whole.left_out:
+        tally.left_out.add(number, f"{whole.left_out:,} tokens")
+    tally.left_out_tokens += whole.left_out
+    tally.trained_tokens += int(np.count_nonzero(whole.loss_weights))
     return EncodedRow(number, _row_digest(row), sample, weights)
 
 

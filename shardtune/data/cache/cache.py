@@ -23,7 +23,7 @@ from shardtune.data.sources.resolve import LEROBOT, Source, SourceFile
 from shardtune.errors import DataError
 
 # Part of every key: raise it when reading or recognising rows gives something else than before.
-READING_VERSION = 1
+READING_VERSION = 2
 _WAIT_LINE_SECONDS = 10.0
 
 

@@ -19,6 +19,7 @@ from shardtune.errors import DataError
 
 _OUTCOMES = {
     "truncated": "cut at data.max_length",
+    "left_out": "trained without reasoning that they have",
     "too_long": "dropped, longer than data.max_length",
     "no_target": "dropped, without a target",
     "filtered": "dropped by data.transform",
@@ -52,7 +53,7 @@ class DataReport:
     files: tuple[FileReport, ...]
 
     def count(self, outcome: str) -> int:
-        """Rows over all files: `rows`, `kept`, `truncated`, `too_long`, `no_target`, `filtered` or `bad`."""
+        """Rows over all files: `rows`, `kept`, or an outcome such as `truncated` or `bad`."""
         values = [getattr(file.tally, outcome) for file in self.files]
         return sum(value.count if isinstance(value, Notes) else value for value in values)
 
@@ -62,7 +63,25 @@ class DataReport:
             for outcome, text in _OUTCOMES.items():
                 notes: Notes = getattr(file.tally, outcome)
                 if notes.count:
-                    yield f"{file.label}: {notes.count:,} of {file.tally.rows:,} rows {text}: {_first(notes, examples)}"
+                    share = f" ({_share(file.tally)})" if outcome == "left_out" else ""
+                    rows = f"{notes.count:,} of {file.tally.rows:,} rows"
+                    yield f"{file.label}: {rows} {text}{share}: {_first(notes, examples)}"
+
+    def counts(self) -> list[dict[str, object]]:
+        """For each file how many rows it has, how many are kept, and how many were cut or dropped for which cause."""
+        found = []
+        for file in self.files:
+            outcomes = {outcome: getattr(file.tally, outcome).count for outcome in _OUTCOMES}
+            about = {"source": file.source, "file": file.label, "rows": file.tally.rows, "kept": file.tally.kept}
+            if file.tally.left_out_tokens:
+                about["left_out_tokens"] = file.tally.left_out_tokens
+            found.append({**about, **{outcome: count for outcome, count in outcomes.items() if count}})
+        return found
+
+
+def _share(tally: Tally) -> str:
+    whole = tally.left_out_tokens + tally.trained_tokens
+    return f"{tally.left_out_tokens:,} of {whole:,} tokens to be trained, {tally.left_out_tokens / whole:.1%}"
 
 
 def _first(notes: Notes, examples: int) -> str:
@@ -188,6 +207,12 @@ class TokenDataset:
     def report(self) -> DataReport:
         """What became of the rows of each file; the same for every view of the data set."""
         return DataReport(tuple(FileReport(part.source, part.label, part.entry.tally) for part in self._parts))
+
+    def dropped(self) -> Iterator[dict[str, object]]:
+        """Every row of these files that is not among the rows, with its cause and reason; the same for every view."""
+        for part in self._parts:
+            for number, cause, reason in part.entry.dropped():
+                yield {"source": part.source, "file": part.label, "row": number, "cause": cause, "reason": reason}
 
     @cached_property
     def fingerprint(self) -> str:

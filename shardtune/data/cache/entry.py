@@ -6,7 +6,7 @@ import json
 import mmap
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, TypedDict
@@ -16,7 +16,7 @@ import numpy as np
 from shardtune.batch import Sample
 from shardtune.data.cache.fields import FieldColumn, FieldsReader, FieldsWriter, Kinds, pack_fields
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 _KEPT_NOTES = 100
 _ALIGNMENT = 64
 # Array -> element type. Loss weights are stored as runs of equal values, of which most rows have two or three: the
@@ -37,19 +37,21 @@ _ARRAYS = {
     "reference_offsets": np.dtype("<i8"),
 }
 _WEIGHT = np.dtype("<f8")
+_DROPPED_ROWS = "dropped"  # a line of JSON per dropped row: number, cause, reason
+DROPPED = ("too_long", "no_target", "filtered", "bad")
+"""The causes for which a row is dropped, as in `Tally`."""
 
 
 @dataclass(slots=True)
 class Notes:
-    """Rows that something happened to: how many, and row number and reason of the first hundred."""
+    """Rows that something happened to: how many, and row number and reason of the first hundred, in a chunk of all."""
 
     count: int = 0
     first: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, number: int, reason: str) -> None:
         self.count += 1
-        if len(self.first) < _KEPT_NOTES:
-            self.first.append((number, reason))
+        self.first.append((number, reason))
 
     def extend(self, other: Notes) -> None:
         self.count += other.count
@@ -77,6 +79,9 @@ class TallyJson(TypedDict):
     no_target: NotesJson
     filtered: NotesJson
     bad: NotesJson
+    left_out: NotesJson
+    left_out_tokens: int
+    trained_tokens: int
 
 
 @dataclass(slots=True)
@@ -91,6 +96,9 @@ class Tally:
         no_target: dropped because nothing of them is trained: no token, or no weight in any loss term.
         filtered: dropped by `data.transform`.
         bad: not usable.
+        left_out: kept, but without reasoning that the chat template does not print.
+        left_out_tokens: of that reasoning.
+        trained_tokens: of all kept rows, before they are cut.
     """
 
     rows: int = 0
@@ -100,6 +108,9 @@ class Tally:
     no_target: Notes = field(default_factory=Notes)
     filtered: Notes = field(default_factory=Notes)
     bad: Notes = field(default_factory=Notes)
+    left_out: Notes = field(default_factory=Notes)
+    left_out_tokens: int = 0
+    trained_tokens: int = 0
 
     def extend(self, other: Tally) -> None:
         self.rows += other.rows
@@ -109,6 +120,14 @@ class Tally:
         self.no_target.extend(other.no_target)
         self.filtered.extend(other.filtered)
         self.bad.extend(other.bad)
+        self.left_out.extend(other.left_out)
+        self.left_out_tokens += other.left_out_tokens
+        self.trained_tokens += other.trained_tokens
+
+    def dropped(self) -> list[tuple[int, str, str]]:
+        """The dropped rows among the noted ones, in order: number, cause, reason."""
+        notes = {cause: getattr(self, cause) for cause in DROPPED}
+        return sorted((number, cause, reason) for cause, rows in notes.items() for number, reason in rows.first)
 
     @classmethod
     def from_json(cls, content: TallyJson) -> Tally:
@@ -120,6 +139,9 @@ class Tally:
             no_target=Notes.from_json(content["no_target"]),
             filtered=Notes.from_json(content["filtered"]),
             bad=Notes.from_json(content["bad"]),
+            left_out=Notes.from_json(content["left_out"]),
+            left_out_tokens=content["left_out_tokens"],
+            trained_tokens=content["trained_tokens"],
         )
 
 
@@ -210,6 +232,7 @@ class EntryWriter:
         self.tally = Tally()
         for name in self._ends:
             self._append(name, np.zeros(1, np.int64))
+        self._append(_DROPPED_ROWS, np.empty(0, np.uint8))
 
     def add(self, rows: EncodedRows) -> None:
         counts = {
@@ -232,6 +255,8 @@ class EntryWriter:
             earlier = self._terms.setdefault(name, [np.zeros(self.tally.kept)])
             earlier.append(rows.terms.get(name, np.zeros(kept)))
         self.tally.extend(rows.tally)
+        lines = "".join(f"{json.dumps(row)}\n" for row in rows.tally.dropped())
+        self._append(_DROPPED_ROWS, np.frombuffer(lines.encode(), np.uint8))
 
     def finish(self, about: Mapping[str, str]) -> None:
         """Joins the arrays into one file, so that opening takes one mapping, and makes it durable.
@@ -315,6 +340,7 @@ class Entry:
         self._fields = FieldsReader(content["fields"], array, len(self.lengths))
         self.kinds = self._fields.kinds
         self._arrays = arrays
+        self._dropped = array(_DROPPED_ROWS, np.dtype(np.uint8))
         self._tokens, self._offsets = arrays["tokens"], arrays["offsets"]
         self._values, self._runs, self._run_offsets = (
             arrays[name] for name in ("run_values", "run_lengths", "run_offsets")
@@ -336,6 +362,12 @@ class Entry:
             return Sample(tokens, weights)
         size = 0 if len(tokens) else int(self.lengths[index])
         return Sample(tokens, weights, *self._prompt(index), self._fields.row(index), size)
+
+    def dropped(self) -> Iterator[tuple[int, str, str]]:
+        """Each dropped row of the file in order: its number, the cause (one of `DROPPED`), and the reason."""
+        for line in self._dropped.tobytes().splitlines():
+            number, cause, reason = json.loads(line)
+            yield number, cause, reason
 
     def field_counts(self, name: str) -> np.ndarray:
         """int64 [rows]: how many elements along its first dimension a field has in each row."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -14,14 +15,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from shardtune.batch import Prompt, Sample
 from shardtune.data.chat.outline import Span
+from shardtune.data.chat.reasoning import Thinking, Thought, without_thoughts
 from shardtune.data.chat.template import ChatTemplate, Rendering, missing_template
 from shardtune.data.encoder import LengthLimit, Row, RowError, TooLong
-from shardtune.data.row_formats import Chat, Completion, Text, read_example
+from shardtune.data.row_formats import Chat, Completion, Text, read_example, read_turns
 from shardtune.errors import DataError
 
 TrainOn = Literal["assistant", "last_assistant", "all"]
 # Part of every cache key: raise it when the same row would be encoded differently.
-ENCODING_VERSION = 1
+ENCODING_VERSION = 2
 
 
 class ChatEncoder:
@@ -38,6 +40,9 @@ class ChatEncoder:
         max_length: the maximum number of tokens of a row, for `fit`.
         on_too_long: the handling of a longer row by `fit`.
         with_prompts: also give `prompt_ids` and `reference`, for generative evaluation.
+        thinking: the reasoning of trained turns that the template does not print: `keep` writes it before the answer,
+            `template` leaves it out, `drop` leaves out all reasoning; None: it is an error.
+        ignored_keys: keys of messages that have no meaning for training.
     """
 
     def __init__(
@@ -50,6 +55,8 @@ class ChatEncoder:
         max_length: int = 2048,
         on_too_long: TooLong = "truncate",
         with_prompts: bool = False,
+        thinking: Thinking | None = None,
+        ignored_keys: Sequence[str] = (),
     ) -> None:
         self.tokenizer = with_offsets(tokenizer)
         self.template = None if template is None else ChatTemplate(template, self.tokenizer)
@@ -57,12 +64,14 @@ class ChatEncoder:
         self.system_prompt = system_prompt
         self.limit = LengthLimit(max_length, on_too_long)
         self.with_prompts = with_prompts
+        self.thinking: Thinking | None = thinking
+        self.ignored_keys = frozenset(ignored_keys)
 
     def encode(self, row: Row) -> Sample:
         """The whole row. Raises `RowError` for a bad row, and `DataError` for a fault of all rows."""
         example = read_example(row)
         if isinstance(example, Chat):
-            return self._encode_chat(self._with_system(example))
+            return self._encode_chat(self._prepared(example))
         if self.system_prompt is not None:
             raise RowError("data.system_prompt is set, but a row of plain text has no turns to put it before")
         return self._encode_text(example)
@@ -86,6 +95,8 @@ class ChatEncoder:
             "max_length": self.limit.max_length,
             "on_too_long": self.limit.on_too_long,
             "with_prompts": self.with_prompts,
+            "thinking": self.thinking,
+            "ignored_keys": sorted(self.ignored_keys),
         }
         return hashlib.blake2b(json.dumps(options).encode(), digest_size=20).hexdigest()
 
@@ -95,7 +106,7 @@ class ChatEncoder:
         """A conversation for the assistant to continue, up to the beginning of its turn."""
         if self.template is None:
             raise missing_template("data.chat_template")
-        turns = self._with_system(Chat(tuple(dict(turn) for turn in messages), (None,) * len(messages)))
+        turns = self._prepared(Chat(read_turns(messages), (None,) * len(messages)))
         return Prompt(self._tokens(self.template.render(turns.messages, tools, prompt=True))[0])
 
     def text_prompt(self, text: str) -> Prompt:
@@ -128,6 +139,16 @@ class ChatEncoder:
 
     # -- conversations ---------------------------------------------------------------------------------------------
 
+    def _prepared(self, chat: Chat) -> Chat:
+        """The conversation with the recipe's system prompt, and no key that means nothing."""
+        if self.template is None:
+            raise missing_template("data.chat_template")
+        if self.ignored_keys:
+            messages = [{key: m[key] for key in m if key not in self.ignored_keys} for m in chat.messages]
+            chat = replace(chat, messages=tuple(messages))
+        self.template.check_keys(chat.messages)
+        return self._with_system(chat)
+
     def _with_system(self, chat: Chat) -> Chat:
         if self.system_prompt is None or any(message["role"] == "system" for message in chat.messages):
             return chat
@@ -138,10 +159,41 @@ class ChatEncoder:
         if self.template is None:
             raise missing_template("data.chat_template")
         self._check_weights(chat)
-        rendering = self.template.render_turns(chat)
+        chat, rendering, left_out = self._rendered(chat, self.template)
         ids, weights = self._weigh(chat, rendering)
         prompt, reference = self._question(chat, rendering) if self.with_prompts else (None, None)
-        return Sample(ids, weights, None if prompt is None else self._tokens(prompt)[0], reference)
+        tokens = None if prompt is None else self._tokens(prompt)[0]
+        return Sample(ids, weights, tokens, reference, left_out=left_out)
+
+    def _rendered(self, chat: Chat, template: ChatTemplate) -> tuple[Chat, Rendering, int]:
+        """The conversation as it is rendered, its rendering, and how many tokens of reasoning that leaves out.
+
+        Raises:
+            DataError: it leaves out some, and `thinking` is None.
+        """
+        chat, dropped = without_thoughts(chat) if self.thinking == "drop" else (chat, [])
+        rendering = template.render_turns(chat)
+        lost = [one for one in (*dropped, *rendering.lost) if self._is_trained(chat, rendering, one)]
+        if lost and self.thinking == "keep":
+            return chat, template.with_thoughts(rendering, lost), 0
+        left_out = sum(len(self._tokens(one.text)[0]) for one in lost)
+        if lost and self.thinking is None:
+            raise self._would_lose(chat, rendering, lost, left_out)
+        return chat, rendering, left_out
+
+    def _is_trained(self, chat: Chat, rendering: Rendering, thought: Thought) -> bool:
+        spans = [span for span in rendering.spans if span.message == thought.message]
+        return any(self._span_weight(chat, span, rendering.spans[-1]) > 0 for span in spans)
+
+    def _would_lose(self, chat: Chat, rendering: Rendering, lost: Sequence[Thought], tokens: int) -> DataError:
+        trained = int(np.count_nonzero(self._weigh(chat, rendering)[1]))
+        turns = ", ".join(str(number + 1) for number in sorted({one.message for one in lost}))
+        return DataError(
+            f"the chat template leaves out reasoning of the assistant: {tokens:,} of the row's {tokens + trained:,} "
+            f"tokens to be trained (message {turns}), which begin {lost[0].text[:60]!r}",
+            remedy="set data.thinking: keep (it is written as <think>…</think> before the answer), template (what the "
+            "template leaves out is not trained, and counted) or drop (no reasoning is trained)",
+        )
 
     def _weigh(self, chat: Chat, rendering: Rendering) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of a rendering, int32 [tokens], and how much each counts as a target, float32 [tokens]."""

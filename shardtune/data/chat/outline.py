@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
+from shardtune.data.chat.reasoning import TAGS
 from shardtune.data.row_formats import Chat
 
 # Private-use characters like those of `template`, but others: a conversation may hold both.
 _PROBE = "\ue0f3\ue0f4"
-REASONING = re.compile(r"</?think>")
 
 Shape = tuple[object, ...]
 
@@ -70,7 +70,7 @@ def _shape_of_turn(message: dict, separator: str) -> Shape:
     keys = tuple(sorted(message))
     if message["role"] == "assistant":
         calls = len(message.get("tool_calls") or ())
-        return (*keys, calls, bool(content.strip()), REASONING.search(content) is not None)
+        return (*keys, calls, bool(content.strip()), TAGS.search(content) is not None)
     return (message["role"], *keys, *(piece if not piece.strip() else None for piece in _pieces(content, separator)))
 
 

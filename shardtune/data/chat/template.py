@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -14,17 +14,21 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
-from shardtune.data.chat.outline import REASONING, Outline, Shape, Span, given_pieces, probed, shape_of
+from shardtune.data.chat.outline import Outline, Shape, Span, given_pieces, probed, shape_of
+from shardtune.data.chat.reasoning import KEY, TAGS, Thought, lost_thoughts
 from shardtune.data.encoder import RowError
-from shardtune.data.row_formats import Chat
+from shardtune.data.row_formats import REASONING_KEYS, Chat, message_keys, unknown_key, unknown_keys
 from shardtune.errors import DataError
 
 # Two private-use characters: no text has them and no template strips, escapes or translates them.
 _MARK = "\ue0f5\ue0f6"
+_THOUGHT = "\ue0f8\ue0f9"
+_AROUND_THOUGHTS = "<think>\n", "\n</think>\n\n"
 # A template that prints today's date would render the same row differently tomorrow.
 _FROZEN_DATE = datetime(2025, 1, 1)
 _SHORT = 24  # content shorter than this may occur in the rendering by chance
 _MOST_OUTLINES = 1024
+_KEYS_OF_PARTS = ("text", "type", "image", "video", "audio")  # a template that reads them reads parts of a content
 _OPENING = 5  # this many characters of a turn's opening are enough to recognise it
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _DATE_CALL = re.compile(r"strftime_now\(\s*(\"[^\"]*\"|'[^']*')\s*\)")
@@ -45,7 +49,11 @@ _CHATML = """\
 {%- endif %}
 {%- for message in messages %}
     {%- if not (tools and loop.first and message.role == 'system') %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content }}
+        {{- '<|im_start|>' + message.role + '\\n' }}
+        {%- if message.reasoning_content %}
+            {{- '<think>\\n' + message.reasoning_content | trim + '\\n</think>\\n\\n' }}
+        {%- endif %}
+        {{- message.content }}
         {%- for call in message.tool_calls or [] %}
             {{- '\\n' if message.content or not loop.first }}
             {{- '<tool_call>\\n{"name": ' + call.function.name | tojson + ', "arguments": ' }}
@@ -68,11 +76,13 @@ class Rendering:
         text: the whole of it.
         spans: one per assistant turn, in order.
         prompt: the rendering up to the beginning of the last of them; None if that was not rendered.
+        lost: reasoning of the conversation that the turns do not have.
     """
 
     text: str
     spans: tuple[Span, ...]
     prompt: str | None = None
+    lost: tuple[Thought, ...] = ()
 
 
 def load_template(choice: str | None, tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -150,6 +160,7 @@ class ChatTemplate:
         self._added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
         self.marks_generation = _GENERATION.search(text) is not None
         self._outlines: dict[Shape, Outline | None] = {}
+        self._read: dict[str, bool] = {}
 
     def render(self, messages: Sequence[dict], tools: Sequence[dict] | None, prompt: bool = False) -> str:
         """The conversation as text; with `prompt`, followed by what opens the assistant's next turn."""
@@ -160,7 +171,7 @@ class ChatTemplate:
     ) -> tuple[str, list[tuple[int, int]]]:
         try:
             rendered: Any = render_jinja_template(
-                conversations=[list(messages)],
+                conversations=[[self._renamed(message) for message in messages]],
                 tools=list(tools) if tools else None,
                 chat_template=self._frozen,
                 return_assistant_tokens_mask=marked,
@@ -171,6 +182,33 @@ class ChatTemplate:
             raise RowError(f"the chat template refuses the conversation: {error}") from error
         texts, marks = rendered
         return texts[0], marks[0] if marked else []
+
+    def _renamed(self, message: dict) -> dict:
+        """The message with its reasoning under the name that the template reads."""
+        if KEY not in message or self._reasoning_key == KEY:
+            return message
+        return {self._reasoning_key if key == KEY else key: value for key, value in message.items()}
+
+    @cached_property
+    def _reasoning_key(self) -> str:
+        return next((key for key in REASONING_KEYS if self._reads(key)), KEY)
+
+    def _reads(self, key: str) -> bool:
+        """Whether the template has `message.key`, or the key in quotes."""
+        if key not in self._read:
+            name = re.escape(key)
+            self._read[key] = re.search(rf"\.{name}\b|(['\"]){name}\1", self.text) is not None
+        return self._read[key]
+
+    def check_keys(self, messages: Sequence[dict]) -> None:
+        """Raises `RowError` for a key of a message that means nothing in a row, and that the template does not read."""
+        for number, message in enumerate(messages, 1):
+            for key in unknown_keys(message):
+                if key in _KEYS_OF_PARTS or not self._reads(key):
+                    raise RowError(
+                        f"message {number}: {unknown_key(key, message_keys())} "
+                        "(data.ignored_keys names keys to leave out)"
+                    )
 
     @cached_property
     def end_of_turn(self) -> str:
@@ -224,9 +262,43 @@ class ChatTemplate:
             rendering = Rendering(text, tuple(self._marked_spans(text, marks, _turns(chat))))
         else:
             rendering = Rendering(text, tuple(spans), text[: spans[-1].start] if outline.prompt_is_prefix else None)
+        lost: list[Thought] = []
         for span in rendering.spans:
-            self._check_answer(chat, span, text)
-        return rendering
+            message, turn = chat.messages[span.message], text[span.start : span.stop]
+            self._check_answer(chat, span.message, turn)
+            lost += [Thought(span.message, one) for one in lost_thoughts(message, turn)]
+        return replace(rendering, lost=tuple(lost)) if lost else rendering
+
+    def with_thoughts(self, rendering: Rendering, lost: Sequence[Thought]) -> Rendering:
+        """The rendering with lost reasoning written before the answers of its turns, as part of the turns."""
+        before, after = self._around_thoughts
+        pieces, spans, done, size = [], [], 0, 0
+        for span in rendering.spans:
+            thoughts = "".join(before + one.text + after for one in lost if one.message == span.message)
+            turn = rendering.text[span.start : span.stop]
+            between, turn = rendering.text[done : span.start], thoughts + (turn.lstrip("\n") if thoughts else turn)
+            start = size + len(between)
+            done, size = span.stop, start + len(turn)
+            pieces += [between, turn]
+            spans.append(Span(span.message, start, size))
+        text = "".join([*pieces, rendering.text[done:]])
+        return Rendering(text, tuple(spans), text[: spans[-1].start])
+
+    @cached_property
+    def _around_thoughts(self) -> tuple[str, str]:
+        """What the template writes before and after the reasoning of a last turn; <think> tags where it prints none."""
+        question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}
+        try:
+            opening = self.render([question], None, prompt=True)
+            text = self.render([question, {**answer, KEY: _THOUGHT}], None)
+            earlier = self.render([question, answer, question, answer], None)
+        except RowError:
+            return _AROUND_THOUGHTS
+        before, found, rest = text.removeprefix(opening).partition(_THOUGHT)
+        # Behind the reasoning comes what opens the answer of a turn without any.
+        after, mark, _ = rest.partition(earlier.removeprefix(opening).partition(_MARK)[0] + _MARK)
+        is_known = text.startswith(opening) and earlier.startswith(opening) and found and mark and before and after
+        return (before, after) if is_known else _AROUND_THOUGHTS
 
     def _are_whole(self, spans: Sequence[Span], text: str) -> bool:
         """Whether each turn ends where its text requires; always true for turns that the template marks."""
@@ -410,18 +482,14 @@ class ChatTemplate:
         except RowError:
             return content in text
 
-    def _check_answer(self, chat: Chat, span: Span, text: str) -> None:
-        message, turn = chat.messages[span.message], text[span.start : span.stop]
-        pieces = [piece.strip() for piece in REASONING.split(message["content"])]
-        # Templates may drop the reasoning of earlier turns; never an answer, nor anything of the last turn.
-        needed = pieces if span.message == len(chat.messages) - 1 else pieces[-1:]
-        if not all(piece in turn for piece in needed) and not (
-            len(pieces) == 1 and self._is_rendered(chat, span.message, pieces[0], turn)
-        ):
-            raise RowError(f"message {span.message + 1}: the chat template leaves out part of the assistant's turn")
+    def _check_answer(self, chat: Chat, index: int, turn: str) -> None:
+        message = chat.messages[index]
+        pieces = [piece.strip() for piece in TAGS.split(message["content"])]
+        if pieces[-1] not in turn and not (len(pieces) == 1 and self._is_rendered(chat, index, pieces[0], turn)):
+            raise RowError(f"message {index + 1}: the chat template leaves out part of the assistant's turn")
         for call in message.get("tool_calls") or ():
             if call["function"]["name"] not in turn:
-                raise RowError(f"message {span.message + 1}: the chat template does not render tool calls")
+                raise RowError(f"message {index + 1}: the chat template does not render tool calls")
 
 
 def _turns(chat: Chat) -> list[int]:

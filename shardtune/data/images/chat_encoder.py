@@ -13,6 +13,7 @@ import numpy as np
 from shardtune.batch import Prompt, Sample
 from shardtune.data.chat.encoder import ChatEncoder, TrainOn
 from shardtune.data.chat.outline import Span
+from shardtune.data.chat.reasoning import Thinking
 from shardtune.data.chat.template import ChatTemplate, Rendering, missing_template
 from shardtune.data.encoder import Row, RowDropped, RowError, TooLong
 from shardtune.data.images.images import IMAGE_STOP, SPANS, StoredImage, read_image, to_fields
@@ -98,8 +99,8 @@ class ImageChatEncoder(ChatEncoder):
     Args:
         images: applies the model's processor.
         template: the Jinja text of the chat template; None raises an error for the first conversation.
-        train_on, system_prompt, max_length, on_too_long, with_prompts: as for `ChatEncoder`. A row that would be cut
-            before the end of its last image is left out instead.
+        train_on, system_prompt, max_length, on_too_long, with_prompts, thinking, ignored_keys: as for `ChatEncoder`.
+            A row that would be cut before the end of its last image is left out instead.
         folder: base of relative paths in rows.
     """
 
@@ -113,11 +114,13 @@ class ImageChatEncoder(ChatEncoder):
         max_length: int = 2048,
         on_too_long: TooLong = "truncate",
         with_prompts: bool = False,
+        thinking: Thinking | None = None,
+        ignored_keys: Sequence[str] = (),
         folder: Path | None = None,
     ) -> None:
         super().__init__(
             images.tokenizer, None, train_on=train_on, system_prompt=system_prompt, max_length=max_length,
-            on_too_long=on_too_long, with_prompts=with_prompts,
+            on_too_long=on_too_long, with_prompts=with_prompts, thinking=thinking, ignored_keys=ignored_keys,
         )  # fmt: skip
         self.images = images
         self.template = None if template is None else ImageTemplate(template, images)
@@ -141,7 +144,7 @@ class ImageChatEncoder(ChatEncoder):
         example, named = read_image_row(row)
         images = [read_image(value, self._folder) for value in named]
         if isinstance(example, Chat):
-            sample, in_prompt, spans = self._encode_images_chat(self._with_system(example), images)
+            sample, in_prompt, spans = self._encode_images_chat(self._prepared(example), images)
         elif self.system_prompt is not None:
             raise RowError("data.system_prompt is set, but a row of plain text has no turns to put it before")
         else:
@@ -170,7 +173,7 @@ class ImageChatEncoder(ChatEncoder):
             raise missing_template("data.chat_template")
         turns, named = mark_images(messages, images)
         stored = [read_image(value, self._folder) for value in named]
-        chat = self._with_system(turns)
+        chat = self._prepared(turns)
         text = self._expand(self.template.render(chat.messages, tools, prompt=True), stored).text
         return Prompt(self._tokens(text)[0], to_fields(stored, len(stored)))
 
@@ -191,19 +194,21 @@ class ImageChatEncoder(ChatEncoder):
         if self.template is None:
             raise missing_template("data.chat_template")
         self._check_weights(chat)
-        rendering = self.template.render_turns(chat)
+        chat, rendering, left_out = self._rendered(chat, self.template)
         expanded = self._expand(rendering.text, images)
         shown = Rendering(expanded.text, tuple(self._moved(rendering.text, expanded, rendering.spans)))
         ids, weights = self._weigh(chat, shown)
         spans = self._leave_out_images(expanded, weights)
+        whole = Sample(ids, weights, left_out=left_out)
         if not self.with_prompts:
-            return Sample(ids, weights), 0, spans
+            return whole, 0, spans
         prompt, reference = self._question(chat, rendering)
         if prompt is None:
-            return Sample(ids, weights), 0, spans
+            return whole, 0, spans
         count = prompt.count(self.images.image_token)
         tokens = self._tokens(self._expand(prompt, images[:count]).text)[0]
-        return Sample(ids, weights, tokens, (reference or "").replace(IMAGE_MARK, "")), count, spans
+        reference = (reference or "").replace(IMAGE_MARK, "")
+        return replace(whole, prompt_ids=tokens, reference=reference), count, spans
 
     def _encode_images_text(
         self, example: Completion | Text, images: Sequence[StoredImage]

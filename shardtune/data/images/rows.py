@@ -9,7 +9,20 @@ from dataclasses import replace
 import numpy as np
 
 from shardtune.data.encoder import Row, RowError
-from shardtune.data.row_formats import MEDIA_KEYS, Chat, Completion, Example, Text, read_example, recognise
+from shardtune.data.row_formats import (
+    MEDIA_KEYS,
+    REASONING_KEYS,
+    TEXT_PARTS,
+    Chat,
+    Completion,
+    Example,
+    Text,
+    read_example,
+    read_turns,
+    recognise,
+    split_reasoning,
+    text_of_part,
+)
 
 IMAGE_MARK = "\ue0f7"
 """Marks the place of an image in a turn until the chat template is rendered."""
@@ -61,8 +74,8 @@ def mark_images(messages: Sequence[Mapping[str, object]], images: Sequence[objec
         images: for these places; if there are none, they go before the last user turn.
     """
     taken = _Taken(images)
-    turns = [taken.turn(turn) for turn in messages]
-    chat = Chat(tuple(turns), (None,) * len(turns))
+    turns = read_turns([taken.turn(turn) for turn in messages])
+    chat = Chat(turns, (None,) * len(turns))
     if images and taken.has_none:
         last_user = [number for number, turn in enumerate(turns) if turn["role"] == "user"][-1:]
         return _before_turn(chat, last_user, len(images)), list(images)
@@ -140,7 +153,13 @@ class _Taken:
         if isinstance(content, str):
             return {**turn, key: self._text(content)}
         if isinstance(content, Sequence):
-            return {**turn, key: "".join(self._part(part) for part in content)}
+            others, reasoning = split_reasoning(content)
+            text = "".join(self._part(part) for part in others)
+            if reasoning is None:
+                return {**turn, key: text}
+            if any(turn.get(name) is not None for name in REASONING_KEYS):
+                raise RowError("reasoning under a key of the message and as a part of its content")
+            return {**turn, key: text, REASONING_KEYS[0]: reasoning}
         return dict(turn)
 
     @property
@@ -170,9 +189,9 @@ class _Taken:
             return self._text(part)
         if not isinstance(part, Mapping):
             part = {"type": type(part).__name__}
-        kind, text = part.get("type"), part.get("text")
-        if kind in ("text", "input_text") and isinstance(text, str):
-            return self._text(text)
+        kind = part.get("type")
+        if kind in TEXT_PARTS:
+            return self._text(text_of_part(part))
         if kind not in _PARTS:
             raise RowError(f"a content part of type {kind!r}; this model takes text and images")
         source = next((part[key] for key in _SOURCES if part.get(key) is not None), None)

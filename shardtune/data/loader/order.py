@@ -169,6 +169,15 @@ class DataOrder:
                 return taken[: max(fits, min(1, taken.size))]
             block *= 2
 
+    def first_rows(self, epoch: int, steps: int) -> np.ndarray:
+        """The rows of the first steps of an epoch, int64."""
+        if self._batch_rows or steps >= self.num_steps(epoch):
+            return self.rows(epoch, 0, steps * self._batch_rows or self.rows_per_epoch)
+        taken = np.empty(0, np.int64)
+        for _ in range(steps):
+            taken = np.concatenate([taken, self.step(epoch, len(taken))])
+        return taken
+
     def num_steps(self, epoch: int) -> int:
         """Steps of an epoch: arithmetic for a batch of rows, one pass over the lengths for a batch of tokens."""
         size = self.rows_per_epoch

@@ -168,6 +168,15 @@ class StepLoader:
     def num_steps(self, epoch: int) -> int:
         return self._order.num_steps(epoch)
 
+    def num_tokens(self, steps: int) -> int:
+        """The input tokens of the first steps, over as many epochs as they take."""
+        total = epoch = 0
+        while steps > 0:
+            here = min(steps, self.num_steps(epoch))
+            total += int(self._data.lengths[self._order.first_rows(epoch, here)].sum(dtype=np.int64))
+            steps, epoch = steps - here, epoch + 1
+        return total
+
     @property
     def rows_per_epoch(self) -> int:
         return self._order.rows_per_epoch

@@ -56,6 +56,16 @@ def built(returned: Any) -> tuple[Any, dict[str, Any]]:
     return returned[0], dict(returned[1])
 
 
+def between_batches(offset: int, rows: int) -> DataError:
+    """The error for a position in the data that lies inside a batch."""
+    return DataError(
+        f"the position in the data is set to {offset} rows of the epoch, which is inside a batch: the ranks together "
+        f"take {rows} rows at a time",
+        where="_data_iter_offset",
+        remedy="it counts rows, not batches, and advances by itself: set it only to a value that was read from it",
+    )
+
+
 def no_length(loader: object) -> DataError:
     """The error for a loader without a length."""
     return DataError(

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from shardtune.data.loader.protocol import DataState, Step
 from shardtune.data.user_loader.batch import SameFields, UserBatch, fingerprint, rows_agreed, tokens_of
 from shardtune.data.user_loader.errors import (
+    between_batches,
     data_changed,
     indivisible,
     no_length,
@@ -166,7 +167,9 @@ class BatchLoader:
 
     def steps(self, state: DataState) -> Iterator[Step[UserBatch]]:
         """Steps without end from `state` on."""
-        epoch, done = state.epoch, state.rows_consumed // self._rows_per_turn
+        epoch, (done, left_over) = state.epoch, divmod(state.rows_consumed, self._rows_per_turn)
+        if left_over and self._resumed is None:
+            raise between_batches(state.rows_consumed, self._rows_per_turn)
         while True:
             batches = self._enter(epoch, done)
             while done < self._turns:

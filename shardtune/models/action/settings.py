@@ -9,11 +9,13 @@ from pathlib import Path
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from shardtune.config import ModelConfig, Recipe
+from shardtune.config.checks import OF_ACTIONS
 from shardtune.config.schema import action_tokens
 from shardtune.data.action_statistics import source_statistics, to_json
 from shardtune.data.encoder import FrameOptions
 from shardtune.data.sources.resolve import Source, resolve_sources
 from shardtune.errors import ConfigError, DataError
+from shardtune.models.action.check_length import stored_statistics
 from shardtune.models.action.openvla import OpenVLAConfig, openvla_settings
 from shardtune.models.action.policy import SETTINGS, ActionSettings, DatasetStatistics
 from shardtune.models.action.tokens import action_statistics, choose_key, state_statistics
@@ -35,6 +37,7 @@ def settings_for(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrained
     """
     model = recipe.actor.model
     stored = stored_settings(config)
+    _check_bins(model, config)
     statistics, unnorm_key = _statistics(recipe, stored)
     found = action_statistics(statistics, unnorm_key or next(iter(statistics)), model.action_token_len)
     for key in statistics if unnorm_key is None else ():
@@ -57,6 +60,41 @@ def settings_for(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrained
     )
 
 
+def acts_on(recipe: Recipe) -> bool:
+    """Whether a registered model is trained on robot data: keys of actions are given, and no conversations are named.
+
+    Raises:
+        DataError: rows that are neither.
+    """
+    given = recipe.actor.model.model_dump(exclude_defaults=True)
+    if not any(name in given for name in OF_ACTIONS):
+        return False
+    spec = recipe.data.train_data_paths
+    try:
+        if spec is not None:
+            _sources(recipe, spec)
+    except DataError:
+        try:
+            resolve_sources(spec, recipe.data, report=lambda _: None)
+        except DataError:
+            pass
+        else:
+            return False
+        raise
+    return True
+
+
+def _check_bins(model: ModelConfig, config: PreTrainedConfig) -> None:
+    """Compare `num_action_bins` with the number in the config of a user's own model."""
+    own = config.to_dict().get("n_action_bins")
+    if isinstance(own, int) and own != model.num_action_bins:
+        raise ConfigError(
+            f"actor.model.num_action_bins is {model.num_action_bins}, the model's config has n_action_bins = {own}",
+            where="actor.model.num_action_bins",
+            remedy=f"set it to {own}",
+        )
+
+
 def stored_settings(config: PreTrainedConfig) -> ActionSettings | None:
     """The settings of actions in a model's config; None if it has none."""
     if config.to_dict().get(SETTINGS) is not None:
@@ -70,7 +108,7 @@ def _statistics(recipe: Recipe, stored: ActionSettings | None) -> tuple[dict[str
     Precedence: the file of `actor.model.action_statistics`, statistics beside the weights, computed ones.
     """
     model = recipe.actor.model
-    known = dict(stored.norm_stats) if stored is not None else {}
+    known = dict(stored.norm_stats) if stored is not None else stored_statistics(model.model_path or "")
     if model.action_statistics is not None:
         known |= read_statistics(Path(model.action_statistics))
     unnorm_key = model.unnorm_key

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,12 +20,14 @@ from shardtune.evaluate.closed_loop import METRICS, ClosedLoop, play
 from shardtune.evaluate.loss import BLOCK_MICRO_BATCHES, sum_evaluation, summarize
 from shardtune.models.action.acting import ActingAdapter
 from shardtune.models.adapter import Adapter, AdapterRoot, LanguageModel, WholeStepAdapter
+from shardtune.models.causal_lm import CausalLM
 from shardtune.models.recipe_hooks import Hooks
+from shardtune.models.source_losses import SourceLosses
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.build.model import build_empty
 from shardtune.training.run_summary import RunSummary
-from shardtune.training.step import Accumulate, accumulate
+from shardtune.training.step import Accumulate, Totals, accumulate
 from shardtune.training.whole_step_loss import WholeStep
 from shardtune.training.worker.cached_rows import CachedRowsTask, EvaluationSet, token_counts
 from shardtune.training.worker.task import Evaluated, Evaluation, UserMethods
@@ -52,7 +56,12 @@ class AdapterTask(CachedRowsTask):
         self._hooks = hooks
         self._whole_step = WholeStep(adapter, ranks) if isinstance(adapter, WholeStepAdapter) else None
         self._episodes = episodes(recipe, adapter)
-        self._user_sets = UserSets(methods, recipe.runner.seed)
+        self._user_sets = UserSets(methods, recipe)
+        sources = () if prepared.train is None else prepared.train.sources
+        self._source_losses: SourceLosses | None = None
+        if len(sources) > 1 and isinstance(adapter, CausalLM):
+            self._source_losses = SourceLosses([span.name for span in sources], [span.start for span in sources])
+            adapter.source_losses = self._source_losses
 
     # The model.
 
@@ -106,7 +115,9 @@ class AdapterTask(CachedRowsTask):
 
     @property
     def accumulate(self) -> Accumulate:
-        return accumulate if self._whole_step is None else self._whole_step.accumulate
+        if self._whole_step is not None:
+            return self._whole_step.accumulate
+        return accumulate if self._source_losses is None else partial(_by_source, self._source_losses)
 
     # Evaluation.
 
@@ -157,6 +168,13 @@ class AdapterTask(CachedRowsTask):
         packed = "rows end to end, each attends to itself alone (compared on two rows)"
         summary = replace(summary, attention=packed if self.adapter.rows_share_forwards else f"{alone} per forward")
         return token_counts(summary, self.training_rows())
+
+
+def _by_source(losses: SourceLosses, *arguments: Any, **settings: Any) -> Totals:
+    """As `accumulate`, with the loss of each source among the metrics."""
+    losses.clear()
+    totals = accumulate(*arguments, **settings)
+    return replace(totals, metrics={**totals.metrics, **losses.metrics()})
 
 
 def root_of(model: nn.Module) -> AdapterRoot:

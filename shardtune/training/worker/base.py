@@ -17,16 +17,18 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from shardtune.checkpoint.dcp import PendingSave
+from shardtune.checkpoint.hf_save import Processor
 from shardtune.config import Recipe, load_recipe
-from shardtune.config.model_names import registered_function
+from shardtune.config.model_names import registered_function, registered_processor
 from shardtune.data.loader.order import derive_seed
 from shardtune.data.loader.protocol import DataState, Loader, MicroBatch
 from shardtune.data.user_loader.batch import UserBatch, with_names
 from shardtune.data.user_loader.errors import built
 from shardtune.data.user_loader.loader import BatchLoader
 from shardtune.errors import ConfigError, ShardtuneError
-from shardtune.models.find_adapter import get_model
+from shardtune.models.find_adapter import get_model, get_model_config_and_processor
 from shardtune.models.lora.attach import trainable_patterns
+from shardtune.models.new_tokens import add_new_tokens
 from shardtune.models.options import NoOptions, read_options
 from shardtune.models.pretrained import has_tokenizer, recipe_tokenizer
 from shardtune.optim.build import check_optimizer, set_learning_rate
@@ -36,6 +38,7 @@ from shardtune.training.build.initial_weights import seeded
 from shardtune.training.run_summary import RunSummary
 from shardtune.training.step import optimizer_step, seed_rng, step_metrics
 from shardtune.training.train_output import TRAIN, TrainOutput
+from shardtune.training.worker.build_dataloader import call_build_dataloader
 from shardtune.training.worker.data_position import DataPosition
 from shardtune.training.worker.model_state import ModelState, TextParts, over_directory
 from shardtune.training.worker.run_context import RunContext, silent
@@ -64,7 +67,10 @@ class FSDPSftWorker(ABC):
         cfg: the recipe as a `DictConfig`.
         options: the recipe's `actor.model.options`, an instance of `Options`.
         model: the sharded model; call it, not its `forward`.
-        tokenizer: the one that the recipe names or that is stored with its model; None without one.
+        tokenizer: of the processor, or the one that the recipe names or that is stored with its model; None without
+            one.
+        processor: what prepares images or other inputs, saved in `final/`: as the worker assigns it, or from the
+            function that is registered for it (`register_model(…, gives="config_and_processor")`).
         device: for batches.
         amp_context: the context to call the model in; half precision is the sharded model's own, so it does nothing.
         report: prints a line for the user, on rank 0 alone.
@@ -102,7 +108,7 @@ class FSDPSftWorker(ABC):
         self.device: torch.device = self.ranks.device
         self.amp_context: AbstractContextManager[None] = nullcontext()
         self.tokenizer: PreTrainedTokenizerBase | None = None
-        self.processor: ProcessorMixin | None = None
+        self.processor: Processor | None = None
         self.chat_template: str | None = None
         self.end_of_turn_ids: tuple[int, ...] = ()
         self.notes: list[str] = []
@@ -110,6 +116,7 @@ class FSDPSftWorker(ABC):
         self.eval_loaders: dict[str, tuple[Iterable[object], Mapping[str, object]]] = {}
         self.report: Callable[[str], None] = print if self.ranks.is_main else silent
         self.context = RunContext()
+        self._start = DataState()  # assigned before set-up
         self.task: Task = self._make_task()
 
     def _read_options(self) -> Any:
@@ -173,6 +180,7 @@ class FSDPSftWorker(ABC):
             self._refuse_loss_weights()
         self.loader: Loader[MicroBatch] = loader if isinstance(loader, Loader) else self._cut(loader, info)
         self.position = DataPosition(self.loader, self.recipe.runner, self.task.name_rows)
+        self.position.move_to(self._start)
         self._build_evaluations()
 
     def setup_evaluation(
@@ -196,6 +204,7 @@ class FSDPSftWorker(ABC):
         step = next(position.steps)
         waited = time.perf_counter() - began
         rate = set_learning_rate(state.optimizer, state.step, position.horizon, actor.optim)
+        state.in_step = True
         result = optimizer_step(
             self._forward,
             step.micro_batches,
@@ -208,6 +217,7 @@ class FSDPSftWorker(ABC):
             loss_scale=state.loss_scale,
             accumulate=self._accumulate,
         )
+        state.in_step = False
         position.advance(step, result, state.step)
         state.step += result.updated
         found = step_metrics(
@@ -286,6 +296,7 @@ class FSDPSftWorker(ABC):
             self.report = silent
         elif context.report is not None:
             self.report = context.report
+        self._read_registered_processor()
         self.state = ModelState(
             self.recipe,
             self.ranks,
@@ -300,13 +311,32 @@ class FSDPSftWorker(ABC):
         self._accumulate = self.task.accumulate
         self._forward = self.get_train_model_output
         self.notes += [*context.notes, *self.state.notes, *self.task.probe_assumptions(self.model, self.device)]
-        if self.tokenizer is None and has_tokenizer(self.recipe):
+        if self.tokenizer is None:
+            self._read_tokenizer()
+
+    def _read_registered_processor(self) -> None:
+        """The processor, or the tokenizer alone, of the function that is registered for the model."""
+        if self.processor is not None or registered_processor(self.recipe.actor.model.model_type) is None:
+            return
+        found = get_model_config_and_processor(self.cfg.actor)[1]
+        if isinstance(found, PreTrainedTokenizerBase):
+            self.tokenizer = self.tokenizer or found
+        else:
+            self.processor = found
+
+    def _read_tokenizer(self) -> None:
+        """The tokenizer: of the processor, otherwise of the recipe."""
+        held = vars(self.processor).get("tokenizer") if isinstance(self.processor, ProcessorMixin) else None
+        if isinstance(held, PreTrainedTokenizerBase):
+            self.tokenizer = held
+            add_new_tokens(held, self.recipe.actor.added_tokens)
+        elif has_tokenizer(self.recipe):
             self.tokenizer = recipe_tokenizer(self.recipe)
 
     def _loader(self, paths: DataPaths, *, eval_dataset: bool) -> tuple[Any, dict[str, Any]]:
         """Call `build_dataloader`; its random draws (a split, an order) are the same in every run and every call."""
         with seeded(derive_seed(self.recipe.runner.seed, "build_dataloader")):
-            return built(self.build_dataloader(paths, eval_dataset=eval_dataset))
+            return built(call_build_dataloader(self.build_dataloader, paths, eval_dataset=eval_dataset))
 
     def _build_evaluations(self) -> None:
         sets = self.task.evaluation_sets()
@@ -387,7 +417,7 @@ class FSDPSftWorker(ABC):
     @final
     def data_state(self) -> DataState:
         """Epoch and rows consumed."""
-        return self.position.state
+        return self.position.state if "position" in vars(self) else self._start
 
     @property
     @final
@@ -398,12 +428,37 @@ class FSDPSftWorker(ABC):
     @property
     @final
     def _data_epoch(self) -> int:
-        return self.position.state.epoch
+        """The epoch; assign it, as a `load_checkpoint` may, to continue from there."""
+        return self.data_state.epoch
+
+    @_data_epoch.setter
+    @final
+    def _data_epoch(self, epoch: int) -> None:
+        self._move_to(DataState(epoch, self._data_iter_offset))
 
     @property
     @final
     def _data_iter_offset(self) -> int:
-        return self.position.state.rows_consumed
+        """Rows of the epoch that are consumed; assign it to continue from there."""
+        return self.data_state.rows_consumed
+
+    @_data_iter_offset.setter
+    @final
+    def _data_iter_offset(self, rows: int) -> None:
+        self._move_to(DataState(self._data_epoch, rows))
+
+    def _move_to(self, state: DataState) -> None:
+        for name, value in (("_data_epoch", state.epoch), ("_data_iter_offset", state.rows_consumed)):
+            if not isinstance(value, int) or value < 0:
+                raise ConfigError(
+                    f"{name} is set to {value!r}, which is no position in the data",
+                    where=name,
+                    remedy="assign a whole number from 0 on, as it was read from there",
+                )
+        if "position" in vars(self):
+            self.position.move_to(state)
+        else:
+            self._start = state
 
     @property
     @final
@@ -424,6 +479,10 @@ class FSDPSftWorker(ABC):
         notes, shapes = list(self.notes), state.weights.shapes
         if self.recipe.runner.deterministic:
             notes.append("deterministic kernels: bitwise repeatable, and on CUDA slower than those left out")
+        horizon = self.position.horizon
+        if horizon < self.recipe.runner.max_steps:
+            limit = self.position.limit(horizon)
+            notes.append(f"training ends after {horizon:,} steps by {limit}; runner.max_epochs: -1 sets no such limit")
         all_trained = all(parameter.requires_grad for parameter in parameters.values())
         return self.task.describe(
             RunSummary(
@@ -447,8 +506,15 @@ class FSDPSftWorker(ABC):
     @final
     def export(self, directory: Path, dtype: str, *, merge: bool = False) -> None:
         """Write the model as a directory that its own `from_pretrained` loads; see `ModelState.export`."""
-        text = TextParts(self.tokenizer, self.processor, self.chat_template, self.end_of_turn_ids)
-        self.state.export(directory, dtype, text, merge=merge)
+        self.state.export(directory, dtype, self._text_parts(), merge=merge)
+
+    @final
+    def check_export(self, dtype: str) -> None:
+        """Try on this rank, before training, to save what belongs to the model besides its weights."""
+        self.state.check_export(dtype, self._text_parts())
+
+    def _text_parts(self) -> TextParts:
+        return TextParts(self.tokenizer, self.processor, self.chat_template, self.end_of_turn_ids)
 
     def reopened(self, directory: Path) -> FSDPSftWorker:
         """A new worker of the same class, not set up, for the weights that `export` wrote; this one may be released."""

@@ -190,6 +190,9 @@ class CachedRowsTask(Task):
     def data_files(self) -> list[dict[str, object]]:
         return self.prepared.files()
 
+    def dropped_rows(self) -> Iterator[Mapping[str, object]]:
+        return self.prepared.dropped()
+
     def describe_data(self) -> dict[str, object]:
         template = self.text.chat_template
         digest = hashlib.sha256(template.encode()).hexdigest() if template else None

@@ -69,6 +69,14 @@ class DataPosition:
         runner = self._runner
         return (0 < runner.max_epochs <= self.state.epoch) or (0 < runner.max_steps <= step)
 
+    def limit(self, step: int) -> str:
+        """The key of the recipe that ends training after this many steps, and the one that would have later."""
+        runner = self._runner
+        if 0 < runner.max_steps <= step:
+            return f"runner.max_steps: {runner.max_steps:,}"
+        before = f", which comes before runner.max_steps: {runner.max_steps:,}" if runner.max_steps > 0 else ""
+        return f"runner.max_epochs: {runner.max_epochs:,}{before}"
+
     def advance(self, step: Step[MicroBatch], result: StepResult, done: int) -> None:
         """Advance past a step; one that updated nothing advances only the data.
 
@@ -90,6 +98,13 @@ class DataPosition:
                 where=f"after step {done}, the rows {self.passed_over}",
                 remedy="look at these rows, or lower actor.optim.lr",
             )
+
+    def move_to(self, state: DataState) -> None:
+        """Continue from another position."""
+        if state != self.state:
+            self.state = state
+            self.steps = self.loader.steps(state)
+            self.batches = self._batches()
 
     # Checkpoints.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Protocol, final
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.checkpoint.atomic import read_json
 from shardtune.checkpoint.base_weights import fingerprint
+from shardtune.checkpoint.companions import copy_companions
 from shardtune.checkpoint.dcp import PendingSave
-from shardtune.checkpoint.hf_save import gather_full, save_pretrained, save_text_settings
+from shardtune.checkpoint.hf_save import Processor, gather_full, save_config, save_pretrained, save_text_settings
 from shardtune.checkpoint.module_weights import save_plain
 from shardtune.checkpoint.peft_directory import merging, save_adapter
 from shardtune.checkpoint.training_state import (
@@ -26,13 +28,17 @@ from shardtune.checkpoint.training_state import (
     save_training,
     training_bytes,
 )
-from shardtune.config import Recipe, load_recipe
-from shardtune.errors import CheckpointError
+from shardtune.config import ActorConfig, Recipe, load_recipe
+from shardtune.config.model_names import BUILT_IN
+from shardtune.config.values import WORKERS
+from shardtune.errors import CheckpointError, ShardtuneError
 from shardtune.models.adapter import AdapterRoot, WeightSource
 from shardtune.models.lora.attach import base_tensors, is_adapted
 from shardtune.models.lora.nf4 import coded_sizes
 from shardtune.models.new_tokens import grow_embeddings
+from shardtune.models.pretrained import settings_directory
 from shardtune.optim.build import build_optimizer
+from shardtune.parallel.direct_use import in_methods, own_methods
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, Weights
 from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.model_parallel import ModelParallel
@@ -63,13 +69,13 @@ class TextParts:
 
     Attributes:
         tokenizer: None without one.
-        processor: of a model with image inputs.
+        processor: what prepares images or other inputs.
         chat_template: that it was trained with; None: the tokenizer's.
         end_of_turn_ids: tokens that end an answer.
     """
 
     tokenizer: PreTrainedTokenizerBase | None = None
-    processor: ProcessorMixin | None = None
+    processor: Processor | None = None
     chat_template: str | None = None
     end_of_turn_ids: tuple[int, ...] = ()
 
@@ -94,6 +100,7 @@ class ModelState:
         weights: of the model.
         optimizer: over them; only for training.
         step: optimizer steps applied to the weights.
+        in_step: whether `run_training` is computing one.
         loss_scale: of fp16; None for any other precision.
         utilisation: if the peak of the devices is known.
         notes: on how the model was built.
@@ -118,6 +125,7 @@ class ModelState:
         self._groups: list[dist.ProcessGroup | None] = []
         self._excluded_from_checkpoint: dict[str, str] = {}
         self.step = 0
+        self.in_step = False
         self.loss_scale = LossScale() if recipe.actor.model.precision == "fp16" else None
         self.utilisation: Utilisation | None = None
         self.notes: list[str] = []
@@ -125,6 +133,9 @@ class ModelState:
             self.model: nn.Module = build()
         self.inner: nn.Module = source.inner_model(self.model)
         self.weights: Weights = self._shard(directory, checkpoint)
+        if ranks.mesh is not None:
+            compute = COMPUTE_DTYPE[recipe.actor.model.precision]
+            in_methods(self.inner, lambda name: self.weights.method(name, compute), own_methods(self.inner))
         if checkpoint is not None:
             state = load_weights_only(checkpoint, self.weights)
             self._check_excluded(checkpoint, state)
@@ -177,8 +188,10 @@ class ModelState:
         actor = self._recipe.actor
         empty = any(base.tensor.is_meta for base in base_tensors(self.inner))
         exported = None if is_adapted(self.inner) else directory
+        with seeded(self._recipe.runner.seed):  # a user's function may draw what its files lack
+            source = exported or (self._source.initial_weights() if empty else None)
         self.notes += load_initial_weights(
-            exported or (self._source.initial_weights() if empty else None),
+            source,
             self.inner,
             self.model,
             build=self._build_again,
@@ -309,6 +322,47 @@ class ModelState:
                 self._export_adapter(directory, dtype, text)
             else:
                 self._export_model(directory, dtype, text)
+        if self._ranks.is_main:
+            self._copy_companions(directory, text, adapter=is_adapted(self.inner) and not merge)
+
+    def check_export(self, dtype: str, text: TextParts) -> None:
+        """Write everything of an export but the weights, into a folder that is removed, on the calling rank.
+
+        Raises:
+            CheckpointError: config, tokenizer or processor cannot be written.
+        """
+        with tempfile.TemporaryDirectory(prefix="shardtune-") as folder:
+            path, model = Path(folder), self.inner
+            try:
+                if isinstance(model, PreTrainedModel):
+                    save_config(model, path, self._disk_dtype(dtype, model))
+                _save_text(model, path, text)
+                self._copy_companions(path, text, adapter=is_adapted(model))
+            except ShardtuneError:
+                raise
+            except Exception as error:  # a processor is a user's or a third party's code and may raise anything
+                kinds = [type(part).__name__ for part in (text.processor, text.tokenizer) if part is not None]
+                raise CheckpointError(
+                    f"what belongs to the model besides its weights cannot be saved: {type(error).__name__}: {error}",
+                    where=", ".join([f"{type(model).__name__}.config", *kinds]),
+                    remedy="let save_pretrained of each of them write into a directory; final/ needs it",
+                ) from error
+
+    def _copy_companions(self, directory: Path, text: TextParts, *, adapter: bool) -> None:
+        actor = self._recipe.actor
+        found = [settings_directory(path) for path in (actor.tokenizer.tokenizer_model, actor.model.model_path)]
+        copy_companions(
+            list(dict.fromkeys(source for source in found if source is not None)),
+            directory,
+            tokenizer=text.tokenizer,
+            has_processor=text.processor is not None,
+            adapter=adapter,
+        )
+
+    def _disk_dtype(self, dtype: str, model: PreTrainedModel) -> torch.dtype:
+        """The dtype of the weights on disk."""
+        own = model.config.dtype if isinstance(model.config.dtype, torch.dtype) else torch.float32
+        return DTYPES.get(dtype, own)
 
     def _export_adapter(self, directory: Path, dtype: str, text: TextParts) -> None:
         config = self._recipe.actor.model
@@ -316,9 +370,7 @@ class ModelState:
         base = None if config.from_scratch else config.model_path or in_memory or None
         save_adapter(self.inner, directory, base=base, dtype=DTYPES.get(dtype), tensors=self.weights.tensors())
         if self._ranks.is_main:
-            save_text_settings(
-                self.inner, directory, text.tokenizer, text.chat_template, text.end_of_turn_ids, text.processor
-            )
+            _save_text(self.inner, directory, text)
 
     def _export_model(self, directory: Path, dtype: str, text: TextParts) -> None:
         model, tensors, gather, unties = self.inner, self.weights.tensors(), gather_full, False
@@ -326,12 +378,13 @@ class ModelState:
             tensors, gather, unties = merging(model, MASTER_DTYPE[self._recipe.actor.model.precision])
         if not isinstance(model, PreTrainedModel):
             save_plain(model, directory, dtype=DTYPES.get(dtype), tensors=tensors, gather=gather)
+            if self._ranks.is_main:
+                _save_text(model, directory, text)
             return
-        own = model.config.dtype if isinstance(model.config.dtype, torch.dtype) else torch.float32
         save_pretrained(
             model,
             directory,
-            dtype=DTYPES.get(dtype, own),
+            dtype=self._disk_dtype(dtype, model),
             tokenizer=text.tokenizer,
             chat_template=text.chat_template,
             end_of_turn_ids=text.end_of_turn_ids,
@@ -352,25 +405,39 @@ def outer_parameters(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in outer}
 
 
+def _save_text(model: nn.Module, directory: Path, text: TextParts) -> None:
+    save_text_settings(model, directory, text.tokenizer, text.chat_template, text.end_of_turn_ids, text.processor)
+
+
 def over_directory(recipe: Recipe, directory: Path) -> Recipe:
     """The same recipe with the configuration and tokenizer of a directory that `export` wrote, if it has them.
 
-    A user-defined module has neither; only its weights come from there (`RunContext.weights_directory`).
+    A user-defined module has neither; only its weights come from there (`RunContext.weights_directory`). A user's own
+    code that reads `actor.tokenizer.tokenizer_model` finds a directory there if it did in training: this one, or, with
+    an adapter, which lacks the base's config.json, the base's as before.
     """
-    values = recipe.to_dict()
+    values, users_code = recipe.to_dict(), _runs_users_code(recipe.actor)
     model, tokenizer = values["actor"]["model"], values["actor"]["tokenizer"]
+    has_tokenizer = (directory / "tokenizer_config.json").is_file()
     if is_adapter(directory):
         # The adapter's own settings apply, so none are given here; the base model stays.
         model["lora"] = {"adapter_path": str(directory), "base_dtype": model["lora"]["base_dtype"]}
-        if (directory / "tokenizer_config.json").is_file():
+        if has_tokenizer and not users_code:
             tokenizer["tokenizer_model"] = str(directory)
             values["data"]["chat_template"] = None
     elif not (directory / "config.json").is_file():
         return recipe
     else:
         model |= {"model_path": str(directory), "from_scratch": False, "config_overrides": {}}
-        tokenizer["tokenizer_model"] = None
-        values["data"]["chat_template"] = None
+        if has_tokenizer:
+            tokenizer["tokenizer_model"] = tokenizer["tokenizer_model"] and str(directory)
+            values["data"]["chat_template"] = values["data"]["chat_template"] if users_code else None
     in_memory = ["actor.model.model_path", "data.train_data_paths"]
     in_memory += ["data.eval_data_paths"] if not recipe.data.eval_split else []
     return load_recipe(values, in_memory=in_memory, files_must_exist=False)
+
+
+def _runs_users_code(actor: ActorConfig) -> bool:
+    """Whether a worker, an adapter or a registered function of the user's may read the recipe."""
+    worker = actor.worker is not None and actor.worker not in WORKERS
+    return worker or actor.model.adapter is not None or actor.model.model_type not in BUILT_IN

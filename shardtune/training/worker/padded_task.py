@@ -79,7 +79,7 @@ class PaddedTask(CachedRowsTask):
         self._padded = padded
         self._own_training_batches = own_training_batches
         self._own_evaluation_batches = own_evaluation_batches
-        self._user_sets = UserSets(methods, recipe.runner.seed)
+        self._user_sets = UserSets(methods, recipe)
 
     # The model: its own forward, over padded rows.
 

@@ -144,6 +144,10 @@ class Task(ABC):
     def describe_data(self) -> dict[str, object]:
         """The data, for the manifest."""
 
+    def dropped_rows(self) -> Iterable[Mapping[str, object]]:
+        """Every row of the data that is neither trained nor evaluated on, with its file, cause and reason."""
+        return ()
+
     def name_rows(self, step: Step[MicroBatch]) -> str:
         """A short description of the rows of a step."""
         return f"those after {step.state.rows_consumed:,} of epoch {step.state.epoch}"

@@ -14,6 +14,9 @@ from shardtune.errors import DataError, ModelError
 DEVICES = ("on the same device", "is not on the expected device", "tensors on different devices", "device type of")
 """Parts of torch's messages for tensors on different devices."""
 
+SHARDED = "mixed torch.Tensor and DTensor"
+"""A part of torch's message for a sharded weight in an operation with a plain tensor."""
+
 
 @contextmanager
 def explaining(method: str, batch: object, device: torch.device) -> Iterator[None]:
@@ -39,6 +42,8 @@ def explaining(method: str, batch: object, device: torch.device) -> Iterator[Non
     except RuntimeError as error:
         if any(sign in str(error) for sign in DEVICES):
             raise _elsewhere(method, batch, device, error) from error
+        if SHARDED in str(error):
+            raise _uses_a_part(method) from error
         raise
 
 
@@ -60,6 +65,15 @@ def _not_a_dict(method: str, batch: object) -> DataError:
         f"the loader yields {kind_of(batch)}, and {method} treats it as one dict of tensors",
         where=f"{method}; {COLLATE}",
         remedy="let collate_fn return one dict, each field stacked: torch.stack([sample[name] for sample in samples])",
+    )
+
+
+def _uses_a_part(method: str) -> ModelError:
+    return ModelError(
+        "an operation uses a parameter of the sharded model, of which each rank has a part",
+        where=method,
+        remedy="call the module that the parameter belongs to (self.model.head(x)), or compute this in a public method "
+        "of the model's class, where parameters are whole, and call that",
     )
 
 

@@ -31,6 +31,7 @@ def sum_user_batches(
     name: str,
     poll: Callable[[], None],
     draws: LoaderRng | None = None,
+    rows_per_batch: int | None = None,
     report: Callable[[str], None] = print,
 ) -> dict[str, Metric]:
     """Sum the metrics of a user-defined method over the batches of a user-defined loader.
@@ -44,6 +45,7 @@ def sum_user_batches(
         name: of the evaluation set.
         poll: called before each batch, by all ranks alike.
         draws: seeds random draws of the batches, so that all evaluations are alike; None: no seeding.
+        rows_per_batch: `actor.eval_micro_batch_size`, with which the loader should be built; None: not given.
         report: receives notes for the user.
     """
     require_all_samples(batches, name)
@@ -58,6 +60,11 @@ def sum_user_batches(
             if not counts:
                 continue
             size = rows_of(batch)
+            if number == 0 and None not in (size, rows_per_batch) and size != rows_per_batch:
+                report(
+                    f"evaluation set {name}: its first batch has {size} rows, actor.eval_micro_batch_size is "
+                    f"{rows_per_batch}, with which build_dataloader may build its loader"
+                )
             seen += math.nan if size is None else size
             for key, metric in metrics_of(output, size).items():
                 sums[key] = sums.get(key, Metric(0.0, 0.0)) + metric

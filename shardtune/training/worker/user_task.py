@@ -25,12 +25,13 @@ class UserSets:
 
     Args:
         methods: the worker's.
-        seed: of the run; random draws of a loader are the same in each evaluation.
+        recipe: of the run; by its seed, random draws of a loader are the same in each evaluation.
     """
 
-    def __init__(self, methods: UserMethods, seed: int) -> None:
+    def __init__(self, methods: UserMethods, recipe: Recipe) -> None:
         self._methods = methods
-        self._seed = seed
+        self._seed = recipe.runner.seed
+        self._rows_per_batch = recipe.actor.eval_micro_batch_size
         self._rng: dict[int, LoaderRng] = {}  # by the id of the loader
         self._reported: set[str] = set()
 
@@ -60,6 +61,7 @@ class UserSets:
             name=name or "eval",
             poll=evaluation.poll,
             draws=self._rng.setdefault(id(loader), LoaderRng(loader, self._seed)),
+            rows_per_batch=self._rows_per_batch,
             report=report_once,
         )
 
@@ -77,7 +79,7 @@ class UserTask(Task):
         self._recipe = recipe
         self._methods = methods
         self._kind = kind
-        self._sets = UserSets(methods, recipe.runner.seed)
+        self._sets = UserSets(methods, recipe)
         self._files: list[dict[str, object]] = []
 
     def inner_model(self, model: nn.Module) -> nn.Module:

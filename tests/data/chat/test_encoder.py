@@ -214,8 +214,9 @@ class TestUnstableTemplates:
         messages = copy.deepcopy(MULTI)
         messages[1]["content"] = "<think>they greet</think>Hello!"
         messages[3]["content"] = "<think>add</think>It is 4."
-        sample = ChatEncoder(tokenizer, self.THINKING).encode({"messages": messages})
+        sample = ChatEncoder(tokenizer, self.THINKING, thinking="template").encode({"messages": messages})
         assert trained(tokenizer, sample) == ["Hello!<|im_end|>", "<think>add</think>It is 4.<|im_end|>"]
+        assert sample.left_out == len(tokenizer("they greet", add_special_tokens=False)["input_ids"])
 
     def test_generation_prompt_with_more_than_the_turn_has(self, make_tokenizer, trained):
         tokenizer = make_tokenizer(eos_token="</s>")
@@ -227,7 +228,7 @@ class TestUnstableTemplates:
         sample = ChatEncoder(tokenizer, template).encode({"messages": MULTI})
         assert trained(tokenizer, sample) == ["Hello!</s>", "It is 4.</s>"]
         dropped = [turn("user", "Hi"), turn("assistant", "<think>hm</think>Hello!")]
-        with pytest.raises(RowError, match=r"message 2: the chat template leaves out part of the assistant's turn"):
+        with pytest.raises(DataError, match=r"the chat template leaves out reasoning.*\(message 2\).*'hm'"):
             ChatEncoder(tokenizer, template).encode({"messages": dropped})
 
     def test_what_cannot_be_told_apart_is_an_error(self, make_tokenizer):

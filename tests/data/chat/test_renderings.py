@@ -137,7 +137,7 @@ def test_unusual_rows_come_out_as_by_many_renderings(
     plain = [answers(*(["x", "y"] * (len(row["messages"]) // 2))), answers("x", "<think>r</think>y", "z", "w")]
     for text in texts:
         tokenizer = make_tokenizer(bos_token="<s>", eos_token="<|im_end|>")
-        encoder, slow = ChatEncoder(tokenizer, text), ChatEncoder(tokenizer, text)
+        encoder, slow = (ChatEncoder(tokenizer, text, thinking="template") for _ in range(2))
         at_length(slow, monkeypatch)
         for other in (*plain, row, row):
             results = []

@@ -16,6 +16,8 @@ from shardtune import FSDPSftWorker
 from shardtune.config import load_recipe
 from shardtune.errors import CheckpointError, ConfigError, DataError, ModelError, ShardtuneError
 from shardtune.training.worker.user_errors import explaining
+from tests.parallel.test_parts import made, rows, sharded
+from tests.support.dist.ranks import run_ranks
 
 CPU, ROWS = torch.device("cpu"), 8
 Collate = Callable[[list[Any]], Any]
@@ -290,3 +292,17 @@ def test_a_loader_without_the_dict_beside_it(tmp_path: Path) -> None:
     says = "build_dataloader returned a list, not a loader and a dict"
     told = refusal(DataError, says, lambda: task(tmp_path, build_dataloader=lambda *_, **__: [1, 2, 3]))
     assert 'return data_loader, {"num_samples": len(dataset)}' in told
+
+
+def used_directly() -> str:
+    model = made()
+    sharded(model, "fsdp")
+    with pytest.raises(ModelError) as caught, explaining("get_train_model_output", {}, CPU):
+        rows() * model.gain
+    return str(caught.value)
+
+
+def test_a_parameter_of_which_the_rank_has_a_part() -> None:
+    for told in run_ranks(used_directly, 2):
+        assert "an operation uses a parameter of the sharded model, of which each rank has a part" in told
+        assert "compute this in a public method of the model's class" in told

@@ -1,0 +1,77 @@
+"""Reasoning that precedes answers: found in the rendering of a turn, or left out of a conversation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from shardtune.data.encoder import RowError
+from shardtune.data.row_formats import REASONING_KEYS, Chat
+
+Thinking = Literal["keep", "template", "drop"]
+TAGS = re.compile(r"</?think>")
+KEY = REASONING_KEYS[0]
+_CLOSE = "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """The reasoning, or a part of it, of the assistant's turn `message` (its index)."""
+
+    message: int
+    text: str
+
+
+def thoughts(message: Mapping[str, Any]) -> list[str]:
+    """The reasoning of an assistant turn, in order: under a key of its own, and before a closing tag in its content."""
+    texts = [message.get(KEY) or "", *TAGS.split(message["content"])[:-1]]
+    return [text.strip() for text in texts if text.strip()]
+
+
+def lost_thoughts(message: Mapping[str, Any], turn: str) -> list[str]:
+    """The reasoning that does not stand before the answer in the turn as it was rendered.
+
+    Worked example: the reasoning "4" and the answer "It is 4" were rendered as "It is 4". The answer begins at place
+    0, so the "4" in it is not the reasoning, which is lost.
+    """
+    given = thoughts(message)
+    if not given:
+        return []
+    stop, place, lost = _start_of_answer(message, turn), 0, []
+    for text in given:
+        found = turn.find(text, place, stop)
+        if found < 0:
+            lost.append(text)
+        else:
+            place = found + len(text)
+    return lost
+
+
+def _start_of_answer(message: Mapping[str, Any], turn: str) -> int:
+    """Where the answer of a turn begins, or its first call; the end of the turn where neither is found."""
+    answer, calls = TAGS.split(message["content"])[-1].strip(), message.get("tool_calls") or ()
+    found = turn.rfind(answer) if answer else turn.find(calls[0]["function"]["name"]) if calls else -1
+    return len(turn) if found < 0 else found
+
+
+def without_thoughts(chat: Chat) -> tuple[Chat, list[Thought]]:
+    """The conversation without any reasoning, and what was taken out.
+
+    Raises:
+        RowError: nothing else is in a turn.
+    """
+    messages, taken = list(chat.messages), []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant" or not thoughts(message):
+            continue
+        taken += [Thought(index, text) for text in thoughts(message)]
+        messages[index] = {**_without_key(message), "content": message["content"].rpartition(_CLOSE)[2].lstrip()}
+        if not (messages[index]["content"].strip() or message.get("tool_calls") or chat.weights[index] == 0):
+            raise RowError(f"message {index + 1}: nothing but reasoning, which data.thinking: drop leaves out")
+    return replace(chat, messages=tuple(messages)), taken
+
+
+def _without_key(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key != KEY}

@@ -1,0 +1,130 @@
+"""Weights of a sharded model in operations outside of its modules: `hidden @ self.head.weight.T` in a method.
+
+Such an operation gets a part of the weight on each rank. While one of the modes here is active, it gets the whole one,
+and its gradient is summed over ranks. All ranks have to run the same operations. What changes weights in place (an
+average of them, an optimizer) works on parts as before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.overrides import TorchFunctionMode
+from transformers import GenerationMixin
+
+from shardtune.parallel.torch_private import holds_gathered, tree_map_only
+
+FOREIGN = ("torch", "transformers", "peft", "shardtune")
+"""Packages whose classes have methods of their own beside a user's."""
+
+
+class ShardedOperands(TorchFunctionMode):
+    """With FSDP2: operations outside of the forward get whole weights beside plain tensors and where gradients count.
+
+    Args:
+        root: the sharded module.
+        compute: the dtype of the computation.
+        compare: is called before weights are gathered.
+    """
+
+    def __init__(self, root: FSDPModule, compute: torch.dtype, compare: Callable[[str], None]) -> None:
+        super().__init__()
+        self._root = root
+        self._compute = compute
+        self._compare = compare
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        sharded, plain = _kinds(args, given)
+        if not sharded or keeps_parts(func) or holds_gathered(self._root):
+            return func(*args, **given)
+        if not plain:
+            with suppress(RuntimeError):  # an operation that DTensors do not have
+                result = func(*args, **given)
+                # The gradient of a DTensor may be laid out otherwise than the weight, to which FSDP2 adds its own.
+                if not any(isinstance(tensor, DTensor) and tensor.requires_grad for tensor in operands((result,), {})):
+                    return result
+        self._compare(str(func.__name__))
+        args, given = tree_map_only(DTensor, self._whole, (args, given))
+        return func(*args, **given)
+
+    def _whole(self, tensor: DTensor) -> torch.Tensor:
+        # Ranks that share matrix multiplications compute the same gradient, all others a part of the sum.
+        names = tensor.device_mesh.mesh_dim_names or ()
+        gradient: list[Placement] = [Replicate() if name == "tensor" else Partial() for name in names]
+        whole = tensor.full_tensor(grad_placements=gradient)
+        return whole.to(self._compute) if whole.is_floating_point() else whole
+
+
+def _kinds(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[bool, bool]:
+    """Whether an operation has DTensors, and plain tensors; a number is neither, unless it has a gradient."""
+    sharded = plain = False
+    for tensor in operands(args, kwargs):
+        if isinstance(tensor, DTensor):
+            sharded = True
+        elif tensor.ndim or tensor.requires_grad:
+            plain = True
+    return sharded, plain
+
+
+def operands(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments of an operation, those in lists included."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (item for item in value if isinstance(item, torch.Tensor))
+
+
+def keeps_parts(func: Any) -> bool:
+    """Whether a function of torch works on what this rank has: it changes a weight in place, or computes gradients."""
+    name = str(func.__name__)
+    if name in ("__set__", "__setitem__", "grad", "backward"):
+        return True
+    return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+
+
+def own_methods(model: nn.Module) -> list[str]:
+    """The public methods that the classes of a user's model add to those of torch and transformers, and `generate`."""
+    found: dict[str, None] = {}
+    taken: set[str] = set()
+    for kind in type(model).__mro__:
+        foreign = kind.__module__.partition(".")[0] in FOREIGN
+        for name, value in vars(kind).items():
+            if foreign:
+                taken.add(name)
+            elif not name.startswith("_") and inspect.isfunction(value):
+                found[name] = None
+    generates = ["generate"] if isinstance(model, GenerationMixin) else []
+    return [*(name for name in found if name not in taken), *generates]
+
+
+def in_methods(
+    model: nn.Module, context: Callable[[str], AbstractContextManager[object]], names: Sequence[str]
+) -> None:
+    """Let methods of a model run in a context, which gets the method's name."""
+    for name in names:
+        vars(model)[name] = _within(getattr(model, name), context)
+
+
+def _within(method: Callable[..., Any], context: Callable[[str], AbstractContextManager[object]]) -> Callable[..., Any]:
+    @wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context(method.__name__):
+            return method(*args, **kwargs)
+
+    return run

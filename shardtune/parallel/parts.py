@@ -1,0 +1,92 @@
+"""Parts of a sharded model that are called by themselves, outside of the forward of the whole.
+
+Sharding gathers the weights of a unit when the unit is called, and those outside of all units when the root is. A
+method of a model's (`generate`, one that predicts actions) calls parts instead: an embedding, a vision tower, a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardtune.parallel.torch_private import Inputs, after_forward, before_forward, holds_gathered, in_backward
+
+
+def parts_of(root: nn.Module, units: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """The modules in `root` that use weights outside of all units: with a forward, and such a parameter in them."""
+    for child in root.children():
+        if child not in units:
+            yield from parts_of(child, units)
+            if type(child).forward is not nn.Module.forward and _has_own_weights(child, units):
+                yield child
+
+
+def _has_own_weights(module: nn.Module, units: Collection[nn.Module]) -> bool:
+    if any(True for _ in module.parameters(recurse=False)):
+        return True
+    return any(_has_own_weights(child, units) for child in module.children() if child not in units)
+
+
+def gather_for_parts(root: FSDPModule, compare: Callable[[str], None], done: Callable[[], None]) -> None:
+    """Let FSDP2 treat a call of a part, outside of a forward of the root, as a forward of the root.
+
+    The root's weights are gathered then, and the gradients of what the part returns reach them. All ranks have to call
+    the same parts.
+
+    Args:
+        root: sharded, with its units.
+        compare: is called before weights are gathered for a part or a unit, with the name of its class.
+        done: is called after a forward of the root or of a part.
+    """
+    assert isinstance(root, nn.Module)
+    gathering = _Gathering(root, compare, done)
+    units = {module for module in root.modules() if isinstance(module, FSDPModule)}
+    for part in set(parts_of(root, units)):
+        part.register_forward_pre_hook(gathering.begin, with_kwargs=True, prepend=True)
+        part.register_forward_hook(gathering.end, always_call=True)
+    for unit in units - {root}:
+        unit.register_forward_pre_hook(gathering.compare_unit, prepend=True)
+    root.register_forward_hook(gathering.end_root)
+
+
+class _Gathering:
+    """Begins and ends a forward of the root around the outermost call of a part."""
+
+    def __init__(self, root: FSDPModule, compare: Callable[[str], None], done: Callable[[], None]) -> None:
+        self._root = root
+        self._compare = compare
+        self._done = done
+        self._outermost: nn.Module | None = None
+        self._depth = 0
+
+    def begin(self, part: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Inputs:
+        if part is self._outermost:
+            self._depth += 1
+        if not self._is_outside():
+            return args, kwargs
+        self._compare(type(part).__name__)
+        self._outermost, self._depth = part, 1
+        return before_forward(self._root, args, kwargs)
+
+    def end(self, part: nn.Module, args: tuple[object, ...], output: object) -> object:
+        if part is not self._outermost:
+            return output
+        self._depth -= 1
+        if self._depth:
+            return output
+        self._outermost = None
+        output = after_forward(self._root, args, output)
+        self._done()
+        return output
+
+    def end_root(self, _root: nn.Module, _args: tuple[object, ...], _output: object) -> None:
+        self._done()
+
+    def compare_unit(self, unit: nn.Module, _args: tuple[object, ...]) -> None:
+        if self._is_outside():
+            self._compare(type(unit).__name__)
+
+    def _is_outside(self) -> bool:
+        return self._outermost is None and not in_backward() and not holds_gathered(self._root)

@@ -1,0 +1,162 @@
+"""Metrics of a step and of an evaluation under their logged names, whatever an override returns; all ranks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from numbers import Real
+
+import torch
+
+from shardtune.errors import ModelError
+from shardtune.optim.build import set_learning_rate
+from shardtune.parallel.ranks import Ranks
+from shardtune.training.worker.base import FSDPSftWorker
+from shardtune.training.worker.model_state import ModelState
+
+OWN = "shardtune."
+TRAINING, EVALUATION = "run_training", "run_eval"
+WHOLE_NAMES = ("epoch",)
+"""Metrics without a slash in their names that get no prefix."""
+
+
+@dataclass(slots=True)
+class Updates:
+    """Calls of an optimizer's `step`.
+
+    Attributes:
+        with_gradient: those that found a gradient.
+        without: the others.
+    """
+
+    with_gradient: int = 0
+    without: int = 0
+
+
+def training_method(worker: FSDPSftWorker) -> Callable[[], dict[str, float]]:
+    """The worker's `run_training`; an override's metrics under their logged names. Every rank calls it.
+
+    An override may do the optimizer step itself, by `self.optimizer`. The run sets the learning rate before it and
+    counts the step. Names without a slash are logged below `train/`.
+
+    Raises:
+        ModelError: an override made no step, or returned something else than numbers by name.
+    """
+    kind = _overriding(worker, TRAINING)
+    return worker.run_training if kind is None else partial(_train, worker, kind)
+
+
+def evaluation_method(worker: FSDPSftWorker) -> Callable[[], dict[str, float]]:
+    """The worker's `run_eval`; an override's metrics under their logged names: without a slash below `eval/`.
+
+    Raises:
+        ModelError: an override returned something else than numbers by name.
+    """
+    kind = _overriding(worker, EVALUATION)
+    return worker.run_eval if kind is None else partial(_evaluate, worker, kind)
+
+
+def _train(worker: FSDPSftWorker, kind: type) -> dict[str, float]:
+    state, position = worker.state, worker.position
+    before = state.step, position.skipped_steps
+    if state.step == position.horizon:
+        worker.report(
+            f"{kind.__name__}.{TRAINING} takes less than actor.global_batch_size rows a step: the learning rate has "
+            f"reached its end after {state.step} steps and stays there"
+        )
+    set_learning_rate(state.optimizer, state.step, position.horizon, worker.recipe.actor.optim)
+    with _own_updates(state) as updates:
+        found = worker.run_training()
+    if (state.step, position.skipped_steps) == before:
+        _require_update(updates, kind)
+        state.step += 1
+    return _alike(_named(found, "train", f"{kind.__name__}.{TRAINING}"), worker.ranks)
+
+
+def _evaluate(worker: FSDPSftWorker, kind: type) -> dict[str, float]:
+    return _alike(_named(worker.run_eval(), "eval", f"{kind.__name__}.{EVALUATION}"), worker.ranks)
+
+
+def _overriding(worker: FSDPSftWorker, name: str) -> type | None:
+    """The user's class that overrides a method; None if the method is this package's own."""
+    kind = next(kind for kind in type(worker).__mro__ if name in vars(kind))
+    return None if kind.__module__.startswith(OWN) else kind
+
+
+@contextmanager
+def _own_updates(state: ModelState) -> Iterator[Updates]:
+    """Counts an override's own calls of the optimizer's `step`, and completes them as `optimizer_step` does."""
+    updates, weights = Updates(), state.weights
+
+    def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if state.in_step:
+            return
+        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+            updates.with_gradient += 1
+        else:
+            updates.without += 1
+        if weights.replicates:
+            weights.sync_replicated_gradients()
+
+    def after(*_: object) -> None:
+        if not state.in_step:
+            weights.copy_masters_to_model()
+
+    hooks = [state.optimizer.register_step_pre_hook(before), state.optimizer.register_step_post_hook(after)]
+    try:
+        yield updates
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _require_update(updates: Updates, kind: type) -> None:
+    if updates.with_gradient:
+        return
+    what = (
+        "called self.optimizer.step() while no parameter had a gradient"
+        if updates.without
+        else "neither called super().run_training() nor self.optimizer.step(), so nothing was trained"
+    )
+    raise ModelError(
+        f"{kind.__name__}.{TRAINING} {what}",
+        where=f"{kind.__module__}.{kind.__name__}.{TRAINING}",
+        remedy="call super().run_training() and change what it returns, with a loss of your own in "
+        "get_train_model_output; or call backward() and then self.optimizer.step()",
+    )
+
+
+def _named(found: object, prefix: str, method: str) -> dict[str, float]:
+    """Numbers by their logged names."""
+    if not isinstance(found, Mapping):
+        raise ModelError(
+            f"{method} returned a {type(found).__name__}, not a dict of metrics",
+            where=method,
+            remedy='return a dict of numbers by name, such as {"loss": 0.5}, or what super() returns',
+        )
+    named = {}
+    for name, value in found.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if not isinstance(name, str) or not isinstance(value, Real):
+            raise ModelError(
+                f"{method} returned {name!r}: a {type(value).__name__}, which is no number",
+                where=method,
+                remedy="return numbers, or tensors of one element",
+            )
+        named[name if "/" in name or name in WHOLE_NAMES else f"{prefix}/{name}"] = float(value)
+    return named
+
+
+def _alike(own: dict[str, float], ranks: Ranks) -> dict[str, float]:
+    """The same metrics on every rank: as they are if no rank differs, otherwise means over the ranks that have them."""
+    if ranks.world_size == 1:
+        return own
+    every = ranks.gather(own)
+    if all(other == every[0] for other in every):
+        return own
+    names = dict.fromkeys(name for other in every for name in other)
+    values = {name: [other[name] for other in every if name in other] for name in names}
+    return {name: sum(found) / len(found) for name, found in values.items()}

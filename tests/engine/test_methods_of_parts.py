@@ -1,0 +1,81 @@
+"""Methods that call parts of their module, use its weights directly, or generate: all executors as in plain PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import Qwen2ForCausalLM
+
+import shardtune
+from shardtune import NeedParallel, TrainEngine, nn
+from tests.support.engine_modules import RATE, SAMPLES
+
+
+class Scored(nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
+    def on_weights_materialized(self) -> None:
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=RATE, foreach=True)
+
+    def _last(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(ids).last_hidden_state
+
+    def scores(self, input_ids: list[list[int]]) -> torch.Tensor:
+        with torch.no_grad():
+            return self.lm_head(self._last(torch.tensor(input_ids)))
+
+    def step(self, input_ids: list[list[int]]) -> float:
+        """The head once as a module, once as a matrix, and a penalty on weights alone."""
+        ids = torch.tensor(input_ids)
+        hidden = self._last(ids)[:, :-1]
+        logits = self.lm_head(hidden) + hidden @ self.lm_head.weight.T * 0.5
+        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def answers(self, input_ids: list[list[int]]) -> list[list[int]]:
+        return [self.generate(torch.tensor([row]), **answer(row)).tolist()[0] for row in input_ids]
+
+
+def answer(row: list[int]) -> dict[str, Any]:
+    """Each answer has a length of its own."""
+    return {"max_new_tokens": 2 + row[0] % 5, "do_sample": False, "pad_token_id": 0}
+
+
+def plain(model: Path) -> tuple[list[float], torch.Tensor, list[list[int]]]:
+    made: Any = Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float64).train()
+    optimizer = torch.optim.SGD(made.parameters(), lr=RATE)
+    losses = []
+    ids = torch.tensor(SAMPLES[:4])
+    for _ in range(2):
+        hidden = made.model(ids).last_hidden_state[:, :-1]
+        logits = made.lm_head(hidden) * 1.5
+        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        logits = made(ids).logits
+    return losses, logits, [made.generate(torch.tensor([row]), **answer(row)).tolist()[0] for row in SAMPLES[:4]]
+
+
+@pytest.mark.parametrize("executor", ["fsdp2", "fsdp1", "ddp", "tensor"])
+def test_parts_and_weights_in_methods(model: Path, executor: Any) -> None:
+    sizes = {"tensor_parallel_size": 2} if executor == "tensor" else {"data_parallel_size": 2}
+    with shardtune.init_empty_weights():
+        module = Scored.from_pretrained(model)
+    engine: Any = TrainEngine(module, "fsdp2" if executor == "tensor" else executor).build(**sizes)
+    engine.scores(NeedParallel(SAMPLES[:4]))
+    losses = [sum(engine.step(NeedParallel(SAMPLES[:4]))) / 2 for _ in range(2)]
+    scores = torch.cat(engine.scores(NeedParallel(SAMPLES[:4])))[:4]
+    answers = engine.answers(NeedParallel(SAMPLES[:4]))
+    engine.close()
+    expected, logits, alike = plain(model)
+    assert losses == pytest.approx(expected, abs=1e-12)
+    assert (scores - logits).abs().max() < 1e-10
+    assert answers == ([alike] * 2 if executor == "tensor" else [alike[:2], alike[2:]])

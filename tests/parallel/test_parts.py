@@ -1,0 +1,167 @@
+"""What uses the weights of a sharded model beside its forward: parts called by themselves, on 2 ranks as on one."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardtune.config.rank_layout import Layout
+from shardtune.errors import ParallelError
+from shardtune.parallel import same_call
+from shardtune.parallel.direct_use import in_methods, own_methods
+from shardtune.parallel.fsdp2 import Weights
+from shardtune.parallel.ranks import Ranks, lay_out
+from shardtune.parallel.shard import shard_model
+from tests.support.dist.ranks import run_ranks
+from tests.support.dist.training import whole
+
+LAYOUTS = {"fsdp": Layout(shard=2), "ddp": Layout(replicate=2, shard=1), "fsdp1": Layout(shard=2, flat=True)}
+ROWS, WIDTH = 8, 6
+WAYS = ("forward", "parts")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Tower(nn.Module):
+    """Reads a weight of a layer that it does not call; the last block is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position, self.token = nn.Embedding(4, WIDTH), nn.Parameter(torch.zeros(WIDTH))
+        self.blocks = nn.ModuleList([Block(), Block(), Block()])
+        nn.init.normal_(self.token)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x + self.position.weight.mean(0) * self.token
+        for block in self.blocks[:-1]:
+            hidden = block(hidden)
+        return hidden
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.norm, self.head = Tower(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)
+        self.gain, self.anchor = nn.Parameter(torch.ones(WIDTH) * 1.5), nn.Parameter(torch.ones(1, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.tower(x * self.gain))) * self.anchor[:, :3]
+
+    def by_parts(self, x: torch.Tensor) -> torch.Tensor:
+        """Parts, weights that it reads itself (one of them a unit's), and a norm of one."""
+        up, down = (getattr(block, name).weight for block, name in zip(self.tower.blocks, ("up", "down"), strict=False))
+        hidden = self.norm(self.tower(x * self.gain)) + x @ (up.T @ down.T)
+        return self.head(hidden) * self.anchor.expand(len(x), -1)[:, :3]
+
+    def averaged(self) -> None:
+        """Changes weights in place, as an average of them does, after using them."""
+        with torch.no_grad():
+            self.norm(torch.zeros(1, WIDTH, dtype=torch.float64))
+        self.gain.data.mul_(0.5).add_(self.gain, alpha=0.25)
+        self.head.weight.data.mul_(0.75)
+
+    def first_block(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.tower.blocks[0](x))
+
+
+def made() -> Whole:
+    torch.manual_seed(5)
+    return Whole().double()
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+
+
+def steps(model: Whole, weights: Weights, x: torch.Tensor, way: str) -> dict[str, Any]:
+    """The outputs of methods before any forward, and gradients of two micro-batches."""
+    in_methods(model, partial(weights.method, compute=torch.float64), own_methods(model))
+    with torch.no_grad():
+        told: dict[str, Any] = {"first": model.first_block(x), "parts": model.by_parts(x)}
+    model.averaged()
+    for last, part in enumerate(x.chunk(2)):
+        weights.begin_micro_batch(bool(last))
+        out = model(part) if way == "forward" else model.by_parts(part)
+        out.square().sum().backward()
+    weights.sync_replicated_gradients()
+    told["norm"] = weights.gradient_norm()
+    grads = {name: p.grad for name, p in weights.parameters.items()}
+    rows = {name: None if g is None else whole(weights.to_checkpoint_layout(name, g)) for name, g in grads.items()}
+    return told | {"grads": rows}
+
+
+def sharded(model: Whole, layout: str) -> tuple[Weights, Ranks]:
+    ranks = lay_out(LAYOUTS[layout], dist.get_rank(), torch.device("cpu"))
+    return shard_model(model, [*model.tower.blocks], ranks, "fp64")(model), ranks
+
+
+def on_ranks(layout: str) -> list[dict[str, Any]]:
+    found = []
+    for way in WAYS:
+        model = made()
+        weights, ranks = sharded(model, layout)
+        found.append(steps(model, weights, rows().chunk(2)[ranks.rank], way))
+    return found
+
+
+def alone(way: str) -> dict[str, Any]:
+    model = made()
+    hold = shard_model(model, [], Ranks(0, 1, torch.device("cpu")), "fp64")
+    return steps(model, hold(model), rows(), way)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parts_called_by_themselves_compute_as_on_one_rank(layout: str) -> None:
+    by_rank = run_ranks(on_ranks, 2, layout)
+    both = [alone(way) for way in WAYS]
+    for number, expected in enumerate(both):
+        for name in ("first", "parts"):
+            found = torch.cat([told[number][name] for told in by_rank])
+            assert (found - expected[name]).abs().max() < 1e-12
+        for told in by_rank:
+            assert abs(told[number]["norm"] - expected["norm"]) < 1e-11
+            for name, grad in expected["grads"].items():
+                mine = told[number]["grads"][name]
+                assert (mine is None) == (grad is None), name
+                assert grad is None or (mine - grad).abs().max() < 1e-11, name
+        assert expected["grads"]["tower.blocks.2.up.weight"] is None
+
+
+def not_the_same() -> list[str]:
+    """Rank 0 calls a method alone; then each rank calls another one."""
+    same_call.LIMIT_SECONDS = 2.0
+    told = []
+    for layout in ("fsdp", "fsdp1"):
+        for names in (("by_parts", ""), ("by_parts", "first_block")):
+            model = made()
+            weights, ranks = sharded(model, layout)
+            in_methods(model, partial(weights.method, compute=torch.float64), own_methods(model))
+            try:
+                if names[ranks.rank]:
+                    getattr(model, names[ranks.rank])(rows())
+            except ParallelError as error:
+                told.append(str(error))
+            dist.barrier()
+    return told
+
+
+def test_a_call_on_some_ranks_alone_is_an_error() -> None:
+    first, second = run_ranks(not_the_same, 2, fresh=True)
+    assert len(first) == 4
+    for alone, other in (first[:2], first[2:]):
+        assert "rank 0 calls by_parts, and not all others do (waited for up to 2 s)" in alone
+        assert "rank 0 calls by_parts, and others something else" in other
+    assert len(second) == 2
+    assert all("rank 1 calls first_block, and others something else" in told for told in second)

@@ -1,0 +1,132 @@
+"""`final/` holds what the user's own loading code needs, and no failure after training withholds it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, CLIPImageProcessorPil, Qwen2ForCausalLM
+
+import shardtune
+from shardtune.errors import CheckpointError, ModelError
+from tests.support.tiny_run import Tiny, make_tiny
+from tests.training.worker import test_base as own
+
+
+class Reader(shardtune.FSDPSftWorker):
+    """A user's worker that reads the recipe's tokenizer directory itself, as the guides print it."""
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__(cfg)
+        self.text = AutoTokenizer.from_pretrained(cfg.actor.tokenizer.tokenizer_model)
+        self.processor = CLIPImageProcessorPil(size={"shortest_edge": 20})
+
+    def build_dataloader(self, data_paths: list[str], eval_dataset: bool = False) -> Any:
+        ids = self.text(["say 1", "say 2", "say 3", "say 4"], return_tensors="pt")["input_ids"]
+        rows: Any = [{"input_ids": row, "labels": row} for row in ids]
+        return own.DataLoader(rows, batch_size=2), {"num_samples": 4}
+
+    def get_train_model_output(self, batch: Any) -> Any:
+        return self.model(**batch).loss
+
+    def get_eval_model_output(self, batch: Any) -> Any:
+        return int((self.model(input_ids=batch["input_ids"]).logits.argmax(-1) >= 0).all(-1).sum())
+
+
+class Fails(Reader):
+    """Cannot be made again once a step is done."""
+
+    def __init__(self, cfg: Any) -> None:
+        if os.environ.get("TEST_FINAL_STEPPED"):
+            raise ModelError("the codebook is missing", where="codes.pt", remedy="copy it")
+        super().__init__(cfg)
+
+    def run_training(self) -> dict[str, float]:
+        os.environ["TEST_FINAL_STEPPED"] = "1"
+        return super().run_training()
+
+
+class Unsaved:
+    """A processor that cannot be written."""
+
+    def save_pretrained(self, save_directory: str | Path) -> object:
+        raise RuntimeError("no such codec")
+
+
+class Holds(Reader):
+    def __init__(self, cfg: Any) -> None:
+        super().__init__(cfg)
+        self.processor = Unsaved()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    made = make_tiny(tmp_path_factory.mktemp("final"))
+    for name in ("preprocessor_config.json", "sentence_bert_config.json"):
+        (made.folder / "model" / name).write_text(json.dumps({"base": True}))
+    return made
+
+
+def recipe(tiny: Tiny, kind: str, name: str, **changes: Any) -> dict[str, Any]:
+    given = {
+        "runner__max_steps": 1,
+        "runner__device": "cpu",
+        "actor__micro_batch_size": 2,
+        "actor__global_batch_size": 4,
+    }
+    values = tiny.recipe(name, **given, actor__worker=f"{__file__}:{kind}", **changes)
+    values["actor"]["tokenizer"] = {"tokenizer_model": str(tiny.folder / "model")}
+    values["data"] = {"eval_data_paths": "made by the worker"}
+    return values
+
+
+@pytest.mark.parametrize("is_lora", [False, True])
+def test_a_worker_that_reads_its_tokenizer_is_loaded_again(tiny: Tiny, is_lora: bool) -> None:
+    lora = {"actor__model__is_lora": True} if is_lora else {}
+    run = shardtune.train(recipe(tiny, "Reader", f"reader-{is_lora}", **lora))
+    final = run.dir / "final"
+    assert json.loads((final / "metrics.json").read_text())["eval/eval_accuracy"] == 1.0
+    assert run.evaluate() == {"eval/eval_accuracy": 1.0}
+    assert CLIPImageProcessorPil.from_pretrained(final).size["shortest_edge"] == 20  # the worker's, not the directory's
+    assert AutoTokenizer.from_pretrained(final)("say")["input_ids"]
+    assert (final / "sentence_bert_config.json").exists() is not is_lora
+    if not is_lora:
+        Qwen2ForCausalLM.from_pretrained(final)
+
+
+def test_a_reload_that_fails_leaves_final_there(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_FINAL_STEPPED", "")
+    values = recipe(tiny, "Fails", "fails")
+    with pytest.raises(ModelError) as error:
+        shardtune.train(values)
+    final = tiny.run("fails") / "final"
+    assert f"{final} is written, but it cannot be loaded again and evaluated: the codebook is missing" in str(
+        error.value
+    )
+    Qwen2ForCausalLM.from_pretrained(final)
+    assert json.loads((final / "metrics.json").read_text())["step"] == 1
+    monkeypatch.setenv("TEST_FINAL_STEPPED", "")
+    run = shardtune.train(values)  # the same command evaluates it
+    assert json.loads((run.dir / "final/metrics.json").read_text())["eval/eval_accuracy"] == 1.0
+
+
+def test_what_cannot_be_saved_is_met_before_training(tiny: Tiny) -> None:
+    with pytest.raises(
+        CheckpointError, match="besides its weights cannot be saved: RuntimeError: no such codec"
+    ) as error:
+        shardtune.train(recipe(tiny, "Holds", "holds"))
+    assert "Unsaved" in str(error.value)
+    assert not tiny.run("holds").exists()
+
+
+def test_metrics_without_an_evaluation_are_those_of_the_last_step(tiny: Tiny) -> None:
+    """Also if the last step is none that is logged by its number."""
+    run = shardtune.train(tiny.recipe("plain", runner__max_steps=3, runner__logger__log_interval=2))
+    metrics = json.loads((run.dir / "FINAL" / "metrics.json").read_text())
+    last = json.loads((run.dir / "metrics.jsonl").read_text().splitlines()[-1])
+    assert metrics == last
+    assert {"step", "epoch", "train/loss", "train/grad_norm", "train/learning_rate"} <= metrics.keys()
+    assert metrics["step"] == 3

@@ -1,0 +1,95 @@
+"""The position in the data can be read, and assigned before and after set-up, as a load_checkpoint of a user's does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardtune import SFTRunner
+from shardtune.checkpoint.atomic import read_json, write_json
+from shardtune.errors import CheckpointError, ConfigError, DataError
+from tests.support.tiny_run import assert_same_tensors, lines
+from tests.training.worker import test_base as own
+
+
+class Saving(own.Task):
+    """Keeps its position itself, as the guide's troubleshooting describes; the signatures are those of the contract."""
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__(cfg)
+        self._data_epoch = 0
+        self._data_iter_offset = 0
+
+    def save_checkpoint(self, path: Any, step: int) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().save_checkpoint(path, step)
+        if self.ranks.is_main:
+            write_json(Path(path) / "mine.json", [self._data_epoch, self._data_iter_offset])
+
+    def load_checkpoint(self, path: Any) -> Any:
+        super().load_checkpoint(path)
+        self._data_epoch, self._data_iter_offset = read_json(Path(path) / "mine.json")
+
+
+class Forgetful(own.Task):
+    def load_checkpoint(self, path: Any) -> Any:
+        return 0
+
+
+def batches(worker: own.Task, number: int) -> list[torch.Tensor]:
+    return [next(worker.data_iter)["x"] for _ in range(number)]  # pyright: ignore
+
+
+def test_an_assigned_position_is_where_training_continues() -> None:
+    straight, before, after = (own.Task(own.recipe()) for _ in range(3))
+    straight.setup()
+    expected = batches(straight, 8)[4:]
+    before._data_iter_offset = own.GLOBAL
+    assert (before._data_epoch, before._data_iter_offset) == (0, own.GLOBAL)
+    before.setup()
+    after.setup()
+    batches(after, 1)
+    after._data_epoch, after._data_iter_offset = 0, own.GLOBAL
+    for worker in (before, after):
+        assert all(map(torch.equal, batches(worker, 4), expected))
+    after._data_iter_offset = 3
+    with pytest.raises(DataError, match="set to 3 rows of the epoch, which is inside a batch"):
+        batches(after, 1)
+    for wrong in (-1, "two", 1.5):
+        with pytest.raises(ConfigError, match=r"_data_epoch is set to .*, which is no position in the data"):
+            after._data_epoch = wrong  # pyright: ignore
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_checkpoints_of_a_contracted_override_resume_exactly(
+    tmp_path: Path, in_background: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also with async_save, which the contracted signature does not know: then training waits, and it is reported."""
+    keys = {"save_interval": 1, "async_save": in_background}
+    plain, mine = SFTRunner(given := own.recipe(str(tmp_path / "a"), **keys), own.Task(given)), None
+    plain.run()
+    short = own.recipe(str(tmp_path / "b"), **keys, max_steps=2)
+    mine = SFTRunner(short, Saving(short))
+    mine.run()
+    saved = mine.store.path(2)
+    assert (saved / "mine.json").exists()
+    longer = own.recipe(str(tmp_path / "b"), **keys)
+    SFTRunner(longer, Saving(longer), resume_from=saved).run()
+    last = max(plain.store.steps())
+    assert_same_tensors(plain.store.path(last), mine.store.path(last))
+    assert [line for line in lines(mine.run_dir) if line["step"] > 2] == lines(plain.run_dir)[2:]
+    told = "save_checkpoint of Saving takes no background=True, so training waits"
+    assert (told in capsys.readouterr().out) is in_background
+
+
+def test_a_load_that_restores_nothing_is_refused(tmp_path: Path) -> None:
+    given = own.recipe(str(tmp_path), max_steps=1)
+    runner = SFTRunner(given, Forgetful(given))
+    runner.run()
+    again = SFTRunner(given, Forgetful(given), run_dir=runner.run_dir, resume_from=runner.store.latest())
+    with pytest.raises(
+        CheckpointError, match=r"after Forgetful\.load_checkpoint the worker is at step 0, the checkpoint"
+    ):
+        again.prepare()

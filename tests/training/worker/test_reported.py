@@ -1,0 +1,146 @@
+"""What a user's own run_training and run_eval return is logged, whatever the names; only training counts as a step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardtune
+from shardtune.errors import ModelError
+from shardtune.run.dry_run import dry_run
+from shardtune.training.worker.reported import evaluation_method, training_method
+from tests.support.dist.ranks import run_ranks
+from tests.training.worker import test_base as own
+
+
+class Short(own.Task):
+    """Both methods return names of their own, as RLinf's do."""
+
+    def run_training(self) -> Any:
+        found = super().run_training()
+        return {"loss": torch.tensor(found["train/loss"], dtype=torch.float64), "time/step": 1, "rank": self.ranks.rank}
+
+    def run_eval(self) -> Any:
+        return {"eval_accuracy": super().run_eval()["eval/ce"], "eval/rank": self.ranks.rank}
+
+
+class Loop(own.Task):
+    """An optimizer step of its own for each batch."""
+
+    def run_training(self) -> Any:
+        batch = next(self.data_iter)
+        loss = self.get_train_model_output(batch)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"loss": loss.item()}
+
+
+class Idle(own.Task):
+    """No step at all."""
+
+    def run_training(self) -> Any:
+        return {"loss": self.get_train_model_output(next(self.data_iter)).detach()}
+
+
+class NoGradient(own.Task):
+    """The optimizer alone."""
+
+    def run_training(self) -> Any:
+        self.optimizer.step()
+        return {}
+
+
+class Empty(own.Task):
+    def run_training(self) -> Any:
+        super().run_training()
+
+
+class Words(own.Task):
+    def run_training(self) -> Any:
+        return {**super().run_training(), "mood": "fine"}
+
+
+def steps(name: str, number: int, precision: str = "fp64") -> list[dict[str, float]]:
+    values = own.recipe().to_dict()
+    values["actor"]["model"]["precision"] = precision
+    worker = globals()[name](shardtune.config.load_recipe(values))
+    worker.setup()
+    found = [training_method(worker)() for _ in range(number)]
+    return [*found, {"step": worker.step}, evaluation_method(worker)()]
+
+
+def test_names_without_a_prefix_get_one_and_ranks_agree() -> None:
+    for found in (steps("Short", 2), *run_ranks(steps, 2, "Short", 2)):
+        ranks = 1 if found[0]["train/rank"] == 0.0 else 2
+        assert found[0].keys() == {"train/loss", "time/step", "train/rank"}
+        assert found[0]["train/rank"] == found[-1]["eval/rank"] == (ranks - 1) / 2  # the mean over the ranks
+        assert found[-1].keys() == {"eval/eval_accuracy", "eval/rank"}
+        assert found[0]["train/loss"] == pytest.approx(own.plain("mean")[0][0], rel=1e-12)
+
+
+def plain_loop(ranks: int, number: int) -> list[float]:
+    """The same steps by PyTorch alone: each rank's batch has a mean of its own, and gradients add up over ranks."""
+    net, rows, found = own.made_net(), own.data(), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=own.RATE)
+    cuts = [rows[start : start + own.MICRO] for start in range(0, len(rows), own.MICRO)]
+    for step in range(number):
+        losses = []
+        for cut in cuts[step * ranks : (step + 1) * ranks]:
+            batch = {name: torch.stack([row[name] for row in cut]) for name in cut[0]}
+            losses.append(own.ce(net(batch["x"])[0], batch, "mean"))
+        optimizer.zero_grad()
+        sum(losses).backward()  # pyright: ignore
+        optimizer.step()
+        found.append(float(sum(losses).detach()) / ranks)  # pyright: ignore
+    return found
+
+
+def test_a_loop_of_ones_own_counts_its_steps() -> None:
+    """On one rank and on two, and in bf16, where the optimizer updates copies in full precision."""
+    for number, (*found, step, _) in [(1, steps("Loop", 4)), *((2, rank) for rank in run_ranks(steps, 2, "Loop", 2))]:
+        assert step == {"step": len(found)}
+        assert [metrics["train/loss"] for metrics in found] == pytest.approx(plain_loop(number, len(found)), rel=1e-12)
+    *found, _, _ = steps("Loop", 4, "bf16")
+    assert [metrics["train/loss"] for metrics in found] == pytest.approx(plain_loop(1, 4), rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "says"),
+    [
+        ("Idle", "fp64", "Idle.run_training neither called super().run_training() nor self.optimizer.step()"),
+        (
+            "NoGradient",
+            "fp64",
+            "called self.optimizer.step() while no parameter had a gradient",
+        ),
+        ("Empty", "fp64", "Empty.run_training returned a NoneType, not a dict of metrics"),
+        ("Words", "fp64", "Words.run_training returned 'mood': a str, which is no number"),
+    ],
+)
+def test_what_trains_nothing_or_returns_no_numbers_is_refused(name: str, precision: str, says: str) -> None:
+    with pytest.raises(ModelError) as error:
+        steps(name, 1, precision)
+    assert says in str(error.value)
+
+
+def values(folder: Path, kind: str) -> dict[str, Any]:
+    made: Mapping[str, Any] = own.recipe(str(folder), max_steps=3).to_dict()
+    return {**made, "actor": {**made["actor"], "worker": f"{__file__}:{kind}"}}
+
+
+def test_a_run_shows_and_keeps_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """From the dry run to metrics.jsonl and `final/`."""
+    assert dry_run(values(tmp_path, "Short")).keys() == {"train/loss", "time/step", "train/rank"}
+    run = shardtune.train(values(tmp_path, "Short"))
+    first = json.loads((run.dir / "metrics.jsonl").read_text().splitlines()[0])
+    assert first.keys() == {"step", "train/loss", "time/step", "train/rank"}
+    assert "step 1/3  loss " in capfd.readouterr().err
+    final = json.loads((run.dir / "final/metrics.json").read_text())
+    assert final.keys() == {"step", "epoch", "train/loss", "time/step", "train/rank", "eval/eval_accuracy", "eval/rank"}
+    assert run.evaluate().keys() == {"eval/eval_accuracy", "eval/rank"}
