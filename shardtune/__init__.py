@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from shardtune.models.value_head import ValueHead
     from shardtune.parallel.meta_init import init_empty_weights
     from shardtune.run.api import Run, load_run, train
+    from shardtune.run.halos import SFTTrainer
     from shardtune.training.callbacks import Ask, Callback
     from shardtune.training.runner import SFTRunner
     from shardtune.training.worker.adapter_worker import SFTWorker
     from shardtune.training.worker.base import FSDPSftWorker
-    from shardtune.training.worker.sft_trainer import SFTTrainer
 
 _HOME = {
     "Adapter": "models.adapter",
@@ -37,7 +37,7 @@ _HOME = {
     "Prediction": "models.adapter",
     "Run": "run.api",
     "SFTRunner": "training.runner",
-    "SFTTrainer": "training.worker.sft_trainer",
+    "SFTTrainer": "run.halos",
     "SFTWorker": "training.worker.adapter_worker",
     "Sample": "batch",
     "SupportedModel": "config.model_names",

@@ -33,7 +33,7 @@ ROOMS = (
     ("errors",),
 )
 """Folders and files of the package from top to bottom; those of one row do not import each other."""
-FRONT = ("__init__", "__main__", "nn", "former_paths")
+FRONT = ("__init__", "__main__", "halos", "nn", "former_paths")
 """Files through which the package is entered; nothing inside imports them."""
 MOST_ENTRIES = 18
 

@@ -2,16 +2,10 @@
 
 import sys
 
-from omegaconf import DictConfig
-
-import shardtune
 from shardtune.cli.commands import main as command_line
+from shardtune.halos import main
 
-
-def main(config: DictConfig) -> None:
-    """Resolve the config, load the model, make the trainer, train."""
-    shardtune.train(config)
-
+__all__ = ["main"]
 
 if __name__ == "__main__":
     sys.argv.insert(1, "train")

@@ -389,6 +389,12 @@ LOW_BIT = {
 def _optimizer_states(context: Context) -> Iterator[ConfigError]:
     actor, key = context.recipe.actor, "actor.optim.state_dtype"
     optim, dtype = actor.optim, actor.optim.state_dtype
+    if optim.name == "Muon" and actor.training_backend == "fsdp1":
+        yield context.problem(
+            "actor.optim.name",
+            "actor.optim.name: Muon does not work with actor.training_backend: fsdp1, whose shards are no matrices",
+            "use actor.training_backend: fsdp, or AdamW",
+        )
     if dtype == "fp32":
         return
     if optim.name not in LOW_BIT:

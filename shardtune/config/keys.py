@@ -14,20 +14,44 @@ from pydantic.fields import FieldInfo
 from shardtune.config.schema import Recipe
 from shardtune.config.values import Allowed
 
-# HALOs' names, as its command lines spell them.
+# HALOs' names, as its configuration spells them; `config/halos.py` has those that are no mere names of ours.
 ALIASES = {
+    "seed": "runner.seed",
     "lr": "actor.optim.lr",
+    "optimizer": "actor.optim.name",
+    "warmup_steps": "actor.optim.lr_warmup_steps",
     "n_epochs": "runner.max_epochs",
     "exp_name": "runner.logger.experiment_name",
     "cache_dir": "runner.logger.log_path",
     "datasets": "data.train_data_paths",
+    "do_first_eval": "runner.eval_before_training",
+    "fsdp_port": "runner.master_port",
     "model.name_or_path": "actor.model.model_path",
+    "model.tokenizer_name_or_path": "actor.tokenizer.tokenizer_model",
     "model.batch_size": "actor.global_batch_size",
+    "model.microbatch_size": "actor.micro_batch_size",
+    "model.eval_microbatch_size": "actor.eval_micro_batch_size",
+    "model.max_length": "data.max_length",
+    "model.max_grad_norm": "actor.optim.clip_grad",
+    "model.policy_dtype": "actor.model.precision",
+    "model.attn_implementation": "actor.model.attn_implementation",
+    "model.activation_checkpointing": "actor.model.gradient_checkpointing",
+    "model.block_name": "actor.fsdp_config.wrap",
     "model.use_peft": "actor.model.is_lora",
     "model.peft.lora_r": "actor.model.lora.r",
     "model.peft.lora_alpha": "actor.model.lora.alpha",
     "model.peft.lora_dropout": "actor.model.lora.dropout",
+    "model.peft.target_modules": "actor.model.lora.target_modules",
+    "model.load_lora_from": "actor.model.lora.adapter_path",
     "wandb.enabled": "runner.logger.logger_backends",
+    "wandb.project": "runner.logger.project_name",
+}
+
+# HALOs' names for numbers of rows where ours are numbers of steps, or of its two intervals in one.
+IN_ROWS = {
+    "eval_every": "runner.val_check_interval",
+    "intermediate_checkpoints": "runner.save_interval",
+    "n_examples": "runner.max_steps",
 }
 
 # Sections at the top that stand below another one here, as RLinf prints its files of models.
@@ -64,6 +88,7 @@ OTHER_NAMES = {
     "total_steps": "runner.max_steps",
     "eval_steps": "runner.val_check_interval",
     "eval_interval": "runner.val_check_interval",
+    "eval_every": "runner.val_check_interval",
     "compute_metrics": "eval.metrics",
     "save_steps": "runner.save_interval",
     "save_total_limit": "runner.keep_last",

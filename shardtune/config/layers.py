@@ -22,12 +22,14 @@ class Layer:
         tree: nested mappings, as written.
         origin: the place, e.g. `recipe.yaml` or `override lr=3e-5`.
         lines: dotted key -> line number, for a file.
+        named: the dotted key that an override sets; "" for a layer of several.
         places: dotted key -> place, for keys that were given elsewhere.
     """
 
     tree: Mapping[str, object]
     origin: str
     lines: Mapping[str, int] = field(default_factory=dict)
+    named: str = ""
     places: Mapping[str, str] = field(default_factory=dict)
 
     def where(self, dotted: str) -> str:
@@ -119,7 +121,10 @@ def _lay(
         inner = section_type(schema)
         if inner is None:
             previous = into.get(name)
-            into[name] = overlay(previous, value) if is_free_mapping(schema) else value
+            if layer.named.startswith(f"{dotted}.") and previous is not None and not isinstance(previous, Mapping):
+                yield _nothing_inside(dotted, previous, layer)
+            inside = is_free_mapping(schema) or layer.named.startswith(f"{dotted}.")
+            into[name] = overlay(previous, value) if inside else value
         elif isinstance(value, Mapping):
             yield from _lay(value, inner, f"{dotted}.", get_section(into, name), layer, origins)
         elif value is not None:  # None is a section whose keys are all commented out
@@ -128,6 +133,17 @@ def _lay(
                 where=layer.where(dotted),
                 remedy=f"its keys are: {', '.join(inner.model_fields)}",
             )
+
+
+def _nothing_inside(dotted: str, previous: object, layer: Layer) -> ConfigError:
+    """The error for an override of something inside a value that is no mapping, and would be lost."""
+    shown = ("the list " if isinstance(previous, list) else "") + repr(previous)
+    return ConfigError(
+        f"{layer.named}: {dotted} is {shown if len(shown) <= 120 else shown[:100] + ' …'}, which has no "
+        f"{layer.named.removeprefix(dotted + '.')}",
+        where=layer.origin,
+        remedy=f"give the whole value: '{dotted}=…', e.g. a list [{{path: a.jsonl, weight: 2}}, b.jsonl]",
+    )
 
 
 def unknown_key(dotted: str, where: str, section: type[BaseModel], prefix: str) -> ConfigError:

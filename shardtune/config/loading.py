@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from shardtune.config.checks import check, check_ranks
+from shardtune.config.halos import translate
 from shardtune.config.keys import HALOS_DEFAULTS, KEYS, allowed
 from shardtune.config.layers import Layer, Merged, merge, raise_all
 from shardtune.config.overrides import GROUPS, read_overrides
@@ -27,7 +28,6 @@ from shardtune.errors import ConfigError
 
 RecipeSource: TypeAlias = str | Path | Mapping[str, object] | DictConfig
 
-BACKENDS = "runner.logger.logger_backends"
 EXPERIMENT_NAME = "runner.logger.experiment_name"
 ENTRY_TYPES: dict[str, type[BaseModel]] = {
     "actor.optim.groups": ParameterGroup,
@@ -63,10 +63,10 @@ def load_recipe(
         if unchanged is not None:
             return unchanged
     written = _read(recipe, overrides)
-    given_backends = get_value(written.tree, BACKENDS)
-    default_backends = Recipe().runner.logger.logger_backends
-    command = read_overrides(overrides, given_backends if isinstance(given_backends, list) else default_backends)
-    merged, problems = merge([written, *command.groups, *command.values])
+    command = read_overrides(overrides)
+    halos = translate([written, *command.groups, *command.values], in_memory)
+    merged, unknown = merge(halos.layers)
+    problems = [*halos.problems, *unknown]
     tree, unresolved = _resolve(merged)
     if merged.given("actor.global_batch_tokens") is not None and merged.given("actor.global_batch_size") is None:
         set_value(tree, "actor.global_batch_size", None)  # tokens replace the default number of rows
@@ -79,6 +79,7 @@ def load_recipe(
     if get_value(tree, EXPERIMENT_NAME) is None:
         set_value(tree, EXPERIMENT_NAME, _name(recipe) or command.name or "run")
     result = _absolute(tree, _base(recipe), merged.origins)
+    result._notes.extend(halos.notes)
     problems += check(result, merged, in_memory)
     if files_must_exist:
         problems += _missing_files(result) + check_ranks(result)

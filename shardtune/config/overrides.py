@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtune.config.keys import ALIASES
+from shardtune.config.keys import ALIASES, IN_ROWS
 from shardtune.config.layers import Layer
 from shardtune.config.recipe_file import unresolved
 from shardtune.config.tree import Tree, get_section, set_value
@@ -17,6 +17,7 @@ from shardtune.errors import ConfigError
 CONF = Path(__file__).parent / "conf"
 LISTED_GROUP = "datasets"  # the only group that allows several choices at once
 GROUPS = ("loss", "model", LISTED_GROUP)
+TEST = "test"  # of an entry of `datasets`: the split that HALOs evaluates on
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class CommandLine:
 
     Attributes:
         groups: one layer for all chosen config groups; empty if none is.
-        values: one layer per `key=value`, under our names.
+        values: one layer per `key=value`, under the name that was given.
         name: the chosen groups' names joined, e.g. `sft-llama`; None if none is.
     """
 
@@ -53,19 +54,14 @@ class CommandLine:
     name: str | None
 
 
-def read_overrides(texts: Sequence[str], backends: Sequence[str]) -> CommandLine:
-    """Parse the words that follow the recipe; a word that cannot be used raises a ConfigError that quotes it.
-
-    Args:
-        texts: the words.
-        backends: the recipe's `runner.logger.logger_backends`, which `wandb.enabled` changes.
-    """
+def read_overrides(texts: Sequence[str]) -> CommandLine:
+    """Parse the words that follow the recipe; a word that cannot be used raises a ConfigError that quotes it."""
     parsed = _parse(texts)
     choices = [override for override in parsed if _chooses_group(override)]
     values = [override for override in parsed if not _chooses_group(override)]
     _refuse_two_names(parsed)
-    groups, name = _choose(choices) if choices else ((), None)
-    return CommandLine(groups, tuple(_as_layer(override, backends) for override in values), name)
+    groups, name = choose(choices) if choices else ((), None)
+    return CommandLine(groups, tuple(_as_layer(override) for override in values), name)
 
 
 def _parse(texts: Sequence[str]) -> list[Override]:
@@ -88,6 +84,14 @@ def _parse(texts: Sequence[str]) -> list[Override]:
                 f"{text!r} is not an override",
                 where=" ".join(texts),
                 remedy="write key=value, e.g. actor.optim.lr=3e-5",
+            )
+        key = text.partition("=")[0]
+        if "[" in key:
+            raise ConfigError(
+                f"override {text} names an entry of a list by its number, which overrides cannot",
+                where=" ".join(texts),
+                remedy=f"give the whole list: '{key.partition('[')[0].lstrip('+')}=[{{path: a.jsonl, weight: 3}}, "
+                "b.jsonl]'",
             )
         try:
             override = parser.parse_override(text)
@@ -117,14 +121,14 @@ def _parse(texts: Sequence[str]) -> list[Override]:
 
 
 def _chooses_group(override: Override) -> bool:
-    """Whether an override chooses a config group; `datasets` may also name files, which `_choose` keeps."""
+    """Whether an override chooses a config group; `datasets` may also name files, which `choose` keeps."""
     return override.key in GROUPS
 
 
 def _refuse_two_names(parsed: Sequence[Override]) -> None:
     given: dict[str, Override] = {}
     for override in parsed:
-        ours = ALIASES.get(override.key, override.key)
+        ours = {**ALIASES, **IN_ROWS}.get(override.key, override.key)
         other = given.setdefault(ours, override)
         if other.key != override.key:
             raise ConfigError(
@@ -135,26 +139,13 @@ def _refuse_two_names(parsed: Sequence[Override]) -> None:
             )
 
 
-def _as_layer(override: Override, backends: Sequence[str]) -> Layer:
-    value = override.value
-    if override.key == "wandb.enabled":
-        value = _with_wandb(override, backends)
+def _as_layer(override: Override) -> Layer:
     tree: Tree = {}
-    set_value(tree, ALIASES.get(override.key, override.key), value)
-    return Layer(tree, override.origin)
+    set_value(tree, override.key, override.value)
+    return Layer(tree, override.origin, named=override.key)
 
 
-def _with_wandb(override: Override, backends: Sequence[str]) -> list[str]:
-    """The logger backends after HALOs' switch for Weights & Biases."""
-    if not isinstance(override.value, bool):
-        raise ConfigError(
-            f"wandb.enabled: {override.value!r} is not allowed", where=override.origin, remedy="allowed: true or false"
-        )
-    others = [backend for backend in backends if backend != "wandb"]
-    return [*others, "wandb"] if override.value else others
-
-
-def _choose(choices: Sequence[Override]) -> tuple[tuple[Layer, ...], str | None]:
+def choose(choices: Sequence[Override]) -> tuple[tuple[Layer, ...], str | None]:
     """The layers of the chosen groups: Hydra composes them; data sets add up to one list of sources."""
     selected: list[str] = []
     sources: list[object] | None = None
@@ -173,10 +164,27 @@ def _choose(choices: Sequence[Override]) -> tuple[tuple[Layer, ...], str | None]
     entries = get_section(tree, LISTED_GROUP)
     del tree[LISTED_GROUP]
     if sources is not None:
-        chosen = [entries.get(source, source) if isinstance(source, str) else source for source in sources]
+        chosen = [_entry(entries, source) if isinstance(source, str) else source for source in sources]
         set_value(tree, "data.train_data_paths", chosen)
     origin = " ".join(override.text for override in choices)
     return (Layer(tree, f"config group {origin}"),), "-".join(names) or None
+
+
+def _entry(entries: Tree, source: str) -> object:
+    """What a word of `datasets` stands for: a choice of the group, for training; otherwise itself."""
+    known = entries.get(source)
+    return {key: value for key, value in known.items() if key != TEST} if isinstance(known, dict) else source
+
+
+def test_splits(sources: Sequence[object]) -> list[Tree]:
+    """The test splits of training sources that are choices of `datasets`; empty unless each has one."""
+    entries = get_section(_compose([f"{LISTED_GROUP}=[{','.join(options(LISTED_GROUP))}]"]), LISTED_GROUP)
+    known = [entry for entry in entries.values() if isinstance(entry, dict)]
+    found = []
+    for source in sources:
+        entry = next((entry for entry in known if source == _entry({"": entry}, "")), {})
+        found.append({"path": entry["path"], "name": entry["name"], "split": entry[TEST]} if TEST in entry else {})
+    return found if all(found) else []
 
 
 def _is_option(group: str, value: object, override: Override) -> bool:

@@ -32,7 +32,8 @@ data:
   [Hydra's grammar](https://hydra.cc/docs/advanced/override_grammar/basic/): `shardtune train recipe.yaml
   actor.optim.lr=3e-5 'data.train_data_paths=[a.jsonl,{path: b.jsonl, weight: 2}]'`. `key=null` sets null, whose
   meaning is in the tables below; `+key=` and `++key=` are the same as `key=`. Mappings with names of your choice
-  (`actor.optim.args`) merge key by key, everything else is replaced.
+  (`actor.optim.args`) merge key by key, and `data.eval_data_paths.math=a.jsonl` sets one of several named sets;
+  everything else is replaced.
 - **References.** `${runner.seed}` is replaced by the value of that key, `${oc.env:HOME}` by an environment variable;
   write `\\${` for the characters themselves.
 - **Paths** are relative to the recipe's own directory, on the command line too; only `runner.logger.log_path` starts at
@@ -55,8 +56,9 @@ GROUPS_AND_ALIASES = """\
 HALOS = """
 ## Names of HALOs
 
-These are accepted on the command line; giving a key under both names is an error. With `loss=sft` and no recipe, `lr`
-is 5e-6 unless it is given, as in HALOs.
+These are accepted on the command line and in a recipe; giving a key under both names is an error. With `loss=sft` and
+no other recipe, `lr` is 5e-6 unless it is given, as in HALOs. [Coming from HALOs](coming-from.md#halos) has further
+names, whose values depend on others.
 
 | HALOs | here |
 |---|---|

@@ -96,8 +96,14 @@ class RowFormat:
     read: Callable[[Row], Example]
 
 
+def present(row: Row) -> Row:
+    """The row with None for NaN, by which pandas marks what is missing."""
+    return {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in row.items()}
+
+
 def recognise(row: Row) -> RowFormat:
     """The first format whose keys the row has. Raises `RowError` with the row's keys and the supported formats."""
+    row = present(row)
     for known in FORMATS:
         if all(row.get(key) is not None for key in known.keys):
             return known
@@ -121,6 +127,7 @@ def read_example(row: Row, name: str | None = None) -> Example:
     Args:
         name: the format, if the recipe names it; otherwise it is recognised.
     """
+    row = present(row)
     known = recognise(row) if name is None else FORMATS_BY_NAME[name]
     _require_keys(row, known)
     media = [key for key in MEDIA_KEYS if row.get(key)]
@@ -131,6 +138,7 @@ def read_example(row: Row, name: str | None = None) -> Example:
 
 def in_format(row: Row, name: str) -> Row:
     """The row of the format that the recipe names, in a form that is recognised; a row with images stays as it is."""
+    row = present(row)
     if not _has_media(row):
         return as_row(read_example(row, name))
     known = FORMATS_BY_NAME[name]

@@ -28,10 +28,14 @@ class Gradients:
         weights: of the module, whose gradients are summed over ranks.
         ranks: of the engine.
         partial: names of parameters of whose gradient each tensor rank computes a part.
+
+    Attributes:
+        passed: whether there was a backward pass since `counted` was entered.
     """
 
     def __init__(self, weights: Weights, ranks: Ranks, partial: Sequence[str]) -> None:
         self._weights = weights
+        self.passed = False
         self._apart = [
             parameter
             for name, parameter in weights.parameters.items()
@@ -42,14 +46,14 @@ class Gradients:
     def counted(self, share: float) -> Iterator[None]:
         """Inside, every backward pass of this thread counts by `share`, and its gradients are whole when it is done."""
         plain, thread = torch.autograd.backward, threading.get_ident()
-        inside = False
+        inside, self.passed = False, False
 
         def backward(tensors: Roots, grad_tensors: Grads = None, *args: Any, **kwargs: Any) -> None:
             nonlocal inside
             if inside or threading.get_ident() != thread:  # activation checkpointing calls it in a backward pass
                 plain(tensors, grad_tensors, *args, **kwargs)
                 return
-            inside = True
+            inside = self.passed = True
             try:
                 scaled = grad_tensors if share == 1.0 else _scaled(tensors, grad_tensors, share)
                 with self._settled():

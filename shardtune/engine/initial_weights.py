@@ -19,7 +19,7 @@ from shardtune.models.lora.attach import base_tensors, is_adapted
 from shardtune.models.lora.init import initialise_adapter
 from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.ranks import Ranks
-from shardtune.training.build.initial_weights import directory_of, split_source
+from shardtune.training.build.initial_weights import directory_of, own_buffers, split_source
 from shardtune.training.build.model import load_initial_weights
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,10 @@ def load_first_weights(module: BaseTrainModule, prefix: str, ranks: Ranks, dtype
         )
     overridden = _overrides_input_hook(module)
     if source is not None and (overridden or "weight_mapping" in vars(module)):
-        materialise(module, dtype=dtype, device=ranks.device)
         supplies = _renamed(module, prefix, _supplies(source, ranks, seed), changing=overridden)
+        kept, notes = own_buffers(module, supplies)
+        supplies |= kept
+        materialise(module, dtype=dtype, device=ranks.device)
         load_plain(
             module,
             supplies,

@@ -32,17 +32,26 @@ from shardtune.parallel.sequence_parallel import TokenShare
 
 
 class AutoProcessor:
-    """transformers' `AutoProcessor`, which loads processors without the video part that needs torchvision."""
+    """Loads processors as transformers' class of this name, without the video part that needs torchvision."""
 
     @staticmethod
-    def from_pretrained(path: str | Path, **settings: object) -> ProcessorMixin:
-        """The processor of a directory or Hub name; images go through Pillow, so `use_fast` has no effect."""
-        trusted = bool(settings.get("trust_remote_code"))
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
-        return load_processor(str(path), config, trust_remote_code=trusted)
+    def from_pretrained(
+        pretrained_model_name_or_path: str | Path, *, use_fast: bool | None = None, trust_remote_code: bool = False
+    ) -> ProcessorMixin:
+        """The processor of a directory or Hub name; any other argument is a TypeError.
+
+        Args:
+            pretrained_model_name_or_path: the directory or Hub name.
+            use_fast: accepted as printed in RLite's document. Images go through Pillow here, never through torchvision,
+                and both give the same processor.
+            trust_remote_code: run Python code that comes with the processor.
+        """
+        path = str(pretrained_model_name_or_path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return load_processor(path, config, trust_remote_code=trust_remote_code)
 
 
-ENTERING, RANK_CONTEXT = "_shardtune_entering", "_shardtune_rank_context"
+ENTERING, RANK_CONTEXT, CROSSED = "_shardtune_entering", "_shardtune_rank_context", "_shardtune_crossed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +192,7 @@ class BaseTrainModule(nn.Module):
             ignore_index: for the last token, after which there is none.
         """
         rank_context = self._rank_context()
+        vars(self)[CROSSED] = True
         following = input_ids.new_full((input_ids.shape[0], 1), ignore_index)
         if rank_context.tokens is not None:
             group = rank_context.tokens.ranks.get_group()
@@ -223,10 +233,16 @@ def set_rank_context(module: BaseTrainModule, rank_context: RankContext) -> None
         vars(module)["forward"] = _guarded(module, module.forward)
 
 
+def crosses_borders(module: BaseTrainModule) -> bool:
+    """Whether the current or last call used `next_tokens`."""
+    return bool(vars(module).get(CROSSED))
+
+
 @contextmanager
 def in_call(module: BaseTrainModule, share: float, idle: bool, tokens: TokenShare | None) -> Iterator[None]:
     """Inside, the module computes this rank's part of a call; arguments as `RankContext` has them."""
     before = vars(module)[RANK_CONTEXT]
+    vars(module)[CROSSED] = False
     vars(module)[RANK_CONTEXT] = replace(before, share=share, idle=idle, tokens=tokens)
     try:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +21,14 @@ from shardtune.engine.cuda_alias import PrintedDevice
 from shardtune.engine.full_state import full_state, save_directory
 from shardtune.engine.gradients import Gradients
 from shardtune.engine.initial_weights import load_first_weights
-from shardtune.engine.nn import BaseTrainModule, RankContext, in_call, set_rank_context, unwrapped
+from shardtune.engine.nn import (
+    BaseTrainModule,
+    RankContext,
+    crosses_borders,
+    in_call,
+    set_rank_context,
+    unwrapped,
+)
 from shardtune.engine.offload import Memory
 from shardtune.engine.pickling import detached
 from shardtune.engine.sequence_parallel import SequenceForward
@@ -35,6 +43,8 @@ from shardtune.parallel.shard_units import choose_units
 from shardtune.parallel.tensor_parallel import Heads, check_heads
 from shardtune.parallel.torch_private import quieten_redistribution
 from shardtune.training.build.model import share_values
+
+logger = logging.getLogger(__name__)
 
 PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 EXPORT_BYTES = 32 << 20
@@ -83,6 +93,7 @@ class RankModule:
         self._module, self._prefix = unwrapped(order.module)
         self._ranks = ranks
         self._memory = Memory(self._module, ranks.device)
+        self._reported: set[str] = set()
         self._export: Iterator[tuple[str, torch.Tensor]] = iter(())
         kind = type(self._module)
         trained = trains(kind)
@@ -178,9 +189,28 @@ class RankModule:
                     kwargs["weights"] = weights.to(self._ranks.device)
                 method = self._module if name == "forward" else getattr(self._module, name)
                 value = detached(method(*part.args, **kwargs), copy=copy)
+            if share is not None and self._gradients.passed and not crosses_borders(self._module):
+                self._report_borders(name, part)
         finally:
             self._weights.copy_masters_to_model()  # changes of the weights take effect in the next forward
         return None if part.idle else value
+
+    def _report_borders(self, name: str, part: Part) -> None:
+        """Report, once for a method, that the targets behind the borders between ranks are not trained."""
+        if name in self._reported or not self._ranks.is_main:
+            return
+        self._reported.add(name)
+        borders = self._ranks.layout.sequence - 1
+        logger.warning(
+            "%s.%s: the %d tokens of each sequence are divided among %d ranks, and the targets after the %s between "
+            "them are not trained unless the method fetches them: labels = self.next_tokens(input_ids), in place of "
+            "input_ids[:, 1:], with the logits of all tokens",
+            type(self._module).__name__.removeprefix("FSDP"),
+            name,
+            part.num_tokens,
+            self._ranks.layout.sequence,
+            "border" if borders == 1 else f"{borders} borders",
+        )
 
     def recover(self) -> None:
         """Reset after an exception in a forward or backward; gradients are discarded."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TypeGuard
 
 from omegaconf import DictConfig, OmegaConf
@@ -71,8 +72,15 @@ def find_adapter(
         model: a causal language model in memory instead of the recipe's.
         tokenizer: one in memory instead of the recipe's.
     """
+    check_in_memory(model, tokenizer)
     config = recipe.actor.model
     kind = adapter_class(config)
+    if kind is not None and model is not None:
+        raise ConfigError(
+            f"a model in memory cannot be taken: {kind.__name__} builds its own",
+            where="model=",
+            remedy="leave it out, and let build() of the adapter return the model",
+        )
     if kind is not None:
         _check_read(recipe, kind)
         made = kind.from_recipe(recipe, tokenizer)
@@ -96,6 +104,32 @@ def find_adapter(
     check_vocabulary(adapter.tokenizer, adapter.config, recipe.actor.added_tokens)
     check_sizes(config, adapter.config, adapter.tokenizer)
     return adapter
+
+
+def check_in_memory(model: object, tokenizer: object) -> None:
+    """Refuse, as a model or a tokenizer in memory, a name, a path or something else.
+
+    Raises:
+        ConfigError: with the key for a path.
+    """
+    for name, value, kind, key in (
+        ("model", model, PreTrainedModel, MODEL_PATH),
+        ("tokenizer", tokenizer, PreTrainedTokenizerBase, "actor.tokenizer.tokenizer_model"),
+    ):
+        if value is None or isinstance(value, kind):
+            continue
+        is_path = isinstance(value, str | Path)
+        is_module = name == "model" and isinstance(value, nn.Module)
+        raise ConfigError(
+            f"{name}= takes an object in memory, a {kind.__name__} of transformers; this is "
+            + (f"the text {str(value)!r}" if is_path else f"a {type(value).__name__}"),
+            where=f"{name}=",
+            remedy=f"write it into the recipe: {key}={value}"
+            if is_path
+            else "describe it by an adapter, actor.model.adapter: file.py:Class"
+            if is_module
+            else f"give one, or name a directory: {key}",
+        )
 
 
 def _registered_adapter(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> CausalLM:

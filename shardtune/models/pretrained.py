@@ -122,14 +122,23 @@ def settings_directory(path: str | None) -> Path | None:
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a directory or Hub name."""
+    remedy = "give the directory of one as actor.tokenizer.tokenizer_model"
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raises plain Exceptions for a truncated file
         raise ModelError(
             f"{path} holds no tokenizer that can be read: {_first_line(error)}",
             where="actor.tokenizer.tokenizer_model",
-            remedy="give the directory of one as actor.tokenizer.tokenizer_model",
+            remedy=remedy,
         ) from error
+    # Without any files transformers makes some of its tokenizers with special tokens alone.
+    if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
+        raise ModelError(
+            f"{path} holds no tokenizer: none of its files has a vocabulary",
+            where="actor.tokenizer.tokenizer_model",
+            remedy=remedy,
+        )
+    return tokenizer
 
 
 def recipe_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 import torch
@@ -16,6 +16,7 @@ from shardtune.config import OptimConfig
 from shardtune.config.parameter_patterns import as_pattern
 from shardtune.errors import ConfigError
 from shardtune.optim.low_bit import LOW_BIT, LowBitOptimizer, ParamGroup
+from shardtune.optim.muon import MATRICES, MuonWithAdamW
 
 REFUSED = {
     "LBFGS": "it evaluates the loss several times per step",
@@ -51,9 +52,9 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 def _arguments(kind: type[torch.optim.Optimizer], config: OptimConfig) -> ParamGroup:
     """The recipe's values as arguments of this optimizer; values that it cannot take are refused."""
     accepted = set(inspect.signature(kind).parameters) - {"self", "params"}
-    adam, decays = "betas" in accepted, "weight_decay" in accepted
+    adam, decays = "betas" in accepted or kind is torch.optim.Muon, "weight_decay" in accepted
     values: ParamGroup = {"weight_decay": config.weight_decay} if decays else {}
-    if adam:
+    if adam and kind is not torch.optim.Muon:  # its adam_* are those of the AdamW beside it
         values |= {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
     further = accepted - {"lr", *values}
     unused = {"adam_beta1": adam, "adam_beta2": adam, "adam_eps": adam, "weight_decay": decays}
@@ -112,6 +113,7 @@ def build_optimizer(
     *,
     seed: int = 0,
     starts: Mapping[str, int] = MappingProxyType({}),
+    outer: Collection[str] = (),
 ) -> torch.optim.Optimizer:
     """The optimizer over named parameters, in groups of equal learning rate and weight decay.
 
@@ -123,6 +125,7 @@ def build_optimizer(
         shapes: of whole parameters, by name, where a rank's part has another number of dimensions.
         seed: of the run; states in bf16 and int8 are rounded by it.
         starts: by name, for parameters of which this rank has a range of the flattened numbers: its first index.
+        outer: names of embeddings and the head, which Muon leaves to AdamW, as it does all but matrices.
     """
     kind = optimizer_class(config.name)
     arguments = _arguments(kind, config)
@@ -134,9 +137,12 @@ def build_optimizer(
                 remedy=f"names look like {', '.join(list(parameters)[:3])}",
             )
     # Sharded and replicated parameters are in different groups: torch does not mix them in one operation.
-    groups: dict[tuple[float, float, bool], list[tuple[str, nn.Parameter]]] = {}
+    muon = kind is torch.optim.Muon
+    groups: dict[tuple[float, float, bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters.items():
-        key = (*_group_of(name, len(shapes.get(name, parameter.shape)), config), isinstance(parameter, DTensor))
+        dimensions = len(shapes.get(name, parameter.shape))
+        matrix = muon and dimensions == 2 and name not in outer
+        key = (*_group_of(name, dimensions, config), isinstance(parameter, DTensor), matrix)
         groups.setdefault(key, []).append((name, parameter))
     settings = [
         {
@@ -145,12 +151,26 @@ def build_optimizer(
             "lr": rate,
             "base_lr": rate,
             **({"weight_decay": decay} if "weight_decay" in arguments else {}),
+            **({MATRICES: matrix} if muon else {}),
         }
-        for (rate, decay, _), members in groups.items()
+        for (rate, decay, _, matrix), members in groups.items()
     ]
+    if muon:
+        return _muon(settings, arguments, config)
     if config.state_dtype == "fp32":
         return _make(kind, settings, arguments)
     return _low_bit(config.name)(settings, arguments, state_dtype=config.state_dtype, seed=seed, starts=starts)
+
+
+def _muon(groups: list[ParamGroup], arguments: ParamGroup, config: OptimConfig) -> MuonWithAdamW:
+    if not any(group[MATRICES] for group in groups):
+        raise ConfigError(
+            "actor.optim.name = Muon trains the matrices of hidden layers, and none is trained here",
+            where="actor.optim.name",
+            remedy="use AdamW",
+        )
+    own = {key: value for key, value in arguments.items() if key != "weight_decay"}
+    return MuonWithAdamW(groups, own, {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps})
 
 
 def _low_bit(name: str) -> type[LowBitOptimizer]:

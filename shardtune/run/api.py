@@ -24,8 +24,9 @@ from shardtune.evaluate.generate import Sampling
 from shardtune.launch.elastic import Restarts, run_elastic
 from shardtune.launch.local import free_port, is_launched, run_ranks
 from shardtune.launch.signals import StopSignal, end_with_parent, listening
+from shardtune.models.find_adapter import check_in_memory
 from shardtune.parallel.ranks import choose_device, leave_ranks
-from shardtune.run.choose_worker import NOTHING, Objects, check_worker, make_worker, worker_class
+from shardtune.run.choose_worker import Objects, check_worker, make_worker, worker_class
 from shardtune.run.directory import (
     FINAL,
     MANIFEST,
@@ -64,13 +65,14 @@ def train(
         overrides: `key=value`, as on the command line.
         model: a model in memory, trained in place of `actor.model.model_path` (one rank).
         tokenizer: a tokenizer in memory.
-        train_data: a list of rows or a `datasets.Dataset`.
+        train_data: a list of rows, a `datasets.Dataset` or a `pandas.DataFrame`.
         eval_data: likewise, or a dict of named ones.
 
     Raises:
         ShardtuneError: an error that the user can fix; raised before anything is written where possible.
         Interrupted: stopped by a signal, after saving; calling again continues.
     """
+    check_in_memory(model, tokenizer)
     objects = Objects(model, tokenizer, train_data, eval_data)
 
     def read() -> Recipe:
@@ -94,6 +96,8 @@ def train(
     by_ray = loaded.runner.launcher == "ray"
     if by_ray or loaded.runner.nproc_per_node > 1:
         _refuse_objects(loaded, objects)
+        for note in loaded.notes:  # the ranks read a recipe without them
+            display.report(note)
         with listening() as stop:
             (_launch_on_ray if by_ray else _launch)(loaded, plan, display, stop)
         return Run(plan.run_dir)
@@ -101,7 +105,7 @@ def train(
 
 
 def _refuse_objects(recipe: Recipe, objects: Objects) -> None:
-    if objects == NOTHING:
+    if not objects.any:
         return
     by_ray = recipe.runner.launcher == "ray"
     raise ConfigError(
@@ -229,6 +233,7 @@ class Run:
 
     def evaluate(self, checkpoint: str = "final", *overrides: str, eval_data: object = None) -> dict[str, float]:
         """The evaluation metrics of a checkpoint, measured now."""
+        _require_same_worker(self)
         folder = self.dir / SAMPLES / Path(checkpoint).name
         worker = self.worker(checkpoint, *overrides, eval_data=eval_data, episodes_dir=folder)
         if not worker.evaluates:
@@ -242,6 +247,10 @@ class Run:
         checkpoint: str = "final",
         system: str | None = None,
         sampling: Sampling | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
         raw: bool = False,
         images: Sequence[object] = (),
         folder: str | Path | None = None,
@@ -252,13 +261,19 @@ class Run:
             prompts: one text, or several texts or conversations. Turns may hold parts with images.
             checkpoint: final, latest, best, a step, or a path.
             system: a system turn before each prompt.
-            sampling: how tokens are sampled; greedy by default.
+            sampling: how tokens are sampled; greedy by default. Or one by one:
+            max_new_tokens: of an answer, its end-of-turn token included; 256 by default.
+            temperature: 0 is greedy, the default.
+            top_p: tokens are sampled from the smallest set with this probability; 1 by default.
+            seed: of the sampling; 0 by default.
             raw: continue the prompts as plain text, without the chat template.
             images: the images of a single text; for several prompts a list for each. An image is given as in a row: a
                 path, a URL, bytes, a Pillow image or a uint8 array [height, width, 3]. It replaces `<image>` in the
                 prompt; without one it goes before the text.
             folder: what relative image paths are relative to; by default the working directory.
         """
+        settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+        sampling = _sampling(sampling, {name: value for name, value in settings.items() if value is not None})
         prompt_list = [prompts] if isinstance(prompts, str) else list(prompts)
         if raw and (system is not None or not all(isinstance(prompt, str) for prompt in prompt_list)):
             raise ConfigError(
@@ -282,7 +297,7 @@ class Run:
             builder.text(str(prompt), images) if raw else builder.turns(_conversation(prompt, system), images)
             for prompt, images in zip(prompt_list, image_lists, strict=True)
         ]
-        return worker.generator().answers(encoded, sampling or Sampling())
+        return worker.generator().answers(encoded, sampling)
 
     def export(
         self,
@@ -347,6 +362,8 @@ def evaluate(target: str | Path, *overrides: str, checkpoint: str = "final") -> 
         checkpoint: of a run: final, latest, best, a step, or a path.
     """
     is_run = Path(target).is_dir()
+    if is_run:
+        _require_same_worker(load_run(target))
     recipe = load_run(target).recipe if is_run else load_recipe(target, overrides, in_memory=EVERYTHING[1:2])
     if is_run and overrides:
         recipe = load_recipe(recipe.to_dict(), overrides, in_memory=EVERYTHING, files_must_exist=False)
@@ -418,6 +435,32 @@ def answering(run: Run, checkpoint: str) -> SFTWorker:
     worker = run.worker(checkpoint, *NO_EVALUATION)
     assert isinstance(worker, SFTWorker)
     return worker
+
+
+def _require_same_worker(run: Run) -> None:
+    """Refuse to evaluate a run by another loss than it was trained with: one of a class that its recipe does not name.
+
+    Raises:
+        ConfigError: a script trained it with a trainer of its own.
+    """
+    trained_by, chosen = str(read_json(run.dir / MANIFEST)["worker"]), worker_class(run.recipe).__qualname__
+    if trained_by != chosen:
+        raise ConfigError(
+            f"the run was trained by {trained_by}, which its recipe does not name; {chosen} would evaluate it",
+            where=str(run.dir / MANIFEST),
+            remedy=f"name the class in the recipe before training, actor.worker: file.py:{trained_by}; the metrics of "
+            "the trained model are in final/metrics.json",
+        )
+
+
+def _sampling(given: Sampling | None, settings: Mapping[str, float]) -> Sampling:
+    if given is not None and settings:
+        raise ConfigError(
+            f"sampling and {', '.join(settings)} are both given",
+            where="generate(sampling=…)",
+            remedy="keep one of them: Sampling(max_new_tokens=…, temperature=…, top_p=…, seed=…)",
+        )
+    return replace(given or Sampling(), **settings)
 
 
 def _nothing_to_evaluate() -> ConfigError:

@@ -43,6 +43,11 @@ class Objects:
     train_data: object = None
     eval_data: object = None
 
+    @property
+    def any(self) -> bool:
+        """Whether there is one; they are not compared, as tables and tensors compare element by element."""
+        return any(value is not None for value in (self.model, self.tokenizer, self.train_data, self.eval_data))
+
     def keys(self) -> list[str]:
         """The recipe keys that they replace."""
         given = {
@@ -79,7 +84,7 @@ def make_worker(
             training=training,
             report=report,
         )
-    if objects != NOTHING:
+    if objects.any:
         raise ConfigError(
             f"the run is driven by {kind.__name__}, which takes no objects in memory",
             where=WORKER if recipe.actor.worker else MODEL_TYPE,

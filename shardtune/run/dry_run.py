@@ -53,7 +53,7 @@ def dry_run(recipe: str | Path | Mapping[str, object] | DictConfig | None, *over
     plan = plan_run(loaded)
     worker = make_worker(loaded, report=display.report)
     try:
-        worker.setup(RunContext(report=display.report, notes=unused_workers(loaded, worker)))
+        worker.setup(RunContext(report=display.report, notes=[*loaded.notes, *unused_workers(loaded, worker)]))
         worker.loader.check_ranks(num_ranks(loaded.runner))
         display.first_screen(worker.summary(), *_first_row(worker), plan.run_dir)
         _show_further_rows(display, worker)

@@ -43,13 +43,19 @@ from shardtune.training.worker.run_context import silent
 SHOWN_SAMPLES = 5
 
 
-def train_rank(recipe: Recipe, objects: Objects = NOTHING, peers: PeerWatch | None = None) -> Path:
+def train_rank(
+    recipe: Recipe,
+    objects: Objects = NOTHING,
+    peers: PeerWatch | None = None,
+    made: FSDPSftWorker | None = None,
+) -> Path:
     """One rank of training (or all of it, on one rank); returns the run directory.
 
     Args:
         recipe: the same on all ranks.
         objects: in-memory objects that replace what the recipe names.
         peers: watches the other hosts; it is ended with the run.
+        made: the worker, where it is not made here.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 or is_launched():
         end_with_parent()
@@ -66,7 +72,7 @@ def train_rank(recipe: Recipe, objects: Objects = NOTHING, peers: PeerWatch | No
             plan = plan_run(recipe)
             report = display.report if display else silent
             with connecting():
-                worker = make_worker(recipe, objects, report=silent if _checked_by_launcher(recipe) else report)
+                worker = made or make_worker(recipe, objects, report=silent if _checked_by_launcher(recipe) else report)
             if worker.ranks.world_size > 1:
                 try_collective(worker.device)
             with _together(worker):
@@ -135,7 +141,7 @@ def _train(
         observer=display,
         stop=stop,
         resume_from=plan.resume_from,
-        notes=[*notes, *unused_workers(recipe, worker)],
+        notes=[*notes, *recipe.notes, *unused_workers(recipe, worker)],
         on_start=None if display is None else partial(_show_start, display, plan, worker),
     )
     runner.prepare()
@@ -174,7 +180,9 @@ def _manifest(recipe: Recipe, objects: Objects, worker: FSDPSftWorker) -> dict[s
         "dtypes": {
             "weights": _name(MASTER_DTYPE[precision]),
             "compute": _name(COMPUTE_DTYPE[precision]),
-            "optimizer": _name(MASTER_DTYPE[precision]),
+            "optimizer": {"fp32": _name(MASTER_DTYPE[precision]), "bf16": "bfloat16", "int8": "int8"}[
+                recipe.actor.optim.state_dtype
+            ],
         },
         "world_size": worker.ranks.world_size,
         "trainable": sorted(worker.weights.trainable()),

@@ -18,7 +18,8 @@ TRAIN = "get_train_model_output"
 MetricValue = float | torch.Tensor | Metric | Sequence[float]
 Loss = torch.Tensor | Sequence[torch.Tensor] | LossSum | Mapping[str, LossSum]
 TrainOutput = Loss | tuple[Loss, Mapping[str, MetricValue]]
-"""A mean loss, a list of them (their mean counts), a `LossSum`, one by term; or a pair of any of these and metrics."""
+"""A mean loss (of a tensor of several elements the mean counts), a list of them (likewise), a `LossSum`, one by term;
+or a pair of any of these and metrics."""
 
 
 def read_train_output(returned: object, batch: MicroBatch) -> tuple[dict[str, LossSum], dict[str, Metric]]:
@@ -95,20 +96,33 @@ def _mean_by_term(mean: torch.Tensor, batch: MicroBatch) -> dict[str, LossSum]:
 
 
 def _mean(output: object) -> torch.Tensor:
-    """A mean loss, or the mean of several."""
-    if isinstance(output, (list, tuple)) and output:
-        entries = [entry.reshape(()) for entry in output if isinstance(entry, torch.Tensor) and entry.numel() == 1]
-        if len(entries) < len(output):
-            raise _no_loss(output)
-        output = torch.stack(entries).mean()
-    if not isinstance(output, torch.Tensor) or output.numel() != 1 or output.grad_fn is None:
+    """A mean loss, or the mean of several: the mean of all elements of a tensor or of tensors of one size."""
+    entries = list(output) if isinstance(output, (list, tuple)) else [output]
+    means = [entry_mean(entry) for entry in entries if isinstance(entry, torch.Tensor)]
+    sizes = {entry.numel() for entry in entries if isinstance(entry, torch.Tensor)}
+    if not entries or len(means) < len(entries):
         raise _no_loss(output)
-    return output.reshape(())
+    if len(sizes) > 1:
+        raise ModelError(
+            f"{TRAIN} returned tensors of {' and '.join(str(size) for size in sorted(sizes))} elements, whose mean is "
+            "ambiguous",
+            where=TRAIN,
+            remedy="return the mean of each, or LossSum(total, weight)",
+        )
+    mean = means[0] if len(means) == 1 else torch.stack(means).mean()
+    if mean.grad_fn is None or not sizes - {0}:
+        raise _no_loss(output)
+    return mean
+
+
+def entry_mean(entry: torch.Tensor) -> torch.Tensor:
+    """The mean of a tensor's elements; its only one unchanged."""
+    return entry.reshape(()) if entry.numel() == 1 else entry.to(torch.promote_types(entry.dtype, torch.float32)).mean()
 
 
 def _no_loss(value: object) -> ModelError:
     return ModelError(
-        f"{TRAIN} returned {_describe(value)}, not a scalar loss with a graph",
+        f"{TRAIN} returned {_describe(value)}, not a loss with a graph",
         where=TRAIN,
         remedy="return outputs.loss (a mean), several of them in a list, (loss, {name: metric}), "
         "LossSum(total, weight) or a dict of LossSums",
@@ -122,9 +136,14 @@ def _describe(value: object) -> str:
 
 
 def metric_of(name: str, value: object, weight: float) -> Metric:
-    """A metric beside a loss: the mean over a batch of this weight, or a pair of a sum and its own weight."""
+    """A metric beside a loss: the mean over a batch of this weight, or a pair of a sum and its own weight.
+
+    Each element of a tensor of several counts once, as in HALOs.
+    """
     if isinstance(value, Metric):
         return value
+    if isinstance(value, torch.Tensor) and value.numel() > 1:
+        return Metric(float(value.detach().double().sum()), float(value.numel()))
     given = value if isinstance(value, (tuple, list)) else (value,)
     try:
         first, *others = (_number(item) for item in given)
@@ -133,7 +152,7 @@ def metric_of(name: str, value: object, weight: float) -> Metric:
         raise ModelError(
             f"{TRAIN} returned the metric {name!r} as {_describe(value)}, not as a number",
             where=TRAIN,
-            remedy="give a number (a mean over the batch) or a pair (sum, weight)",
+            remedy="give a number (a mean over the batch), a tensor of several or a pair (sum, weight)",
         ) from error
 
 

@@ -89,6 +89,8 @@ data: {train_data_paths: {path: a.jsonl, weight: 2}}
         ("actor.optim.lr@x=1", "names a package"),
         ("actor.optim.lr", "is not an override"),
         ("actor.optim.lr==1", "cannot be read"),
+        ("data.train_data_paths[0].weight=3", "names an entry of a list by its number"),
+        ("data.train_data_paths.weight=3", "is 'train.jsonl', which has no weight"),
         ("data.system_prompt=be (brief", "cannot be read"),
         ("wandb.enabled=maybe", "wandb.enabled: 'maybe' is not allowed"),
         ("lr=abc", "actor.optim.lr: 'abc' is not allowed"),
@@ -111,6 +113,7 @@ def test_a_wrong_override_is_quoted(load, override, expected):
         (["lr=1e-5", "actor.optim.lr=1e-5"], "actor.optim.lr"),
         (["runner.max_epochs=2", "n_epochs=2"], "runner.max_epochs"),
         (["datasets=[a.jsonl]", "data.train_data_paths=b.jsonl"], "data.train_data_paths"),
+        (["eval_every=64", "runner.val_check_interval=2"], "runner.val_check_interval"),
         (["wandb.enabled=true", "runner.logger.logger_backends=[jsonl]"], "runner.logger.logger_backends"),
     ],
 )
@@ -202,3 +205,17 @@ def test_a_hydra_application_that_calls_us_keeps_its_own_state(load, tmp_path):
         assert compose("theirs") == {"a": 1}
     assert not GlobalHydra.instance().is_initialized()
     assert load(*(f"{group}={options(group)[0]}" for group in GROUPS)).runner.task_type == "sft"
+
+
+def test_named_sets_are_set_one_by_one(load, load_text):
+    sets = load("data.eval_data_paths.a=a.jsonl", "data.eval_data_paths.b=b.jsonl").data.eval_data_paths
+    assert {name: path.rpartition("/")[2] for name, path in sets.items()} == {"a": "a.jsonl", "b": "b.jsonl"}
+    text = "{actor: {model: {model_path: m/m}}, data: {train_data_paths: t.jsonl, eval_data_paths: {a: a.jsonl}}}"
+    assert set(load_text(text, "data.eval_data_paths.b=b.jsonl").data.eval_data_paths) == {"a", "b"}
+    assert set(load_text(text, "data.eval_data_paths={b: b.jsonl}").data.eval_data_paths) == {"b"}
+    one = text.replace("{a: a.jsonl}", "a.jsonl")
+    with pytest.raises(ConfigError, match=r"data.eval_data_paths is 'a.jsonl', which has no b"):
+        load_text(one, "data.eval_data_paths.b=b.jsonl")
+    entry = text.replace("t.jsonl", "{path: t.jsonl, max_samples: 3}")
+    source = load_text(entry, "data.train_data_paths.weight=2").data.train_data_paths
+    assert (source.weight, source.max_samples) == (2.0, 3)

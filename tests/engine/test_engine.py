@@ -17,6 +17,7 @@ import shardtune
 from shardtune import NeedParallel, TrainEngine, nn
 from shardtune.errors import CheckpointError, ModelError, ParallelError
 from tests.support.engine_modules import SAMPLES, Trained, apart, make, plain, steps
+from tests.support.vision import save_vision_model
 
 
 @pytest.fixture
@@ -188,6 +189,41 @@ def test_weights_come_from_tensors_functions_or_a_file(tmp_path: Path):
         found = dict(TrainEngine(custom(source)).build().named_tensors())
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+class Buffered(Custom):
+    """With a persistent buffer that its constructor computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.arange(3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize("renames", [False, True])
+def test_weights_without_buffers_leave_the_modules_own(renames: bool):
+    """`dict(module.named_parameters())` is a source, too; what it lacks is named, and a missing parameter refused."""
+    hook = {"preprocess_input_named_parameters": lambda self, name, param: (name, param)} if renames else {}
+    kind = type("Buffered", (Buffered,), hook)
+    weights = {name: torch.randn_like(value) for name, value in Buffered().named_parameters()}
+    with shardtune.init_empty_weights():
+        module = kind()
+    module.source = weights
+    engine = TrainEngine(module).build()
+    found = dict(engine.named_tensors())
+    assert torch.equal(found["scale"], torch.arange(3.0))
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+    assert any("1 buffers are not among the weights" in note and "scale" in note for note in engine.notes)
+
+
+def test_a_processor_takes_no_arguments_that_it_would_ignore(tmp_path: Path):
+    save_vision_model("qwen2_5_vl", tmp_path)
+    processor = nn.AutoProcessor.from_pretrained(tmp_path, use_fast=True)
+    assert processor.image_processor is not None
+    with pytest.raises(TypeError, match="min_pixels"):
+        nn.AutoProcessor.from_pretrained(tmp_path, min_pixels=4)  # pyright: ignore[reportCallIssue]
 
 
 def test_no_weights_and_wrong_weights_are_errors():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -122,6 +123,34 @@ def test_what_a_shared_sequence_cannot_take(model: Path, two: TrainEngine):
     engine = TrainEngine(make(model, Masked)).build(colocate_with=two, take_turns=False, sequence_parallel_size=2)
     with engine, pytest.raises(DataError, match="labels cannot be given where ranks share sequences"):
         engine.masked(NeedParallel(SAMPLES, type="seq"))
+
+
+class Listening(Trained):
+    def listen(self) -> None:
+        self.heard: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: self.heard.append(record.getMessage())
+        logging.getLogger("shardtune.engine.rank_module").addHandler(handler)
+
+    def messages(self) -> list[str]:
+        return self.heard
+
+
+def test_targets_behind_borders_that_are_not_fetched_are_reported(model: Path, two: TrainEngine):
+    """Once, on one rank, and not for a method that fetches them, or that trains nothing."""
+    engine = TrainEngine(make(model, Listening)).build(colocate_with=two, take_turns=False, sequence_parallel_size=2)
+    data = NeedParallel(SAMPLES, type="seq")
+    with engine:
+        engine.listen()
+        engine.logits(data)
+        engine.step_by_sums(data)
+        assert engine.messages() == [[], []]
+        for _ in range(2):
+            engine.step_by_mean(data)
+        (told,), others = engine.messages()
+        assert others == []
+        assert "Listening.step_by_mean: the 12 tokens of each sequence are divided among 2 ranks" in told
+        assert "self.next_tokens(input_ids)" in told
 
 
 def test_one_sample_over_four_ranks(model: Path, four: TrainEngine):

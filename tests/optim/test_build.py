@@ -19,6 +19,7 @@ from shardtune.optim.build import (
     rate_factor,
     set_learning_rate,
 )
+from shardtune.optim.muon import MuonWithAdamW
 
 ALL = sorted(
     name
@@ -47,9 +48,9 @@ def settings(optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, float]]
 
 @pytest.mark.parametrize("name", sorted(set(ALL) - set(REFUSED)))
 def test_every_optimizer_of_torch_steps_by_its_name(name: str) -> None:
-    given = {key: value for key, value in parameters().items() if name != "Muon" or value.ndim == 2}
+    given = parameters()
     optimizer = build_optimizer(given, config(name=name))
-    assert type(optimizer) is getattr(torch.optim, name)
+    assert type(optimizer) is (MuonWithAdamW if name == "Muon" else getattr(torch.optim, name))
     for parameter in given.values():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()

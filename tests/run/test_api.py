@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 from datasets import Dataset
@@ -89,6 +90,46 @@ def test_errors_are_raised(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match="objects in memory train on one rank"):
         shardtune.train(tiny.recipe("wrong"), "runner.nproc_per_node=2", train_data=rows(3))
     assert not tiny.run("wrong").exists()
+
+
+def test_a_path_is_no_object_in_memory(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError, match=r"the text 'model'(.|\n)*actor.model.model_path=model"):
+        shardtune.train(tiny.recipe("wrong"), model="model")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=r"a Linear(.|\n)*actor.model.adapter: file.py:Class"):
+        shardtune.train(tiny.recipe("wrong"), model=torch.nn.Linear(2, 2))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=r"the text 'model'(.|\n)*actor.tokenizer.tokenizer_model=model"):
+        shardtune.SFTWorker(tiny.recipe("wrong"), tokenizer="model")  # pyright: ignore[reportArgumentType]
+    assert not tiny.run("wrong").exists()
+
+
+def test_a_model_without_tokenizer_files(tiny: Tiny) -> None:
+    bare = tiny.folder / "bare"
+    make_model(make_tokenizer()).save_pretrained(bare)
+    with pytest.raises(shardtune.errors.ModelError, match=r"holds no tokenizer(.|\n)*actor.tokenizer.tokenizer_model"):
+        shardtune.train(tiny.recipe("bare", actor__model__model_path=str(bare)))
+
+
+def test_a_table_of_pandas_trains_as_its_rows(tiny: Tiny) -> None:
+    frame = pandas.DataFrame(rows(21))
+    frame["score"] = [float("nan"), *range(20)]
+    recipe = tiny.recipe("frame", runner__max_steps=2)
+    for name, given in (("frame", frame), ("rows of it", rows(21))):
+        shardtune.train({**recipe}, f"runner.logger.experiment_name='{name}'", train_data=given)
+    assert lines(tiny.run("frame")) == lines(tiny.run("rows of it"))
+    frame.loc[3, "completion"] = float("nan")
+    for given in (frame, frame.to_dict("records")):
+        with pytest.raises(DataError, match=r"has no completion(.|\n)*row 4"):
+            shardtune.train(tiny.recipe("missing"), train_data=given)
+    assert not tiny.run("missing").exists()
+
+
+def test_how_answers_are_sampled(tiny: Tiny) -> None:
+    run = shardtune.train(tiny.recipe("sampled", runner__max_steps=1))
+    whole = Sampling(max_new_tokens=3, temperature=0.8, top_p=0.9, seed=4)
+    by_name = run.generate("say 1", max_new_tokens=3, temperature=0.8, top_p=0.9, seed=4)
+    assert by_name == run.generate("say 1", sampling=whole)
+    with pytest.raises(ConfigError, match="sampling and seed are both given"):
+        run.generate("say 1", sampling=whole, seed=1)
 
 
 def test_save_interval_minus_one_saves_at_the_end(tiny: Tiny) -> None:

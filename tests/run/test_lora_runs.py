@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shardtune
+from shardtune.errors import CheckpointError
 from shardtune.run.api import Run
-from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny, tensors, train_on_ranks
+from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny, rows, tensors, train_on_ranks
 
 LORA: dict[str, Any] = {
     "actor__model__is_lora": True,
@@ -322,3 +323,23 @@ def test_an_export_in_half_precision_is_compared_with_what_was_rounded(
     file = tmp_path / "out" / ("model.safetensors" if merge else "adapter_model.safetensors")
     wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     assert {tensor.dtype for tensor in load_file(file).values()} == {wanted}
+
+
+def test_answers_of_an_adapter_on_another_base_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(tiny.folder / "model", base)
+    settings = {**LORA, "runner__max_steps": 1, "actor__model__model_path": str(base)}
+    run = shardtune.train(tiny.recipe("moved", **settings))
+    assert run.generate("say 1", max_new_tokens=2)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    model.save_pretrained(base)
+    uses = [
+        lambda: run.generate("say 1"),
+        lambda: run.evaluate(eval_data=rows(3)),
+        lambda: run.export(tmp_path / "exported"),
+    ]
+    for use in uses:
+        with pytest.raises(CheckpointError, match="are not those of training"):
+            use()

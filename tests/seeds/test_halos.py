@@ -144,6 +144,7 @@ def test_the_basic_command_under_accelerate(here: Path):
     run = here / "models/llama3-8B-sft"
     assert_final(run, "model.safetensors", "config.json")
     assert [line["step"] for line in steps(run)] == [1, 2]
+    assert all({"loss/train", "logps/train"} <= line.keys() for line in steps(run))
     assert json.loads((run / "manifest.json").read_text())["world_size"] == 2
     model, tokenizer = AutoModelForCausalLM.from_pretrained(run / "FINAL"), AutoTokenizer.from_pretrained(run / "FINAL")
     assert model(**tokenizer("What is 1", return_tensors="pt")).logits.isfinite().all()

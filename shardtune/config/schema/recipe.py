@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import PrivateAttr
@@ -36,6 +37,7 @@ class Recipe(Section):
     eval: EvalConfig = section(EvalConfig, "Evaluation by generated answers, and by episodes in a simulator.")
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+    _notes: list[str] = PrivateAttr(default_factory=list)
 
     def __eq__(self, other: object) -> bool:
         """Equal when every key is, wherever the values were given."""
@@ -44,6 +46,11 @@ class Recipe(Section):
     def where(self, dotted: str) -> str | None:
         """Where a key was given (`recipe.yaml:12` or the override's text); None for a default."""
         return self._origins.get(dotted)
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What of the given configuration has no effect, and why; for the first screen."""
+        return tuple(self._notes)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dicts, lists and scalars, every key present."""

@@ -16,6 +16,7 @@ Purpose = Literal["train", "eval"]
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?")
 # The split that is used when several exist and none is named, in order of preference.
 _PREFERRED = {"train": ("train",), "eval": ("validation", "valid", "val", "dev", "eval", "test")}
+_SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?")  # how the Hub names the files of a split
 _SPLIT = re.compile(r"(?:^|[._-])(train|validation|valid|val|dev|eval|test)(?=[._-]|$)", re.IGNORECASE)
 
 
@@ -46,6 +47,30 @@ def is_dataset(value: object) -> bool:
     """Whether a value is a `datasets.Dataset`; without importing that library for those who do not use it."""
     library = sys.modules.get("datasets")
     return library is not None and isinstance(value, library.Dataset)
+
+
+def refuse_container(value: Any) -> None:
+    """Refuse what `datasets` has besides a `Dataset`: several of them under names, and streams.
+
+    Raises:
+        DataError: with what to pass instead.
+    """
+    library = sys.modules.get("datasets")
+    if library is None:
+        return
+    kind = type(value).__name__
+    if isinstance(value, (library.DatasetDict, library.IterableDatasetDict)):
+        raise DataError(
+            f"{'an' if kind[0] == 'I' else 'a'} {kind} is several data sets: {', '.join(map(str, value))}",
+            where="data",
+            remedy=f"pass one of them: train_data=data[{next(iter(value), 'train')!r}], and eval_data likewise",
+        )
+    if isinstance(value, library.IterableDataset):
+        raise DataError(
+            f"an {kind} is a stream: its rows have neither a number nor an order to come back to",
+            where="data",
+            remedy="pass list(data), or load it without streaming=True",
+        )
 
 
 def spool_dataset(dataset: Any, root: Path) -> Path:
@@ -149,7 +174,22 @@ def choose_split(names: list[str], selection: Selection, where: str) -> str:
 
 
 def choose_files(files: list[Path], folder: Path, selection: Selection) -> list[Path]:
-    """The files of one split of a directory, where splits are recognised by file or folder names."""
+    """The files of one split of a directory, where splits are recognised by file or folder names.
+
+    A split is a word such as `train` in a name; or all of a file's name, without its number, where the recipe names the
+    split so (`train_sft`) or the files are numbered as on the Hub (`train_sft-00000-of-00003.parquet`).
+    """
+    whole: dict[str, list[Path]] = {}
+    for file in files:
+        stem = file.name.partition(".")[0]
+        numbered = _SHARD.fullmatch(stem)
+        if numbered or stem == selection.split:
+            whole.setdefault(numbered[1] if numbered else stem, []).append(file)
+    if selection.split in whole:
+        return whole[str(selection.split)]
+    alike = {name: word[1] for name in whole for word in [_SPLIT.search(name)] if word}
+    if len(alike) == len(whole) > len(set(alike.values())) and sum(map(len, whole.values())) == len(files):
+        return whole[choose_split(sorted(whole), selection, str(folder))]
     splits: dict[str, list[Path]] = {}
     for file in files:
         parts = file.relative_to(folder).parts

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL.Image import Image
@@ -13,7 +15,43 @@ from PIL.Image import Image
 from shardtune.data.cache_directory import spool
 from shardtune.data.encoder import RowError
 from shardtune.data.images.images import encode_picture
+from shardtune.data.sources.hub import is_dataset
 from shardtune.errors import DataError
+
+
+def is_frame(value: object) -> bool:
+    """Whether a value is a `pandas.DataFrame`; without importing that library for those who do not use it."""
+    library = sys.modules.get("pandas")
+    return library is not None and isinstance(value, library.DataFrame)
+
+
+def is_table(value: object) -> bool:
+    """Whether a value holds rows as a data set or a table does."""
+    return is_dataset(value) or is_frame(value)
+
+
+def records(frame: Any) -> list[dict[str, Any]]:
+    """The rows of a `pandas.DataFrame`, without its index; NaN and NA become null.
+
+    Raises:
+        DataError: two columns have one name, or a name is no text.
+    """
+    names = list(frame.columns)
+    wrong = [name for name in names if not isinstance(name, str) or names.count(name) > 1]
+    if wrong:
+        raise DataError(
+            f"the column {wrong[0]!r} {'is there twice' if isinstance(wrong[0], str) else 'has no name that is text'}",
+            where="the rows in memory: a DataFrame",
+            remedy="rename it: frame.columns = […]",
+        )
+    columns = {name: [_or_none(value) for value in frame[name].tolist()] for name in names}
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _or_none(value: object) -> object:
+    """The value, or None for one that pandas counts as missing."""
+    missing = sys.modules["pandas"].isna(value)
+    return None if isinstance(missing, bool | np.bool_) and missing else value
 
 
 def spool_rows(rows: Iterable[Mapping[str, object]], root: Path) -> Path:

@@ -6,7 +6,7 @@ import difflib
 import glob
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -25,7 +25,7 @@ from shardtune.data.row_files import SUPPORTED, Chunk, NumberedRow, kind_of, rea
 from shardtune.data.row_formats import FORMATS_BY_NAME, in_format, read_example, recognise, rename_columns
 from shardtune.data.sources import hub
 from shardtune.data.sources.hub import Purpose, Selection
-from shardtune.data.sources.memory_rows import spool_rows
+from shardtune.data.sources.memory_rows import is_frame, is_table, records, spool_rows
 from shardtune.errors import DataError
 
 LEROBOT = "lerobot"
@@ -135,16 +135,14 @@ def resolve_sources(
 
     Args:
         spec: a file, directory, glob or Hub name; an entry `{path, name, weight, …}`; rows in memory (a list of
-            dictionaries or a `datasets.Dataset`); or a list of these.
+            dictionaries, a `datasets.Dataset` or a `pandas.DataFrame`); or a list of these.
         purpose: which split is taken where several exist and none is named.
         name_format: names a row's format for the log, raising `RowError`; by default the formats of `formats`.
         frames: how robot data become rows; None: the data are not robot data.
         report: receives one line per source.
     """
     transform = load_transform(data.transform) if data.transform else None
-    entries = [_entry(item) for item in _items(spec)]
-    if not entries:
-        raise DataError("no data is named", where="data", remedy="set data.train_data_paths to a file or directory")
+    entries = [_entry(item) for item in _items(spec, f"{purpose}_data")]
     sources: list[Source] = []
     for entry in entries:
         selection = Selection(entry.get("name"), entry.get("split"), purpose)
@@ -185,6 +183,7 @@ def _check_kind(source: Source) -> None:
 
 def named_sets(spec: object) -> dict[str, object]:
     """`data.eval_data_paths` by name: what the recipe names, or everything under the name ""; nothing for null."""
+    hub.refuse_container(spec)
     if isinstance(spec, Mapping) and "path" not in spec:
         return dict(spec)
     return {} if spec is None else {"": spec}
@@ -234,19 +233,27 @@ def _import_code(code: bytes, path: str, name: str, where: str) -> ModuleType:
 # -- data paths ----------------------------------------------------------------------------------------------------
 
 
-def _items(spec: object) -> list[object]:
-    if isinstance(spec, (str, Path, Mapping, BaseModel)) or hub.is_dataset(spec):
+def _items(spec: object, where: str) -> list[object]:
+    hub.refuse_container(spec)
+    if isinstance(spec, Sized) and not isinstance(spec, (str, Mapping)) and not len(spec):
+        raise DataError(f"the {_kind_of(spec)} of rows is empty", where=where, remedy="give it rows")
+    if isinstance(spec, (str, Path, Mapping, BaseModel)) or is_table(spec):
         return [spec]
     if not isinstance(spec, Sequence):
         raise DataError(
-            f"data cannot be read from {type(spec).__name__}",
-            where="data",
-            remedy="name a file, directory, glob or Hub name, or give a list of dictionaries or a datasets.Dataset",
+            f"data cannot be read from {_kind_of(spec)}",
+            where=where,
+            remedy="name a file, directory, glob or Hub name, or give a list of dictionaries, a datasets.Dataset or a "
+            "pandas.DataFrame",
         )
     rows = [item for item in spec if isinstance(item, Mapping) and not _is_entry(item)]
     if rows and len(rows) < len(spec):
         raise DataError("the list mixes rows and paths", where="data", remedy="give either rows or paths")
     return [spec] if rows else list(spec)
+
+
+def _kind_of(spec: object) -> str:
+    return type(spec).__name__
 
 
 def _is_entry(item: Mapping[str, object]) -> bool:
@@ -286,6 +293,8 @@ def _unique(name: str, taken: list[str]) -> str:
 def _find(spec: Any, selection: Selection, data: DataOptions, *, robot: bool) -> tuple[list[SourceFile], str]:
     """The files of one data path, and a name for them."""
     root = cache_root(data.cache_dir)
+    if is_frame(spec):
+        spec = records(spec)
     if hub.is_dataset(spec):
         return [SourceFile(hub.spool_dataset(spec, root), "parquet", "rows in memory", Path.cwd())], "memory"
     if isinstance(spec, Sequence) and not isinstance(spec, str):

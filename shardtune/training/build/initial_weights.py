@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +16,7 @@ from shardtune.checkpoint.module_weights import Supply
 from shardtune.data.loader.order import derive_seed
 from shardtune.errors import ModelError
 from shardtune.models.adapter import WeightSource
+from shardtune.models.lora.attach import base_tensors
 from shardtune.models.pretrained import model_directory
 from shardtune.parallel.meta_init import persistent_buffers
 from shardtune.parallel.ranks import Ranks
@@ -127,6 +128,33 @@ def constructed(build: Build, seed: int, model: nn.Module, ranks: Ranks) -> tupl
         for name in ranks.broadcast(unsaved)[:1]
     ]
     return _broadcast_tensors(values, ranks), notes
+
+
+def own_buffers(
+    model: nn.Module, supplies: Mapping[str, Supply], done: Sequence[str] = ()
+) -> tuple[dict[str, Supply], list[str]]:
+    """Persistent buffers that a source lacks and the model has, with their values; and a note.
+
+    Args:
+        model: before its tensors are made: its buffers have the values that its constructor computed.
+        supplies: the source's tensors.
+        done: names of submodules whose weights come from elsewhere.
+    """
+    lacking = {
+        base.name: base.tensor
+        for base in base_tensors(model)
+        if base.name not in supplies
+        and not isinstance(base.tensor, nn.Parameter)
+        and not base.tensor.is_meta
+        and not any(base.name.startswith(f"{owner}.") for owner in done)
+    }
+    if not lacking:
+        return {}, []
+    found = {
+        name: Supply(tensor.detach().clone, (tuple(tensor.shape), tensor.dtype)) for name, tensor in lacking.items()
+    }
+    names = f"{', '.join(list(lacking)[:3])}{', …' if len(lacking) > 3 else ''}"
+    return found, [f"{len(lacking)} buffers are not among the weights and keep the module's own values: {names}"]
 
 
 def _unsaved(fresh: nn.Module, model: nn.Module) -> list[str]:

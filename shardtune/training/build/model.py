@@ -23,7 +23,7 @@ from shardtune.parallel.buffers import statistical_norms
 from shardtune.parallel.meta_init import init_empty_weights, materialise, read_parameters
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.torch_private import BatchNormBase, set_parameter
-from shardtune.training.build.initial_weights import Build, constructed, directory_of, seeded, split_source
+from shardtune.training.build.initial_weights import Build, constructed, directory_of, own_buffers, seeded, split_source
 
 CONSTRUCTOR = "the module's own constructor"
 
@@ -289,6 +289,9 @@ def _gather(source: WeightSource, model: nn.Module, build: Build, seed: int, ran
         supplies |= {name: fresh[name] for name in fresh if _belongs(name, drawn) and name not in elsewhere}
         found.origins.append(CONSTRUCTOR)
         found.notes.extend(notes)
+    kept, notes = own_buffers(model, supplies, list(found.whole))
+    supplies |= kept
+    found.notes.extend(notes)
     check_names(model, supplies, **found.name_check())
     return found
 

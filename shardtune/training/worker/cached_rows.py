@@ -37,7 +37,7 @@ from shardtune.parallel.ranks import Ranks, num_ranks
 from shardtune.training.build.lora import adapt, check_stored
 from shardtune.training.build.model import build_empty, check_read_values, freeze
 from shardtune.training.run_summary import RunSummary
-from shardtune.training.worker.model_state import TextParts
+from shardtune.training.worker.model_state import TextParts, outer_parameters
 from shardtune.training.worker.task import DataPaths, Evaluation, Task, UserMethods
 from shardtune.training.worker.user_evaluation import metrics_of
 
@@ -291,7 +291,7 @@ class CachedRowsTask(Task):
             check_weights(model, model_directory(str(source)), grow=bool(recipe.actor.added_tokens))
         check_stored(model, config)
         trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        build_optimizer(trainable, recipe.actor.optim)
+        build_optimizer(trainable, recipe.actor.optim, outer=outer_parameters(model))
         check_monitors(recipe.runner, self.metric_names())
 
     def describe(self, summary: RunSummary) -> RunSummary:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from shardtune.checkpoint.atomic import read_json
 from shardtune.checkpoint.base_weights import fingerprint
 from shardtune.checkpoint.companions import copy_companions
 from shardtune.checkpoint.dcp import PendingSave
@@ -20,6 +21,7 @@ from shardtune.checkpoint.hf_save import Processor, gather_full, save_config, sa
 from shardtune.checkpoint.module_weights import save_plain
 from shardtune.checkpoint.peft_directory import merging, save_adapter
 from shardtune.checkpoint.training_state import (
+    STATE_FILE,
     load_training,
     load_weights_only,
     model_bytes,
@@ -147,6 +149,8 @@ class ModelState:
             state = load_weights_only(checkpoint, self.weights)
             self._check_excluded(checkpoint, state)
             self.step = int(state["step"])
+        elif directory is not None:
+            self._check_base(directory)
         if training:
             self._prepare_training()
         self.model.train(training)
@@ -220,7 +224,12 @@ class ModelState:
     def _prepare_training(self) -> None:
         actor, weights = self._recipe.actor, self.weights
         self.optimizer: torch.optim.Optimizer = build_optimizer(
-            weights.trainable(), actor.optim, weights.shapes, seed=self._recipe.runner.seed, starts=weights.starts
+            weights.trainable(),
+            actor.optim,
+            weights.shapes,
+            seed=self._recipe.runner.seed,
+            starts=weights.starts,
+            outer=outer_parameters(self.inner),
         )
         self.utilisation = Utilisation.known(
             self.inner, self._ranks.device, actor.model.precision, self._ranks.world_size, self.sizes()
@@ -279,6 +288,12 @@ class ModelState:
             self.loss_scale = LossScale(**state["loss_scale"])
         return state
 
+    def _check_base(self, directory: Path) -> None:
+        """Refuse an exported adapter on another base than it was trained on, where a run has recorded its base."""
+        recorded = directory / "training_state" / STATE_FILE
+        if is_adapter(directory) and recorded.is_file():
+            self._check_excluded(directory, read_json(recorded))
+
     def _check_excluded(self, checkpoint: Path, state: Mapping[str, object]) -> None:
         """Refuse trained weights on frozen ones that differ from those they were trained with."""
         saved, key = state.get("left_out"), "actor.model.model_path"
@@ -288,10 +303,11 @@ class ModelState:
         if not comparable or (saved or {}) == self._excluded_from_checkpoint or allowed:
             return
         raise CheckpointError(
-            "the frozen weights, which checkpoints leave out, are not those that this checkpoint was trained with: "
+            "the frozen weights, which are not saved with the trained ones, are not those of training: "
             f"what is read from {self._recipe.actor.model.model_path or 'the model'} has changed",
             where=str(checkpoint),
-            remedy=f"put the base model back, or go on all the same with runner.allow_changes=[{key}]",
+            remedy="put the base model back"
+            + ("" if is_adapter(checkpoint) else f", or go on all the same with runner.allow_changes=[{key}]"),
         )
 
     def checkpoint_bytes(self) -> int:
@@ -390,6 +406,16 @@ class ModelState:
             gather=gather,
             settings={"tie_word_embeddings": False} if unties else {},
         )
+
+
+def outer_parameters(model: nn.Module) -> set[str]:
+    """The names of the parameters of embeddings and of a language model's head."""
+    modules: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    if isinstance(head, nn.Module):
+        modules += list(head.modules())
+    outer = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
+    return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in outer}
 
 
 def _save_text(model: nn.Module, directory: Path, text: TextParts) -> None:

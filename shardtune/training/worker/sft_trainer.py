@@ -1,8 +1,9 @@
-"""HALOs' trainer: the loss of padded batches from the log-probabilities of their targets, in an overridable method."""
+"""HALOs' trainers: the loss of padded batches from the log-probabilities of their targets, in an overridable method."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -10,14 +11,15 @@ import torch
 from omegaconf import DictConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from shardtune.batch import Metric
 from shardtune.config import Recipe, load_recipe
 from shardtune.data.loader.padding import ATTENTION_MASK, INPUT_IDS, LABELS, WEIGHTS
 from shardtune.data.prepare import PreparedData
-from shardtune.data.user_loader.batch import with_names
-from shardtune.errors import ConfigError, ModelError
+from shardtune.data.sources.memory_rows import is_table
+from shardtune.data.user_loader.batch import rows_of, with_names
+from shardtune.errors import ConfigError, DataError, ModelError
 from shardtune.models.adapter import Adapter
 from shardtune.models.causal_lm import CausalLM
+from shardtune.training.build.initial_weights import seeded
 from shardtune.training.train_output import TERM, TrainOutput
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.logps import get_batch_logps, target_weight
@@ -27,25 +29,26 @@ from shardtune.training.worker.user_errors import explaining
 from shardtune.training.worker.user_evaluation import EvalOutput
 
 MODES = ("train", "eval", "sample")
+MICRO_BATCH = "actor.micro_batch_size"
 
 
-class SFTTrainer(SFTWorker):
-    """Fine-tunes a causal language model as HALOs' trainer of this name does; `actor.worker: sft_trainer`.
+class PaddedTrainer(SFTWorker):
+    """Fine-tunes a causal language model by the loss that `get_batch_metrics` computes from padded rows.
 
-    Rows, their order, their targets and the resulting numbers are those of `SFTWorker`. The difference is the form:
-    the rows of a micro-batch are padded, the model returns all their logits, and one method, `get_batch_metrics`,
-    computes the loss from them. A subclass that overrides it trains another loss:
-    `actor.worker: my_trainer.py:MyTrainer`. (`SFTWorker` needs neither padding nor all logits, and is faster.)
+    Rows, their order and their targets are those of `SFTWorker`. The difference is the form: the rows of a
+    micro-batch are padded, the model returns all their logits, and one method computes the loss from them. (`SFTWorker`
+    needs neither padding nor all logits, and is faster.)
 
     A batch is a dict of tensors [rows, tokens]: `target_combined_input_ids`, `target_combined_attention_mask`,
     `target_labels` (-100 for positions without a target) and `target_weights` (the weight of each target: 1, unless
     rows set a `loss_weight` for their turns).
 
     Args:
-        config: the recipe.
+        config: the recipe, under our names or those of HALOs.
         model: a model in memory instead of `actor.model.model_path`.
-        train_dataset: an iterable with a length that yields batches, the same on every rank, in place of
-            `data.train_data_paths`; batch i of a step goes to rank i mod ranks.
+        train_dataset: in place of `data.train_data_paths`: an iterable that yields batches, the same on every rank, of
+            which batch i of a step goes to rank i mod ranks; or rows, as in `train_data`. Without
+            `actor.micro_batch_size`, a micro-batch has as many rows as the first batch.
         eval_dataset: likewise, in place of the evaluation sets.
         tokenizer: a tokenizer in memory.
         train_data: rows in memory.
@@ -62,8 +65,8 @@ class SFTTrainer(SFTWorker):
         self,
         config: DictConfig | Recipe,
         model: PreTrainedModel | None = None,
-        train_dataset: Iterable[Mapping[str, torch.Tensor]] | None = None,
-        eval_dataset: Iterable[Mapping[str, torch.Tensor]] | None = None,
+        train_dataset: Iterable[Mapping[str, Any]] | None = None,
+        eval_dataset: Iterable[Mapping[str, Any]] | None = None,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         train_data: object = None,
@@ -72,13 +75,19 @@ class SFTTrainer(SFTWorker):
         training: bool = True,
         report: Callable[[str], None] = print,
     ) -> None:
+        train_dataset, train_data = _batches_or_rows("train", train_dataset, train_data)
+        eval_dataset, eval_data = _batches_or_rows("eval", eval_dataset, eval_data)
         held = {
             "actor.model.model_path": model,
             "data.train_data_paths": train_dataset if train_dataset is not None else train_data,
             "data.eval_data_paths": eval_dataset if eval_dataset is not None else eval_data,
         }
+        self._held = held
         in_memory = [key for key, value in held.items() if value is not None]
         recipe = config if isinstance(config, Recipe) else load_recipe(config, in_memory=in_memory)
+        if not isinstance(config, Recipe):
+            missing = self._missing_keys(recipe, train_dataset)
+            recipe = load_recipe(config, missing, in_memory=in_memory) if missing else recipe
         _refuse_ignored(recipe, type(self).__name__, own_rows=eval_dataset is None)
         self._train_dataset = train_dataset
         self._eval_dataset = eval_dataset
@@ -93,11 +102,23 @@ class SFTTrainer(SFTWorker):
             report=report,
         )
 
+    def _missing_keys(self, recipe: Recipe, train_dataset: Iterable[object] | None) -> list[str]:
+        """What follows from the class and the batches, for keys that the configuration does not set."""
+        keys = []
+        if recipe.actor.worker is None and not self._overrides_metrics():
+            keys.append("actor.worker=sft_trainer")
+        if train_dataset is not None and recipe.where(MICRO_BATCH) is None:
+            keys.append(f"{MICRO_BATCH}={_rows_of_first(train_dataset)}")
+        return keys
+
+    def _overrides_metrics(self) -> bool:
+        return type(self).get_batch_metrics is not SFTTrainer.get_batch_metrics
+
     def _make_task(self) -> Task:
         padded = PaddedMethods(
             get_batch_metrics=self.get_batch_metrics,
             target_weight=lambda batch: target_weight(batch[LABELS], batch.get(WEIGHTS)),
-            overridden=type(self).get_batch_metrics is not SFTTrainer.get_batch_metrics,
+            overridden=self._overrides_metrics(),
         )
         self._rows_task = self._padded_task = PaddedTask(
             self.recipe,
@@ -110,8 +131,9 @@ class SFTTrainer(SFTWorker):
         )
         return self._padded_task
 
-    # Methods that a subclass may override.
+    # The method that a subclass writes.
 
+    @abstractmethod
     def get_batch_metrics(self, batch: Mapping[str, torch.Tensor], mode: str = "train") -> BatchMetrics:
         """The mean loss of a batch over its targets, and its metrics; for subclasses to override.
 
@@ -125,16 +147,8 @@ class SFTTrainer(SFTWorker):
             over the targets of all batches of a step), or a `LossSum`. And metrics by name, of which those that end in
             `/{mode}` are logged under that name: a number (a mean over the targets) or a pair (sum, weight).
         """
-        if mode not in MODES:
-            raise ModelError(f"{METRICS} has no mode {mode!r}", where=METRICS, remedy=f"use one of {', '.join(MODES)}")
-        labels, weights = batch[LABELS], batch.get(WEIGHTS)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and mode == "train"):
-            logits = self.model(input_ids=batch[INPUT_IDS], attention_mask=batch[ATTENTION_MASK]).logits
-            logps = self.get_batch_logps(logits, labels, weights).sum()
-        targets = target_weight(labels, weights)
-        total = float(logps.detach())
-        metrics = {f"loss/{mode}": Metric(-total, targets), f"logps/{mode}": Metric(total, targets)}
-        return -logps / (targets or 1.0), metrics
+
+    # Methods that a subclass may override.
 
     def loss_weights(self, batch: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
         return {TERM: target_weight(batch[LABELS], batch.get(WEIGHTS))}
@@ -158,6 +172,55 @@ class SFTTrainer(SFTWorker):
         fresh = super().reopened(directory)
         fresh._eval_dataset = self._eval_dataset
         return fresh
+
+
+class SFTTrainer(PaddedTrainer):
+    """HALOs' trainer of this name: the negative log-likelihood of the targets; `actor.worker: sft_trainer`.
+
+    Its numbers are those of `SFTWorker`. A subclass that overrides `get_batch_metrics` trains another loss:
+    `actor.worker: my_trainer.py:MyTrainer`. Arguments as `PaddedTrainer` has them.
+    """
+
+    def get_batch_metrics(self, batch: Mapping[str, torch.Tensor], mode: str = "train") -> BatchMetrics:
+        """The mean loss of a batch over its targets, and `loss/{mode}` and `logps/{mode}`: means over them, tensors."""
+        if mode not in MODES:
+            raise ModelError(f"{METRICS} has no mode {mode!r}", where=METRICS, remedy=f"use one of {', '.join(MODES)}")
+        labels, weights = batch[LABELS], batch.get(WEIGHTS)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and mode == "train"):
+            logits = self.model(input_ids=batch[INPUT_IDS], attention_mask=batch[ATTENTION_MASK]).logits
+            logps = self.get_batch_logps(logits, labels)
+            total = (logps if weights is None else logps * weights[:, 1:]).sum()
+        loss = -total / (target_weight(labels, weights) or 1.0)
+        return loss, {f"loss/{mode}": loss.detach(), f"logps/{mode}": -loss.detach()}
+
+
+def _batches_or_rows(name: str, dataset: Any, rows: object) -> tuple[Any, object]:
+    """A data set as batches with a length, or as rows; the other is None."""
+    if dataset is None:
+        return None, rows
+    if rows is not None:
+        raise DataError(
+            f"{name}_dataset and {name}_data are both given", where=f"{name}_dataset", remedy="keep one of them"
+        )
+    if not isinstance(dataset, Iterable):
+        kind = type(dataset).__name__
+        raise DataError(
+            f"a {kind} yields no batches", where=f"{name}_dataset", remedy=f"give an iterable of dicts with {INPUT_IDS}"
+        )
+    if isinstance(dataset, Mapping) or is_table(dataset):  # named sets, or rows
+        return None, dataset
+    if not isinstance(dataset, Sized) or isinstance(dataset, Iterator):
+        dataset = list(dataset)
+    first = dataset[0] if isinstance(dataset, Sequence) and dataset else None
+    is_row = isinstance(first, Mapping) and INPUT_IDS not in first
+    return (None, dataset) if is_row else (dataset, None)
+
+
+def _rows_of_first(batches: Iterable[object]) -> int:
+    """The rows of the first batch of a loader."""
+    with seeded(0):  # the loader's own draws are those of a run that does not look at a batch first
+        first = next(iter(batches), None)
+    return rows_of(first) or 1
 
 
 def _refuse_ignored(recipe: Recipe, kind: str, *, own_rows: bool) -> None:

@@ -12,7 +12,7 @@ from shardtune.batch import IGNORED, LossSum
 from shardtune.data.user_loader.batch import LABELS, targets_of
 from shardtune.errors import ModelError
 from shardtune.parallel.ranks import Ranks
-from shardtune.training.train_output import TERM, split_metrics
+from shardtune.training.train_output import TERM, entry_mean, split_metrics
 
 
 class BatchWeights:
@@ -118,5 +118,5 @@ def measured(returned: object) -> float:
         entries = [term.total for term in output.values() if isinstance(term, LossSum)]
     else:
         entries = output if isinstance(output, (list, tuple)) else [output]
-    tensors = [entry for entry in entries if isinstance(entry, torch.Tensor) and entry.numel() == 1]
-    return math.fsum(entry.item() for entry in tensors) if tensors else math.nan
+    tensors = [entry for entry in entries if isinstance(entry, torch.Tensor) and entry.numel()]
+    return math.fsum(entry_mean(entry).item() for entry in tensors) if tensors else math.nan

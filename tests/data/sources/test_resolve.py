@@ -166,11 +166,76 @@ class TestNaming:
         with pytest.raises(DataError, match=r"(?s)no split 'dev'.*train, test|test, train"):
             resolve({"path": str(tmp_path), "split": "dev"})
 
+    def test_files_named_for_splits_as_on_the_hub(self, tmp_path, resolve):
+        """A local copy without its card: `train_sft` is a split of its own, not a part of `train`."""
+        for name in ("train_sft", "test_sft"):
+            write_jsonl(tmp_path / f"data/{name}-00000-of-00001-0a1b.jsonl", ROWS[: len(name)])
+        assert len(all_rows(resolve({"path": str(tmp_path), "split": "train_sft"}))) == len("train_sft")
+        assert len(all_rows(resolve(tmp_path))) == len("train_sft")
+        assert len(all_rows(resolve(tmp_path, purpose="eval"))) == len("test_sft")
+        for name in ("train_gen", "test_gen"):
+            write_jsonl(tmp_path / f"data/{name}-00000-of-00001.jsonl", ROWS[:1])
+        assert len(all_rows(resolve({"path": str(tmp_path), "split": "test_gen"}))) == 1
+        assert len(all_rows(resolve({"path": str(tmp_path), "split": "test_sft"}))) == len("test_sft")
+        with pytest.raises(DataError, match=r"(?s)several splits and none is named.*test_gen, test_sft, train_gen"):
+            resolve(tmp_path)  # not both of train_gen and train_sft
+
+    def test_files_whose_whole_name_is_the_split(self, tmp_path, resolve):
+        for name in ("train_small", "train_large"):
+            write_jsonl(tmp_path / f"{name}.jsonl", ROWS[: len(name)])
+        (source,) = resolve({"path": str(tmp_path), "split": "train_small"})
+        assert [file.path.name for file in source.files] == ["train_small.jsonl"]
+
     def test_named_sets(self):
         assert named_sets({"math": "a", "chat": ["b"]}) == {"math": "a", "chat": ["b"]}
         assert named_sets({"path": "a"}) == {"": {"path": "a"}}
         assert named_sets("a") == {"": "a"}
         assert named_sets(None) == {}
+
+
+class TestInMemory:
+    def test_a_table_of_pandas_is_its_rows(self, resolve):
+        import pandas
+
+        frame = pandas.DataFrame(ROWS, index=range(5, 605))
+        frame["when"] = [pandas.NaT, *[None] * 599]
+        assert [{key: row[key] for key in ("question", "answer")} for row in all_rows(resolve(frame))] == ROWS
+        with pytest.raises(DataError, match="the column 'a' is there twice"):
+            resolve(pandas.DataFrame([[1, 2]], columns=["a", "a"]))
+        with pytest.raises(DataError, match="the column 0 has no name that is text"):
+            resolve(pandas.DataFrame([[1, 2]]))
+
+    def test_what_pandas_counts_as_missing_is_no_text(self, resolve):
+        import pandas
+
+        rows = [*ROWS[:2], {"question": "why?", "answer": float("nan")}]
+        for given in (rows[2:], pandas.DataFrame(rows[2:])):
+            with pytest.raises(DataError, match="has no answer"):
+                resolve(given)
+
+    @pytest.mark.parametrize("kind", ["Dataset", "IterableDataset"])
+    def test_several_data_sets_and_streams_are_refused_as_such(self, resolve, kind):
+        import datasets
+
+        one = datasets.Dataset.from_list(ROWS[:3])
+        if kind == "IterableDataset":
+            with pytest.raises(DataError, match=r"(?s)an IterableDataset is a stream.*list\(data\)"):
+                resolve(one.to_iterable_dataset())
+            several = datasets.IterableDatasetDict({"train": one.to_iterable_dataset()})
+        else:
+            several = datasets.DatasetDict({"train": one, "test": one})
+        for use in (resolve, named_sets):
+            with pytest.raises(DataError, match=rf"(?s){type(several).__name__} is several data sets: train.*'train'"):
+                use(several)
+
+    def test_no_rows_at_all(self, resolve):
+        import datasets
+
+        for empty in ([], datasets.Dataset.from_list([])):
+            with pytest.raises(DataError, match=rf"(?s)the {type(empty).__name__} of rows is empty.*train_data"):
+                resolve(empty)
+        with pytest.raises(DataError, match=r"(?s)data cannot be read from generator.*pandas.DataFrame"):
+            resolve(row for row in ROWS)
 
 
 class TestDatasetsLibrary:
@@ -376,7 +441,7 @@ class TestFaults:
             ({"path": "a.jsonl", "max_samples": 0}, "max_samples is 0"),
             ({"path": "a.jsonl", "weight": -1}, "weight is -1"),
             ({"path": 7}, "is int, not text"),
-            ([], "no data is named"),
+            ([], "the list of rows is empty"),
             (7, "cannot be read from int"),
         ],
     )

@@ -22,7 +22,7 @@ from tests.support.tiny_run import free_ports
 
 ROWS, WIDTH, STEPS = 22, 6, 5
 RATE, MICRO, GLOBAL = 0.3, 2, 8
-FORMS = ("mean", "list", "pair", "sum", "terms")
+FORMS = ("mean", "list", "stack", "vectors", "pair", "sum", "terms")
 
 
 def data() -> list[dict[str, torch.Tensor]]:
@@ -82,6 +82,8 @@ class Task(FSDPSftWorker):
         return {
             "mean": mean,
             "list": [mean, mean],
+            "stack": torch.stack([mean / 2, 1.5 * mean]),
+            "vectors": [torch.stack([mean, mean]), torch.stack([0 * mean, 2 * mean])],
             "pair": (mean, {"value_error": (error.detach(), len(values))}),
             "sum": LossSum(total, targets),
             "terms": {"ce": LossSum(total, targets), "value": LossSum(error, float(len(values)))},

@@ -39,6 +39,9 @@ def tensor(value: float) -> torch.Tensor:
         (tensor(2.0).reshape(1), 8.0),
         ([tensor(2.0), tensor(4.0)], 12.0),
         ((tensor(2.0), tensor(4.0)), 12.0),
+        (torch.stack([tensor(2.0), tensor(4.0)]), 12.0),
+        (torch.stack([tensor(1.0), tensor(2.0), tensor(4.0), tensor(5.0)]).reshape(2, 2), 12.0),
+        ([torch.stack([tensor(1.0), tensor(3.0)]), torch.stack([tensor(3.0), tensor(5.0)])], 12.0),
         ((tensor(2.0), {"accuracy": 0.5}), 8.0),
         (LossSum(tensor(2.0), 4.0), 2.0),
         ((LossSum(tensor(2.0), 4.0), {"accuracy": 0.5}), 2.0),
@@ -95,19 +98,30 @@ def test_a_batch_that_stands_in_counts_for_nothing(output: Any) -> None:
     [
         (torch.ones(3), r"a tensor of shape \[3\] without a graph"),
         (torch.tensor(1.0), r"a tensor of shape \[\] without a graph"),
-        ([tensor(1.0), torch.zeros(2)], "a list"),
         (LossSum(torch.tensor(1.0), 4.0), r"a tensor of shape \[\] without a graph"),
         (2.0, "a float"),
         (None, "a NoneType"),
         ({"loss": tensor(1.0)}, "a dict"),
         ([], "a list"),
+        ([tensor(1.0), 2.0], "a list"),
+        (tensor(1.0).expand(0), r"a tensor of shape \[0\]"),
     ],
     ids=str,
 )
 def test_what_is_no_loss_is_refused(output: Any, says: str) -> None:
-    with pytest.raises(ModelError, match=f"returned {says}.*not a scalar loss with a graph") as error:
+    with pytest.raises(ModelError, match=f"returned {says}.*not a loss with a graph") as error:
         read_train_output(output, batch_of())
     assert "return outputs.loss" in str(error.value)
+
+
+def test_several_of_different_sizes_are_refused() -> None:
+    with pytest.raises(ModelError, match="tensors of 1 and 2 elements, whose mean is ambiguous"):
+        read_train_output([tensor(1.0), torch.stack([tensor(1.0), tensor(2.0)])], batch_of())
+
+
+def test_each_element_of_a_metric_counts_once() -> None:
+    _, metrics = read_train_output((tensor(1.0), {"rows": torch.tensor([1.0, 2.0, 6.0])}), batch_of())
+    assert metrics == {"rows": Metric(9.0, 3.0)}
 
 
 # -- Whether a model shifts its labels ---------------------------------------------------------------------------------
@@ -228,7 +242,7 @@ def test_all_ranks_measure_together() -> None:
     assert run_ranks(on_sharded_ranks, 2) == [(11.0, 2)] * 2
 
 
-@pytest.mark.parametrize("output", [None, "x", {"loss": torch.ones(())}, [torch.zeros(3)]], ids=str)
+@pytest.mark.parametrize("output", [None, "x", {"loss": torch.ones(())}, [torch.zeros(0)]], ids=str)
 def test_what_is_no_number_measures_as_none(output: Any) -> None:
     assert math.isnan(measured(output))
 
