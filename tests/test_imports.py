@@ -29,7 +29,6 @@ ROOMS = (
     ("parallel", "launch"),
     ("config",),
     ("batch",),
-    ("row_draws",),
     ("errors",),
 )
 """Folders and files of the package from top to bottom; those of one row do not import each other."""

@@ -7,7 +7,7 @@ import torch
 
 from shardtune import Batch
 from shardtune.errors import ModelError
-from shardtune.row_draws import RowDraws
+from shardtune.batch.row_draws import RowDraws
 
 WIDE = torch.zeros(3, 6, 4, dtype=torch.float64)
 

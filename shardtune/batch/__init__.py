@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from shardtune.errors import ModelError
-from shardtune.row_draws import RowDraws
+from shardtune.batch.row_draws import RowDraws
 
 IGNORED = -100
 """The label of a token that is no target, as `torch.nn.functional.cross_entropy` takes it."""
