@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from shardtune.errors import ModelError
 from shardtune.batch.row_draws import RowDraws
+from shardtune.errors import ModelError
 
 IGNORED = -100
 """The label of a token that is no target, as `torch.nn.functional.cross_entropy` takes it."""

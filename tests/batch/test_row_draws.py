@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shardtune import Batch
-from shardtune.errors import ModelError
 from shardtune.batch.row_draws import RowDraws
+from shardtune.errors import ModelError
 
 WIDE = torch.zeros(3, 6, 4, dtype=torch.float64)
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from shardtune.batch.row_draws import RowDraws
 from shardtune.checkpoint.dcp import PendingSave
 from shardtune.checkpoint.hf_save import Processor
 from shardtune.config import Recipe, load_recipe
@@ -34,7 +35,6 @@ from shardtune.models.pretrained import has_tokenizer, recipe_tokenizer
 from shardtune.optim.build import check_optimizer, set_learning_rate
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks, join_ranks, leave_ranks, num_ranks
-from shardtune.batch.row_draws import RowDraws
 from shardtune.training.build.initial_weights import seeded
 from shardtune.training.run_summary import RunSummary
 from shardtune.training.step import ROW_DRAWS, optimizer_step, seed_rng, step_metrics
