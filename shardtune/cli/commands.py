@@ -329,6 +329,10 @@ def launch(
 def models(recipe: RecipeArgument = None) -> None:
     """List the values of actor.model.model_type: built in, from installed packages, and from a recipe's plugins.
 
+    Of the built-in ones, the architectures that have been trained with the numbers of plain transformers, by how:
+    packed, only rows of one length in a forward, or one row per forward. Others may train too; a probe checks each
+    before it does.
+
     **Examples**
 
     ```text
@@ -348,8 +352,8 @@ def models(recipe: RecipeArgument = None) -> None:
     known = known_architectures()
     for name, meaning in MODEL_TYPES.items():
         typer.echo(f"{name}: {meaning}")
-        if name in known:
-            typer.echo(f"  {len(known[name])} architectures: {', '.join(known[name])}")
+        for how, architectures in known.get(name, {}).items():
+            typer.echo(f"  {how}: {len(architectures)} architectures seen to train: {', '.join(architectures)}")
     for name in known_names():
         typer.echo(f"{name}: {describe(name)}")
 

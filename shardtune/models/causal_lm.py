@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypedDict, cast
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
+from transformers.utils import ModelOutput
 
 from shardtune.batch import TOKENS, Batch, LossSum, Metric, PackedBatch, Sample
 from shardtune.config import DataConfig
@@ -140,7 +142,7 @@ class CausalLM(LanguageModel):
         self._attention = ""
         self._sequence: DeviceMesh | None = None
         self.packs = self._by_length = False
-        self._transform = _declared_transform(config)
+        self._transform, self._other_transform = _declared_transform(config), IDENTITY
         self._through_own_head = False
         text = config.get_text_config().to_dict()
         self._balance_factor = (
@@ -150,6 +152,7 @@ class CausalLM(LanguageModel):
 
     def build(self) -> PreTrainedModel:
         model = self._model if self._model is not None else self._from_config()
+        _keep_weights(model)
         takes = inspect.signature(model.base_model.forward).parameters
         self._own_attention = attention_name(model)
         self.packs = "position_ids" in takes and any(p.kind is p.VAR_KEYWORD for p in takes.values())
@@ -186,6 +189,9 @@ class CausalLM(LanguageModel):
         if model is not self._model:
             return
         set_attention(model, self._own_attention)
+        if _rescales(pretrained(model)):
+            inner: Any = pretrained(model).base_model
+            inner.config = pretrained(model).config
         if self._gradient_checkpointing:
             pretrained(model).activation_checkpointing_disable()
 
@@ -228,6 +234,12 @@ class CausalLM(LanguageModel):
     def use_own_head(self) -> None:
         """Stop using the chunked head: logits come from the model's own forward, at supervised positions only."""
         self._through_own_head = True
+
+    def exchange_transform(self) -> bool:
+        """Take the logits as the head gives them instead of as the config declares, or the reverse; returns whether
+        there are two ways. A text part of a larger model may declare a scale that the whole does not apply."""
+        self._transform, self._other_transform = self._other_transform, self._transform
+        return self._transform != self._other_transform
 
     @property
     def rows_share_forwards(self) -> bool:
@@ -401,9 +413,9 @@ class CausalLM(LanguageModel):
             arguments |= {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
             arguments |= {"max_length_q": batch.max_length, "max_length_k": batch.max_length}
         if self._through_own_head:
-            outputs = model(input_ids=input_ids[None], use_cache=False, logits_to_keep=positions, **arguments)
+            outputs, logits = _own_forward(model, input_ids, positions, arguments)
             routers = outputs["router_logits"] if self._balance_factor else ()
-            return _AtHead(outputs.logits[0], None, routers, part)
+            return _AtHead(logits, None, routers, part)
         head = model.get_output_embeddings()
         if head is None:
             raise ModelError(
@@ -412,7 +424,7 @@ class CausalLM(LanguageModel):
                 remedy="give the directory of a causal language model",
             )
         sequences = input_ids.view(self._sequences(batch) if self._by_length else 1, -1)
-        outputs = model.base_model(input_ids=sequences, use_cache=False, **arguments)
+        outputs = _body(model)(input_ids=sequences, use_cache=False, **arguments)
         # In the head's dtype: models that add up their residuals in fp32 (Mamba) return fp32.
         hidden = outputs[0].flatten(0, 1).index_select(0, positions)
         hidden = hidden.to(next(head.parameters(), hidden).dtype)
@@ -462,11 +474,8 @@ class CausalLM(LanguageModel):
         return logits if at.part is None else at.part.gather(logits)
 
     def reference_logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
-        arguments = {"input_ids": batch.input_ids[None], "use_cache": False, **self._further_inputs(batch)}
         with under_attention(model, "eager"), torch.compiler.set_stance("force_eager"):
-            if "logits_to_keep" in inspect.signature(model.forward).parameters:
-                return model(**arguments, logits_to_keep=positions).logits[0]
-            return model(**arguments).logits[0].index_select(0, positions)
+            return _own_forward(model, batch.input_ids, positions, self._further_inputs(batch))[1]
 
     def _further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
         """Inputs of the model besides tokens and their positions."""
@@ -498,6 +507,44 @@ class _AtHead:
     head: nn.Module | None
     routers: tuple[torch.Tensor, ...]
     part: SequencePart | None
+
+
+def _body(model: PreTrainedModel) -> nn.Module:
+    """The model without its head; some classes (Llama 4's) name another attribute than the one that holds it."""
+    inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    return inner[0] if model.base_model is model and len(inner) == 1 else model.base_model
+
+
+def _rescales(model: PreTrainedModel) -> bool:
+    """Whether a model (RWKV) halves weights of its later layers in place to evaluate, and doubles them to train."""
+    return "rescale_every" in model.config.to_dict()
+
+
+def _keep_weights(model: PreTrainedModel) -> None:
+    """Switch off that a model changes its weights to evaluate: a checkpoint after an evaluation would be wrong.
+
+    Its config stays as it is, for `final/`; without the change the same logits are computed, in fp32 and bf16.
+    """
+    if not _rescales(model):
+        return
+    inner: Any = model.base_model
+    if inner.layers_are_rescaled:
+        inner.train()
+        inner._rescale_layers()
+    inner.config = copy(model.config)
+    inner.config.rescale_every = 0
+
+
+def _own_forward(
+    model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor, arguments: Mapping[str, object]
+) -> tuple[ModelOutput, torch.Tensor]:
+    """The outputs of a model's own forward of one row, and its logits [positions, vocabulary]."""
+    takes = inspect.signature(model.forward).parameters
+    if "logits_to_keep" in takes:
+        outputs = model(input_ids=input_ids[None], use_cache=False, logits_to_keep=positions, **arguments)
+        return outputs, outputs.logits[0]
+    outputs = model(input_ids=input_ids[None], use_cache=False, **arguments)
+    return outputs, outputs.logits[0].index_select(0, positions)
 
 
 def _same(logits: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeGuard
@@ -11,13 +12,10 @@ from typing import TypeGuard
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
-from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from shardtune.config import ActorConfig, DataConfig, ModelConfig, Recipe
 from shardtune.config.model_names import known_names, registered, registered_function, registered_processor
@@ -526,13 +524,8 @@ def _require_known(name: str) -> None:
     )
 
 
-def known_architectures() -> dict[str, list[str]]:
-    """The architectures (`model_type` of config.json) that each built-in model type covers."""
-    return {
-        "causal_lm": sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-        "vision_language": sorted(
-            name
-            for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-            if "pil" in IMAGE_PROCESSOR_MAPPING_NAMES.get(name, {"pil": ""}) and name in PROCESSOR_MAPPING_NAMES
-        ),
-    }
+def known_architectures() -> Mapping[str, Mapping[str, Sequence[str]]]:
+    """The architectures (`model_type` of config.json) that have been seen to train exactly, by model type and by how:
+    packed, rows of one length, one row per forward. `bench/architectures.py` writes the file."""
+    found = json.loads(Path(__file__).with_name("architectures.json").read_text(encoding="utf-8"))
+    return {name: found[name] for name in MODEL_TYPES if name in found}

@@ -91,7 +91,7 @@ def document_attention(
         lengths = cu_seq_lens_q.diff().tolist()
         documents = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
         one = _sdpa if plain else _explicit
-        output = torch.cat([one(q, k, v, settings) for q, k, v in documents], dim=2).transpose(1, 2)
+        output = torch.cat([one(q, k, v, settings) for q, k, v in documents], dim=2).transpose(1, 2).contiguous()
     return (output if token_share is None else to_tokens(output.unflatten(1, (rows, -1))[0], token_share)), None
 
 

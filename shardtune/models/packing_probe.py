@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed import DistError
 
 from shardtune.batch import PackedBatch, Sample
 from shardtune.errors import ModelError
@@ -19,12 +20,18 @@ LONGEST_WINDOW = 4096
 """Largest sliding window, in tokens, for which rows longer than the window are probed."""
 POSITIONS = 8
 """Tokens at either end of a row whose logits are compared: a leak shows most at the start, a window at the end."""
-AGREEMENT = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+AGREEMENT = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Largest relative difference of logits computed in two ways; a wrong window or a leak causes a larger one."""
 ISOLATION = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 5e-3}
 """Largest change of a mixture of experts' logits when the other row changes, as its experts get other shapes."""
 SAME_SHAPES = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-4}
 """Largest such change in any other model: less than the last digit, as all shapes stay the same."""
+
+LONGEST_REASON = 200
+"""Characters of an exception's message that a note repeats."""
+DIFFERS_FROM_EAGER = "its own attention differs from transformers' eager attention, and is used as it is"
+NOT_THE_MODELS = (torch.OutOfMemoryError, DistError)
+"""Exceptions from which nothing follows about the model."""
 
 
 class Choices(Protocol):
@@ -41,6 +48,7 @@ class Choices(Protocol):
     def changed(self, sample: Sample) -> Sample: ...
     def share_by_length(self, on: bool) -> bool: ...
     def one_row_per_forward(self, model: nn.Module) -> None: ...
+    def exchange_transform(self) -> bool: ...
     def use_own_head(self) -> None: ...
 
 
@@ -52,6 +60,8 @@ def probe_packing(
 
     Packing and the chunked head are used if the logits of real rows agree with the model's own forward of each row
     alone with its own eager attention, and if changing one packed row does not change the logits of the other.
+    Whatever a way raises, the next simpler one is tried: packed rows, rows of one length, one row per forward, and
+    last the logits of the model's own forward.
 
     Args:
         root: the (sharded) module.
@@ -77,9 +87,7 @@ def probe_packing(
 def _choose(
     root: LanguageRoot, adapter: Choices, rows: list[Sample], device: torch.device, dtype: torch.dtype
 ) -> list[str]:
-    reference = [
-        root.reference_logits(adapter.collate([row], [0], {}).to(device), _ends(row).to(device)) for row in rows
-    ]
+    reference = [_own_logits(root, adapter, row, device) for row in rows]
     notes = []
 
     def alone() -> bool:
@@ -88,32 +96,80 @@ def _choose(
             for row, own in zip(rows, reference, strict=True)
         )
 
-    if not alone():
-        if adapter.packs:
-            adapter.one_row_per_forward(root.model)
-            notes.append("its attention over packed rows differs from its own: one row per forward")
-        if not alone():
-            adapter.use_own_head()
-            notes.append("its logits are not a linear head of its last hidden state: taken from its own forward")
-        if not alone():
-            raise ModelError(
-                "the loss path of this model does not give the logits of its own forward",
-                where=f"{type(root.model).__name__}",
-                remedy="give the model an adapter of its own (actor.model.adapter)",
-            )
-    if adapter.packs:
-        together = _packed(root, adapter, rows, device)
-        exact = all(_agree(got, own, AGREEMENT[dtype]) for got, own in zip(together, reference, strict=True))
+    def together() -> bool:
+        packed = _packed(root, adapter, rows, device)
+        exact = all(_agree(got, own, AGREEMENT[dtype]) for got, own in zip(packed, reference, strict=True))
         tolerance = (ISOLATION if adapter.has_experts else SAME_SHAPES)[dtype]
-        if not exact or not _isolated(root, adapter, rows, together, device, tolerance):
+        return exact and _isolated(root, adapter, rows, packed, device, tolerance)
+
+    def with_either_transform(difference: str) -> str:
+        """As `_obstacle` of `alone`, with the logits as the config declares them, or else as the head gives them."""
+        obstacle = _obstacle(alone, difference)
+        if obstacle and adapter.exchange_transform():
+            if not _obstacle(alone, difference):
+                return ""
+            adapter.exchange_transform()
+        return obstacle
+
+    if adapter.packs:
+        obstacle = with_either_transform("its attention over packed rows differs from its own")
+        obstacle = obstacle or _obstacle(together, "packed rows see each other in this model")
+        if obstacle:
             adapter.one_row_per_forward(root.model)
-            notes.append("packed rows see each other in this model: one row per forward")
+            notes.append(f"{obstacle}: one row per forward")
+    if not adapter.packs:
+        obstacle = with_either_transform("its logits are not a linear head of its last hidden state")
+        if obstacle:
+            adapter.use_own_head()
+            notes.append(f"{obstacle}: taken from its own forward")
+            obstacle = _obstacle(alone, DIFFERS_FROM_EAGER)
+            if obstacle == DIFFERS_FROM_EAGER:
+                notes.append(obstacle)
+            elif obstacle:
+                raise _cannot_compute(root, rows[0], obstacle)
     if not adapter.packs and adapter.share_by_length(True):
-        if _batches(root, adapter, rows[0], reference[0], device, dtype):
-            notes.append("rows of one length share a forward")
-        else:
+        if _obstacle(lambda: _batches(root, adapter, rows[0], reference[0], device, dtype), "differs"):
             adapter.share_by_length(False)
+        else:
+            notes.append("rows of one length share a forward")
     return notes
+
+
+def _own_logits(root: LanguageRoot, adapter: Choices, row: Sample, device: torch.device) -> torch.Tensor:
+    """The logits of transformers' own forward of a row alone.
+
+    Raises:
+        ModelError: transformers cannot compute this model.
+    """
+    try:
+        return root.reference_logits(adapter.collate([row], [0], {}).to(device), _ends(row).to(device))
+    except NOT_THE_MODELS:
+        raise
+    except Exception as error:  # a model's code is third-party and may raise anything
+        raise _cannot_compute(root, row, _named(error)) from error
+
+
+def _cannot_compute(root: LanguageRoot, row: Sample, reason: str) -> ModelError:
+    return ModelError(
+        f"transformers' own forward of one row of {row.length} tokens fails: {reason}",
+        where=f"{type(root.model).__name__}",
+        remedy="the same call fails without shardtune: use a version of transformers, or packages, with which it works",
+    )
+
+
+def _obstacle(is_exact: Callable[[], bool], difference: str) -> str:
+    """Why a way cannot be used: what it raises, or the given difference; empty if it is exact."""
+    try:
+        return "" if is_exact() else difference
+    except NOT_THE_MODELS:
+        raise
+    except Exception as error:  # a model's code is third-party and may raise anything
+        return _named(error)
+
+
+def _named(error: Exception) -> str:
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first[:LONGEST_REASON].rstrip('.')}".rstrip(": ")
 
 
 def _batches(

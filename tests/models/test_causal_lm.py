@@ -10,12 +10,23 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM
 
 from shardtune.config import load_recipe
 from shardtune.errors import ConfigError, ModelError
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.dist.ranks import run_ranks
-from tests.support.dist.training import Trace, quiet, recipe, run_recipe, run_recipes, save_model, save_rows
+from tests.support.dist.training import (
+    Trace,
+    make_tokenizer,
+    quiet,
+    recipe,
+    run_recipe,
+    run_recipes,
+    save_model,
+    save_rows,
+)
+from tests.support.tiny_architectures import shake, tiny_config
 
 STEPS = 5
 GRAPHS = {"dense": 8, "mixtral": 20}
@@ -163,6 +174,24 @@ def test_a_recurrent_model_starts_from_scratch_alike_on_any_ranks(folder: Path) 
     values = values_of(folder, "mamba", actor__model__precision="fp32", actor__model__from_scratch=True)
     one, two = run_recipe(values), run_ranks(run_recipes, 2, [values])[0][0]
     assert one.losses == pytest.approx(two.losses, rel=1e-5)
+
+
+def test_evaluation_leaves_the_weights_of_rwkv(folder: Path) -> None:
+    """In evaluation mode RWKV halves weights of later layers in place, and `final/` is saved after an evaluation."""
+    torch.manual_seed(1)
+    config = tiny_config("rwkv", {"rescale_every": 1})
+    model: Any = AutoModelForCausalLM.from_config(config)
+    shake(model)
+    values = values_of(folder, "mamba", data__eval_data_paths=str(folder / "rows.jsonl"), runner__max_steps=1)
+    worker = SFTWorker(load_recipe(values), model=model.double(), tokenizer=make_tokenizer(), report=quiet)
+    worker.setup()
+    worker.run_training()
+    before = {name: tensor.detach().clone() for name, tensor in worker.weights.parameters.items()}
+    worker.run_eval()
+    for name, tensor in worker.weights.parameters.items():
+        assert torch.equal(tensor, before[name]), name
+    assert model.config.rescale_every == 1
+    worker.release()
 
 
 def test_fp16_scales_its_loss_and_learns(folder: Path) -> None:

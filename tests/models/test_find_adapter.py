@@ -100,9 +100,13 @@ def test_rows_may_not_be_longer_than_learned_positions(tmp_path: Path) -> None:
     assert SFTWorker(short, report=lambda text: None, train_data=rows(2)).prepared.train is not None
 
 
-def test_architectures_are_known_by_their_model_type() -> None:
-    assert {"llama", "qwen3_moe", "gemma3_text", "mistral"} <= set(known_architectures()["causal_lm"])
-    assert {"llava", "qwen2_5_vl", "idefics3", "gemma3"} <= set(known_architectures()["vision_language"])
+def test_architectures_are_listed_by_how_they_have_been_seen_to_train() -> None:
+    text, vision = known_architectures()["causal_lm"], known_architectures()["vision_language"]
+    assert {"llama", "qwen3_moe", "gemma3_text", "mistral"} <= set(text["packed"])
+    assert {"qwen3_next", "stablelm", "mamba"} <= set(text["rows of one length"])
+    assert {"llava", "qwen2_5_vl", "idefics3"} <= set(vision["packed"])
+    listed = [name for found in (text, vision) for names in found.values() for name in names]
+    assert not {"florence2", "pix2struct", "vision-encoder-decoder"} & set(listed)
 
 
 def test_no_path_is_an_error() -> None:

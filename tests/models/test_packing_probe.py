@@ -13,9 +13,22 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
 from shardtune.config import load_recipe
+from shardtune.errors import ModelError
 from shardtune.models.packed_attention import DOCUMENTS, document_attention
 from shardtune.training.worker.adapter_worker import SFTWorker
-from tests.support.dist.training import flat_script, quiet, recipe, run_flat, run_recipe, save_model, save_rows
+from tests.support.dist.ranks import run_ranks
+from tests.support.dist.training import (
+    flat_script,
+    make_tokenizer,
+    quiet,
+    recipe,
+    run_flat,
+    run_recipe,
+    run_recipes,
+    save_model,
+    save_rows,
+)
+from tests.support.tiny_architectures import DECODERS, shake, tiny_config
 
 STEPS = 3
 PRECISIONS = ("fp64", "fp32", "bf16")
@@ -26,6 +39,16 @@ BY_LENGTH = "rows of one length share a forward"
 
 def rows_of(folder: Path, count: int = 9) -> Path:
     return save_rows(folder / "rows.jsonl", count, longest=60)
+
+
+def save_family(family: str, folder: Path) -> Path:
+    """A tiny model of one of transformers' families."""
+    torch.manual_seed(1)
+    model: Any = AutoModelForCausalLM.from_config(tiny_config(family, DECODERS.get(family, {})))
+    shake(model)
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture
@@ -189,3 +212,143 @@ def test_rows_of_one_length_share_a_forward_where_packing_is_not_exact(
     flat = run_flat(model, rows, precision="fp64", steps=STEPS, batch=12)
     assert got.losses == pytest.approx(flat.losses, abs=1e-10)
     assert got.norms == pytest.approx(flat.norms, abs=1e-10)
+
+
+# -- whatever a way raises, the next simpler one is tried --------------------------------------------------------------
+
+
+def raising_when_packed(*args: Any, cu_seq_lens_q: torch.Tensor, **kwargs: Any) -> Any:
+    """A kernel that is missing here, as in models of linear attention without their package."""
+    raise ValueError("packed rows need a package that is not installed.\nInstall it.")
+
+
+def raising_for_several(*args: Any, cu_seq_lens_q: torch.Tensor, **kwargs: Any) -> Any:
+    """One row is computed, several are refused."""
+    if len(cu_seq_lens_q) > 2:
+        raise RuntimeError
+    return document_attention(*args, cu_seq_lens_q=cu_seq_lens_q, **kwargs)
+
+
+class OneSequence(nn.Module):
+    """A layer that takes one sequence at a time."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert len(hidden) == 1, "one sequence at a time"
+        return self.inner(hidden)
+
+
+class Headless(Qwen2ForCausalLM):
+    """Its forward has a head that it does not declare, and takes no `logits_to_keep`."""
+
+    def get_output_embeddings(self) -> Any:
+        return None
+
+    def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        return super().forward(input_ids=input_ids, use_cache=False)
+
+
+class Broken(Qwen2ForCausalLM):
+    """Not even its own forward works."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("'NoneType' object is not subscriptable")
+
+
+class Unscaled(Qwen2ForCausalLM):
+    """Its config declares a scale of the logits that it does not apply, as some with a part for images."""
+
+    def __init__(self, config: Any) -> None:
+        config.logit_scale = 0.25
+        super().__init__(config)
+
+
+def one_sequence(folder: Path) -> nn.Module:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model.model.layers[0].mlp = OneSequence(model.model.layers[0].mlp)
+    return model
+
+
+def made_of(kind: type[Qwen2ForCausalLM]) -> Callable[[Path], nn.Module]:
+    return lambda folder: kind.from_pretrained(folder, dtype=torch.float64)
+
+
+def plain(folder: Path) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+
+
+MISSING = "ValueError: packed rows need a package that is not installed: one row per forward"
+
+
+@pytest.mark.parametrize(
+    ("function", "make", "notes"),
+    [
+        (raising_when_packed, plain, [MISSING, BY_LENGTH]),
+        (raising_for_several, plain, ["RuntimeError: one row per forward", BY_LENGTH]),
+        (raising_when_packed, one_sequence, [MISSING]),
+        (
+            document_attention,
+            made_of(Headless),
+            [
+                "ModelError: Headless has no language-model head: one row per forward",
+                "ModelError: Headless has no language-model head: taken from its own forward",
+            ],
+        ),
+        (document_attention, made_of(Unscaled), []),
+    ],
+    ids=["packed", "several", "batch", "head", "scale"],
+)
+def test_a_way_that_raises_is_not_taken(
+    attention: Callable, tmp_path: Path, function: Any, make: Callable[[Path], Any], notes: list[str]
+) -> None:
+    folder, rows = save_model("dense", tmp_path / "model"), rows_of(tmp_path)
+    attention(function)
+    values = recipe(folder, rows, runner__max_steps=2)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    worker = SFTWorker(load_recipe(values), model=make(folder), tokenizer=tokenizer, report=quiet)
+    worker.setup()
+    assert worker.notes == notes
+    flat = run_flat(folder, rows, precision="fp64", steps=2)
+    for loss, norm in zip(flat.losses, flat.norms, strict=True):
+        metrics = worker.run_training()
+        assert metrics["train/loss"] == pytest.approx(loss, abs=1e-10)
+        assert metrics["train/grad_norm"] == pytest.approx(norm, abs=1e-10)
+
+
+def test_a_model_that_transformers_cannot_compute_is_refused_by_one_message(tmp_path: Path) -> None:
+    folder, rows = save_model("dense", tmp_path / "model"), rows_of(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = Broken.from_pretrained(folder, dtype=torch.float64)
+    worker = SFTWorker(load_recipe(recipe(folder, rows)), model=model, tokenizer=tokenizer, report=quiet)
+    with pytest.raises(ModelError, match=r"own forward of one row of \d+ tokens fails: TypeError: 'NoneType'"):
+        worker.setup()
+
+
+REAL = ("qwen3_next", "stablelm", "llama4_text")
+
+
+@pytest.mark.parametrize("family", REAL)
+def test_families_that_cannot_pack_train_by_length(tmp_path: Path, family: str) -> None:
+    folder, rows = save_family(family, tmp_path / "model"), rows_of(tmp_path)
+    trace = run_recipe(recipe(folder, rows, runner__max_steps=2, actor__micro_batch_size=4))
+    assert trace.notes[-1] == BY_LENGTH
+    assert trace.notes[0].endswith("one row per forward")
+    flat = run_flat(folder, rows, precision="fp64", steps=2)
+    assert trace.losses == pytest.approx(flat.losses, rel=1e-6)
+    assert trace.norms == pytest.approx(flat.norms, rel=1e-6)
+
+
+def test_an_exception_of_the_probe_leaves_ranks_in_order(tmp_path: Path) -> None:
+    """It ends a forward of the sharded model half-way; two micro-batches per rank, in every way of sharding."""
+    folder, rows = save_family("stablelm", tmp_path / "model"), rows_of(tmp_path)
+    sizes = {"runner__max_steps": 2, "actor__micro_batch_size": 2}
+    backends = ("fsdp", "fsdp1", "ddp")
+    values = [recipe(folder, rows, actor__training_backend=backend, **sizes) for backend in backends]
+    flat = run_flat(folder, rows, precision="fp64", steps=2)
+    for trace in run_ranks(run_recipes, 2, values)[0]:
+        assert trace.notes[-1] == BY_LENGTH
+        assert trace.losses == pytest.approx(flat.losses, rel=1e-6)
+        assert trace.norms == pytest.approx(flat.norms, rel=1e-6)

@@ -44,10 +44,23 @@ def encoded(processor: Any, row: dict[str, Any], folder: Path) -> tuple[dict[str
     inputs = processor(text=[text], return_tensors="pt", **given)
     labels = torch.full_like(inputs["input_ids"], IGNORED)
     for start, stop in spans:
-        before = processor(text=[text[:start]], **_images(images, text[:start], processor))["input_ids"][0]
-        with_it = processor(text=[text[:stop]], **_images(images, text[:stop], processor))["input_ids"][0]
-        labels[0, len(before) : len(with_it)] = inputs["input_ids"][0, len(before) : len(with_it)]
+        first, last = (_tokens(processor, text, place, images) for place in (start, stop))
+        labels[0, first:last] = inputs["input_ids"][0, first:last]
     return {key: value for key, value in inputs.items() if key != "attention_mask"}, labels
+
+
+def _tokens(processor: Any, text: str, place: int, images: list[Image.Image]) -> int:
+    """Tokens before a character of a text with images."""
+    made = {}
+    if len(images) > 1:  # what an image becomes may depend on how many the row has
+        made = processor(text=[text], images=[images], return_tensors="pt", return_text_replacement_offsets=True)
+    if "text_replacement_offsets" not in made:
+        given = _images(images, text[:place], processor)
+        return len(processor(text=[text[:place]], return_tensors="pt", **given)["input_ids"][0])
+    instead = iter([part["replacement"] for part in made["text_replacement_offsets"][0]])
+    pieces = text[:place].split(processor.image_token)
+    expanded = pieces[0] + "".join(next(instead) + piece for piece in pieces[1:])
+    return len(processor.tokenizer(expanded)["input_ids"])
 
 
 def _images(images: list[Image.Image], text: str, processor: Any) -> dict[str, Any]:

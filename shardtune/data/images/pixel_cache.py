@@ -81,14 +81,19 @@ class PixelReader:
         self._images = images
         self._cache = cache
 
-    def inputs(self, stored: Sequence[StoredImage]) -> dict[str, torch.Tensor]:
-        """The tensors of images, in their order: bytes and their table (`PixelBytes.joined`), or else numbers."""
+    def inputs(self, stored: Sequence[StoredImage], counts: Sequence[int] | None = None) -> dict[str, torch.Tensor]:
+        """The tensors of images, in their order: bytes and their table (`PixelBytes.joined`), or else numbers.
+
+        Args:
+            stored: images of all rows.
+            counts: how many of them each row has; None: all belong to one row.
+        """
         if self._images.pixel_bytes is not None:
             parts = [part for part in map(self._part, stored) if part is not None]
             joined = self._images.pixel_bytes.joined(parts) if len(parts) == len(stored) else None
             if joined is not None:
                 return joined
-        return self._images.pixels([image.read() for image in stored])
+        return self._images.pixels([image.read() for image in stored], counts)
 
     def _part(self, image: StoredImage) -> ImageBytes | None:
         if self._cache is None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -14,7 +15,7 @@ import PIL
 import torch
 import transformers
 from PIL import Image, features
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import BatchEncoding, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.image_processing_base import BatchFeature
 from transformers.image_processing_utils import BaseImageProcessor
 
@@ -24,7 +25,7 @@ from shardtune.data.images.pixel_bytes import ImageBytes, PixelBytes
 from shardtune.data.images.pixel_table import by_table
 from shardtune.errors import ModelError
 
-_OF_TEXT = ("input_ids", "attention_mask")
+_OF_TEXT = ("input_ids", "attention_mask", "labels")
 _KEPT_SIZES = 65_536
 _TRIED_SIZES = ((48, 64), (80, 32), (33, 33))
 _KEY_SIZES = ((32, 32), (640, 480), (301, 1000))
@@ -83,6 +84,9 @@ class ImageText:
         image_token: the token of an image in a text.
         token_types: the name of the model input that marks the tokens of images; None without one.
         pixel_bytes: makes bytes of images one by one; None if that was not shown to be equal.
+        follows_tokens: whether the model's inputs for images depend on the tokens around them (Mllama's mask).
+        spaces_words: whether a space is written between an image and a word attached to it (Idefics2).
+        side_by_side: whether two images may follow each other without text in between.
     """
 
     def __init__(self, processor: ProcessorMixin, applied: AppliedProcessor | None = None) -> None:
@@ -91,18 +95,29 @@ class ImageText:
         self.tokenizer = with_offsets(self.applied.tokenizer)
         self.image_token = self.applied.image_token
         self._stands_for: dict[tuple[int, int], str] = {}
-        keys = set(self._process([Image.new("RGB", BLANK)]))
+        first = self._process([Image.new("RGB", BLANK)])
+        keys = set(first)
         self.token_types = next((key for key in ("mm_token_type_ids", "token_type_ids") if key in keys), None)
         self._pixel_keys = sorted(keys - {*_OF_TEXT, "text_replacement_offsets", self.token_types})
         ids = self.applied.image_token_ids
         self._image_ids = [number for number in (ids if isinstance(ids, Sequence) else [ids]) if number is not None]
+        if not self._image_ids:  # Janus names the token alone
+            self._image_ids = [self.tokenizer.get_vocab()[self.image_token]]
+        self.follows_tokens = self._differs_with_text(first)
         self._pixel_token = self._token_of_pixels()
+        self._by_row = self._depends_on_row()
+        self.side_by_side, self.spaces_words = True, False
         self._quick = by_table(self.applied.image_processor)
         tried = [*(Image.effect_noise(size, 90.0).convert("RGB") for size in _TRIED_SIZES), Image.new("RGB", BLANK)]
         whole = self._process(tried)
         self._needs_no_text = self._agrees_without_text(tried, whole)
         pixels = {key: whole[key] for key in self._pixel_keys}
-        self.pixel_bytes = PixelBytes.proved(self.applied.image_processor, tried, pixels)
+        proved = (
+            None
+            if self._by_row or self.follows_tokens
+            else PixelBytes.proved(self.applied.image_processor, tried, pixels)
+        )
+        self.pixel_bytes = proved
 
     def _agrees_without_text(self, tried: Sequence[Image.Image], whole: BatchFeature) -> bool:
         """Whether the image processor by itself gives the same bits; processing a text as well takes time."""
@@ -125,9 +140,29 @@ class ImageText:
         if size not in self._stands_for:
             if len(self._stands_for) >= _KEPT_SIZES:
                 self._stands_for.clear()
-            made = self._process([Image.new("RGB", size)])
-            self._stands_for[size] = made["text_replacement_offsets"][0][0]["replacement"]
+            self._stands_for[size] = self._replacements([size])[0]
         return self._stands_for[size]
+
+    def _replacements(self, sizes: Sequence[tuple[int, int]]) -> list[str]:
+        """The text that replaces each image token of a row with images of these sizes."""
+        made = self._process([Image.new("RGB", size) for size in sizes])
+        if "text_replacement_offsets" in made:
+            return [part["replacement"] for part in made["text_replacement_offsets"][0]]
+        if self.follows_tokens:  # an image token stays as it is
+            return [self.image_token for _ in sizes]
+        # Processors that replace image tokens in a call of their own (Idefics2): from the tokens of an image alone.
+        alone = [self._process([Image.new("RGB", size)], add_special_tokens=False) for size in sizes]
+        return [str(self.tokenizer.decode(one["input_ids"][0], skip_special_tokens=False)) for one in alone]
+
+    def _differs_with_text(self, first: BatchFeature) -> bool:
+        """Whether inputs for an image have another shape if text follows it."""
+        longer = self._process([Image.new("RGB", BLANK)], text=f"{self.image_token}abc")
+        return any(longer[key].shape != first[key].shape for key in self._pixel_keys)
+
+    def _depends_on_row(self) -> bool:
+        """Whether the tokens of an image depend on how many images its row has (LLaVA-OneVision)."""
+        sizes = list(_TRIED_SIZES[:2])
+        return self._replacements(sizes) != [self.stands_for(size) for size in sizes]
 
     def expand(self, text: str, sizes: Sequence[tuple[int, int]]) -> Expanded:
         """The text with each image token replaced, in order.
@@ -144,21 +179,36 @@ class ImageText:
                 "template leaves some out, or a turn contains it itself"
             )
         parts, spans, length = [pieces[0]], [], len(pieces[0])
-        for size, piece in zip(sizes, pieces[1:], strict=True):
-            image = self.stands_for(size)
+        kind = type(self.processor).__name__
+        if self.follows_tokens and not sizes:
+            raise RowError(
+                f"the row has no image: beside rows with images a model of {kind} computes it in another way"
+            )
+        if not self.side_by_side and not all(pieces[1:-1]):
+            raise RowError(f"two images follow each other, which {kind} writes in another way")
+        by_row = self._by_row and len(sizes) > 1
+        images = self._replacements(sizes) if by_row else [self.stands_for(size) for size in sizes]
+        for image, piece in zip(images, pieces[1:], strict=True):
+            if self.spaces_words and piece[:1].strip(" \t\n\r<"):
+                image += " "
             spans.append((length, length + len(image)))
             parts += [image, piece]
             length += len(image) + len(piece)
         return Expanded("".join(parts), tuple(spans))
 
-    def pixels(self, images: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
+    def pixels(self, images: Sequence[Image.Image], counts: Sequence[int] | None = None) -> dict[str, torch.Tensor]:
         """The model's inputs for images, in their order; shapes depend on the model family.
+
+        Args:
+            images: of all rows.
+            counts: how many of them each row has; None: all belong to one row.
 
         LLaVA, Gemma 3, InternVL: pixel_values [images or tiles, 3, height, width]. Idefics3, SmolVLM: [1, tiles, 3,
         height, width] with pixel_attention_mask [1, tiles, height, width]. Qwen-VL: [patches of all images, values of a
         patch] with image_grid_thw [images, 3].
         """
-        made = self._process_alone(images) if self._needs_no_text else self._process(images)
+        rows = [count for count in counts or () if count] if self._by_row else []
+        made = self._process_alone(images, rows) if self._needs_no_text else self._process(images, rows)
         return {key: made[key] for key in self._pixel_keys}
 
     def bytes_of(self, image: Image.Image) -> ImageBytes | None:
@@ -187,16 +237,32 @@ class ImageText:
         settings["stands_for"] = [self.stands_for(size) for size in _KEY_SIZES]  # by this version of transformers
         return hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=20).hexdigest()
 
-    def _process(self, images: Sequence[Image.Image]) -> BatchFeature:
-        text = [self.image_token * len(images)]
+    def of_tokens(self, input_ids: np.ndarray, images: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
+        """The model's inputs for the images of a sequence of tokens, where these depend on the tokens.
+
+        Args:
+            input_ids: int [tokens].
+            images: in order, one for each image token.
+        """
+        applied = copy(self.applied)
+        vars(applied)["tokenizer"] = _GivenTokens(self.tokenizer, input_ids)
+        with self._at_work(images):
+            made = applied(images=[list(images)], text=[self.image_token * len(images)], return_tensors="pt")
+        return {key: made[key] for key in self._pixel_keys}
+
+    def _process(
+        self, images: Sequence[Image.Image], rows: Sequence[int] = (), text: str | None = None, **options: bool
+    ) -> BatchFeature:
+        nested = _nested(images, rows)
+        texts = [self.image_token * len(row) for row in nested] if text is None else [text]
         with self._at_work(images):
             return self.applied(
-                images=[list(images)], text=text, return_tensors="pt", return_text_replacement_offsets=True
+                images=nested, text=texts, return_tensors="pt", return_text_replacement_offsets=True, **options
             )
 
-    def _process_alone(self, images: Sequence[Image.Image]) -> BatchFeature:
+    def _process_alone(self, images: Sequence[Image.Image], rows: Sequence[int] = ()) -> BatchFeature:
         with self._at_work(images):
-            nested = [list(images)]  # of one row: families with tiles need lists of rows
+            nested = _nested(images, rows)  # families with tiles need lists of rows
             return self._quick(images=nested, return_tensors="pt")  # pyright: ignore[reportArgumentType]
 
     @contextmanager
@@ -210,3 +276,23 @@ class ImageText:
                 where="actor.model.model_path: processor_config.json",
                 remedy="leave such images out, or mend the processor's settings",
             ) from error
+
+
+class _GivenTokens:
+    """In the place of a tokenizer: every text has the same tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, input_ids: np.ndarray) -> None:
+        self._tokenizer = tokenizer
+        self._input_ids = input_ids.tolist()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *args: object, **kwargs: object) -> BatchEncoding:
+        return BatchEncoding({"input_ids": [self._input_ids], "attention_mask": [[1] * len(self._input_ids)]})
+
+
+def _nested(images: Sequence[Image.Image], rows: Sequence[int]) -> list[list[Image.Image]]:
+    """Images by row, from how many each row has; all in one row where nothing is given."""
+    ends = np.cumsum(rows or [len(images)])
+    return [list(images[end - count : end]) for end, count in zip(ends, rows or [len(images)], strict=True)]

@@ -236,20 +236,25 @@ def _not_renamed(
 
 
 def _left_out(model: nn.Module) -> list[str]:
-    """A note on parameters of three dimensions that no convolution has: experts, stacked."""
-    stacked = [
-        join(prefix, name)
+    """Notes on parameters of three dimensions that no convolution has (experts, stacked), and on matrices of modules
+    that are no linear layer (routers)."""
+    layers = (*ADAPTABLE, nn.MultiheadAttention)
+    found = [
+        (join(prefix, name), parameter.ndim)
         for prefix, module in model.named_modules()
         for name, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim == 3 and not isinstance(module, ADAPTABLE)
+        if parameter.ndim in (2, 3) and not isinstance(module, layers)
     ]
-    if not stacked:
-        return []
-    endings = sorted({".".join(name.split(".")[-2:]) for name in stacked})
-    return [
-        f"LoRA leaves out {len(stacked)} stacked parameters, which are no linear layers; to adapt them: "
-        f"{SECTION}.target_parameters: [{', '.join(endings)}]"
-    ]
+    notes = []
+    for ndim, what in ((3, "stacked parameters, which are no linear layers"), (2, "matrices outside linear layers")):
+        names = [name for name, dims in found if dims == ndim]
+        if names:
+            endings = sorted({".".join(name.split(".")[-2:]) for name in names})
+            notes.append(
+                f"LoRA leaves out {len(names)} {what}; to adapt them: "
+                f"{SECTION}.target_parameters: [{', '.join(endings)}]"
+            )
+    return notes
 
 
 def _check_parameter(model: nn.Module, ending: str) -> None:

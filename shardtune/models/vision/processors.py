@@ -25,8 +25,22 @@ _NAMED_IN = ("processor_config.json", "preprocessor_config.json", "tokenizer_con
 _VIDEO = "video_processor"
 
 
+class _NoVideo:
+    """In the place of a video processor: every setting is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
 class _WithoutVideo(ProcessorMixin):
     """A base of processors without a video processor, which transformers builds with torchvision only."""
+
+    video_processor = _NoVideo()
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        named = dict(zip(super().get_attributes(), args, strict=False))  # classes pass their parts in any order
+        super().__init__(**{key: part for key, part in {**named, **kwargs}.items() if key != _VIDEO})
 
     @classmethod
     def get_attributes(cls) -> list[str]:
@@ -89,7 +103,13 @@ def image_text(processor: ProcessorMixin) -> ImageText:
     kind = type(processor).__name__
     try:
         images = ImageText(processor)
-        differing = _first_difference(images)
+        token, start = images.image_token, ""
+        differing = _first_difference(images, f"a{token}b {token}c")
+        if differing is not None:
+            images.spaces_words = _first_difference(images, f"a{token} b {token} c") is None
+            start = images.tokenizer.bos_token or ""  # as chat templates write it
+            differing = _first_difference(images, f"{start}a{token}b {token}c")
+        images.side_by_side = differing is not None or _first_difference(images, f"{start}a{token}{token}c") is None
     except (ModelError, AttributeError, KeyError, TypeError, IndexError, RowError) as error:
         raise _own_ways(kind, f"{type(error).__name__}: {error}") from error
     if differing is not None:
@@ -97,13 +117,13 @@ def image_text(processor: ProcessorMixin) -> ImageText:
     return images
 
 
-def _first_difference(images: ImageText) -> str | None:
-    """The first of a processor's tensors that differs from this package's for the same text and images."""
+def _first_difference(images: ImageText, text: str) -> str | None:
+    """The first of a processor's tensors that differs from this package's for the same text with two images."""
     shown = [Image.new("RGB", size, (size[0], 90, 200)) for size in ((32, 32), (64, 40))]
-    text = f"a{images.image_token}b {images.image_token}c"
     expanded = images.expand(text, [image.size for image in shown]).text
     ids = np.array(images.tokenizer(expanded, add_special_tokens=False)["input_ids"])
-    own = {"input_ids": torch.from_numpy(ids), **images.pixels(shown)}
+    pixels = images.of_tokens(ids, shown) if images.follows_tokens else images.pixels(shown)
+    own = {"input_ids": torch.from_numpy(ids), **pixels}
     if images.token_types is not None:
         own[images.token_types] = torch.from_numpy(images.token_type_ids(ids))
     theirs = images.applied(images=[shown], text=[text], return_tensors="pt", add_special_tokens=False)

@@ -30,6 +30,7 @@ from shardtune.data.loader.step_loader import Companion
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.adapter import AdapterRoot, LanguageRoot, cannot_share_sequences
 from shardtune.models.causal_lm import CausalLM
+from shardtune.models.lora.attach import base_tensors
 from shardtune.models.vision.processors import image_text
 from shardtune.parallel.meta_init import init_empty_weights
 from shardtune.parallel.model_parallel import ModelParallel
@@ -108,16 +109,22 @@ class VisionLanguage(CausalLM):
         """Rows end to end, with the pixels of all their images, in order."""
         batch = pack(samples, rows, weights)
         stored = [image for sample in samples if sample.fields for image in from_fields(sample.fields)]
-        fields = self._fields(batch.input_ids.numpy(), stored)
+        counts = [len(sample.fields[ENDS]) if sample.fields else 0 for sample in samples]
+        fields = self._fields(batch.input_ids.numpy(), stored, counts)
         rope = self._rope
         if rope is None:
             return replace(batch, fields=fields)
-        counts = [len(sample.fields[ENDS]) if sample.fields else 0 for sample in samples]
         places = self._rope_positions(rope, batch, fields, counts)
         return replace(batch, fields=fields, position_ids=torch.cat([batch.position_ids[None], places]))
 
-    def _fields(self, input_ids: np.ndarray, stored: Sequence[StoredImage]) -> dict[str, torch.Tensor]:
-        fields = _widened(self._reader.inputs(stored) if stored else {}, self._precision)
+    def _fields(
+        self, input_ids: np.ndarray, stored: Sequence[StoredImage], counts: Sequence[int]
+    ) -> dict[str, torch.Tensor]:
+        if stored and self.images.follows_tokens:
+            made = self.images.of_tokens(input_ids, [image.read() for image in stored])
+        else:
+            made = self._reader.inputs(stored, counts) if stored else {}
+        fields = _widened(made, self._precision)
         if self.images.token_types is not None:
             fields[self.images.token_types] = torch.from_numpy(self.images.token_type_ids(input_ids))
         return fields
@@ -168,11 +175,12 @@ class VisionLanguage(CausalLM):
         return Prompt(blank.input_ids, {**blank.fields, PROMPT_IMAGES: np.array(1, np.int32)})
 
     def prompt_inputs(self, prompts: Sequence[Prompt], longest: int) -> Mapping[str, torch.Tensor]:
-        stored = [image for prompt in prompts for image in _prompt_images(prompt)]
+        images = [_prompt_images(prompt) for prompt in prompts]
+        stored, counts = [image for row in images for image in row], [len(row) for row in images]
         tokens = np.full((len(prompts), longest), -1, np.int64)
         for row, prompt in enumerate(prompts):
             tokens[row, longest - len(prompt.tokens) :] = prompt.tokens
-        return self.images.numbers(self._fields(tokens, stored))
+        return self.images.numbers(self._fields(tokens, stored, counts))
 
     def apply_model_parallel(self, model: nn.Module, ranks: Ranks) -> ModelParallel:
         self.check_layout(ranks.layout)
@@ -208,7 +216,12 @@ class VisionLanguage(CausalLM):
         random = np.random.default_rng(0)
         sizes = [image.size for image in from_fields(sample.fields)]
         others = [Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8)) for width, height in sizes]
-        swapped = {**batch.fields, **_widened(self.images.pixels(others), self._precision)}
+        made = (
+            self.images.of_tokens(batch.input_ids.numpy(), others)
+            if self.images.follows_tokens
+            else self.images.pixels(others)
+        )
+        swapped = {**batch.fields, **_widened(made, self._precision)}
         last = torch.arange(max(0, sample.length - LOOKED_AT), sample.length, device=device)
         was_training = root.training
         root.eval()
@@ -231,9 +244,9 @@ class VisionLanguage(CausalLM):
 
 
 def _has_zero_projector(model: nn.Module) -> bool:
-    """Whether a matrix of the projector is zero, as in an untrained Gemma 3."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.ndim > 1]
-    return any(re.search(PARTS["projector"], name) and not parameter.any() for name, parameter in named)
+    """Whether a matrix of the projector is zero, as in an untrained Gemma 3; what LoRA adds does not count."""
+    named = [(base.name, base.tensor) for base in base_tensors(model) if base.layer is None and base.tensor.ndim > 1]
+    return any(re.search(PARTS["projector"], name) and not tensor.any() for name, tensor in named)
 
 
 def _widened(fields: Mapping[str, torch.Tensor], precision: str) -> dict[str, torch.Tensor]:

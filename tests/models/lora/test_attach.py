@@ -238,10 +238,12 @@ def test_base_weights_load_below_the_adapter_whatever_their_names_on_disk(tmp_pa
             assert torch.equal(loaded[name], tensor), name
 
 
-def test_experts_are_left_out_with_a_word_or_adapted_by_name() -> None:
+def test_experts_and_routers_are_left_out_with_a_word_or_adapted_by_name() -> None:
     model = empty(tiny_config("qwen3_moe"))
-    (note,) = attach_adapter(model, LoraConfig(r=2))
-    assert "target_parameters: [experts.down_proj, experts.gate_up_proj]" in note
+    experts, routers = attach_adapter(model, LoraConfig(r=2))
+    assert "target_parameters: [experts.down_proj, experts.gate_up_proj]" in experts
+    assert routers.startswith("LoRA leaves out 2 matrices outside linear layers")
+    assert routers.endswith("target_parameters: [gate.weight]")
     assert names(model) == {f"model.layers.{i}.self_attn.{p}_proj" for i in (0, 1) for p in "qkvo"}
     with pytest.raises(ConfigError, match="matches no parameter") as error:
         attach_adapter(empty(tiny_config("qwen3_moe")), LoraConfig(r=2, target_parameters=["w1"]))

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.paligemma.processing_paligemma import PaliGemmaProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
+from shardtune.data.encoder import RowError
 from shardtune.errors import ModelError
 from shardtune.models.vision.processors import image_text, load_processor, without_video
+from tests.support.tiny_vision import make_processor
 from tests.support.vision import FAMILIES, save_vision_model, tokenizer
 
 
@@ -40,6 +44,34 @@ def test_a_processor_comes_back_from_its_directory(family: str, tmp_path: Path) 
 def test_a_class_without_video_is_made_once() -> None:
     assert without_video(Qwen2_5_VLProcessor) is without_video(Qwen2_5_VLProcessor)
     assert without_video(PaliGemmaProcessor) is PaliGemmaProcessor
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["gemma4", "idefics2", "janus", "llava_next_video", "llava_onevision", "minicpmv4_6", "mllama", "video_llava"],
+)
+def test_a_row_of_two_images_is_the_processors_own(family: str, tmp_path: Path) -> None:
+    """`image_text` compares all tensors of a row of two images.
+
+    These classes pass the part for videos by position or read its settings; replace image tokens in a call of their
+    own; or let an image's tokens or mask depend on the row.
+    """
+    made = make_processor(family)
+    made.save_pretrained(tmp_path)
+    config: Any = PreTrainedConfig()
+    config.model_type = family
+    loaded = load_processor(str(tmp_path), config)
+    assert type(loaded).__name__ == type(made).__name__
+    images = image_text(loaded)
+    assert images.token_type_ids(np.array([0, images.tokenizer.get_vocab()[images.image_token]])).tolist() == [0, 1]
+
+
+def test_images_side_by_side_are_a_bad_row_where_they_are_written_in_another_way() -> None:
+    images = image_text(make_processor("idefics2"))
+    token = images.image_token
+    assert len(images.expand(f"{token}a{token}", [(32, 32), (40, 64)]).images) == 2
+    with pytest.raises(RowError, match="two images follow each other"):
+        images.expand(f"{token}{token}", [(32, 32), (40, 64)])
 
 
 def test_processors_with_ways_of_their_own_are_refused() -> None:

@@ -63,6 +63,14 @@ def test_a_model_whose_projector_is_zero_is_not_packed(places: tuple[Path, Path]
     worker.release()
 
 
+def test_an_adapter_that_begins_at_zero_is_no_projector_of_zeros(places: tuple[Path, Path]) -> None:
+    """LoRA's second factor is zero at first, in the projector too; packing and the check of images stay."""
+    worker = a_worker(places, "llava", actor__model__is_lora=True, data__eval_data_paths=None)
+    assert ZERO_PROJECTOR not in worker.notes
+    assert worker.adapter.rows_share_forwards
+    worker.release()
+
+
 def test_a_model_that_does_not_see_is_refused(places: tuple[Path, Path]) -> None:
     worker = a_worker(places, "llava", data__eval_data_paths=None)
     with torch.no_grad():

@@ -1,0 +1,342 @@
+"""Tiny vision-language models of any family of transformers, with processors, and what plain code makes of rows."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, ProcessorMixin
+from transformers.models.auto.image_processing_auto import (
+    IMAGE_PROCESSOR_MAPPING_NAMES,
+    get_image_processor_class_from_name,
+)
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
+
+from shardtune.models.vision.processors import load_processor, without_video
+from tests.support.flat_vision import encoded
+from tests.support.tiny_architectures import QSA, VISION_SIDE, Impossible, shake, tiny_config
+from tests.support.vision import save_image_rows, template, tokenizer
+
+NAMED = {
+    "image_token": "<image>",
+    "video_token": "<video>",
+    "audio_token": "<audio>",
+    "boi_token": "<boi>",
+    "eoi_token": "<eoi>",
+    "boa_token": "<boa>",
+    "eoa_token": "<eoa>",
+    "vision_start_token": "<vs>",
+    "vision_end_token": "<ve>",
+    "image_start_token": "<is>",
+    "image_end_token": "<ie>",
+    "slice_start_token": "<ss>",
+    "slice_end_token": "<se>",
+    "image_id_start_token": "<ids>",
+    "image_id_end_token": "<ide>",
+    "image_boundary_token": "<fake_token_around_image>",
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<image>",
+    "fake_image_token": "<fake_token_around_image>",
+    "global_image_token": "<global-img>",
+    "end_of_utterance_token": "<end_of_utterance>",
+}
+"""Tokens by the names under which processors look them up."""
+IDS = {
+    "image_token_id": "<image>",
+    "image_token_index": "<image>",
+    "video_token_id": "<video>",
+    "video_token_index": "<video>",
+    "audio_token_id": "<audio>",
+    "vision_start_token_id": "<vs>",
+    "vision_end_token_id": "<ve>",
+    "boi_token_id": "<boi>",
+    "eoi_token_id": "<eoi>",
+    "boi_token_index": "<boi>",
+    "eoi_token_index": "<eoi>",
+    "image_start_token_id": "<vs>",
+    "image_end_token_id": "<ve>",
+    "video_start_token_id": "<vs>",
+    "video_end_token_id": "<ve>",
+    "im_start_id": "<is>",
+    "im_end_id": "<ie>",
+}
+"""Tokens by the keys of configs."""
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_QWEN = {
+    "writes": "<vs><image><ve>",
+    "config": {
+        "text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]},
+        "vision_config.out_hidden_size": 32,
+    },
+}
+_QWEN3 = {
+    "writes": "<vs><image><ve>",
+    "config": {
+        "text_config.rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+        "vision_config.deepstack_visual_indexes": [0],
+        "vision_config.num_position_embeddings": 16,
+    },
+}
+_QWEN3_5 = {
+    "writes": "<vs><image><ve>",
+    "config": {
+        "text_config.head_dim": 32,
+        "text_config.rope_parameters": {
+            **_ROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25,
+        },
+        "vision_config.num_position_embeddings": 16,
+    },
+}  # fmt: skip
+_GRID = {"image_grid_pinpoints": [[28, 56], [56, 28]]}
+_CLIP = {"text_config.model_type": "llama", "vision_config.model_type": "clip_vision_model"}
+_SIGLIP = {"vision_config.model_type": "siglip_vision_model", "vision_config.vision_use_head": False}
+_LLAVA = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+VISION: Mapping[str, Mapping[str, Any]] = {
+    "qwen2_vl": {
+        **_QWEN,
+        "config": {**_QWEN["config"], "vision_config.embed_dim": 32, "vision_config.hidden_size": 32},
+    },
+    "qwen2_5_vl": {
+        **_QWEN,
+        "config": {**_QWEN["config"], "vision_config.window_size": 56, "vision_config.fullatt_block_indexes": [1]},
+    },
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": {**_QWEN3, "pil": "Qwen2VLImageProcessorPil"},
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_moe": _QWEN3_5,
+    "qwen4_exp": {
+        **_QWEN3_5,
+        "config": {**_QWEN3_5["config"], **{f"text_config.{key}": value for key, value in QSA.items()}},
+    },
+    "llava": {"config": {**_CLIP, "image_seq_length": 4}, "processor": _LLAVA},
+    "vipllava": {"config": {**_CLIP, "vision_feature_layers": [-1, -2]}, "processor": _LLAVA},
+    "llava_next": {"config": {**_CLIP, **_GRID}, "pixels": _GRID, "processor": _LLAVA},
+    "llava_next_video": {"config": {**_CLIP, **_GRID}, "pixels": _GRID, "processor": _LLAVA},
+    "llava_onevision": {
+        "config": {**_SIGLIP, **_GRID, "text_config.model_type": "qwen2"},
+        "pixels": _GRID,
+        "processor": {"num_image_tokens": 4, "vision_feature_select_strategy": "full"},
+    },
+    "video_llava": {
+        "config": _CLIP,
+        "processor": _LLAVA,
+        "pixels": {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}},
+    },
+    "aria": {"impossible": "its smallest image has 1,225 patches"},
+    "ovis2": {
+        "tokens": ["<IMG_ATOM>", "<IMG_START>", "<IMG_END>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>"],
+        "ids": {"image_token_id": "<IMG_ATOM>"},
+        "config": {"visual_indicator_token_ids": [300, 301, 302, 303, 304]},
+        "processor": {"image_seq_length": 4},
+    },
+    "janus": {"processor": {"num_image_tokens": 4}},
+    "deepseek_vl": {"processor": {"num_image_tokens": 4}},
+    "deepseek_vl_hybrid": {"processor": {"num_image_tokens": 4}},
+    "idefics2": {
+        "config": {
+            "text_config.model_type": "mistral",
+            "perceiver_config.resampler_n_latents": 4,
+            "perceiver_config.resampler_depth": 1,
+            "perceiver_config.resampler_n_heads": 4,
+            "perceiver_config.resampler_head_dim": 8,
+        },
+        "pixels": {"do_image_splitting": False, "size": {"shortest_edge": 28, "longest_edge": 28}},
+        "processor": {"image_seq_len": 4},
+    },
+    "idefics3": {
+        "config": {"text_config.model_type": "llama", "scale_factor": 2},
+        "pixels": {"max_image_size": {"longest_edge": 28}, "size": {"longest_edge": 56}},
+        "processor": {"image_seq_len": 1},
+    },
+    "smolvlm": {
+        "config": {"text_config.model_type": "llama", "scale_factor": 2},
+        "pixels": {"max_image_size": {"longest_edge": 28}, "size": {"longest_edge": 56}},
+        "processor": {"image_seq_len": 1},
+    },
+    "gemma3": {
+        "writes": "<boi>",
+        "config": {"mm_tokens_per_image": 4, "vision_config.vision_use_head": False},
+        "processor": {"image_seq_length": 4},
+    },
+    "paligemma": {
+        "config": {**_SIGLIP, "text_config.model_type": "gemma"},
+        "pixels": {"image_seq_length": 4},
+        "begins": "<bos>",
+    },
+    "internvl": {
+        "config": {
+            "text_config.model_type": "qwen2",
+            "vision_config.image_size": [28, 28],
+            "vision_config.patch_size": [14, 14],
+            "downsample_ratio": 0.5,
+            "image_seq_length": 1,
+        },
+        "pixels": {"crop_to_patches": True, "max_patches": 2},
+        "processor": {"image_seq_length": 1},
+    },
+    "aya_vision": {
+        "tokens": ["<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>", "TILE", "TILE_GLOBAL"],
+        "ids": {"image_token_index": "<|IMG_PATCH|>"},
+        "config": {
+            **_SIGLIP,
+            "text_config.model_type": "cohere2",
+            "text_config.logit_scale": 0.0625,
+            "downsample_factor": 2,
+            "alignment_intermediate_size": 64,
+        },
+        "pixels": {"crop_to_patches": True, "max_patches": 2},
+        "processor": {"patch_size": 14, "img_size": 28, "downsample_factor": 2, "image_token": "<image>"},
+    },
+    "mllama": {
+        "begins": "<bos>",
+        "tokens": ["<|python_tag|>"],
+        "config": {
+            "text_config.num_hidden_layers": 3,
+            "text_config.cross_attention_layers": [1],
+            "vision_config.num_global_layers": 1,
+            "vision_config.intermediate_layers_indices": [0],
+            "vision_config.vision_output_dim": 64,
+            "vision_config.attention_heads": 4,
+            "vision_config.supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
+            "vision_config.max_num_tiles": 2,
+        },
+        "pixels": {"max_image_tiles": 2},
+    },
+    "glm4v": {"config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}},
+    "glm4v_moe": {
+        "pil": "Glm4vImageProcessorPil",
+        "config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}},
+    },
+    "glm46v": {"config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}},
+    "paddleocr_vl": {"config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}},
+    "ernie4_5_vl_moe": {
+        "config": {"text_config.moe_intermediate_size": [16, 16]},
+        "named": {"video_end_token": "<vide>", "video_start_token": "<vids>"},
+    },
+    "lighton_ocr": {"named": {"image_break_token": "<ibr>"}},
+    "qianfan_ocr": {
+        "config": {
+            "vision_config.image_size": [28, 28],
+            "vision_config.patch_size": [14, 14],
+            "downsample_ratio": 0.5,
+            "image_seq_length": 1,
+        },
+        "pixels": {"crop_to_patches": True, "max_patches": 2},
+        "processor": {"image_seq_length": 1},
+    },
+    "gemma4": {"audio": "Gemma4AudioFeatureExtractor", "pixels": {"max_soft_tokens": 70}},
+}
+"""What single families need besides small sizes: `config`, `pixels` (image processor), `processor`, `writes` (what
+their template writes for an image), `pil` (class of the image processor)."""
+
+
+def _pixel_settings(kind: Any, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Small images, in the way that an image processor's class names their size."""
+    size = dict(getattr(kind, "size", None) or {})
+    edges = {"height": VISION_SIDE, "width": VISION_SIDE}
+    made: dict[str, Any] = {}
+    if set(size) == {"height", "width"}:
+        made["size"] = edges
+    elif set(size) == {"shortest_edge"}:
+        made |= {"size": {"shortest_edge": VISION_SIDE}, "crop_size": edges}
+    elif set(size) == {"shortest_edge", "longest_edge"} and size["longest_edge"] > 100_000:
+        made["size"] = {"shortest_edge": 28 * 28, "longest_edge": 56 * 56}
+    if getattr(kind, "patch_size", None) is not None:
+        made["patch_size"] = 14
+    return {**made, **own}
+
+
+class Unavailable(Exception):
+    """A family without a processor that works here."""
+
+
+def make_processor(family: str) -> ProcessorMixin:
+    """The family's processor with a tokenizer of bytes and small images.
+
+    Raises:
+        Unavailable: it has none, or one by torchvision alone.
+    """
+    own = VISION.get(family, {})
+    name = PROCESSOR_MAPPING_NAMES.get(family)
+    pil = own.get("pil") or (IMAGE_PROCESSOR_MAPPING_NAMES.get(family) or {}).get("pil")
+    if name is None or pil is None:
+        raise Unavailable
+    found: Any = processor_class_from_name(name)
+    try:
+        takes = inspect.signature(found.__init__).parameters
+        kind = without_video(found)
+    except ImportError as error:
+        raise Unavailable from error
+    image_kind: Any = get_image_processor_class_from_name(pil)
+    text = tokenizer(
+        "<bos>", *own.get("tokens", ()), image=own.get("writes", "<image>"), **NAMED, **own.get("named", {})
+    )
+    if "begins" in own:
+        text.bos_token = own["begins"]
+        text.chat_template = own["begins"] + template(text)
+    parts: dict[str, Any] = {"image_processor": image_kind(**_pixel_settings(image_kind, own.get("pixels", {})))}
+    if "audio" in own:
+        parts["feature_extractor"] = getattr(transformers, own["audio"])()
+    if "video_processor" in takes:
+        parts["video_processor"] = None
+    try:
+        made = kind(tokenizer=text, **parts, **own.get("processor", {}))
+    except ImportError as error:
+        raise Unavailable from error
+    made.chat_template = template(text)
+    return made
+
+
+def _save_names(family: str, folder: Path) -> None:
+    """The classes that a directory of the family names, for one whose processor does not work here."""
+    images = IMAGE_PROCESSOR_MAPPING_NAMES.get(family) or {}
+    kinds = {"processor_class": PROCESSOR_MAPPING_NAMES.get(family)}
+    named: dict[str, Any] = {key: name for key, name in kinds.items() if name is not None}
+    if images:
+        named["image_processor"] = {"image_processor_type": next(iter(images.values()))}
+    (folder / "processor_config.json").write_text(json.dumps(named))
+    text = tokenizer(image="<image>", **NAMED)
+    text.save_pretrained(folder)
+
+
+def save_family(family: str, folder: Path) -> None:
+    """A model with its processor, as `save_pretrained` writes them; the config and names where that cannot be."""
+    own = VISION.get(family, {}).get("config", {})
+    if "impossible" in VISION.get(family, {}):
+        raise Impossible(VISION[family]["impossible"])
+    try:
+        processor: Any = make_processor(family)
+    except Unavailable:
+        tiny_config(family, own).save_pretrained(folder)
+        _save_names(family, folder)
+        return
+    text = processor.tokenizer
+    defaults = CONFIG_MAPPING[family]().to_dict()
+    tokens = IDS | VISION.get(family, {}).get("ids", {})
+    ids = {key: text.convert_tokens_to_ids(token) for key, token in tokens.items() if key in defaults}
+    torch.manual_seed(1)
+    model: Any = AutoModelForImageTextToText.from_config(tiny_config(family, {**ids, **own}))
+    shake(model)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def image_rows(folder: Path, count: int, *, text: bool = True) -> tuple[Path, list[dict[str, Any]]]:
+    """Rows with images, and some without unless `text` is False, as `save_image_rows`."""
+    file, rows = save_image_rows(folder, count)
+    if not text:
+        rows = [row if row["images"] else rows[1] for row in rows]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file, rows
+
+
+def inputs_of(folder: Path, rows: list[dict[str, Any]]) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """The model's inputs for each row alone, by the processor itself, and its labels [tokens]."""
+    processor = load_processor(str(folder), AutoConfig.from_pretrained(folder))
+    return [(inputs, labels[0]) for inputs, labels in (encoded(processor, row, folder) for row in rows)]
