@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -56,6 +56,11 @@ class SFTTrainer(SFTWorker):
     """
 
     use_reference_model: ClassVar[bool] = False
+    _called_by: ClassVar[Mapping[str, Sequence[str]]] = {
+        "get_batch_metrics": ("get_train_model_output", "get_eval_model_output"),
+        "get_train_model_output": ("run_training",),
+        "get_eval_model_output": ("run_eval",),
+    }
     get_batch_logps = staticmethod(get_batch_logps)
 
     def __init__(
@@ -94,6 +99,7 @@ class SFTTrainer(SFTWorker):
         )
 
     def _make_task(self) -> Task:
+        self._refuse_unused_overrides()
         padded = PaddedMethods(
             get_batch_metrics=self.get_batch_metrics,
             target_weight=lambda batch: target_weight(batch[LABELS], batch.get(WEIGHTS)),
