@@ -20,6 +20,11 @@ NO_TOKENS = np.empty(0, np.int32)
 NO_WEIGHTS = np.empty(0, np.float32)
 
 
+def length_name(name: str, dim: int) -> str:
+    """The key of `Batch.lengths` for a dimension of a padded field, of which 0 are the rows."""
+    return name if dim == 1 else f"{name}:{dim}"
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One row, encoded: tokens with their targets for a language model, named arrays for any other.
@@ -74,7 +79,8 @@ class Batch:
         rows: the dataset row of each, -1 for a filler that only keeps ranks in step and has no weight.
         weights: the weight of each loss term over this micro-batch, from the row index.
         fields: tensors [rows, ...] by name.
-        lengths: int64 [rows] by name: the length of each row of a padded field, without padding.
+        lengths: int64 [rows] by name: the length of each row of a padded field, without padding. Of a field with more
+            dimensions those along the second and further ones are under `name:2`, `name:3`, counted as in the batch.
         key: of the rows' random numbers; it stands for seed and step, in evaluation for the seed alone.
     """
 
@@ -92,19 +98,25 @@ class Batch:
             )
         return self.fields[name]
 
-    def mask(self, name: str) -> torch.Tensor:
+    def mask(self, name: str, dim: int = 1) -> torch.Tensor:
         """Bool [rows, longest] of a padded field: False where it is padding.
 
         Rows of lengths 3 and 1 have [[True, True, True], [True, False, False]].
+
+        Args:
+            name: of the field, [rows, ...].
+            dim: the dimension of the field that is looked at, of those after the rows.
         """
-        if name not in self.lengths:
+        key = length_name(name, dim)
+        if key not in self.lengths:
             raise ModelError(
-                f"the field {name!r} is not padded; padded are {', '.join(sorted(self.lengths)) or 'none'}",
+                f"the field {name!r} is not padded{f' in dimension {dim}' if name in self.lengths else ''}; padded are "
+                f"{', '.join(sorted(self.lengths)) or 'none'}",
                 where="Batch.mask",
                 remedy=f"let the adapter pad it: padding = {{{name!r}: 0}}",
             )
-        lengths = self.lengths[name]
-        return torch.arange(self[name].shape[1], device=lengths.device) < lengths[:, None]
+        lengths = self.lengths[key]
+        return torch.arange(self[name].shape[dim], device=lengths.device) < lengths[:, None]
 
     def randn_like(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Standard normal numbers in shape, dtype and device of `tensor` [rows, …], the same on any layout.

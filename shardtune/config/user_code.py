@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any, TypeAlias
 
 from shardtune.errors import ConfigError, ShardtuneError
@@ -95,6 +95,24 @@ def named_errors(spec: str, key: str, doing: str = "") -> Iterator[None]:
             where=f"{key}: {file}{_line_in(Path(file), error)}",
             remedy="fix it, or leave it out of the recipe",
         ) from error
+
+
+def names_in(function: object) -> set[str]:
+    """The names of attributes and globals that a function's code refers to; empty for anything else.
+
+    What a decorator wraps counts too, with "super": the wrapper calls it.
+    """
+    found, waiting = set[str](), list[CodeType]()
+    while inspect.isfunction(function):
+        waiting.append(function.__code__)
+        wrapped = vars(function).get("__wrapped__")
+        found |= {"super"} if wrapped is not None else set()
+        function = wrapped
+    while waiting:
+        code = waiting.pop()
+        found |= set(code.co_names)
+        waiting += [constant for constant in code.co_consts if inspect.iscode(constant)]
+    return found
 
 
 def check_call(function: UserFunction, number: int, call: str, where: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import numpy as np
 import torch
 
-from shardtune.batch import TOKENS, Batch, Metric
+from shardtune.batch import Batch, Metric
 from shardtune.config import RunnerConfig
 from shardtune.data.loader.prefetch import computed_ahead
 from shardtune.data.loader.step_loader import BatchMaker
@@ -82,18 +82,18 @@ def sum_evaluation(
     return ranks.reduce_metrics(totals)
 
 
-def summarize(sums: Mapping[str, Metric], token_term: str = TOKENS) -> dict[str, float]:
+def summarize(sums: Mapping[str, Metric], token_term: str | None = None) -> dict[str, float]:
     """The metrics of an evaluation set: `loss` (the sum of all terms), `perplexity` of tokens, and all others.
 
     With several loss terms there is also `loss/<term>` for each.
 
     Args:
         sums: (sum, weight) of every metric; the terms of the loss are named `loss/<term>`.
-        token_term: the term that is the cross-entropy of tokens.
+        token_term: the term that is the cross-entropy of tokens, of which there is a perplexity; None: none is.
     """
     terms = {name: metric.mean for name, metric in sums.items() if name.startswith("loss/")}
     metrics = {"loss": sum(terms.values()), **(terms if len(terms) > 1 else {})}
-    tokens = terms.get(f"loss/{token_term}")
+    tokens = None if token_term is None else terms.get(f"loss/{token_term}")
     if tokens is not None:
         metrics["perplexity"] = math.exp(min(tokens, 700.0))
     return metrics | {name: metric.mean for name, metric in sums.items() if name not in terms}

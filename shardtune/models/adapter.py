@@ -31,6 +31,7 @@ from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
 from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard_units import choose_units
+from shardtune.parallel.tensor_parallel import check_names
 
 LABELS = "labels"
 TERM = "loss"
@@ -67,7 +68,8 @@ class Adapter(ABC):
 
     Attributes:
         Options: the types of `actor.model.options`, a pydantic model; an unknown key is an error.
-        padding: fields whose rows differ in length, and the value with which they are padded at the end.
+        padding: fields whose rows differ in size, and the value with which each of their dimensions is padded at the
+            end.
         unit_classes: class names of the modules that shard as a unit, usually the layers; by default as transformers
             declares them, else chosen by size.
         reads: keys of the recipe that the adapter reads, of those that are otherwise refused: such as
@@ -161,9 +163,15 @@ class Adapter(ABC):
         if layout.sequence > 1:
             raise cannot_share_sequences(type(self).__name__, "it takes whole rows")
 
+    def check_tensor_plan(self, model: nn.Module, layout: Layout) -> None:
+        """Refuse a `tensor_plan` that names what the model does not have."""
+        if layout.tensor > 1:
+            check_names(model, self.tensor_plan, f"{type(self).__name__}.tensor_plan")
+
     def apply_model_parallel(self, model: nn.Module, ranks: Ranks) -> ModelParallel:
         """Split the model among the ranks that share rows, before it is sharded."""
         self.check_layout(ranks.layout)
+        self.check_tensor_plan(model, ranks.layout)
         declared = model if isinstance(model, PreTrainedModel) else None
         tensor_plan = self.tensor_plan or (declared.tp_plan if declared is not None else {})
         return apply_model_parallel(model, tensor_plan, declared.ep_plan if declared is not None else {}, ranks, None)
@@ -292,8 +300,14 @@ class WholeStepAdapter(Adapter):
 
     `outputs` is computed micro-batch by micro-batch and gathered from all ranks; `step_loss` receives those of all rows
     of the step, for any ranks and micro-batches. Each micro-batch is computed twice, so that memory is that of one of
-    them (Gao et al., 2021, arXiv:2101.06983). Evaluation is by `step_loss` alone: `metrics` is not called.
+    them (Gao et al., 2021, arXiv:2101.06983). Evaluation is by `step_loss` alone: a `metrics` of its own is refused.
+
+    Attributes:
+        evaluation_rows: rows that `step_loss` compares at once in evaluation, in the order of the set. The size of the
+            steps of training has no part in it, so that the losses of different runs can be compared.
     """
+
+    evaluation_rows: ClassVar[int] = 64
 
     @abstractmethod
     def outputs(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
@@ -318,7 +332,14 @@ class WholeStepAdapter(Adapter):
 
 
 class LanguageModel(Adapter):
-    """A model over rows of tokens, packed end to end, that can also generate."""
+    """A model over rows of tokens, packed end to end, that can also generate.
+
+    Attributes:
+        token_term: the term of its loss that is the mean cross-entropy of tokens, neither scaled nor smoothed, of which
+            evaluation computes `eval/perplexity`; None: no term is.
+    """
+
+    token_term: ClassVar[str | None] = None
 
     @property
     def metric_names(self) -> Sequence[str]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel
 
-from shardtune.config.user_code import check_call
+from shardtune.config.user_code import check_call, names_in
 from shardtune.errors import ConfigError
 from shardtune.models.adapter import Adapter, WholeStepAdapter
 
@@ -28,6 +28,17 @@ CALLS = {
 """The methods that authors write, and the arguments they are called with."""
 UNCALLED_IN_WHOLE_STEPS = ("loss", "train_loss", "evaluate", "metrics")
 """Methods that training and evaluation of a `WholeStepAdapter` do not call."""
+CALLED_BY = {
+    "loss": "train_loss",
+    "metrics": "evaluate",
+    "predictions": "evaluate",
+    "encode": "encoder",
+    "weights": "encoder",
+    "padding": "collate",
+    "unit_classes": "shard_units",
+    "tensor_plan": "apply_model_parallel",
+}
+"""What authors write, and the method of `Adapter` that calls or reads it, which a class may override too."""
 DECLARED = ("Options", "padding", "unit_classes", "reads")
 OWN = "shardtune."
 """Prefix of the package's own modules."""
@@ -58,6 +69,9 @@ def check_adapter_class(kind: type[Adapter], where: str) -> None:
     _check_names(kind, written, where)
     if issubclass(kind, WholeStepAdapter):
         _check_whole_step(kind, where)
+        _check_evaluation_rows(kind, where)
+    for name in CALLED_BY.keys() & written.keys():
+        _check_called(kind, name, where)
 
 
 def check_made(adapter: Adapter, where: str) -> None:
@@ -141,6 +155,43 @@ def _check_whole_step(kind: type[WholeStepAdapter], where: str) -> None:
                 where=where,
                 remedy="leave it out; step_loss may return several terms, each of which is logged",
             )
+
+
+def _check_called(kind: type[Adapter], name: str, where: str) -> None:
+    """Refuse what is never called or read, because a class of the same hierarchy overrides the caller.
+
+    An overridden caller counts as calling it where its code names it. What helpers of the user's own call is not known,
+    so of their callers only `evaluate` is looked at.
+    """
+    outer = CALLED_BY[name]
+    for base in kind.__mro__:
+        if base is Adapter:
+            return
+        caller = vars(base).get(outer)
+        if caller is None:
+            continue
+        names = names_in(caller)
+        if name in names or (_is_users(base) and (name != "metrics" or not inspect.isfunction(caller))):
+            return
+        # A user's class may name another's method in place of super(); here a function has the name of a method.
+        if not names & ({outer, "super"} if _is_users(base) else {"super"}):
+            raise ConfigError(
+                f"{kind.__name__}.{name} is never used: {base.__name__}.{outer} takes the place of what would use it",
+                where=where,
+                remedy=f"call it in {outer}, or leave it out"
+                if _is_users(base)
+                else f"leave it out, or write {outer}, which is what {base.__name__} calls; {PAGE}",
+            )
+
+
+def _check_evaluation_rows(kind: type[WholeStepAdapter], where: str) -> None:
+    rows: object = kind.evaluation_rows
+    if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
+        raise ConfigError(
+            f"{kind.__name__}.evaluation_rows is {_describe(rows)}, not a number of rows",
+            where=where,
+            remedy="evaluation_rows = 64: the rows that step_loss compares at once in evaluation",
+        )
 
 
 def _is_users(kind: type) -> bool:

@@ -107,7 +107,9 @@ class CausalLM(LanguageModel):
         source_losses: adds up the training loss by data source; None: nothing does.
     """
 
+    token_term = TOKENS
     source_losses: SourceLosses | None = None
+
     _auto: ClassVar[type[_BaseAutoModelClass]] = AutoModelForCausalLM
     _kind = "causal language model"
 

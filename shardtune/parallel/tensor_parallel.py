@@ -7,6 +7,7 @@ have summed included (`Weights.sync_replicated_gradients` does it, once per step
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -153,6 +154,32 @@ def without_experts(plan: Plan) -> Plan:
     }
 
 
+def check_names(model: nn.Module, plan: Plan, where: str) -> None:
+    """Refuse a user's plan with a name that is no module or parameter of the model: its partners would not fit.
+
+    The plans of transformers name parts that only some models of a class have.
+
+    Raises:
+        ParallelError: names the pattern and the nearest one.
+    """
+    names = _wildcards(model)
+    for pattern in plan:
+        if pattern not in names:
+            near = difflib.get_close_matches(replace_layer_number_by_wildcard(pattern), names, n=1, cutoff=0.0)
+            raise ParallelError(
+                f"tensor_plan names {pattern!r}, which is no module or parameter of {type(model).__name__}",
+                where=where,
+                remedy=f"did you mean {near[0]!r}? Numbers of layers are written as *" if near else "leave it out",
+            )
+
+
+def _wildcards(model: nn.Module) -> set[str]:
+    """The names of modules and parameters, with `*` for numbers, also as they are without an adapter."""
+    found = (*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False)))
+    names = {replace_layer_number_by_wildcard(name) for name in found if name}
+    return names | {name.replace(".base_layer", "") for name in names}
+
+
 def _check_plan(model: nn.Module, plan: Plan) -> None:
     if not plan:
         raise ParallelError(
@@ -170,10 +197,7 @@ def _check_plan(model: nn.Module, plan: Plan) -> None:
             where=WHERE,
             remedy=f"set {WHERE}: 1",
         )
-    names = {
-        replace_layer_number_by_wildcard(name)
-        for name in (*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False)))
-    }
+    names = _wildcards(model)
     if not names.intersection(plan):
         raise ParallelError(
             f"the tensor plan of {type(model).__name__} names nothing in it: {', '.join(list(plan)[:3])}",

@@ -37,10 +37,10 @@ from shardtune.run.directory import (
     plan_run,
 )
 from shardtune.run.display import Display
-from shardtune.run.preflight import is_one_of_several, read_together
+from shardtune.run.preflight import check_same_rows, is_one_of_several, read_together
 from shardtune.run.prompts import PromptBuilder
 from shardtune.run.resume_check import check_same_data
-from shardtune.run.train_rank import train_rank
+from shardtune.run.train_rank import report_finished, train_rank
 from shardtune.training.callbacks import load_callbacks
 from shardtune.training.loggers import SAMPLES, read_metrics
 from shardtune.training.worker.adapter_worker import SFTWorker
@@ -91,7 +91,7 @@ def train(
     plan = plan_run(loaded)
     check_unlocked(plan.run_dir)
     if plan.finished:
-        display.report(f"{plan.run_dir} is finished; its result is {plan.run_dir / FINAL}")
+        report_finished(plan, loaded, objects, display.report)
         return Run(plan.run_dir)
     by_ray = loaded.runner.launcher == "ray"
     if by_ray or loaded.runner.nproc_per_node > 1:
@@ -382,6 +382,7 @@ def evaluate(target: str | Path, *overrides: str, checkpoint: str = "final") -> 
         import_plugins(recipe.plugins)
         worker = make_worker(recipe, training=False, report=Display().report)
         worker.setup_evaluation(context=RunContext(episodes_dir=episodes))
+    check_same_rows(worker)
     if not worker.evaluates:
         raise _nothing_to_evaluate()
     if worker.ranks.is_main:

@@ -28,9 +28,11 @@ import torch.distributed as dist
 
 from shardtune.config import Recipe, flatten
 from shardtune.config.paths import named_files
+from shardtune.data.sources.fingerprint import contents
 from shardtune.errors import ParallelError, ShardtuneError
 from shardtune.launch.heartbeat import PeerWatch
 from shardtune.run.directory import run_directory
+from shardtune.training.worker.base import FSDPSftWorker
 
 MEET_SECONDS = 300.0
 """How long the first rank to arrive waits for the last one."""
@@ -142,14 +144,20 @@ def _hash_of_sources() -> str:
 
 
 def _files(recipe: Recipe | None) -> dict[str, tuple[str, str]]:
-    """The files that the recipe names, with their fingerprints."""
+    """The files that the recipe names, those in directories each, with fingerprints of their content."""
     if recipe is None:
         return {}
     tree = recipe.to_dict()
     named = [(path, key) for key, path in named_files(tree)]
-    named += [(path, key) for key in ("train_data_paths", "eval_data_paths") for path in _texts(tree["data"][key])]
-    return {path: (f"data.{key}" if key.endswith("_data_paths") else key, fingerprint(Path(path)))
-            for path, key in named if os.path.isabs(path)}  # fmt: skip
+    named += [
+        (path, f"data.{key}") for key in ("train_data_paths", "eval_data_paths") for path in _texts(tree["data"][key])
+    ]
+    return {
+        os.path.join(path, name) if name else path: (key, content)
+        for path, key in named
+        if os.path.isabs(path)
+        for name, content in contents(Path(path)).items()
+    }
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -162,18 +170,38 @@ def _texts(value: object) -> Iterator[str]:
         yield from _texts(value["path"] if "path" in value else list(value.values()))
 
 
-def fingerprint(path: Path) -> str:
-    """A cheap fingerprint: the hash of a Python file, the number of files in a directory, otherwise the size."""
-    try:
-        if path.is_dir():
-            return f"{len(os.listdir(path))} files"
-        if path.suffix == ".py":
-            return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-        if path.exists():
-            return f"{path.stat().st_size:,} bytes"
-        return f"{len(list(path.parent.glob(path.name)))} files" if "*" in path.name else "missing"
-    except OSError as error:
-        return f"unreadable ({error.strerror})"
+def check_same_rows(worker: FSDPSftWorker) -> None:
+    """Refuse to train or evaluate on rows that differ between ranks; all ranks call it.
+
+    Files were compared by samples; this compares what was read from them.
+
+    Raises:
+        ParallelError: on all ranks alike; names rank and host.
+    """
+    ranks = worker.ranks
+    if ranks.world_size == 1:
+        return
+    found = ranks.gather(worker.task.row_fingerprints())
+    if any(other != found[0] for other in found):  # time stamps of videos may differ where rows do not
+        found = ranks.gather(worker.task.row_fingerprints(row_by_row=True))
+    hosts = ranks.gather(socket.gethostname())
+    problems = [
+        f"{name}: {mine.get(name, 'missing')} for rank {rank} on {hosts[rank]}, {found[0].get(name, 'missing')} for "
+        f"rank 0 on {hosts[0]}"
+        for rank, mine in enumerate(found)
+        for name in sorted(found[0].keys() | mine.keys())
+        if found[0].get(name) != mine.get(name)
+    ]
+    if problems:
+        raise ParallelError(
+            "the ranks cannot train together, as their rows differ:\n    " + "\n    ".join(_shortened(problems)),
+            where="data.train_data_paths, data.eval_data_paths",
+            remedy="give all hosts the same data files, in the same order, and the same tokenizer and chat template",
+        )
+
+
+def _shortened(problems: list[str]) -> list[str]:
+    return problems[:8] + ([f"… and {len(problems) - 8} more"] if len(problems) > 8 else [])
 
 
 @contextmanager
@@ -346,9 +374,8 @@ def _raise_differences(problems: list[str], mine: Inventory, rank: int) -> None:
         return
     if mine.error is not None and rank == 0:
         return  # its own error is more specific
-    shown = problems[:8] + ([f"… and {len(problems) - 8} more"] if len(problems) > 8 else [])
     raise ParallelError(
-        "the ranks cannot train together:\n    " + "\n    ".join(shown),
+        "the ranks cannot train together:\n    " + "\n    ".join(_shortened(problems)),
         where=f"{os.environ['WORLD_SIZE']} ranks, rendezvous at {os.environ['MASTER_ADDR']}",
         remedy="give all hosts the same environment, recipe and files, and a run directory that they share",
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardtune.checkpoint.atomic import read_json
 from shardtune.checkpoint.training_state import read_training_state
 from shardtune.config import Recipe, flatten
 from shardtune.errors import CheckpointError
@@ -50,7 +49,8 @@ LARGER = ("runner.max_epochs", "runner.max_steps")
 """Keys that may grow: the run is extended."""
 
 
-def _is_free(key: str) -> bool:
+def is_free(key: str) -> bool:
+    """Whether a key, or the section it is in, affects no numerics."""
     return any(key == free or key.startswith(free + ".") for free in FREE)
 
 
@@ -73,7 +73,7 @@ def check_changes(old: Recipe, recipe: Recipe, run_dir: Path) -> tuple[str, ...]
     refused, notes = [], []
     for key in sorted(before.keys() | now.keys()):
         was, is_now = before.get(key), now.get(key)
-        if was == is_now or _is_free(key):
+        if was == is_now or is_free(key):
             continue
         if _moved(was, is_now):
             notes.append(f"{key}: moved to {is_now}")
@@ -146,17 +146,3 @@ def _how(was: Mapping[str, object], now: Mapping[str, object]) -> str:
         return "other content"
     encoded = "encoded otherwise (tokenizer, template, max_length, the adapter's code and options)"
     return f"{was['rows']:,} rows -> {now['rows']:,} rows, other content, or {encoded}"
-
-
-def changed_code(checkpoint: Path, now: Mapping[str, str]) -> list[str]:
-    """A note for each user code file that has changed since its run was last started.
-
-    Args:
-        checkpoint: of the run that is continued.
-        now: a hash of each file.
-    """
-    manifest = checkpoint.resolve().parent.parent / "manifest.json"
-    before = read_json(manifest).get("user_code", {}) if manifest.is_file() else {}
-    return [
-        f"{name} has changed since this run was started" for name in now if before.get(name, now[name]) != now[name]
-    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from shardtune.parallel.ranks import leave_ranks
 from shardtune.run.choose_worker import NOTHING, Objects, make_worker, unused_workers, user_code
 from shardtune.run.directory import (
     DROPPED_ROWS,
+    FINAL,
     RunLock,
     RunPlan,
     begin_run,
@@ -32,8 +33,18 @@ from shardtune.run.directory import (
 )
 from shardtune.run.display import Display
 from shardtune.run.final import FinalScore, check_final, write_final
-from shardtune.run.preflight import connecting, try_collective
-from shardtune.run.resume_check import changed_code, check_same_data
+from shardtune.run.inputs import (
+    KNOWN,
+    Inputs,
+    check_finished,
+    input_notes,
+    known_models,
+    object_inputs,
+    record_models,
+    run_inputs,
+)
+from shardtune.run.preflight import check_same_rows, connecting, try_collective
+from shardtune.run.resume_check import check_same_data
 from shardtune.training.loggers import first_metrics
 from shardtune.training.runner import SFTRunner
 from shardtune.training.saver import on_main
@@ -71,19 +82,34 @@ def train_rank(
             # Every rank runs these checks, so that none waits for another that has failed.
             plan = plan_run(recipe)
             report = display.report if display else silent
+            in_memory = object_inputs(recipe, objects) if main else Inputs()
             with connecting():
                 worker = made or make_worker(recipe, objects, report=silent if _checked_by_launcher(recipe) else report)
             if worker.ranks.world_size > 1:
                 try_collective(worker.device)
+                check_same_rows(worker)
             with _together(worker):
                 plan = worker.ranks.broadcast(plan)
-                if not plan.finished:
-                    lock = _train(recipe, objects, plan, worker, display, stop, lock)
+                if plan.finished:
+                    on_main(worker.ranks, partial(report_finished, plan, recipe, objects, report))
+                else:
+                    lock = _train(recipe, objects, in_memory, plan, worker, display, stop, lock)
     finally:
         lock.release()
     if peers is not None:
         peers.end()
     return run_dir
+
+
+def report_finished(plan: RunPlan, recipe: Recipe, objects: Objects, report: Callable[[str], None]) -> None:
+    """Report that a run is finished, and what of its recipe has changed since.
+
+    Raises:
+        CheckpointError: its data, weights, code or objects have changed.
+    """
+    for note in (*plan.notes, *check_finished(plan.run_dir, recipe, objects)):
+        report(note)
+    report(f"{plan.run_dir} is finished; its result is {plan.run_dir / FINAL}")
 
 
 def _checked_by_launcher(recipe: Recipe) -> bool:
@@ -123,6 +149,7 @@ def _together(worker: FSDPSftWorker) -> Iterator[None]:
 def _train(
     recipe: Recipe,
     objects: Objects,
+    in_memory: Inputs,
     plan: RunPlan,
     worker: FSDPSftWorker,
     display: Display | None,
@@ -131,9 +158,10 @@ def _train(
 ) -> RunLock:
     """Train to the end of the recipe; returns the lock on the run directory, which is held on rank 0."""
     notes: list[str] = []
+    inputs = run_inputs(recipe, objects, in_memory) if worker.ranks.is_main else Inputs()
     if plan.resume_from is not None:
         check_same_data(plan.resume_from, worker.task.data_files(), recipe.runner.allow_changes)
-        notes = changed_code(plan.resume_from, user_code(recipe))
+        notes = worker.ranks.broadcast(input_notes(plan.resume_from.resolve().parent.parent, inputs))
     runner = SFTRunner(
         recipe,
         worker,
@@ -149,7 +177,9 @@ def _train(
     current_lock = [lock]
 
     def begin() -> None:
-        current_lock[0] = begin_run(plan, recipe, _manifest(recipe, objects, worker), lock)
+        known = known_models(plan.run_dir if plan.resume_from else None, in_memory)
+        manifest = {**_manifest(recipe, objects, worker), "inputs": inputs, KNOWN: known}
+        current_lock[0] = begin_run(plan, recipe, manifest, lock)
         dropped = write_dropped_rows(plan.run_dir, worker.task.dropped_rows())
         if dropped and display is not None:
             display.report(f"data: {dropped:,} rows are not trained or evaluated on: {plan.run_dir / DROPPED_ROWS}")
@@ -160,6 +190,7 @@ def _train(
         if display is not None:
             display.report(f"writing {plan.run_dir / 'final'}")
         score = write_final(recipe, plan.run_dir, worker, ended=runner.ended)
+        on_main(worker.ranks, partial(record_models, plan.run_dir, object_inputs(recipe, objects)))
     except BaseException:
         current_lock[0].release()
         worker.release()

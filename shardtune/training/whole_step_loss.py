@@ -36,6 +36,11 @@ class WholeStep:
         self._adapter = adapter
         self._ranks = ranks
 
+    @property
+    def rows_per_evaluation(self) -> int:
+        """Rows that one loss of evaluation compares."""
+        return self._adapter.evaluation_rows
+
     def _step_loss(self, outputs: Outputs) -> dict[str, LossSum]:
         return named(self._adapter.step_loss(outputs))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -69,6 +70,49 @@ def train_plainly(
         optimizer.step()
         losses.append(loss.item())
     return Trajectory(losses, norms, copies({**dict(model.named_parameters()), **dict(model.named_buffers())}))
+
+
+@contextmanager
+def rounding_as_bf16(model: nn.Module, seed: int) -> Iterator[None]:
+    """Inside, the weights and outputs of a model's innermost modules have random errors of the size of bf16's rounding.
+
+    What is computed of them keeps its precision: a loss that sums in bf16 has errors beyond these.
+
+    Args:
+        model: with parameters in full precision, which stay what they are.
+        seed: of the errors.
+    """
+    draws = torch.Generator().manual_seed(seed)
+
+    def rounded(tensor: torch.Tensor) -> torch.Tensor:
+        errors = torch.rand(tensor.shape, generator=draws, dtype=torch.float64) * 2 - 1
+        return tensor + (tensor.detach() * errors.to(tensor) * torch.finfo(torch.bfloat16).eps / 2)
+
+    kept: dict[nn.Parameter, torch.Tensor] = {}
+
+    def before(module: nn.Module, _: object) -> None:
+        for parameter in module.parameters(recurse=False):
+            kept[parameter] = parameter.data
+            parameter.data = rounded(parameter.data)
+
+    def after(module: nn.Module, _: object, output: object) -> object:
+        for parameter in module.parameters(recurse=False):
+            parameter.data = kept.pop(parameter)
+        if isinstance(output, torch.Tensor) and output.is_floating_point():
+            return rounded(output)
+        return output
+
+    inner = [module for module in model.modules() if not any(True for _ in module.children())]
+    hooks = [
+        handle
+        for module in inner
+        for handle in (module.register_forward_pre_hook(before), module.register_forward_hook(after))
+    ]
+    try:
+        yield
+    finally:
+        for handle in hooks:
+            handle.remove()
 
 
 def _whole_loss(

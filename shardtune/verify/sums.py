@@ -10,6 +10,7 @@ import torch
 
 from shardtune.batch import Batch
 from shardtune.models.adapter import LanguageRoot, WholeStepAdapter
+from shardtune.verify.buffers import check_moving_buffers
 from shardtune.verify.kit import PARITY, Kit
 from shardtune.verify.masks import maskings, partial_maskings
 from shardtune.verify.result import Failed, Skipped
@@ -46,10 +47,11 @@ def check_sums(kit: Kit) -> str:
 
 def _check_training_mode(kit: Kit, splits: Sequence[tuple[str, list[list[int]]]]) -> Iterator[str]:
     """The loss in training mode is a sum over rows too, without dropout and batch norms."""
-    if len(splits) < 2:
-        return
     trial = Trial(kit.worker(PARITY))
     trial.train()
+    check_moving_buffers(trial)
+    if len(splits) < 2:
+        return
     if trial.nondeterminism is not None:
         yield f"not compared in training mode: {trial.nondeterminism}"
         return
@@ -205,7 +207,7 @@ def check_padding(kit: Kit) -> str:
     padded = [name for name in trial.adapter.padding if name in before.fields]
     if not padded:
         raise Skipped(f"padding names {', '.join(trial.adapter.padding)}, which no row has")
-    after = _pad_further(before, {name: trial.adapter.padding[name] for name in padded})
+    after = _pad_further(before, {name: trial.adapter.padding[name] for name in padded}, _varying(trial, padded))
     short, long = trial.measure([before]), trial.measure([after])
     for term, total in short.totals.items():
         if apart(total, long.totals[term]) > CLOSE or apart(short.weights[term], long.weights[term]) > CLOSE:
@@ -226,12 +228,23 @@ def check_padding(kit: Kit) -> str:
     return f"{', '.join(padded)} padded by {FURTHER} more positions: the same losses and gradients"
 
 
-def _pad_further(batch: Batch, padding: Mapping[str, float]) -> Batch:
+def _varying(trial: Trial, names: Sequence[str]) -> dict[str, list[int]]:
+    """The dimensions of padded fields in a batch that are padded further: the first of a row, and those that vary."""
+    found = {}
+    for name in names:
+        shapes = [np.asarray(sample.fields[name]).shape for sample in trial.samples]
+        further = [dim for dim in range(1, len(shapes[0])) if len({shape[dim] for shape in shapes}) > 1]
+        found[name] = [1, *(dim + 1 for dim in further)]
+    return found
+
+
+def _pad_further(batch: Batch, padding: Mapping[str, float], dims: Mapping[str, Sequence[int]]) -> Batch:
     fields = dict(batch.fields)
     for name, value in padding.items():
-        tensor = fields[name]
-        more = tensor.new_full((tensor.shape[0], FURTHER, *tensor.shape[2:]), value)
-        fields[name] = torch.cat([tensor, more], dim=1)
+        for dim in dims[name]:
+            tensor = fields[name]
+            more = tensor.new_full((*tensor.shape[:dim], FURTHER, *tensor.shape[dim + 1 :]), value)
+            fields[name] = torch.cat([tensor, more], dim=dim)
     return replace(batch, fields=fields)
 
 

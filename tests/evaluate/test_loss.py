@@ -57,14 +57,17 @@ def test_metrics_are_those_of_a_plain_evaluation_on_any_number_of_ranks(tmp_path
 
 def test_several_terms_are_told_apart() -> None:
     sums = {"loss/ce": Metric(6.0, 3.0), "loss/router_balance": Metric(1.0, 2.0), "token_accuracy": Metric(1.0, 4.0)}
-    assert summarize(sums) == {
+    assert "perplexity" not in summarize(sums), "a name alone does not make a term the cross-entropy of tokens"
+    assert summarize(sums, "ce") == {
         "loss": 2.5,
         "loss/ce": 2.0,
         "loss/router_balance": 0.5,
         "perplexity": pytest.approx(math.exp(2.0)),
         "token_accuracy": 0.25,
     }
-    assert math.isfinite(summarize({"loss/ce": Metric(1e6, 1.0), "token_accuracy": Metric(0.0, 1.0)})["perplexity"])
+    assert math.isfinite(
+        summarize({"loss/ce": Metric(1e6, 1.0), "token_accuracy": Metric(0.0, 1.0)}, "ce")["perplexity"]
+    )
 
 
 def test_metrics_of_a_model_are_pairs() -> None:

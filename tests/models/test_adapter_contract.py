@@ -13,7 +13,9 @@ from torch import nn
 from shardtune import Adapter, LossSum, Sample, WholeStepAdapter
 from shardtune.config import load_recipe
 from shardtune.errors import ConfigError
+from shardtune.models.adapter import Evaluation
 from shardtune.models.adapter_contract import check_adapter_class, check_made
+from shardtune.models.causal_lm import CausalLM
 from shardtune.models.find_adapter import find_adapter
 
 
@@ -81,6 +83,61 @@ def test_what_is_wrong_with_a_class_is_told(written: dict[str, Any], message: st
 def test_a_class_that_lacks_methods_is_told_which():
     with pytest.raises(ConfigError, match="the adapter Pairs lacks build, encode, outputs, step_loss"):
         check_adapter_class(type("Pairs", (WholeStepAdapter,), {}), "the recipe")
+
+
+def _evaluate(self: Any, model: nn.Module, batch: Any, measure: Any = None) -> Evaluation:
+    return Evaluation({"loss": self.loss(model, batch)}, {})
+
+
+@pytest.mark.parametrize(
+    ("base", "written", "message"),
+    [
+        (CausalLM, "loss", "Mine.loss is never used: CausalLM.train_loss takes the place"),
+        (CausalLM, "metrics", "Mine.metrics is never used: CausalLM.evaluate takes the place"),
+        (CausalLM, "encode", "Mine.encode is never used: CausalLM.encoder takes the place"),
+        (CausalLM, "weights", "Mine.weights is never used: CausalLM.encoder takes the place"),
+        (CausalLM, "padding", "Mine.padding is never used: CausalLM.collate takes the place"),
+        (CausalLM, "tensor_plan", "Mine.tensor_plan is never used: CausalLM.apply_model_parallel takes the place"),
+        (type("Own", (Whole,), {"evaluate": _evaluate}), "metrics", "Mine.metrics is never used: Own.evaluate takes"),
+    ],
+)
+def test_what_an_overridden_caller_does_not_call_is_refused(base: type[Any], written: str, message: str):
+    given = {"padding": {"x": 0}, "tensor_plan": {"a": "colwise"}}.get(written, _methods()[written])
+    kind: type[Any] = type("Mine", (base,), {written: given})
+    with pytest.raises(ConfigError, match=message):
+        check_adapter_class(kind, "the recipe")
+
+
+def _methods() -> dict[str, Any]:
+    return {
+        "loss": lambda self, model, batch: None,
+        "metrics": lambda self, model, batch: {},
+        "encode": lambda self, row: None,
+        "weights": lambda self, sample: {},
+        "padding": None,
+        "tensor_plan": None,
+    }
+
+
+def test_an_overridden_caller_may_call():
+    def calling(self: Any, model: nn.Module, batch: Any, measure: Any = None) -> Evaluation:
+        return Evaluation({"loss": self.loss(model, batch)}, self.metrics(model, batch))
+
+    def extending(self: Any, model: nn.Module, batch: Any, measure: Any = None) -> Evaluation:
+        return Adapter.evaluate(self, model, batch, measure)
+
+    for evaluate in (calling, extending):
+        check_adapter_class(made(evaluate=evaluate, metrics=_methods()["metrics"]), "the recipe")
+
+
+def test_the_rows_of_an_evaluation_of_whole_steps():
+    methods = {"outputs": lambda self, model, batch: {}, "step_loss": lambda self, outputs: None}
+    for rows in (0, None, 2.5):
+        kind = type(
+            "Mine", (WholeStepAdapter, Whole), {**methods, "loss": WholeStepAdapter.loss, "evaluation_rows": rows}
+        )
+        with pytest.raises(ConfigError, match=r"Mine\.evaluation_rows is"):
+            check_adapter_class(kind, "the recipe")
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_a_method_that_whole_steps_do_not_call_is_refused(name: str) -> None:
 
 
 def test_every_method_of_a_language_model_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [name for name in vars(LanguageModel) if not name.startswith("_")]
+    names = [name for name in vars(LanguageModel) if name in public_methods(LanguageModel)]
     monkeypatch.setattr(find_adapter, "CausalLM", recorded(CausalLM, LanguageModel, names))
     rows = {"data__eval_data_paths": str(tmp_path / "eval.jsonl")}
     generation = {"generate": True, "num_samples": 2, "max_new_tokens": 2}

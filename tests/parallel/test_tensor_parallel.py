@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from shardtune.config import load_recipe
 from shardtune.errors import ParallelError
 from shardtune.parallel.tensor_parallel import Heads, check_heads, without_experts
+from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.dist.parity import EXACT, distance
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import run_recipe, run_recipes
@@ -67,6 +69,14 @@ class Misnamed(Shared):
     tensor_plan = {"layers.*.up": "colwise"}
 
 
+class HalfNamed(Shared):
+    tensor_plan = {"blocks.*.up": "colwise", "blocks.*.dwn": "rowwise"}
+
+
+class Numbered(Shared):
+    tensor_plan = {"blocks.0.up": "colwise", "blocks.*.down": "rowwise"}
+
+
 class Misstyled(Shared):
     tensor_plan = {"blocks.*.up": "columns"}
 """
@@ -115,12 +125,21 @@ def refusal(values: dict[str, Any]) -> str:
     ("name", "message"),
     [
         ("Unplanned", "Net declares no plan for tensor parallelism"),
-        ("Misnamed", "the tensor plan of Net names nothing in it: layers"),
+        ("Misnamed", "tensor_plan names 'layers.*.up', which is no module or parameter of Net"),
+        ("HalfNamed", "tensor_plan names 'blocks.*.dwn', which is no module or parameter of Net"),
+        ("Numbered", "did you mean 'blocks.*.up'? Numbers of layers are written as *"),
         ("Misstyled", "has the style columns, which is not known"),
     ],
 )
 def test_a_plan_that_cannot_be_followed_is_refused(folder: Path, name: str, message: str) -> None:
     assert message in run_ranks(refusal, 2, recipe(folder, name, tensor=2))[0]
+
+
+def test_a_name_that_is_not_there_is_refused_before_ranks_start(folder: Path) -> None:
+    values = recipe(folder, "HalfNamed", tensor=2)
+    worker = SFTWorker(load_recipe({**values, "runner": {**values["runner"], "nproc_per_node": 2}}), report=print)
+    with pytest.raises(ParallelError, match=r"did you mean 'blocks\.\*\.down'"):
+        worker.task.check()
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,22 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 import shardtune.run.preflight as preflight
 from shardtune.config import load_recipe
 from shardtune.errors import ParallelError, ShardtuneError
-from shardtune.run.preflight import Inventory, compare, fingerprint, read_together, short_of_space, take_inventory
+from shardtune.run.preflight import Inventory, check_same_rows, compare, read_together, short_of_space, take_inventory
+from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.dist.ranks import run_ranks
-from tests.support.tiny_run import Tiny, make_tiny
+from tests.support.tiny_run import Tiny, make_tiny, rows, write_rows
 
 FIRST = Inventory(
     "one", "one/0", {"torch": "2.13.0"}, {"actor.optim.lr": "0.001"}, {"/a.py": ("plugins", "12")}, None, None
@@ -58,19 +61,6 @@ def test_a_run_directory_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.
     assert "rank 1 on one does not see the run directory of rank 0 on one" in problem
     (tmp_path / "mark").touch()
     assert compare(replace(FIRST, mark=str(tmp_path / "mark")), FIRST, 1) == []
-
-
-def test_fingerprints_differ_between_files(tmp_path: Path) -> None:
-    code, rows = tmp_path / "a.py", tmp_path / "rows.jsonl"
-    code.write_text("x = 1")
-    rows.write_text("1234567")
-    before = fingerprint(code)
-    code.write_text("x = 2")
-    assert fingerprint(code) != before
-    assert fingerprint(rows) == "7 bytes"
-    assert fingerprint(tmp_path) == "2 files"
-    assert fingerprint(tmp_path / "*.jsonl") == "1 files"
-    assert fingerprint(tmp_path / "none") == "missing"
 
 
 def test_a_full_disk(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +111,83 @@ def test_a_recipe_that_only_one_rank_can_read(tiny: Tiny) -> None:
     first, second = run_ranks(_meet, 2, str(tiny.folder), 1e-3, True)
     assert f"rank 1 on {socket.gethostname()} cannot use the recipe: actor.model.model_path: there is no /now" in first
     assert "/nowhere/model" in second
+
+
+DIFFERENCES: dict[str, Callable[[Path], object]] = {
+    "rows/part.jsonl": lambda host: _reverse(host / "rows/part.jsonl"),
+    "train.jsonl": lambda host: _reverse(host / "train.jsonl"),
+    "model/model.safetensors": lambda host: _negate(host / "model/model.safetensors"),
+}
+HOST = "/proc/self/cwd"
+"""A path under which each process has files of its own, as each host has."""
+
+
+def _reverse(file: Path) -> None:
+    file.write_text("".join(f"{line}\n" for line in file.read_text().splitlines()[::-1]))
+
+
+def _negate(file: Path) -> None:
+    save_file({name: -tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+
+
+def _on_hosts(folder: str) -> list[str]:
+    """What a rank is told where rank 1 has other files, of the same number and sizes, before training and while the
+    worker is made."""
+    rank = int(os.environ["RANK"])
+    host = Path(folder) / f"host{rank}"
+    here = Path.cwd()
+    os.chdir(host)
+    told = []
+    try:
+        for file, differ in DIFFERENCES.items():
+            kept = (host / file).read_bytes()
+            if rank:
+                differ(host)
+            assert (host / file).stat().st_size == len(kept)
+            recipe = Tiny(Path(folder)).recipe(
+                "hosts",
+                actor__model__model_path=f"{HOST}/model",
+                data__train_data_paths=[f"{HOST}/rows", f"{HOST}/train.jsonl"],
+                data__cache_dir=str(host / "cache"),
+                runner__device="cpu",
+            )
+            told += [_error(lambda r=recipe: read_together(lambda: load_recipe(r)))]
+            worker = SFTWorker(load_recipe(recipe), report=lambda text: None)
+            told += [_error(lambda w=worker: check_same_rows(w))]
+            told += [_error(worker.setup) if file.startswith("model") else ""]
+            (host / file).write_bytes(kept)
+    finally:
+        os.chdir(here)
+    return told
+
+
+def _error(action: Callable[[], object]) -> str:
+    try:
+        action()
+        return ""
+    except ShardtuneError as error:
+        return str(error)
+
+
+def test_hosts_are_compared_by_the_content_of_their_files(tmp_path: Path) -> None:
+    for rank in range(2):
+        host = tmp_path / f"host{rank}"
+        make_tiny(host)
+        (host / "rows").mkdir()
+        write_rows(host / "rows/part.jsonl", rows(9, start=50))
+    first, second = run_ranks(_on_hosts, 2, str(tmp_path))
+    assert first == second
+    for number, (file, name) in enumerate(
+        zip(DIFFERENCES, ("data.train_data_paths",) * 2 + ("actor.model.model_path",), strict=True)
+    ):
+        before, rows_apart, weights_apart = first[3 * number : 3 * number + 3]
+        assert f"{HOST}/{file} ({name}) is " in before
+        assert before.count(" for rank 1 on") == 1
+        if name == "data.train_data_paths":
+            assert "the training rows: 30 with fingerprint " in rows_apart
+        else:
+            assert rows_apart == ""
+            assert f"the weights differ between hosts: {HOST}/{file} is " in weights_apart
 
 
 def test_under_torchrun_a_difference_ends_all_ranks_before_anything_is_written(tiny: Tiny) -> None:

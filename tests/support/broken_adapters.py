@@ -351,6 +351,43 @@ class ResumeForgets(Regressor):
         return Warming()
 
 
+class Scaled(Tower):
+    """Divides by a running mean that forwards in training change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("size", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.size.mul_(0.9).add_(x.detach().abs().mean(), alpha=0.1)
+        return super().forward(x / self.size)
+
+
+class SumsMoves(Regressor):
+    def build(self) -> nn.Module:
+        return Scaled()
+
+
+class Seen(Tower):
+    """Counts rows, which evaluation reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += len(x)
+            return super().forward(x)
+        return super().forward(x) * (1 + 0.1 * self.seen)
+
+
+class SumsCountsRows(Regressor):
+    def build(self) -> nn.Module:
+        return Seen()
+
+
 class HalfSums(Pictures):
     """Sums in the dtype of the weights."""
 

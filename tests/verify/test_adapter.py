@@ -62,6 +62,8 @@ FAULTS = [
     ("GradientDetached", "gradient", r"the term 'sign' \(.*\) has no graph"),
     ("GradientChangesBatch", "gradient", "loss changes the batch it is given: .* of the 128 values of picture"),
     ("SumsCentresInTraining", "sums", "in sum row by row in training mode and .* with all 8 rows together"),
+    ("SumsMoves", "sums", "the buffer size changes in training mode, and the loss in training mode reads it"),
+    ("SumsCountsRows", "sums", "the buffer seen changes in training mode, and the loss in evaluation mode reads it"),
     ("SumsMean", "sums", r"\(ratio 8\)"),
     ("SumsOtherWeight", "sums", "the loss reports weight 4 for the term 'loss' of row 0, which by weights is 2"),
     ("SumsCentres", "sums", "in sum row by row and .* with all 8 rows together"),

@@ -224,6 +224,12 @@ class TokenDataset:
             digest.update(np.ascontiguousarray(self._index, np.int64).data)
         return digest.hexdigest()
 
+    def content(self) -> str:
+        """A hash of the rows as their files store them, row by row, and of their encoded lengths."""
+        digest = hashlib.blake2b(np.ascontiguousarray(self.hashes).data, digest_size=16)
+        digest.update(np.ascontiguousarray(self.lengths).data)
+        return digest.hexdigest()
+
     @property
     def files(self) -> list[dict[str, Any]]:
         """Each file with its rows and the hash of their content and encoding, for comparing two states of the data."""

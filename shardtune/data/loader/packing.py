@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from shardtune.batch import Batch, PackedBatch, Sample
+from shardtune.batch import Batch, PackedBatch, Sample, length_name
 from shardtune.errors import ConfigError, ModelError
 
 
@@ -146,14 +146,16 @@ def stack(
         samples: with the same fields.
         rows: the dataset row of each, -1 for a filler.
         weights: of the loss terms.
-        padding: fields padded at the end of their first dimension to the longest row, and with what.
+        padding: fields padded at the end of each dimension to the largest row, and with what.
     """
     fields, lengths = {}, {}
     for name in samples[0].fields:
         arrays = [sample.fields[name] for sample in samples]
         if name in padding:
-            lengths[name] = torch.tensor([len(array) for array in arrays])
-            arrays = _padded(arrays, padding[name])
+            sizes = arrays
+            arrays = _padded(name, arrays, padding[name])
+            for dim in range(1, arrays[0].ndim + 1):
+                lengths[length_name(name, dim)] = torch.tensor([array.shape[dim - 1] for array in sizes])
         elif any(array.shape != arrays[0].shape for array in arrays):
             shapes = sorted({str(list(array.shape)) for array in arrays})
             raise ModelError(
@@ -165,10 +167,20 @@ def stack(
     return Batch(rows=tuple(int(row) for row in rows), weights=dict(weights), fields=fields, lengths=lengths)
 
 
-def _padded(arrays: Sequence[np.ndarray], value: float) -> list[np.ndarray]:
-    """Each as long as the longest."""
-    longest = max(len(array) for array in arrays)
-    return [
-        np.concatenate([array, np.full((longest - len(array), *array.shape[1:]), value, array.dtype)])
-        for array in arrays
-    ]
+def _padded(name: str, arrays: Sequence[np.ndarray], value: float) -> list[np.ndarray]:
+    """Each as large as the largest in every dimension."""
+    if len({array.ndim for array in arrays}) > 1:
+        shapes = sorted({str(list(array.shape)) for array in arrays})
+        raise ModelError(
+            f"the field {name!r} has rows of different numbers of dimensions, {' and '.join(shapes[:3])}",
+            where="Adapter.encode",
+            remedy="give all rows as many dimensions; padding makes their sizes the same",
+        )
+    largest = tuple(np.max([array.shape for array in arrays], axis=0).tolist())
+    return [array if array.shape == largest else _enlarged(array, largest, value) for array in arrays]
+
+
+def _enlarged(array: np.ndarray, shape: tuple[int, ...], value: float) -> np.ndarray:
+    whole = np.full(shape, value, array.dtype)
+    whole[tuple(slice(size) for size in array.shape)] = array
+    return whole

@@ -1,38 +1,128 @@
-"""Fingerprints of the files that a user's task reads by itself."""
+"""Fingerprints of files and directories: exact for rows, from samples for what may be too large to be read."""
 
 from __future__ import annotations
 
+import glob
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shardtune.data.cache_directory import file_digest
+from shardtune.data.row_files import kind_of
+
+WHOLE_BYTES = 1 << 20
+"""Files up to this size are hashed whole by `contents`."""
+SAMPLES, SAMPLE_BYTES = 128, 4096
+"""Of a larger file, the number and size of the evenly spaced pieces that are hashed."""
+SAMPLED_FILES = 1024
+"""Of a directory with more files, as many, evenly chosen by name, are opened."""
+_HEADER_BYTES = 100_000_000
+_NO_CONTENT = (".md",)
+_NO_FOLDERS = ("__pycache__",)
 
 
 def fingerprints(paths: Sequence[str], root: Path) -> list[dict[str, str | None]]:
-    """Each path with a hash: of a file's bytes, of the names and sizes of the files in a directory.
+    """Each path with a hash of its content: of a file, or of all files in a directory or that a pattern matches.
 
-    A path that is neither (a name on a hub, a pattern) has none: only the task can resolve it.
+    Files of rows are read whole, once, and any others in a directory (images, videos) as by `contents`; so are all of
+    them where a directory holds more than `SAMPLED_FILES`. A path that is none of these (a name on a hub) has no hash:
+    only the task can resolve it.
 
     Args:
         paths: as the recipe names them.
         root: of the cache, which remembers the hashes of files that have not changed.
     """
-    return [{"file": path, "rows": None, "key": _key(Path(path), root)} for path in paths]
+    found: list[dict[str, str | None]] = []
+    for path in paths:
+        try:
+            key = _key(Path(path), root)
+        except OSError as error:
+            key = f"unreadable ({error.strerror})"
+        found.append({"file": path, "rows": None, "key": key})
+    return found
 
 
 def _key(path: Path, root: Path) -> str | None:
     if path.is_file():
         return file_digest(path, root)
-    if not path.is_dir():
-        return None
+    if path.is_dir():
+        names = sorted(_names(path))
+        rows = [name for name in names if kind_of(Path(name)) is not None]
+        if len(rows) > SAMPLED_FILES:
+            return _joined(contents(path))
+        others = _some([name for name in names if kind_of(Path(name)) is None])
+        exact = {name: file_digest(path / name, root) for name in rows}
+        return _joined({"": _listed(names), **exact, **{name: _sampled(path / name) for name in others}})
+    matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+    exact = {match.name: file_digest(match, root) for match in matches if match.is_file()}
+    return _joined(exact) if exact else None
+
+
+def _joined(found: dict[str, str]) -> str:
     digest = hashlib.blake2b(digest_size=20)
-    for name, size in sorted(_sizes(path)):
-        digest.update(f"{name}\0{size}\0".encode())
+    for name, content in sorted(found.items()):
+        digest.update(f"{name}\0{content}\0".encode())
     return digest.hexdigest()
 
 
-def _sizes(folder: Path) -> Iterator[tuple[str, int]]:
-    for file in folder.rglob("*"):
-        if file.is_file():
-            yield str(file.relative_to(folder)), file.stat().st_size
+def contents(path: Path) -> dict[str, str]:
+    """The size and a hash of each file at a path, in time that does not grow with their size.
+
+    A file of up to `WHOLE_BYTES` is hashed whole; of a larger one the beginning, with the header of a safetensors file,
+    and `SAMPLES` pieces. Hidden files and Markdown are left out.
+
+    Returns:
+        By name relative to the path, "" for the path itself: of a directory or a pattern the number of its files and a
+        hash of their names.
+    """
+    try:
+        if path.is_file():
+            return {"": _sampled(path)}
+        if path.is_dir():
+            names = sorted(_names(path))
+            return {"": _listed(names), **{name: _sampled(path / name) for name in _some(names)}}
+        matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+        if matches:
+            files = [str(match) for match in matches if match.is_file()]
+            return {"": _listed(files), **{name: _sampled(Path(name)) for name in _some(files)}}
+    except OSError as error:
+        return {"": f"unreadable ({error.strerror})"}
+    return {"": "missing"}
+
+
+def _names(folder: Path) -> Iterator[str]:
+    """The files below a folder that count, by relative path."""
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in _NO_FOLDERS]
+        inner = os.path.relpath(place, folder)
+        for name in files:
+            if not name.startswith(".") and not name.endswith(_NO_CONTENT):
+                yield name if inner == "." else f"{inner}/{name}"
+
+
+def _some(names: Sequence[str]) -> Sequence[str]:
+    """All names, or of too many an even choice."""
+    step = max(1, -(-len(names) // SAMPLED_FILES))
+    return names[::step]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{len(names):,} files, names {hashlib.blake2b(chr(0).join(names).encode(), digest_size=6).hexdigest()}"
+
+
+def _sampled(path: Path) -> str:
+    """The size of a file and a hash of it or of its samples."""
+    size = path.stat().st_size
+    digest = hashlib.blake2b(digest_size=8)
+    with path.open("rb") as file:
+        if size <= WHOLE_BYTES:
+            digest.update(file.read())
+        else:
+            header = file.read(8)
+            more = int.from_bytes(header, "little") if path.suffix == ".safetensors" else SAMPLE_BYTES
+            digest.update(header + file.read(min(more, _HEADER_BYTES)))
+            for number in range(SAMPLES):
+                file.seek((size - SAMPLE_BYTES) * number // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return f"{size:,} bytes, content {digest.hexdigest()}"

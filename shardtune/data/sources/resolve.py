@@ -24,6 +24,7 @@ from shardtune.data.robot.tables import read_frames
 from shardtune.data.row_files import SUPPORTED, Chunk, NumberedRow, kind_of, read_chunks
 from shardtune.data.row_formats import FORMATS_BY_NAME, in_format, read_example, recognise, rename_columns
 from shardtune.data.sources import hub
+from shardtune.data.sources.fingerprint import fingerprints
 from shardtune.data.sources.hub import Purpose, Selection
 from shardtune.data.sources.memory_rows import is_frame, is_table, records, spool_rows
 from shardtune.errors import DataError
@@ -163,6 +164,25 @@ def resolve_sources(
         sources.append(replace(source, title=title))
         report(f"data: {name}: {title}, {len(files)} file{'s' if len(files) > 1 else ''} ({files[0].label})")
     return sources
+
+
+def data_fingerprints(spec: object, root: Path) -> list[tuple[str, str | None]]:
+    """The name and content hash of everything that a data key names or holds, without reading rows.
+
+    Args:
+        spec: as for `resolve_sources`; None: nothing.
+        root: of the cache, in which rows in memory are stored under the hash of their content.
+    """
+    found: list[tuple[str, str | None]] = []
+    for item in _items(spec) if spec is not None else ():
+        path = _entry(item)["path"]
+        if hub.is_dataset(path):
+            found.append(("rows in memory", hub.spool_dataset(path, root).stem))
+        elif isinstance(path, Sequence) and not isinstance(path, str):
+            found.append(("rows in memory", spool_rows(path, root).stem))
+        else:
+            found += [(str(path), file["key"]) for file in fingerprints([str(path)], root)]
+    return found
 
 
 def _check_kind(source: Source) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from shardtune.checkpoint.module_weights import Supply
 from shardtune.data.loader.order import derive_seed
+from shardtune.data.sources.fingerprint import contents
 from shardtune.errors import ModelError
 from shardtune.models.adapter import WeightSource
 from shardtune.models.lora.attach import base_tensors
@@ -51,7 +52,9 @@ def split_source(source: WeightSource, ranks: Ranks, seed: int) -> tuple[dict[st
             remedy="return a path, a state dict, {name: function that makes it}, {submodule: path or None}, or None",
         )
     if not isinstance(source, Mapping):
-        return {"": None if source is None else directory_of(source)}, {}
+        whole = None if source is None else directory_of(source)
+        check_same_files([] if whole is None else [whole], ranks)
+        return {"": whole}, {}
     parts: dict[str, Path | None] = {}
     tensors: dict[str, torch.Tensor] = {}
     supplies: dict[str, Supply] = {}
@@ -68,9 +71,31 @@ def split_source(source: WeightSource, ranks: Ranks, seed: int) -> tuple[dict[st
                 where="initial_weights()",
                 remedy="give a tensor, a function that makes it, or for a submodule's name a path or None",
             )
+    check_same_files([path for path in parts.values() if path is not None], ranks)
     if ranks.broadcast(bool(tensors)):
         supplies |= _broadcast_tensors(tensors, ranks)
     return parts, supplies
+
+
+def check_same_files(paths: Sequence[Path], ranks: Ranks) -> None:
+    """Refuse weights whose files differ between ranks, each of which reads its part from those on its own host.
+
+    Small files are compared whole, others by size, header and samples.
+    """
+    if ranks.mesh is None:
+        return
+    first, *others = ranks.gather(
+        {str(path / name): content for path in paths for name, content in contents(path).items()}
+    )
+    for rank, mine in enumerate(others, 1):
+        for file in sorted(first.keys() | mine.keys()):
+            one, other = first.get(file, "missing"), mine.get(file, "missing")
+            if one != other:
+                raise ModelError(
+                    f"the weights differ between hosts: {file} is {other} for rank {rank}, {one} for rank 0",
+                    where="actor.model.model_path, initial_weights()",
+                    remedy="give all hosts the same files: copy them again, or name a directory that all of them share",
+                )
 
 
 def _making(name: str, make: Callable[[], object], seed: int) -> Callable[[], torch.Tensor]:

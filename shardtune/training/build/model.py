@@ -23,7 +23,15 @@ from shardtune.parallel.buffers import statistical_norms
 from shardtune.parallel.meta_init import init_empty_weights, materialise, read_parameters
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.torch_private import BatchNormBase, set_parameter
-from shardtune.training.build.initial_weights import Build, constructed, directory_of, own_buffers, seeded, split_source
+from shardtune.training.build.initial_weights import (
+    Build,
+    check_same_files,
+    constructed,
+    directory_of,
+    own_buffers,
+    seeded,
+    split_source,
+)
 
 CONSTRUCTOR = "the module's own constructor"
 
@@ -213,7 +221,9 @@ def load_initial_weights(
         unadapted = build_empty(build, seed)[0] if is_adapted(model) else None
         initialise_weights(model, seed, root=root, unadapted=unadapted, **form)
     elif isinstance(model, PreTrainedModel) and isinstance(source, str | Path):
-        load_weights(model, directory_of(source), root=root, grow=grow, **form)
+        directory = directory_of(source)
+        check_same_files([directory], ranks)
+        load_weights(model, directory, root=root, grow=grow, **form)
     else:
         found = _gather(source, model, build, seed, ranks)
         materialise(root, **form)

@@ -109,7 +109,7 @@ class AdapterTask(CachedRowsTask):
 
     def rows_per_block(self, rows: TokenDataset, max_rows: int | None, ranks: Ranks) -> int:
         if self._whole_step is not None:
-            return self.recipe.actor.global_batch_size or len(rows)  # a whole-step loss is evaluated in steps
+            return self._whole_step.rows_per_evaluation
         per_forward = (max_rows or 16) if self._rows_share_forwards else 1
         return per_forward * BLOCK_MICRO_BATCHES * ranks.num_data_ranks
 
@@ -136,7 +136,7 @@ class AdapterTask(CachedRowsTask):
         else:
             batches = itertools.chain.from_iterable(blocks)
             sums = sum_evaluation(self.measured, batches, evaluation.ranks, poll=evaluation.poll)
-        metrics = summarize(sums)
+        metrics = summarize(sums, self.adapter.token_term if isinstance(self.adapter, LanguageModel) else None)
         if not self.recipe.eval.generate:
             return Evaluated(metrics)
         judged = self.generate(name, loader.rows, evaluation).judged
@@ -157,7 +157,8 @@ class AdapterTask(CachedRowsTask):
         if not isinstance(self.adapter, LanguageModel):
             return None
         terms = self.loss_terms()
-        names = ["loss", "perplexity", "token_accuracy", *(f"loss/{term}" for term in terms if len(terms) > 1)]
+        perplexity = ["perplexity"] if self.adapter.token_term in terms else []
+        names = ["loss", *perplexity, "token_accuracy", *(f"loss/{term}" for term in terms if len(terms) > 1)]
         names += self.adapter.metric_names
         if self.recipe.eval.generate:
             names += ["eval_accuracy", "unparsed"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, ClassVar, Self, final
 
 from omegaconf import DictConfig
 from torch import nn
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.batch import Batch, Metric
 from shardtune.config import Recipe, load_recipe
+from shardtune.config.user_code import names_in
 from shardtune.data.chat.encoder import ChatEncoder
 from shardtune.data.encoder import Encoder
 from shardtune.data.prepare import PreparedData, prepare_data
@@ -34,6 +35,9 @@ from shardtune.training.worker.model_state import over_directory
 from shardtune.training.worker.run_context import silent
 from shardtune.training.worker.task import Task
 from shardtune.training.worker.user_evaluation import EvalOutput
+
+OWN = "shardtune."
+"""Prefix of the package's own modules."""
 
 
 class SFTWorker(FSDPSftWorker):
@@ -59,6 +63,10 @@ class SFTWorker(FSDPSftWorker):
     """
 
     Options = None  # the recipe's options are the adapter's
+    _called_by: ClassVar[Mapping[str, Sequence[str]]] = {
+        "get_train_model_output": ("run_training",),
+        "get_eval_model_output": ("run_eval",),
+    }
 
     def __init__(
         self,
@@ -115,6 +123,9 @@ class SFTWorker(FSDPSftWorker):
                 remedy="leave the method out; what is measured belongs into step_loss of the adapter",
             )
 
+        for name, outer in self._called_by.items():
+            _check_called(type(self), name, outer)
+
     # The methods that a subclass may write.
 
     def model_provider_func(self) -> nn.Module:
@@ -165,6 +176,22 @@ class SFTWorker(FSDPSftWorker):
     def generator(self) -> Generator:
         """A generator of answers with the current weights; see `CachedRowsTask.generator`."""
         return self._rows_task.generator(self.model, self.ranks)
+
+
+def _check_called(kind: type[SFTWorker], name: str, callers: Sequence[str]) -> None:
+    """Refuse a method that is never called, because a subclass overrides all of its callers without calling it."""
+    users = [base for base in kind.__mro__ if issubclass(base, SFTWorker) and not base.__module__.startswith(OWN)]
+    written = {key: value for base in reversed(users) for key, value in vars(base).items()}
+    if name not in written or not all(caller in written for caller in callers):
+        return
+    calling = [caller for caller in callers if names_in(written[caller]) & {caller, "super"}]
+    named = [key for base in users for key, value in vars(base).items() if key != name and name in names_in(value)]
+    if not calling and not named:
+        raise ConfigError(
+            f"{kind.__name__}.{name} would never be called: {' and '.join(callers)} of the same class do not call it",
+            where="actor.worker",
+            remedy=f"call self.{name}(batch) there, or leave it out",
+        )
 
 
 def _check_generation(recipe: Recipe, adapter: Adapter) -> None:

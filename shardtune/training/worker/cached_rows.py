@@ -197,6 +197,15 @@ class CachedRowsTask(Task):
     def dropped_rows(self) -> Iterator[Mapping[str, object]]:
         return self.prepared.dropped()
 
+    def row_fingerprints(self, *, row_by_row: bool = False) -> dict[str, str]:
+        train = {} if self.prepared.train is None else {"the training rows": self.prepared.train}
+        evals = {f"the evaluation rows {name}".rstrip(): rows for name, rows in self.prepared.evals.items()}
+        encoding = {"the settings of their encoding": self.prepared.encoder.cache_key()[:16]}
+        return encoding | {
+            name: f"{len(rows):,} with fingerprint {rows.content() if row_by_row else rows.fingerprint}"
+            for name, rows in {**train, **evals}.items()
+        }
+
     def describe_data(self) -> dict[str, object]:
         template = self.text.chat_template
         digest = hashlib.sha256(template.encode()).hexdigest() if template else None
@@ -278,11 +287,13 @@ class CachedRowsTask(Task):
         For the launcher, so that errors appear before any rank is started.
         """
         recipe, config = self.recipe, self.recipe.actor.model
-        self.adapter.check_layout(Layout.of(recipe.actor, num_ranks(recipe.runner)))
+        layout = Layout.of(recipe.actor, num_ranks(recipe.runner))
+        self.adapter.check_layout(layout)
         model, _ = build_empty(self.adapter.build, recipe.runner.seed)
         check_read_values(
             model, self.initial_weights(), by_class=self.builds_by_class, from_scratch=config.from_scratch
         )
+        self.adapter.check_tensor_plan(model, layout)
         adapt(model, recipe, self.text.tokenizer, self.initial_weights)
         freeze(model, config.freeze)
         self.adapter.shard_units(model)

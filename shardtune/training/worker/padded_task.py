@@ -165,7 +165,9 @@ class PaddedTask(CachedRowsTask):
         """The metrics of a set, apart from those that are logged under their own names."""
         own = {key: metric.mean for key, metric in sums.items() if is_of(key, mode)}
         named = {f"{key}/{name}" if name else key: value for key, value in own.items()}
-        return Evaluated(summarize({key: metric for key, metric in sums.items() if key not in own}), named)
+        losses = {key: metric for key, metric in sums.items() if key not in own}
+        # An overridden loss may be no cross-entropy of tokens, and then has no perplexity.
+        return Evaluated(summarize(losses, None if self._padded.overridden else TOKENS), named)
 
     def metric_names(self) -> list[str] | None:
         if self._padded.overridden:

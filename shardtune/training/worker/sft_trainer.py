@@ -59,6 +59,11 @@ class PaddedTrainer(SFTWorker):
     """
 
     use_reference_model: ClassVar[bool] = False
+    _called_by: ClassVar[Mapping[str, Sequence[str]]] = {
+        "get_batch_metrics": ("get_train_model_output", "get_eval_model_output"),
+        "get_train_model_output": ("run_training",),
+        "get_eval_model_output": ("run_eval",),
+    }
     get_batch_logps = staticmethod(get_batch_logps)
 
     def __init__(
@@ -115,6 +120,7 @@ class PaddedTrainer(SFTWorker):
         return type(self).get_batch_metrics is not SFTTrainer.get_batch_metrics
 
     def _make_task(self) -> Task:
+        self._refuse_unused_overrides()
         padded = PaddedMethods(
             get_batch_metrics=self.get_batch_metrics,
             target_weight=lambda batch: target_weight(batch[LABELS], batch.get(WEIGHTS)),

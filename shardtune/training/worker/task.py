@@ -146,6 +146,14 @@ class Task(ABC):
         """The files that the training rows come from, with hashes; a resumed run must have the same."""
 
     @abstractmethod
+    def row_fingerprints(self, *, row_by_row: bool = False) -> dict[str, str]:
+        """Fingerprints of the training and evaluation rows, by a name for messages; every rank must have the same.
+
+        Args:
+            row_by_row: of the rows alone, one by one; otherwise of the files, in which the time stamps of videos count.
+        """
+
+    @abstractmethod
     def describe_data(self) -> dict[str, object]:
         """The data, for the manifest."""
 

@@ -117,6 +117,11 @@ class UserTask(Task):
             self._files = [{**file} for file in found]
         return self._files
 
+    def row_fingerprints(self, *, row_by_row: bool = False) -> dict[str, str]:
+        paths = [path for paths in self.evaluation_sets() for path in paths]
+        found = [*self.data_files(), *fingerprints(paths, cache_root(self._recipe.data.cache_dir))]
+        return {f"the files of {file['file']}": str(file["key"]) for file in found}
+
     def describe_data(self) -> dict[str, object]:
         return {"train": self.data_files()}
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from shardtune.batch import Sample
-from shardtune.data.loader.packing import NO_ROW, deal, deal_by_length, pack
-from shardtune.errors import ConfigError
+from shardtune.data.loader.packing import NO_ROW, deal, deal_by_length, pack, stack
+from shardtune.errors import ConfigError, ModelError
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -114,3 +114,17 @@ def test_every_row_is_dealt_once_by_length() -> None:
             assert len({int(lengths[row]) for row in rows}) == 1
             assert len(rows) <= 4
             assert len(rows) == 1 or (lengths[rows].sum() <= 12 and not alone[rows].any())
+
+
+def test_a_field_is_padded_in_every_dimension() -> None:
+    pictures = [np.ones((2, 3), np.float32), np.full((1, 4), 2, np.float32)]
+    samples = [Sample(fields={"picture": picture}) for picture in pictures]
+    batch = stack(samples, (0, 1), {"loss": 2.0}, {"picture": -1})
+    assert batch["picture"].tolist() == [[[1, 1, 1, -1], [1, 1, 1, -1]], [[2, 2, 2, 2], [-1, -1, -1, -1]]]
+    assert batch.mask("picture").tolist() == [[True, True], [True, False]]
+    assert batch.mask("picture", 2).tolist() == [[True, True, True, False], [True] * 4]
+    with pytest.raises(ModelError, match="'picture' is not padded in dimension 3"):
+        batch.mask("picture", 3)
+    flat = Sample(fields={"picture": np.ones(3, np.float32)})
+    with pytest.raises(ModelError, match=r"different numbers of dimensions, \[2, 3\] and \[3\]"):
+        stack([samples[0], flat], (0, 1), {"loss": 2.0}, {"picture": -1})

@@ -1,10 +1,14 @@
-"""Files of a task of the user's own: another content is another key, the same content elsewhere is not."""
+"""Fingerprints notice other content, of whatever size, without reading all of a large file."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from shardtune.data.sources.fingerprint import fingerprints
+import pytest
+
+from shardtune.data.sources import fingerprint
+from shardtune.data.sources.fingerprint import contents, fingerprints
 
 
 def keys(root: Path, *paths: Path | str) -> list[str | None]:
@@ -21,7 +25,7 @@ def test_a_file_is_known_by_its_bytes(tmp_path: Path) -> None:
     assert keys(tmp_path, one) != [first]
 
 
-def test_a_directory_is_known_by_names_and_sizes(tmp_path: Path) -> None:
+def test_a_directory_is_known_by_names_and_content(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     (folder / "sub").mkdir(parents=True)
     (folder / "sub" / "a").write_text("aa")
@@ -30,6 +34,8 @@ def test_a_directory_is_known_by_names_and_sizes(tmp_path: Path) -> None:
     folder = tmp_path / "moved"
     (folder / "sub" / "a").write_text("aaa")
     assert keys(tmp_path, folder) != first
+    (folder / "sub" / "a").write_text("ab")
+    assert keys(tmp_path, folder) != first, "other content of the same size"
     (folder / "sub" / "a").write_text("aa")
     (folder / "b").write_text("")
     assert keys(tmp_path, folder) != first
@@ -37,3 +43,56 @@ def test_a_directory_is_known_by_names_and_sizes(tmp_path: Path) -> None:
 
 def test_what_is_no_file_has_no_key(tmp_path: Path) -> None:
     assert keys(tmp_path, "someone/a-data-set", "*.jsonl") == [None, None]
+
+
+def test_content_by_file(tmp_path: Path) -> None:
+    assert contents(tmp_path / "none") == {"": "missing"}
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "README.md").write_text("left out")
+    for name in ("a.bin", "inner/b.bin", ".hidden"):
+        (tmp_path / name).write_text("1234567")
+    before = contents(tmp_path)
+    assert before.keys() == {"", "a.bin", "inner/b.bin"}
+    assert before["a.bin"].startswith("7 bytes, content ")
+    assert before[""].startswith("2 files, names ")
+    (tmp_path / "inner/b.bin").write_text("1234568")
+    after = contents(tmp_path)
+    assert {name for name in before if before[name] != after[name]} == {"inner/b.bin"}
+    (tmp_path / "a.bin").rename(tmp_path / "c.bin")
+    assert contents(tmp_path)[""] != before[""]
+    assert contents(tmp_path / "*.bin").keys() == {"", str(tmp_path / "c.bin")}
+
+
+def test_a_large_file_is_sampled_and_a_directory_of_many_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "model.safetensors"
+    header = b'{"a": {"dtype": "U8", "shape": [3000000], "data_offsets": [0, 3000000]}}'
+    content = len(header).to_bytes(8, "little") + header + bytes(3_000_000)
+    file.write_bytes(content)
+    before = contents(file)
+    for place in (20, (len(content) - 4096) * 64 // 127 + 5, len(content) - 1):  # the header, a sample, the last
+        file.write_bytes(content[:place] + b"\x01" + content[place + 1 :])
+        assert contents(file) != before, place
+    read = []
+    monkeypatch.setattr(fingerprint, "_sampled", lambda path: read.append(path) or "same")
+    monkeypatch.setattr(fingerprint, "SAMPLED_FILES", 10)
+    for number in range(95):
+        (tmp_path / f"{number}.png").touch()
+    assert len(contents(tmp_path)) - 1 == len(read) == 10
+
+
+def test_rows_are_hashed_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    line = b'{"text": "a"}\n'
+    content = line * (3_000_000 // len(line))
+    (folder / "a.jsonl").write_bytes(content)
+    os.utime(folder / "a.jsonl", (1, 1))
+
+    paths = [folder, folder / "a.jsonl", folder / "*.jsonl"]
+    before = keys(tmp_path, *paths)
+    place = 1_000_011 // len(line) * len(line) + 10
+    (folder / "a.jsonl").write_bytes(content[:place] + b"b" + content[place + 1 :])
+    os.utime(folder / "a.jsonl", (1, 1))  # as rsync keeps it
+    assert all(one != other for one, other in zip(before, keys(tmp_path, *paths), strict=True))

@@ -242,14 +242,70 @@ def test_neither_can_a_mixin_override_it() -> None:
     type("Fine", (type("Mixin", (), {"run_eval": lambda self: {}}), SFTWorker), {})
 
 
-def test_an_evaluation_method_that_a_loss_of_whole_steps_does_not_call_is_refused(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
+def _evaluates_alone(self: SFTWorker) -> dict[str, float]:
+    return {"eval/own": 1.0}
+
+
+def _evaluates_with(self: SFTWorker) -> dict[str, float]:
+    batch: Any = next(iter(self.eval_loaders[""][0]))
+    return {"eval/own": float(self.get_eval_model_output(batch) == {})}
+
+
+def _trains(self: SFTTrainer, batch: Any) -> Any:
+    return self.model(input_ids=batch["target_combined_input_ids"]).logits.mean()
+
+
+def test_a_method_whose_overridden_caller_does_not_call_it_is_refused(tiny: Tiny) -> None:
+    own: Callable[..., dict[str, float]] = lambda self, batch: {}  # noqa: E731
+    base = type("Base", (SFTWorker,), {"run_eval": _evaluates_alone})
+    with pytest.raises(ConfigError, match=r"Mine\.get_eval_model_output would never be called: run_eval"):
+        type("Mine", (base,), {"get_eval_model_output": own})(load_recipe(tiny.recipe()), report=print)
+    type("Fine", (SFTWorker,), {"run_eval": _evaluates_with, "get_eval_model_output": own})(
+        load_recipe(tiny.recipe()), report=print
+    )
+    methods = {"get_train_model_output": _trains, "get_eval_model_output": own, "get_batch_metrics": own}
+    with pytest.raises(ConfigError, match=r"Mine\.get_batch_metrics would never be called: get_train_model_output and"):
+        type("Mine", (SFTTrainer,), methods)(load_recipe(tiny.recipe()), report=print)
+
+
+def contrast(folder: Path, **actor: int) -> dict[str, Any]:
+    """A recipe of a loss of whole steps, over eight rows."""
+    rows = folder / "rows.jsonl"
     rows.write_text("".join(f'{{"x": [{n}.0, 1.0]}}\n' for n in range(8)))
-    values = {
-        "actor": {"model": {"adapter": f"{__file__}:Contrast", "precision": "fp32"}, "global_batch_size": 4},
-        "data": {"train_data_paths": str(rows), "num_workers": 0, "cache_dir": str(tmp_path / "cache")},
+    return {
+        "actor": {
+            "model": {"adapter": f"{__file__}:Contrast", "precision": "fp64"},
+            "global_batch_size": 4,
+            "micro_batch_size": 2,
+            **actor,
+        },
+        "data": {
+            "train_data_paths": str(rows),
+            "eval_data_paths": str(rows),
+            "num_workers": 0,
+            "cache_dir": str(folder / "cache"),
+        },
         "runner": {"device": "cpu"},
     }
+
+
+def _evaluated(values: dict[str, Any]) -> dict[str, float]:
+    worker = SFTWorker(load_recipe(values), report=lambda text: None)
+    worker.setup_evaluation()
+    return worker.run_eval()
+
+
+def test_the_evaluation_of_whole_steps_does_not_depend_on_the_size_of_steps(tmp_path: Path) -> None:
+    first, *others = (_evaluated(contrast(tmp_path, **sizes)) for sizes in SIZES)
+    for other in [*others, *run_ranks(_evaluated, 2, contrast(tmp_path, global_batch_size=8))]:
+        assert other == {"eval/loss": pytest.approx(first["eval/loss"], rel=1e-12)}
+
+
+SIZES = ({"global_batch_size": 4}, {"global_batch_size": 2}, {"global_batch_size": 8, "micro_batch_size": 3})
+
+
+def test_an_evaluation_method_that_a_loss_of_whole_steps_does_not_call_is_refused(tmp_path: Path) -> None:
+    values = contrast(tmp_path)
     own_evaluation: Callable[..., int] = lambda self, batch: 0  # noqa: E731
     kind = type("Mine", (SFTWorker,), {"get_eval_model_output": own_evaluation})
     with pytest.raises(ConfigError, match="get_eval_model_output would never be called"):
@@ -269,7 +325,8 @@ class Contrast(shardtune.WholeStepAdapter):
         return {"y": model(batch["x"])}
 
     def step_loss(self, outputs: Mapping[str, torch.Tensor]) -> LossSum:
-        return LossSum(outputs["y"].square().sum(), float(len(outputs["y"])))
+        centred = outputs["y"] - outputs["y"].mean(0)  # so that the loss of a row depends on the others
+        return LossSum(centred.square().sum(), float(len(outputs["y"])))
 
 
 def test_weights_that_the_built_in_loader_does_not_ask_for_are_refused(tiny: Tiny) -> None:

@@ -1,0 +1,200 @@
+"""What a run is made from beside the values of its recipe: data, weights, code, objects; and what has changed of it."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from shardtune.checkpoint.atomic import read_json, write_json
+from shardtune.config import Recipe
+from shardtune.config.model_names import registered
+from shardtune.config.paths import MODEL_KEYS, named_files
+from shardtune.config.tree import get_value
+from shardtune.config.user_code import code_hashes
+from shardtune.data.cache_directory import cache_root
+from shardtune.data.sources.fingerprint import contents
+from shardtune.data.sources.resolve import data_fingerprints, named_sets
+from shardtune.errors import CheckpointError
+from shardtune.run.choose_worker import Objects
+from shardtune.run.directory import MANIFEST
+from shardtune.run.resume_check import is_free
+
+MODEL, MODEL_TYPE = "actor.model.model_path", "actor.model.model_type"
+TOKENIZER = "actor.tokenizer.tokenizer_model"
+IN_MEMORY = "the object in memory"
+KNOWN = "models_in_memory"
+SAMPLED_VALUES = 4096
+"""Values of each tensor of a model in memory that are hashed."""
+OWN_CODE = ("shardtune.", "torch.", "transformers.", "builtins", "abc", "typing")
+
+Inputs = dict[str, list[tuple[str, str]]]
+"""By recipe key: the name and fingerprint of each file or object. As JSON the pairs are lists."""
+
+
+def object_inputs(recipe: Recipe, objects: Objects) -> Inputs:
+    """The fingerprints of a model and tokenizer in memory, which training will change."""
+    found = Inputs()
+    if objects.tokenizer is not None:
+        found[TOKENIZER] = [(IN_MEMORY, _tokenizer_fingerprint(objects.tokenizer, recipe.actor.added_tokens))]
+    if objects.model is not None:
+        found[MODEL] = [(IN_MEMORY, model_fingerprint(objects.model))]
+    return found
+
+
+def run_inputs(recipe: Recipe, objects: Objects, in_memory: Inputs) -> Inputs:
+    """The fingerprints of what a recipe names and of the objects in its place.
+
+    Data files are hashed whole, once; of weights, files of up to 1 MiB are hashed whole and others by samples. Files
+    that rows refer to, and data sets that are named on the Hub, are left out.
+
+    Args:
+        recipe: of the run.
+        objects: rows in memory.
+        in_memory: from `object_inputs`.
+    """
+    tree, found = recipe.to_dict(), {key: list(pairs) for key, pairs in in_memory.items()}
+
+    def add(key: str, name: str, content: str | None) -> None:
+        if content is not None and not is_free(key):
+            found.setdefault(key, []).append((name, content))
+
+    for key, path in named_files(tree):
+        for name, content in contents(Path(path)).items():
+            add(key, str(Path(path) / name), content)
+    for key in MODEL_KEYS:
+        add(key, f"{get_value(tree, key)}", _revision(get_value(tree, key)))
+    for name, digest in code_hashes([plugin for plugin in recipe.plugins if not plugin.endswith(".py")]).items():
+        add("plugins", name, digest)
+    for thing in registered(recipe.actor.model.model_type):
+        add(MODEL_TYPE, thing.__qualname__, _code_of(thing))
+    root = cache_root(recipe.data.cache_dir)
+    for key, given in (("train_data_paths", objects.train_data), ("eval_data_paths", objects.eval_data)):
+        for of_set, spec in named_sets(tree["data"][key] if given is None else given).items():
+            for name, digest in data_fingerprints(spec, root):
+                add(f"data.{key}.{of_set}".rstrip("."), name, digest)
+    return found
+
+
+def known_models(run_dir: Path | None, in_memory: Inputs) -> list[str]:
+    """The fingerprints of all models in memory that a run was started with, or has trained so far, and of the given.
+
+    A caller's model is trained in place, so the one that comes with the same command later is any of these.
+    """
+    before = [] if run_dir is None else _manifest(run_dir).get(KNOWN, [])
+    return list(dict.fromkeys([*before, *(content for _, content in in_memory.get(MODEL, []))]))
+
+
+def record_models(run_dir: Path, in_memory: Inputs) -> None:
+    """Add the caller's model, as training left it, to the manifest."""
+    if MODEL in in_memory:
+        write_json(run_dir / MANIFEST, {**_manifest(run_dir), KNOWN: known_models(run_dir, in_memory)})
+
+
+def _manifest(run_dir: Path) -> dict[str, Any]:
+    return read_json(run_dir / MANIFEST) if (run_dir / MANIFEST).is_file() else {}
+
+
+def changed_inputs(run_dir: Path, now: Inputs) -> dict[str, list[str]]:
+    """How the inputs differ from those that the manifest of a run records, by recipe key; a sentence each."""
+    manifest = _manifest(run_dir)
+    if "inputs" not in manifest:  # of an earlier version
+        return {}
+    recorded: Mapping[str, Sequence[Sequence[str]]] = manifest["inputs"]
+    changes: dict[str, list[str]] = {}
+    for key in dict.fromkeys([*recorded, *now]):
+        pairs, others = [(name, content) for name, content in recorded.get(key, [])], now.get(key, [])
+        if [content for _, content in pairs] == [content for _, content in others]:
+            continue  # the same, perhaps elsewhere
+        before, current = dict(pairs), dict(others)
+        if key == MODEL and current.get(IN_MEMORY) in manifest[KNOWN]:
+            continue
+        found = [
+            f"{name} {'has changed' if name in current else 'is gone'}"
+            for name, content in before.items()
+            if current.get(name) != content
+        ]
+        changes[key] = [*found, *(f"{name} is new" for name in current if name not in before)] or ["reordered"]
+    return changes
+
+
+def check_finished(run_dir: Path, recipe: Recipe, objects: Objects) -> list[str]:
+    """Refuse the result of a finished run for inputs that it was not made from; returns notes on the permitted ones."""
+    refused, notes, allowed = list[str](), list[str](), recipe.runner.allow_changes
+    keys = list[str]()
+    for key, changes in changed_inputs(run_dir, run_inputs(recipe, objects, object_inputs(recipe, objects))).items():
+        lines = [f"{key}: {change}" for change in _shortened(changes)]
+        if any(f"{key}.".startswith(f"{name}.") for name in allowed):
+            notes += [f"{line} (allowed by runner.allow_changes)" for line in lines]
+        else:
+            refused += lines
+            keys.append(key)
+    if refused:
+        raise CheckpointError(
+            "the run is finished, and what it was made from has changed since:\n    " + "\n    ".join(refused),
+            where=str(run_dir),
+            remedy=(
+                "choose another runner.logger.experiment_name to train on what is there now, or start over with "
+                "runner.overwrite=true; the old result is left as it is: load it with shardtune.load_run, or accept it "
+                f"with runner.allow_changes=[{','.join(keys)}]"
+            ),
+        )
+    return notes
+
+
+def input_notes(run_dir: Path, now: Inputs) -> list[str]:
+    """Notes on what has changed since a run was last started, besides its training rows (`check_same_data`)."""
+    changes = changed_inputs(run_dir, now)
+    return [
+        f"{key}: {change} since this run was started"
+        for key, found in changes.items()
+        if key != "data.train_data_paths"
+        for change in _shortened([one for one in found if not one.startswith(IN_MEMORY)])
+    ]
+
+
+def _shortened(changes: Sequence[str]) -> list[str]:
+    return [*changes[:4], *([f"and {len(changes) - 4} more"] if len(changes) > 4 else [])]
+
+
+def _revision(name: object) -> str | None:
+    """The revision of a Hub model that is on this machine; None for a directory."""
+    if not isinstance(name, str) or Path(name).is_absolute():
+        return None
+    config = try_to_load_from_cache(name, "config.json")
+    return Path(config).parent.name if isinstance(config, str) else None
+
+
+def _code_of(thing: type | Callable[..., object]) -> str | None:
+    """A hash of the source of a user's function, or class with its bases; None where it cannot be read."""
+    kinds = inspect.getmro(thing) if isinstance(thing, type) else [thing]
+    try:
+        texts = [inspect.getsource(kind) for kind in kinds if not f"{kind.__module__}.".startswith(OWN_CODE)]
+    except (OSError, TypeError):
+        return None
+    return hashlib.blake2b("\0".join(texts).encode(), digest_size=16).hexdigest()
+
+
+def _tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase, added: Sequence[str]) -> str:
+    """A hash of a tokenizer's vocabulary, special tokens and template, without the tokens that the recipe adds."""
+    vocabulary = sorted(item for item in tokenizer.get_vocab().items() if item[0] not in added)
+    parts = [vocabulary, sorted(tokenizer.special_tokens_map.items(), key=str), tokenizer.chat_template]
+    return hashlib.blake2b(str(parts).encode(), digest_size=16).hexdigest()
+
+
+@torch.no_grad()
+def model_fingerprint(model: PreTrainedModel) -> str:
+    """A hash of the names, shapes and sampled values of a model's tensors; the dtype has no part in it."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(model.state_dict().items()):
+        values = tensor.detach().reshape(-1)
+        sample = values[:: max(1, len(values) // SAMPLED_VALUES)].to("cpu")
+        kept = sample.double() if sample.is_floating_point() else sample.to(torch.int64)
+        digest.update(f"{name} {tuple(tensor.shape)}".encode() + kept.numpy().tobytes())
+    return digest.hexdigest()
