@@ -174,7 +174,7 @@ def data_fingerprints(spec: object, root: Path) -> list[tuple[str, str | None]]:
         root: of the cache, in which rows in memory are stored under the hash of their content.
     """
     found: list[tuple[str, str | None]] = []
-    for item in _items(spec) if spec is not None else ():
+    for item in _items(spec, "data") if spec is not None else ():
         path = _entry(item)["path"]
         if hub.is_dataset(path):
             found.append(("rows in memory", hub.spool_dataset(path, root).stem))
