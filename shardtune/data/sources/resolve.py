@@ -176,10 +176,9 @@ def data_fingerprints(spec: object, root: Path) -> list[tuple[str, str | None]]:
     found: list[tuple[str, str | None]] = []
     for item in _items(spec, "data") if spec is not None else ():
         path = _entry(item)["path"]
-        if hub.is_dataset(path):
-            found.append(("rows in memory", hub.spool_dataset(path, root).stem))
-        elif isinstance(path, Sequence) and not isinstance(path, str):
-            found.append(("rows in memory", spool_rows(path, root).stem))
+        held = _in_memory(path, root)
+        if held is not None:
+            found.append((held.label, held.path.stem))
         else:
             found += [(str(path), file["key"]) for file in fingerprints([str(path)], root)]
     return found
@@ -310,15 +309,23 @@ def _unique(name: str, taken: list[str]) -> str:
     return candidate
 
 
-def _find(spec: Any, selection: Selection, data: DataOptions, *, robot: bool) -> tuple[list[SourceFile], str]:
-    """The files of one data path, and a name for them."""
-    root = cache_root(data.cache_dir)
+def _in_memory(spec: Any, root: Path) -> SourceFile | None:
+    """Rows that are no path, written below `root` under the hash of their content; None for a path."""
     if is_frame(spec):
         spec = records(spec)
     if hub.is_dataset(spec):
-        return [SourceFile(hub.spool_dataset(spec, root), "parquet", "rows in memory", Path.cwd())], "memory"
+        return SourceFile(hub.spool_dataset(spec, root), "parquet", "rows in memory", Path.cwd())
     if isinstance(spec, Sequence) and not isinstance(spec, str):
-        return [SourceFile(spool_rows(spec, root), "jsonl", "rows in memory", Path.cwd())], "memory"
+        return SourceFile(spool_rows(spec, root), "jsonl", "rows in memory", Path.cwd())
+    return None
+
+
+def _find(spec: Any, selection: Selection, data: DataOptions, *, robot: bool) -> tuple[list[SourceFile], str]:
+    """The files of one data path, and a name for them."""
+    root = cache_root(data.cache_dir)
+    held = _in_memory(spec, root)
+    if held is not None:
+        return [held], "memory"
     if not isinstance(spec, (str, Path)):
         raise DataError(
             f"a data path is {type(spec).__name__}, not text",
