@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, TypeAlias
@@ -22,6 +23,13 @@ UserFunction: TypeAlias = Callable[..., Any]
 """A function or class in a user's file, whose arguments and result are not checked yet."""
 USER_MODULE = "shardtune_user_"
 """The prefix of the module names under which a user's files are imported."""
+
+
+class _FromSource(SourceFileLoader):
+    """Compiles the text of a file: compiled files of Python miss a change within a second that keeps the size."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def import_file(path: Path, where: str) -> ModuleType:
@@ -36,13 +44,14 @@ def import_file(path: Path, where: str) -> ModuleType:
     name = f"{USER_MODULE}{path.stem}_{digest}"  # the same in every process
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
+    loader = _FromSource(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    if spec is None or path.suffix != ".py":
         raise ConfigError(f"{path} is not a Python file", where=where, remedy="give the path of a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigError(

@@ -426,7 +426,10 @@ class CausalLM(LanguageModel):
                 remedy="give the directory of a causal language model",
             )
         sequences = input_ids.view(self._sequences(batch) if self._by_length else 1, -1)
-        outputs = _body(model)(input_ids=sequences, use_cache=False, **arguments)
+        # Some classes (Llama 4's) name another attribute than the one that holds the model without its head.
+        inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+        body = inner[0] if model.base_model is model and len(inner) == 1 else model.base_model
+        outputs = body(input_ids=sequences, use_cache=False, **arguments)
         # In the head's dtype: models that add up their residuals in fp32 (Mamba) return fp32.
         hidden = outputs[0].flatten(0, 1).index_select(0, positions)
         hidden = hidden.to(next(head.parameters(), hidden).dtype)
@@ -509,12 +512,6 @@ class _AtHead:
     head: nn.Module | None
     routers: tuple[torch.Tensor, ...]
     part: SequencePart | None
-
-
-def _body(model: PreTrainedModel) -> nn.Module:
-    """The model without its head; some classes (Llama 4's) name another attribute than the one that holds it."""
-    inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
-    return inner[0] if model.base_model is model and len(inner) == 1 else model.base_model
 
 
 def _rescales(model: PreTrainedModel) -> bool:

@@ -201,6 +201,11 @@ class FlatWeights(Weights):
         for shell in self._flattened.wrapped:
             free_gathered(shell)
 
+    @torch.no_grad()
+    def copy_masters_to_model(self) -> None:
+        self._free_gathered()
+        super().copy_masters_to_model()
+
     def zero_gradients(self) -> None:
         super().zero_gradients()
         self._held.clear()

@@ -25,7 +25,7 @@ from shardtune.parallel.direct_use import ShardedOperands
 from shardtune.parallel.parts import gather_for_parts
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.same_call import SameCall
-from shardtune.parallel.torch_private import holds_gathered, in_backward, initialise_root, multiply_
+from shardtune.parallel.torch_private import initialise_root, is_at_rest, multiply_
 
 MASTER_DTYPE = {"bf16": torch.float32, "fp16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -163,6 +163,7 @@ class Weights:
         self._ranks = ranks
         self._reduce_each = reduce_each
         self._buffers = Buffers(model, ranks)
+        self._sharded = [module for module in root.modules() if isinstance(module, FSDPModule)]
         self._accumulates = False
         self._same_call = SameCall(ranks)
         self._generating = 0
@@ -254,7 +255,7 @@ class Weights:
         if not self._outside():
             yield
             return
-        if not self._same_call.in_method:
+        if not self._same_call.running:
             self._free_gathered()
         self._generating += name == "generate"
         try:
@@ -265,20 +266,19 @@ class Weights:
         finally:
             self._generating -= name == "generate"
 
-    def _free_after_part(self) -> None:
+    def _free_after_part(self, *_: object) -> None:
         """In a method, free the root's weights, which the method may change in place; `generate` only reads them."""
-        if self._same_call.in_method and not self._generating and not torch.is_grad_enabled():
+        if self._same_call.running and not self._generating and not torch.is_grad_enabled():
             self._free_gathered()
 
     def _free_gathered(self) -> None:
         """Free gathered weights; the next use gathers them again."""
-        for module in self._root.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in self._sharded:
+            module.reshard()
 
     def _outside(self) -> bool:
         """Whether weights are sharded, and not gathered for a forward."""
-        return isinstance(self._root, FSDPModule) and not in_backward() and not holds_gathered(self._root)
+        return isinstance(self._root, FSDPModule) and is_at_rest(self._root)
 
     def _whole_operands(self, compute: torch.dtype) -> AbstractContextManager[object]:
         if isinstance(self._root, FSDPModule) and self._outside():
@@ -305,10 +305,9 @@ class Weights:
 
         A unit that no forward calls would fail otherwise, in the backward pass of a micro-batch that is not the last.
         """
-        for module in self._root.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()
-                module.reshard()
+        for module in self._sharded:
+            module.unshard()
+            module.reshard()
 
     @torch.no_grad()
     def sync_replicated_gradients(self) -> None:
@@ -363,7 +362,8 @@ class Weights:
         After a forward without a backward (the probe, an evaluation) FSDP2 keeps the root's weights gathered, and the
         next forward would take those instead of the changed ones.
         """
-        self._free_gathered()
+        for module in self._sharded:
+            module.reshard()
         for name in self._apart:
             self._computed[name].copy_(self.parameters[name])
 

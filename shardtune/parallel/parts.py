@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardtune.parallel.torch_private import Inputs, after_forward, before_forward, holds_gathered, in_backward
+from shardtune.parallel.torch_private import Inputs, after_forward, before_forward, is_at_rest
 
 
 def parts_of(root: nn.Module, units: Collection[nn.Module]) -> Iterator[nn.Module]:
@@ -29,7 +29,7 @@ def _has_own_weights(module: nn.Module, units: Collection[nn.Module]) -> bool:
     return any(_has_own_weights(child, units) for child in module.children() if child not in units)
 
 
-def gather_for_parts(root: FSDPModule, compare: Callable[[str], None], done: Callable[[], None]) -> None:
+def gather_for_parts(root: FSDPModule, compare: Callable[[str], None], done: Callable[..., None]) -> None:
     """Let FSDP2 treat a call of a part, outside of a forward of the root, as a forward of the root.
 
     The root's weights are gathered then, and the gradients of what the part returns reach them. All ranks have to call
@@ -38,36 +38,46 @@ def gather_for_parts(root: FSDPModule, compare: Callable[[str], None], done: Cal
     Args:
         root: sharded, with its units.
         compare: is called before weights are gathered for a part or a unit, with the name of its class.
-        done: is called after a forward of the root or of a part.
+        done: is called after a forward of the root or of a part; what a forward hook is called with can be ignored.
     """
     assert isinstance(root, nn.Module)
-    gathering = _Gathering(root, compare, done)
     units = {module for module in root.modules() if isinstance(module, FSDPModule)}
-    for part in set(parts_of(root, units)):
-        part.register_forward_pre_hook(gathering.begin, with_kwargs=True, prepend=True)
+    gathering = _Gathering(root, units, compare, done)
+    parts = set(parts_of(root, units))
+    for module in parts | units - {root}:
+        module.register_forward_pre_hook(gathering.begin, with_kwargs=True, prepend=True)
+    for part in parts:
         part.register_forward_hook(gathering.end, always_call=True)
-    for unit in units - {root}:
-        unit.register_forward_pre_hook(gathering.compare_unit, prepend=True)
-    root.register_forward_hook(gathering.end_root)
+    root.register_forward_hook(done)
 
 
 class _Gathering:
     """Begins and ends a forward of the root around the outermost call of a part."""
 
-    def __init__(self, root: FSDPModule, compare: Callable[[str], None], done: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        root: FSDPModule,
+        units: Collection[nn.Module],
+        compare: Callable[[str], None],
+        done: Callable[..., None],
+    ) -> None:
         self._root = root
+        self._units = units
         self._compare = compare
         self._done = done
         self._outermost: nn.Module | None = None
         self._depth = 0
 
-    def begin(self, part: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Inputs:
-        if part is self._outermost:
+    def begin(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Inputs:
+        """Before the forward of a part, or of a unit, which gathers its own weights."""
+        if module is self._outermost:
             self._depth += 1
-        if not self._is_outside():
+        if self._outermost is not None or not is_at_rest(self._root):
             return args, kwargs
-        self._compare(type(part).__name__)
-        self._outermost, self._depth = part, 1
+        self._compare(type(module).__name__)
+        if module in self._units:
+            return args, kwargs
+        self._outermost, self._depth = module, 1
         return before_forward(self._root, args, kwargs)
 
     def end(self, part: nn.Module, args: tuple[object, ...], output: object) -> object:
@@ -80,13 +90,3 @@ class _Gathering:
         output = after_forward(self._root, args, output)
         self._done()
         return output
-
-    def end_root(self, _root: nn.Module, _args: tuple[object, ...], _output: object) -> None:
-        self._done()
-
-    def compare_unit(self, unit: nn.Module, _args: tuple[object, ...]) -> None:
-        if self._is_outside():
-            self._compare(type(unit).__name__)
-
-    def _is_outside(self) -> bool:
-        return self._outermost is None and not in_backward() and not holds_gathered(self._root)

@@ -22,29 +22,28 @@ class SameCall:
 
     Args:
         ranks: of the run.
+
+    Attributes:
+        running: the name of the method that uses weights; "": none.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._group = ranks.new_group(timedelta(seconds=LIMIT_SECONDS))
-        self._method = ""
+        self.running = ""
         self._compared = False
-
-    @property
-    def in_method(self) -> bool:
-        return bool(self._method)
 
     @contextmanager
     def method(self, name: str) -> Iterator[None]:
         """Inside, weights are used by a method, whose name is compared once; methods inside it are a part of it."""
-        if self._method:
+        if self.running:
             yield
             return
-        self._method, self._compared = name, False
+        self.running, self._compared = name, False
         try:
             yield
         finally:
-            self._method = ""
+            self.running = ""
 
     def compare(self, part: str) -> None:
         """Compare the method that is running, if that is not done yet; outside of methods the part that is called.
@@ -52,9 +51,9 @@ class SameCall:
         Raises:
             ParallelError: other ranks call something else, or nothing.
         """
-        if self._group is None or (self._method and self._compared):
+        if self._group is None or (self.running and self._compared):
             return
-        name = self._method or part
+        name = self.running or part
         self._compared = True
         number = zlib.crc32(name.encode())
         ends = torch.tensor([number, -number], dtype=torch.int64)

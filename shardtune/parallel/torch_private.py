@@ -140,6 +140,12 @@ def holds_gathered(module: FSDPModule) -> bool:
     return module._get_fsdp_state()._training_state in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
 
 
+def is_at_rest(module: FSDPModule) -> bool:
+    """Whether autograd computes no gradients, and a sharded module is not in its forward either."""
+    state = module._get_fsdp_state()._training_state
+    return not is_bw() and state not in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
+
+
 Inputs = tuple[tuple[object, ...], dict[str, object]]
 
 

@@ -30,6 +30,8 @@ MAX_FUNCTIONS, MAX_FILES, MAX_LINES = 25, 10, 80
 """Of an optimizer step; a loss of whole steps passes through 4 functions more."""
 LOOP_FUNCTIONS, LOOP_FILES = 45, 16
 """Of a whole iteration of the loop: the step, its data and metrics, the display and the logs."""
+RANKS_FUNCTIONS, RANKS_FILES = 4, 2
+"""On several ranks in addition: the hooks that let a part of the model be called by itself (parallel/parts.py)."""
 HEALTHY = Path(__file__).parents[1] / "support" / "healthy_adapters.py"
 
 
@@ -175,8 +177,9 @@ def test_an_optimizer_step_is_few_functions_in_few_files(
     step = steps[kind, ranks].step
     assert "training/step.py accumulate" in step, "the trace has lost its object"
     assert "models/loss.py _LinearCrossEntropy.backward" in step or kind == "plain"
-    assert len(step) <= MAX_FUNCTIONS, report(step)
-    assert len(files(step)) <= MAX_FILES, report(step)
+    more = ranks > 1
+    assert len(step) <= MAX_FUNCTIONS + more * RANKS_FUNCTIONS, report(step)
+    assert len(files(step)) <= MAX_FILES + more * RANKS_FILES, report(step)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -185,8 +188,9 @@ def test_so_is_an_iteration_of_the_loop(steps: dict[tuple[str, int], Trace], kin
     loop = steps[kind, ranks].loop
     for name in ("training/worker/base.py FSDPSftWorker.run_training", "training/loggers.py JsonLines.log"):
         assert name in loop
-    assert len(loop) <= LOOP_FUNCTIONS, report(loop)
-    assert len(files(loop)) <= LOOP_FILES, report(loop)
+    more = ranks > 1
+    assert len(loop) <= LOOP_FUNCTIONS + more * RANKS_FUNCTIONS, report(loop)
+    assert len(files(loop)) <= LOOP_FILES + more * RANKS_FILES, report(loop)
 
 
 def test_none_of_them_is_long(steps: dict[tuple[str, int], Trace]) -> None:

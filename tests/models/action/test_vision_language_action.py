@@ -177,7 +177,11 @@ def test_what_disagrees_is_an_error(folder: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             adapter_of(folder, "llava", **changes)
     for kind, changes, message in (
-        ("openvla", {"model__num_action_bins": 64}, "the model has 256 action tokens"),
+        (
+            "openvla",
+            {"model__num_action_bins": 64},
+            "num_action_bins is 64, the model.s config has n_action_bins = 256",
+        ),
         ("openvla", {"model__action_tokens": "last", "model__vocab_size": 32064}, "vocab_size is 32064"),
         ("openvla", {"model__unnorm_key": "bridge_orig", "model__action_token_len": 3}, "bridge_orig have 7"),
     ):

@@ -26,7 +26,12 @@ class Acting(OpenVLA):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.value_head = ValueHead(HIDDEN)
-        self.gain = nn.Parameter(torch.full((HIDDEN,), 1.5))
+        self.gain = nn.Parameter(torch.empty(HIDDEN))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self:  # which `from_pretrained` calls for what the directory does not have
+            nn.init.constant_(self.gain, 1.5)
 
     @torch.no_grad()
     def predict_action_batch(
@@ -137,5 +142,5 @@ def test_training_and_acting_are_those_of_one_rank(tmp_path: Path) -> None:
     save_openvla(tmp_path)
     expected = {lora: numbers(str(tmp_path), "fsdp", lora) for lora in (False, True)}
     for found in run_ranks(all_numbers, 2, str(tmp_path), timeout=200):
-        for (_, lora), told in zip(CASES, found, strict=True):
-            assert told == pytest.approx(expected[lora], rel=1e-12)
+        for (backend, lora), told in zip(CASES, found, strict=True):
+            assert told == pytest.approx(expected[lora], rel=1e-12), backend
