@@ -181,7 +181,7 @@ class Display:
         lines += [("note", note) for note in summary.notes]
         lines.append(("run", str(run_dir)))
         for name, value in lines:
-            table.add_row(Text(name, style="bold"), Text(value))
+            table.add_row(Text(name, style="bold"), Text(value, overflow="fold"))  # a long path is not cut off
         self.console.print(table)
         if sample is not None:
             marks = f"; trained tokens are {'green' if self._color else 'in ⟦ ⟧'}" if len(sample.input_ids) else ""
