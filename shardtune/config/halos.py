@@ -147,6 +147,9 @@ def translate(layers: Sequence[Layer], in_memory: Collection[str] = ()) -> Trans
     for layer in layers:
         rest, own = _copied(layer.tree), {}
         names = [name for name in NAMES if name != SHARED or not _is_ours(layer.tree.get("model"))]
+        names = [
+            name for name in names if not isinstance(get_value(layer.tree, name), Mapping)
+        ]  # a section is no value
         given = {name: value for name in names for found, value in [_take(rest, name)] if found}
         groups = {name: rest.pop(name) for name in GROUPS if isinstance(rest.get(name), str | list)}
         if not given and not groups:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.checkpoint.atomic import read_json, write_json
@@ -21,7 +22,7 @@ from shardtune.config.user_code import code_hashes
 from shardtune.data.cache_directory import cache_root
 from shardtune.data.sources.fingerprint import contents
 from shardtune.data.sources.resolve import data_fingerprints, named_sets
-from shardtune.errors import CheckpointError
+from shardtune.errors import CheckpointError, DataError
 from shardtune.run.choose_worker import Objects
 from shardtune.run.directory import MANIFEST
 from shardtune.run.resume_check import is_free
@@ -29,6 +30,7 @@ from shardtune.run.resume_check import is_free
 MODEL, MODEL_TYPE = "actor.model.model_path", "actor.model.model_type"
 TOKENIZER = "actor.tokenizer.tokenizer_model"
 IN_MEMORY = "the object in memory"
+NOT_COMPARED = "not compared"
 KNOWN = "models_in_memory"
 SAMPLED_VALUES = 4096
 """Values of each tensor of a model in memory that are hashed."""
@@ -52,7 +54,7 @@ def run_inputs(recipe: Recipe, objects: Objects, in_memory: Inputs) -> Inputs:
     """The fingerprints of what a recipe names and of the objects in its place.
 
     Data files are hashed whole, once; of weights, files of up to 1 MiB are hashed whole and others by samples. Files
-    that rows refer to, and data sets that are named on the Hub, are left out.
+    that rows refer to, and data sets that are named on the Hub, are left out; batches in memory are not compared.
 
     Args:
         recipe: of the run.
@@ -77,9 +79,16 @@ def run_inputs(recipe: Recipe, objects: Objects, in_memory: Inputs) -> Inputs:
     root = cache_root(recipe.data.cache_dir)
     for key, given in (("train_data_paths", objects.train_data), ("eval_data_paths", objects.eval_data)):
         for of_set, spec in named_sets(tree["data"][key] if given is None else given).items():
-            for name, digest in data_fingerprints(spec, root):
+            for name, digest in data_fingerprints(spec, root) if given is None else _of_object(spec, root):
                 add(f"data.{key}.{of_set}".rstrip("."), name, digest)
     return found
+
+
+def _of_object(spec: object, root: Path) -> list[tuple[str, str | None]]:
+    try:
+        return data_fingerprints(spec, root)
+    except DataError:  # no rows: a trainer of a user's own takes batches of tensors, or a loader
+        return [(IN_MEMORY, NOT_COMPARED)]
 
 
 def known_models(run_dir: Path | None, in_memory: Inputs) -> list[str]:
@@ -128,7 +137,11 @@ def check_finished(run_dir: Path, recipe: Recipe, objects: Objects) -> list[str]
     """Refuse the result of a finished run for inputs that it was not made from; returns notes on the permitted ones."""
     refused, notes, allowed = list[str](), list[str](), recipe.runner.allow_changes
     keys = list[str]()
-    for key, changes in changed_inputs(run_dir, run_inputs(recipe, objects, object_inputs(recipe, objects))).items():
+    now = run_inputs(recipe, objects, object_inputs(recipe, objects))
+    for key, pairs in now.items():
+        if (IN_MEMORY, NOT_COMPARED) in pairs:
+            notes.append(f"{key}: batches in memory are not compared with those that the run was trained on")
+    for key, changes in changed_inputs(run_dir, now).items():
         lines = [f"{key}: {change}" for change in _shortened(changes)]
         if any(f"{key}.".startswith(f"{name}.") for name in allowed):
             notes += [f"{line} (allowed by runner.allow_changes)" for line in lines]
@@ -190,10 +203,14 @@ def _tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase, added: Sequence[s
 
 @torch.no_grad()
 def model_fingerprint(model: PreTrainedModel) -> str:
-    """A hash of the names, shapes and sampled values of a model's tensors; the dtype has no part in it."""
+    """A hash of the names, shapes and sampled values of a model's tensors; the dtype has no part in it.
+
+    Of a sharded model each tensor is gathered in turn; every rank calls it then.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(model.state_dict().items()):
-        values = tensor.detach().reshape(-1)
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        values = whole.detach().reshape(-1)
         sample = values[:: max(1, len(values) // SAMPLED_VALUES)].to("cpu")
         kept = sample.double() if sample.is_floating_point() else sample.to(torch.int64)
         digest.update(f"{name} {tuple(tensor.shape)}".encode() + kept.numpy().tobytes())

@@ -128,7 +128,7 @@ def test_fresh_weights_are_the_same_below_an_adapter(base_dtype: str) -> None:
     def build() -> nn.Module:
         return tiny.empty(tiny.config("llama"))
 
-    arguments: dict[str, Any] = {"build": build, "seed": 3, "dtype": torch.float32, "ranks": ALONE}
+    arguments: dict[str, Any] = {"build": build, "seed": 3, "dtype": torch.float32, "ranks": ALONE, "by_class": True}
     plain, adapted = (build_empty(build, 3)[0] for _ in range(2))
     load_initial_weights(None, plain, plain, device=ALONE.device, **arguments)
     attach_adapter(adapted, LoraConfig(r=2, use_dora=True))
