@@ -99,8 +99,8 @@ def run_compiled(values: dict[str, Any]) -> tuple[Trace, int]:
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [
-        ("dense", 2),
-        pytest.param("dense", 1, marks=pytest.mark.slow),
+        ("dense", 1),
+        pytest.param("dense", 2, marks=pytest.mark.slow),
         pytest.param("mixtral", 1, marks=pytest.mark.slow),
     ],
 )
