@@ -137,7 +137,6 @@ def save_model(folder: Path) -> None:
             "patch_size": 14,
         },
         image_token_index=3,
-        vision_feature_layer=-1,
         norm_stats={KEY: statistics()},
     )
     modeling.YourBaseModel(config).double().save_pretrained(folder)
