@@ -112,7 +112,7 @@ def test_a_trainer_has_halos_configuration_and_trains_to_final(tiny: Tiny) -> No
     assert timeless(tiny.runs / "main") == timeless(run.dir)
 
 
-def test_a_model_and_data_in_memory(tiny: Tiny) -> None:
+def test_a_model_and_data_in_memory(tiny: Tiny, capfd: pytest.CaptureFixture[str]) -> None:
     """As batches without a length, with the rows of a micro-batch from the first; and as rows."""
     loader = Loader(6)
     found = {}
@@ -126,6 +126,16 @@ def test_a_model_and_data_in_memory(tiny: Tiny) -> None:
         found[name] = trainer.train()
         assert model(torch.arange(5)[None]).logits.isfinite().all()
         assert len(found[name].generate("say 1", max_new_tokens=2)) == 1
+        capfd.readouterr()
+        again = kind(
+            in_memory(tiny, name),
+            model=make_model(make_tokenizer()),
+            tokenizer=make_tokenizer(),
+            train_dataset=Loader(7),
+            eval_dataset=loader,
+        )
+        again.train()  # finished: other batches cannot be recognised, which is reported
+        assert "data.train_data_paths: batches in memory are not compared" in "".join(capfd.readouterr())
     plain, ported = (lines(run.dir) for run in found.values())
     assert len(plain) == 2
     for ours, theirs in zip(plain, ported, strict=True):
