@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import ClassVar, Protocol
@@ -263,13 +264,18 @@ def _sources(kind: type) -> Iterable[bytes]:
     """A class's own file without its comments and layout, then the other files of its package."""
     try:
         own = Path(inspect.getfile(kind))
-        yield ast.dump(ast.parse(own.read_text(encoding="utf-8"))).encode()
+        yield _without_layout(own.read_text(encoding="utf-8"))
     except (OSError, TypeError):  # typed into a notebook or a prompt
         yield from (part for value in vars(kind).values() if inspect.isfunction(value) for part in _compiled(value))
         return
     package = sys.modules.get(kind.__module__.partition(".")[0])
     for folder in [] if package is None else vars(package).get("__path__", []):
         yield from (file.read_bytes() for file in sorted(Path(folder).rglob("*.py")) if file != own)
+
+
+@cache
+def _without_layout(text: str) -> bytes:
+    return ast.dump(ast.parse(text)).encode()
 
 
 def _compiled(function: FunctionType) -> Iterable[bytes]:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from enum import Enum
-from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
@@ -179,18 +178,18 @@ def _members(value: Any) -> Any:
     return members
 
 
-def test_packages_offer_names_and_are_loaded_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_offer_names_and_are_loaded_when_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     here = __name__
-    offered = EntryPoints(
-        [
-            EntryPoint("packaged", f"{here}:MyAdapter", model_names.GROUP),
-            EntryPoint("broken", "no_such_package.models:Mine", model_names.GROUP),
-            EntryPoint("mine", f"{here}:function", model_names.GROUP),
-        ]
-    )
-    monkeypatch.setattr(model_names, "entry_points", lambda group: offered.select(group=group))
+    assert "packaged" not in known_names()
+    package = tmp_path / "offering-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: offering\nVersion: 1.0\n")
+    offered = {"packaged": f"{here}:MyAdapter", "broken": "no_such_package.models:Mine", "mine": f"{here}:function"}
+    lines = [f"[{model_names.GROUP}]", *(f"{name} = {value}" for name, value in offered.items())]
+    (package / "entry_points.txt").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(str(tmp_path))
     assert known_names() == ["broken", "mine", "packaged"]
-    assert describe("packaged") == f"{here}:MyAdapter of an unknown package"
+    assert describe("packaged") == f"{here}:MyAdapter of offering 1.0"
     assert registered_adapter("packaged").__name__ == "MyAdapter"  # pyright: ignore[reportOptionalMemberAccess]
     with pytest.raises(ConfigError, match=r"offers the model 'broken' as no_such_package\.models:Mine") as error:
         registered("broken")
