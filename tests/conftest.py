@@ -1,6 +1,5 @@
 """No test asks the network for anything, and none leaves a process group behind; processes start quickly."""
 
-import gc
 import os
 import subprocess
 from collections.abc import Callable, Generator, Iterator
@@ -58,8 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Every run ends with a collection of garbage, which need not look through torch and all tests each time."""
-    gc.collect()
-    gc.freeze()
+    fork_server.rest_garbage()
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,11 @@ def answer(how, directory, image, text, inputs):
         return inputs, model(**inputs).logits
 
 
-torch.save([answer(*job) for job in torch.load(sys.argv[1])], sys.argv[2])
-assert "shardtune" not in sys.modules
+for line in sys.stdin:
+    jobs, found = json.loads(line)
+    torch.save([answer(*job) for job in torch.load(jobs)], found)
+    assert "shardtune" not in sys.modules
+    print("answered", flush=True)
 """
 TEXT = "what is it?"
 
@@ -119,13 +122,31 @@ class Job:
     inputs: dict[str, torch.Tensor]
 
 
-def elsewhere(folder: Path, *jobs: Job) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-    """Inputs and logits of each, computed in one fresh process without this package."""
-    told, found = folder / "jobs.pt", folder / "found.pt"
-    torch.save([(job.how, str(job.directory), str(job.image), TEXT, job.inputs) for job in jobs], told)
-    done = subprocess.run([sys.executable, "-c", ELSEWHERE, str(told), str(found)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(found)
+Answers = Callable[..., list[tuple[dict[str, torch.Tensor], torch.Tensor]]]
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
+    """Gives inputs and logits of each job, computed in one fresh process without this package."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    with (
+        (folder / "errors").open("w") as errors,
+        subprocess.Popen(
+            [sys.executable, "-c", ELSEWHERE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        to, back = process.stdin, process.stdout
+
+        def answers(*jobs: Job) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+            told, found = folder / "jobs.pt", folder / "found.pt"
+            torch.save([(job.how, str(job.directory), str(job.image), TEXT, job.inputs) for job in jobs], told)
+            print(json.dumps([str(told), str(found)]), file=to, flush=True)
+            assert back.readline() == "answered\n", (folder / "errors").read_text()[-3000:]
+            return torch.load(found)
+
+        yield answers
 
 
 def assert_same_inputs(found: dict[str, torch.Tensor], inputs: dict[str, torch.Tensor]) -> None:
@@ -134,7 +155,9 @@ def assert_same_inputs(found: dict[str, torch.Tensor], inputs: dict[str, torch.T
 
 
 @pytest.mark.parametrize("families", FAMILIES)
-def test_others_load_the_final_directory_and_compute_the_same_bits(families: Sequence[str], tmp_path: Path) -> None:
+def test_others_load_the_final_directory_and_compute_the_same_bits(
+    families: Sequence[str], elsewhere: Answers, tmp_path: Path
+) -> None:
     jobs, logits = [], []
     for family in families:
         run = trained(tmp_path / family, family)
@@ -146,12 +169,12 @@ def test_others_load_the_final_directory_and_compute_the_same_bits(families: Seq
             assert_same_inputs(question(load_processor(str(final), config), image), inputs)
         jobs.append(Job("whole" if family in BY_AUTO_PROCESSOR else "model", final, image, inputs))
         logits.append(own_logits(run, inputs))
-    for job, own, (inputs, found) in zip(jobs, logits, elsewhere(tmp_path, *jobs), strict=True):
+    for job, own, (inputs, found) in zip(jobs, logits, elsewhere(*jobs), strict=True):
         assert_same_inputs(inputs, job.inputs)
         assert torch.equal(found, own)
 
 
-def test_an_adapter_loads_over_its_base_and_merges(tmp_path: Path) -> None:
+def test_an_adapter_loads_over_its_base_and_merges(elsewhere: Answers, tmp_path: Path) -> None:
     run = trained(tmp_path, "llava", is_lora=True, lora={"r": 4, "alpha": 12.0, "dropout": 0.0})
     model, image = tmp_path / "model", tmp_path / "images" / "1_0.png"
     inputs = question(load_processor(str(model), AutoConfig.from_pretrained(model)), image)
@@ -159,7 +182,7 @@ def test_an_adapter_loads_over_its_base_and_merges(tmp_path: Path) -> None:
     merged = run.export(tmp_path / "merged", merge=True, check=False)
     places = {"base": model, "adapter": run.dir / "final", "merged": merged}
     jobs = [Job("adapter" if name == "adapter" else "whole", place, image, inputs) for name, place in places.items()]
-    found = dict(zip(places, elsewhere(tmp_path, *jobs), strict=True))
+    found = dict(zip(places, elsewhere(*jobs), strict=True))
     for made, _ in found.values():
         assert_same_inputs(made, inputs)
     furthest = {name: float((logits - own).abs().max()) for name, (_, logits) in found.items()}

@@ -26,7 +26,7 @@ KINDS = ("dense", "mixtral", "qwen3_moe", "gemma", "mistral")
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory) -> Comparison:
-    made = Comparison(tmp_path_factory.mktemp("parity"), steps=8)
+    made = Comparison(tmp_path_factory.mktemp("parity"), steps=6)
     made.run([*FP64, *FP32, *BF16])
     return made
 

@@ -107,18 +107,7 @@ def _generator(value: object) -> tuple[Reseed, int] | None:
     return None
 
 
-def seed_torch(seed: int) -> None:
-    """Seed torch's default generators, of the accelerator too.
-
-    As `torch.manual_seed`, which without an accelerator stores a formatted stack each time (0.1 to 0.5 ms).
-    """
-    if torch.accelerator.is_available():
-        torch.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
-
-
 def _seed_all(seed: int) -> None:
-    seed_torch(seed)
+    torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -45,8 +45,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def peft_loop(base: Path, directory: Path, changes: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """PEFT's own model in a plain loop: the losses of 20 steps and the adapter at the end; saves how it began."""
+def peft_loop(
+    base: Path, directory: Path, changes: dict[str, Any], steps: int
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """PEFT's own model in a plain loop: the losses and the adapter at the end; saves how it began."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
     given = {"lora_alpha" if key == "alpha" else key: value for key, value in changes.items()}
     torch.manual_seed(11)
@@ -58,7 +60,7 @@ def peft_loop(base: Path, directory: Path, changes: dict[str, Any]) -> tuple[lis
     made.save_pretrained(str(directory))
     optimizer = torch.optim.AdamW([p for p in made.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.01)
     losses = []
-    for _ in range(20):
+    for _ in range(steps):
         total = loss(made, all_ids()) / 36
         total.backward()
         optimizer.step()
@@ -67,22 +69,25 @@ def peft_loop(base: Path, directory: Path, changes: dict[str, Any]) -> tuple[lis
     return losses, {name: p.detach() for name, p in made.base_model.model.named_parameters() if p.requires_grad}
 
 
-def our_loop(base: Path, adapters: dict[str, Path]) -> dict[str, tuple[list[float], dict[str, torch.Tensor]]]:
+def our_loop(
+    base: Path, adapters: dict[str, Path], steps: int
+) -> dict[str, tuple[list[float], dict[str, torch.Tensor]]]:
     told = {}
     for kind, directory in adapters.items():
         config = LoraConfig(**{**KINDS[kind], "adapter_path": str(directory)})
         model, weights, ranks = adapted(base, config, "fp64", adapter=directory)
-        losses = train(model, weights, ranks)
+        losses = train(model, weights, ranks, steps)
         told[kind] = losses, {name: whole(p) for name, p in weights.trainable().items()}
     return told
 
 
-def test_twenty_steps_equal_peft_in_a_plain_loop(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [5, pytest.param(20, marks=pytest.mark.slow)])
+def test_steps_equal_peft_in_a_plain_loop(tmp_path: Path, steps: int) -> None:
     base = tmp_path / "base"
     saved("qwen2_tied", base)
-    wanted = {kind: peft_loop(base, tmp_path / kind, changes) for kind, changes in KINDS.items()}
+    wanted = {kind: peft_loop(base, tmp_path / kind, changes, steps) for kind, changes in KINDS.items()}
     adapters = {kind: tmp_path / kind for kind in KINDS}
-    for told in (our_loop(base, adapters), *run_ranks(our_loop, 2, base, adapters)):
+    for told in (our_loop(base, adapters, steps), *run_ranks(our_loop, 2, base, adapters, steps)):
         for kind, (losses, adapter) in told.items():
             assert losses[0] > losses[-1]
             assert losses == pytest.approx(wanted[kind][0], rel=1e-10, abs=1e-10), kind
