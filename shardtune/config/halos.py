@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from shardtune.config.keys import ALIASES, HALOS_DEFAULTS, IN_ROWS
 from shardtune.config.layers import Layer
-from shardtune.config.overrides import GROUPS, LISTED_GROUP, Override, choose, test_splits
+from shardtune.config.overrides import CHOOSING, LISTS, Override, choose, test_splits
 from shardtune.config.schema import Recipe, escape_interpolation
 from shardtune.config.tree import Tree, flatten, get_value, set_value
 from shardtune.errors import ConfigError
@@ -28,7 +28,7 @@ DERIVED = {
     "wandb.enabled": BACKENDS,
 }
 """Names whose value depends on others', and our keys."""
-RENAMED = {theirs: ours for theirs, ours in ALIASES.items() if theirs not in DERIVED and theirs != LISTED_GROUP}
+RENAMED = {theirs: ours for theirs, ours in ALIASES.items() if theirs not in DERIVED and theirs not in LISTS}
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 FACTS: Mapping[str, tuple[tuple[object, ...], str]] = {
     "debug": ((False,), "use shardtune train --dry-run, which writes nothing"),
@@ -37,6 +37,7 @@ FACTS: Mapping[str, tuple[tuple[object, ...], str]] = {
     "humanline": ((False,), "leave it out; it needs a reference model"),
     "loss.dataloader": (("SFTDataLoader",), "use data.train_data_paths, or pass batches to SFTTrainer"),
     "loss.name": (("sft",), "use sft, the only loss there is, or override get_batch_metrics of SFTTrainer"),
+    "loss.sync_reference": ((False,), "leave it out; supervised fine-tuning uses no reference model"),
     "loss.policy_hf_model_class": (("AutoModelForCausalLM",), "use actor.model.model_type"),
     "loss.trainer": (("SFTTrainer",), "use actor.worker: my_trainer.py:MyTrainer"),
     "loss.use_reference_model": ((False,), "leave it out; supervised fine-tuning uses none"),
@@ -65,16 +66,21 @@ UNREAD = {
     "minimum_log_interval_secs": "lines are logged every runner.logger.log_interval steps",
     "model.eval_batch_size": "rows of a forward pass in evaluation: actor.eval_micro_batch_size",
     "model.max_prompt_length": "rows are cut at data.max_length alone",
+    "save_every": "checkpoints are those of intermediate_checkpoints, or runner.save_interval",
+    "step_scheduler_with_optimizer": "the rate is a function of the step",
     **dict.fromkeys(
         (
             *(
                 "cache_reference_logprobs",
                 "load_reference_logprobs",
                 "humanline_alpha",
+                "log_epsilon_P",
+                "log_epsilon_R",
                 "loss.reference_hf_model_class",
             ),
             *("model.reference_dtype", "model.v_head_max_grad_norm", "model.policy_online"),
             *("model.policy_online_update_steps", "model.reward_model"),
+            *(f"model.reward_model.{name}" for name in ("path", "model_class", "dtype", "attn_implementation")),
         ),
         "for other losses than sft",
     ),
@@ -151,7 +157,7 @@ def translate(layers: Sequence[Layer], in_memory: Collection[str] = ()) -> Trans
             name for name in names if not isinstance(get_value(layer.tree, name), Mapping)
         ]  # a section is no value
         given = {name: value for name in names for found, value in [_take(rest, name)] if found}
-        groups = {name: rest.pop(name) for name in GROUPS if isinstance(rest.get(name), str | list)}
+        groups = {name: rest.pop(name) for name in CHOOSING if isinstance(rest.get(name), str | list)}
         if not given and not groups:
             result.layers.append(layer)
             continue
@@ -227,12 +233,15 @@ def _chosen(groups: Mapping[str, object], sft: bool, layer: Layer, result: Trans
     given = {**groups, **({"loss": groups.get("loss", "sft")} if sft else {})}
     for name in [name for name, value in given.items() if value == "???"]:
         result.refuse(name, given.pop(name), layer.where(name), "give it a value", "is required")
-    if LISTED_GROUP in given and get_value(layer.tree, TRAIN) is not None:
-        result.problems.append(_two_names(LISTED_GROUP, TRAIN, layer.where(LISTED_GROUP)))
+    lists = [name for name in LISTS if name in given]
+    for place, name in enumerate(lists):
+        twins = [other for other in lists[:place] if LISTS[other] == LISTS[name]]
+        twins += [LISTS[name]] if get_value(layer.tree, LISTS[name]) is not None else []
+        result.problems += [_two_names(name, twin, layer.where(name)) for twin in twins]
     if sft:
         yield Layer(HALOS_DEFAULTS, layer.origin)
     chosen, _ = choose([Override(f"{name}={value}", name, value) for name, value in given.items()])
-    yield from (Layer(one.tree, layer.where(LISTED_GROUP)) for one in chosen)
+    yield from (Layer(one.tree, layer.where(next(iter(lists), "loss"))) for one in chosen)
 
 
 def _rename(name: str, value: object, where: str, layer: Layer, own: Tree, result: Translation) -> None:
@@ -357,21 +366,33 @@ def _evaluate(
         if count is not None:
             result.notes.append("n_eval_examples has no effect: the evaluation data is passed as objects")
         return
-    if result.last(EVAL) is not None or result.last("data.eval_split") or not wanted:
+    named, limit = result.last(EVAL), {} if count is None else {"max_samples": count}
+    if isinstance(named, str | list):
+        entries = [dict(entry) if isinstance(entry, Mapping) else {"path": entry} for entry in _listed(named)]
+        if limit and not any("max_samples" in entry for entry in entries):
+            _evaluate_on([{**entry, **limit} for entry in entries], where, result)
+            return
+    if named is not None or result.last("data.eval_split") or not wanted:
         if count is not None:
             remedy = "write max_samples into the entries of data.eval_data_paths"
-            result.refuse("n_eval_examples", count, where, remedy, "is for the data sets' own test splits")
+            result.refuse("n_eval_examples", count, where, remedy, "is for a plain list of evaluation data")
         return
-    sources = result.last(TRAIN)
-    tests = test_splits(sources if isinstance(sources, list) else [sources])
+    tests = test_splits(_listed(result.last(TRAIN)))
     if tests:
-        limit = {} if count is None else {"max_samples": count}
-        tree: Tree = {}
-        set_value(tree, EVAL, [{**entry, **limit} for entry in tests])
-        result.layers.append(Layer(tree, where or places["eval_every"]))
+        _evaluate_on([{**entry, **limit} for entry in tests], where or places["eval_every"], result)
     elif not values.get("eval_every"):
         remedy = "give data.eval_data_paths, entries with max_samples"
         result.refuse("n_eval_examples", count, where, remedy, "needs evaluation data, and there is none")
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
+
+
+def _evaluate_on(entries: Sequence[object], where: str, result: Translation) -> None:
+    tree: Tree = {}
+    set_value(tree, EVAL, list(entries))
+    result.layers.append(Layer(tree, where))
 
 
 def in_names_of_halos(recipe: Recipe) -> DictConfig:
@@ -386,4 +407,23 @@ def in_names_of_halos(recipe: Recipe) -> DictConfig:
         elif theirs == "model.block_name":
             value = None if not isinstance(value, list) else value[0]
         set_value(tree, theirs, value)
+    for theirs, value in _derived_names(recipe).items():
+        set_value(tree, theirs, value)
     return DictConfig(escape_interpolation(tree))
+
+
+def _derived_names(recipe: Recipe) -> Mapping[str, object]:
+    """HALOs' names whose value depends on several keys of ours, and those with a single possible value."""
+    runner, rows = recipe.runner, recipe.actor.global_batch_size
+
+    def in_rows(steps: object) -> int | None:
+        return steps * rows if isinstance(steps, int) and steps > 0 and rows is not None else None
+
+    fixed = {name: values[0] for name, (values, _) in FACTS.items() if values and not name.endswith("trainer")}
+    return fixed | {
+        "n_epochs": None if runner.max_epochs == -1 else runner.max_epochs,
+        "n_examples": in_rows(runner.max_steps),
+        "eval_every": in_rows(runner.val_check_interval),
+        "intermediate_checkpoints": runner.save_interval != -1,
+        "local_run_dir": f"{runner.logger.log_path}/{runner.logger.experiment_name}",
+    }

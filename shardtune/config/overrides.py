@@ -17,6 +17,9 @@ from shardtune.errors import ConfigError
 CONF = Path(__file__).parent / "conf"
 LISTED_GROUP = "datasets"  # the only group that allows several choices at once
 GROUPS = ("loss", "model", LISTED_GROUP)
+LISTS = {name: ALIASES[name] for name in (LISTED_GROUP, "train_datasets", "test_datasets")}
+"""Names under which choices of the listed group may be given, and our keys."""
+CHOOSING = (*GROUPS, *(name for name in LISTS if name != LISTED_GROUP))
 TEST = "test"  # of an entry of `datasets`: the split that HALOs evaluates on
 
 
@@ -122,7 +125,7 @@ def _parse(texts: Sequence[str]) -> list[Override]:
 
 def _chooses_group(override: Override) -> bool:
     """Whether an override chooses a config group; `datasets` may also name files, which `choose` keeps."""
-    return override.key in GROUPS
+    return override.key in CHOOSING
 
 
 def _refuse_two_names(parsed: Sequence[Override]) -> None:
@@ -148,24 +151,26 @@ def _as_layer(override: Override) -> Layer:
 def choose(choices: Sequence[Override]) -> tuple[tuple[Layer, ...], str | None]:
     """The layers of the chosen groups: Hydra composes them; data sets add up to one list of sources."""
     selected: list[str] = []
-    sources: list[object] | None = None
+    lists: dict[str, list[object]] = {}
+    known: list[str] = []
     names: list[str] = []
     for override in choices:
-        if override.key == LISTED_GROUP:
+        if override.key in LISTS:
             sources = override.value if isinstance(override.value, list) else [override.value]
-            known = [str(source) for source in sources if _is_option(LISTED_GROUP, source, override)]
-            selected.append(f"{LISTED_GROUP}=[{','.join(known)}]")
+            lists[override.key] = sources
+            known += [str(source) for source in sources if _is_option(LISTED_GROUP, source, override)]
         elif isinstance(override.value, str) and override.value in options(override.key):
             selected.append(f"{override.key}={override.value}")
             names.append(override.value)
         else:
             raise _no_such_option(override.key, override.value, override)
-    tree = _compose(selected)
+    tree = _compose([*selected, f"{LISTED_GROUP}=[{','.join(dict.fromkeys(known))}]"])
     entries = get_section(tree, LISTED_GROUP)
     del tree[LISTED_GROUP]
-    if sources is not None:
-        chosen = [_entry(entries, source) if isinstance(source, str) else source for source in sources]
-        set_value(tree, "data.train_data_paths", chosen)
+    for key, sources in lists.items():
+        entry_of = _test_entry if LISTS[key] == LISTS["test_datasets"] else _entry
+        chosen = [entry_of(entries, source) if isinstance(source, str) else source for source in sources]
+        set_value(tree, LISTS[key], chosen)
     origin = " ".join(override.text for override in choices)
     return (Layer(tree, f"config group {origin}"),), "-".join(names) or None
 
@@ -174,6 +179,20 @@ def _entry(entries: Tree, source: str) -> object:
     """What a word of `datasets` stands for: a choice of the group, for training; otherwise itself."""
     known = entries.get(source)
     return {key: value for key, value in known.items() if key != TEST} if isinstance(known, dict) else source
+
+
+def _test_entry(entries: Tree, source: str) -> object:
+    """What a word of `test_datasets` stands for: the test split of a choice of the group; otherwise itself."""
+    known = entries.get(source)
+    if not isinstance(known, dict):
+        return source
+    if TEST not in known:
+        raise ConfigError(
+            f"the data set {source} has no test split",
+            where=f"test_datasets: {source}",
+            remedy="leave it out, and hold rows out of the training data: data.eval_split=0.05",
+        )
+    return {"path": known["path"], "name": known["name"], "split": known[TEST]}
 
 
 def test_splits(sources: Sequence[object]) -> list[Tree]:

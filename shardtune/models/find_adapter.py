@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from omegaconf import DictConfig, OmegaConf
+from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto.modeling_auto import (
@@ -118,12 +119,16 @@ def check_in_memory(model: object, tokenizer: object) -> None:
             continue
         is_path = isinstance(value, str | Path)
         is_module = name == "model" and isinstance(value, nn.Module)
+        is_adapted = isinstance(value, PeftModel)
         raise ConfigError(
             f"{name}= takes an object in memory, a {kind.__name__} of transformers; this is "
             + (f"the text {str(value)!r}" if is_path else f"a {type(value).__name__}"),
             where=f"{name}=",
             remedy=f"write it into the recipe: {key}={value}"
             if is_path
+            else "give its base model, as it was before get_peft_model, and actor.model.is_lora: true with "
+            "actor.model.lora (in HALOs: model.use_peft and model.peft), which adapt it when it is sharded"
+            if is_adapted
             else "describe it by an adapter, actor.model.adapter: file.py:Class"
             if is_module
             else f"give one, or name a directory: {key}",

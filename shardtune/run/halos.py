@@ -54,7 +54,8 @@ class BasicTrainer(PaddedTrainer):
         """Train to the end, with evaluations, checkpoints, resume and `FINAL/`; every rank calls it, once.
 
         Returns:
-            The run, in `{cache_dir}/{exp_name}`. A model in memory has the trained weights afterwards.
+            The run, in `{cache_dir}/{exp_name}`. A model in memory has the trained weights afterwards; on several ranks
+            each has its part of them.
         """
         runner = self.recipe.runner
         if runner.workers > self.ranks.world_size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from shardtune.errors import ConfigError
 COMPOSED = """
 seed: 1
 exp_name: mine
-datasets: [ultrachat]
+train_datasets: [ultrachat]
+test_datasets: [ultrachat]
 debug: false
 wandb: {enabled: false, entity: null, project: halos}
 cache_dir: /models
@@ -28,12 +30,22 @@ n_epochs: 3
 n_examples: null
 n_eval_examples: 256
 eval_every: 1024
+save_every: 5120
+step_scheduler_with_optimizer: false
 optimizer: RMSprop
-warmup_steps: 150
+weight_decay: 0.02
+beta1: 0.8
+beta2: 0.95
+eps: 1.0e-5
+warmup: 0.1
+template_tokens: []
+log_epsilon_P: -1.0
+log_epsilon_R: 1.5
+online: false
 cache_reference_logprobs: false
 humanline: false
 frac_unique_desirable: 1.0
-loss: {name: sft, trainer: SFTTrainer, dataloader: SFTDataLoader, use_reference_model: false}
+loss: {name: sft, trainer: SFTTrainer, dataloader: SFTDataLoader, use_reference_model: false, sync_reference: false}
 model:
   name_or_path: org/llama
   tokenizer_name_or_path: null
@@ -50,6 +62,9 @@ model:
   microbatch_size: null
   gradient_accumulation_steps: 1
   eval_batch_size: 32
+  eval_microbatch_size: null
+  v_head_max_grad_norm: 0.1
+  reward_model: {path: null, model_class: AutoModelForBradleyTerry, dtype: float32, attn_implementation: eager}
   attn_implementation: eager
   use_peft: false
   load_lora_from: null
@@ -77,10 +92,9 @@ def test_a_composed_configuration_is_a_recipe():
     assert (logger.log_path, logger.experiment_name, logger.project_name) == ("/models", "mine", "halos")
     assert logger.logger_backends == ["jsonl", "tensorboard"]
     assert (actor.worker, actor.global_batch_size) == ("sft_trainer", 64)
-    assert (actor.optim.lr, actor.optim.name, actor.optim.lr_warmup_steps, actor.optim.clip_grad) == (
-        *(2e-5, "RMSprop"),
-        *(150, 5.0),
-    )
+    optim = actor.optim
+    assert (optim.lr, optim.name, optim.lr_warmup_steps_ratio, optim.clip_grad) == (2e-5, "RMSprop", 0.1, 5.0)
+    assert (optim.weight_decay, optim.adam_beta1, optim.adam_beta2, optim.adam_eps) == (0.02, 0.8, 0.95, 1e-5)
     model = actor.model
     assert (model.model_path, model.precision, model.attn_implementation) == ("org/llama", "bf16", "eager")
     assert (model.gradient_checkpointing, model.is_lora, actor.fsdp_config.wrap) == (True, False, ["LlamaDecoderLayer"])
@@ -89,9 +103,33 @@ def test_a_composed_configuration_is_a_recipe():
     assert (train.path, train.split) == ("HuggingFaceH4/ultrachat_200k", "train_sft")
     assert (test.path, test.split, test.max_samples) == ("HuggingFaceH4/ultrachat_200k", "test_sft", 256)
     told = "\n".join(recipe.notes)
-    for name in ("minimum_log_interval_secs", "model.max_prompt_length", "model.peft.lora_r", "model.reference_dtype"):
+    for name in (
+        *("minimum_log_interval_secs", "model.max_prompt_length", "model.peft.lora_r", "model.reference_dtype"),
+        *("save_every", "step_scheduler_with_optimizer", "log_epsilon_P", "model.reward_model.model_class"),
+    ):
         assert name in told
     assert "data.max_length" in told
+    one_name = composed()
+    one_name.datasets = one_name.pop("train_datasets")
+    del one_name["test_datasets"]
+    assert load_recipe(one_name).data == data  # the test split of the training data
+
+
+def test_training_and_test_data_under_their_own_names():
+    given = {"train_datasets": ["a.jsonl", "gsm8k"], "test_datasets": ["b.jsonl", "gsm8k"], "n_eval_examples": 7}
+    small = {name: value for name, value in SMALL.items() if name != "datasets"}
+    words = ["train_datasets=[a.jsonl,gsm8k]", "test_datasets=[b.jsonl,gsm8k]", "n_eval_examples=7"]
+    for data in (load_recipe({**small, **given}, files_must_exist=False).data,
+                 load_recipe(small, words, files_must_exist=False).data):  # fmt: skip
+        train, test = [entry(one) for one in data.train_data_paths or ()], data.eval_data_paths
+        assert train == [(str(Path.cwd() / "a.jsonl"), None, None), ("openai/gsm8k", "train", None)]
+        assert [entry(one) for one in test or ()] == [
+            *((str(Path.cwd() / "b.jsonl"), None, 7), ("openai/gsm8k", "test", 7)),
+        ]
+
+
+def entry(one: Any) -> tuple[str, str | None, int | None]:
+    return (one, None, None) if isinstance(one, str) else (one.path, one.split, one.max_samples)
 
 
 def test_every_value_of_it_is_used_or_reported():
@@ -141,6 +179,7 @@ def test_a_small_configuration_and_its_defaults():
     assert (recipe.actor.optim.lr, recipe.runner.max_epochs, recipe.actor.global_batch_size) == (1e-4, 2, 8)
     assert recipe.actor.worker is None
     assert recipe.data.eval_data_paths is None
+    assert load_recipe({**SMALL, "warmup_steps": 150}).actor.optim.lr_warmup_steps == 150
     sft = load_recipe({key: value for key, value in SMALL.items() if key != "lr"} | {"loss": "sft"})
     assert (sft.actor.worker, sft.actor.optim.lr) == ("sft_trainer", 5e-6)
 
@@ -172,6 +211,9 @@ def test_weights_from_another_directory_keep_the_tokenizer():
         ),
         ({"eval_every": 16}, "needs evaluation data, and there is none"),
         ({"n_eval_examples": 16}, "n_eval_examples: 16 needs evaluation data"),
+        ({"n_eval_examples": 16, "data": {"eval_data_paths": {"a": "a.jsonl"}}}, "is for a plain list of evaluation"),
+        ({"test_datasets": ["alpaca"]}, r"alpaca has no test split(.|\n)*data.eval_split"),
+        ({"train_datasets": ["a.jsonl"]}, "train_datasets and datasets are two names of one key"),
         ({"intermediate_checkpoints": True}, r"intermediate_checkpoints: True needs eval_every(.|\n)*save_interval"),
         ({"debug": True}, r"debug: True is not available here(.|\n)*--dry-run"),
         ({"mode": "sample"}, "shardtune generate"),
@@ -198,6 +240,9 @@ def test_a_recipe_under_halos_names():
     assert (config.lr, config.n_epochs, config.model.batch_size, config.exp_name) == (2e-5, 3, 64, "mine")
     assert (config.model.policy_dtype, config.model.block_name) == ("bfloat16", "LlamaDecoderLayer")
     assert config.wandb.enabled is False
+    assert (config.eval_every, config.n_examples, config.intermediate_checkpoints) == (1024, None, True)
+    assert (config.local_run_dir, config.debug, config.loss.name) == ("/models/mine", False, "sft")
+    assert (config.model.gradient_accumulation_steps, config.warmup, config.beta2) == (1, 0.1, 0.95)
     assert config.actor.optim.lr == 2e-5
 
 

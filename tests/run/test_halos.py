@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -89,6 +90,10 @@ class Ported(BasicTrainer):
         return losses.sum(), {**metrics, f"rows/{mode}": logps.detach().sum(-1)}
 
 
+class Referring(Ported):
+    use_reference_model = True
+
+
 def timeless(run: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines(run)]
 
@@ -124,6 +129,9 @@ def test_a_model_and_data_in_memory(tiny: Tiny, capfd: pytest.CaptureFixture[str
         )
         assert trainer.recipe.actor.micro_batch_size == 4
         found[name] = trainer.train()
+        last = lines(found[name].dir)[-1]
+        for key in ("eval/loss", "loss/eval"):  # of `final/`, loaded afresh, on the same batches
+            assert found[name].metrics[key] == pytest.approx(last[key], rel=1e-12), key
         assert model(torch.arange(5)[None]).logits.isfinite().all()
         assert len(found[name].generate("say 1", max_new_tokens=2)) == 1
         capfd.readouterr()
@@ -194,6 +202,11 @@ def test_what_cannot_train_is_refused(tiny: Tiny) -> None:
     ranks = OmegaConf.merge(config(tiny, "wrong"), {"runner": {"nproc_per_node": 2}})
     with pytest.raises(ConfigError, match=r"the recipe sets 2 ranks(.|\n)*torchrun --nproc-per-node 2"):
         SFTTrainer(ranks).train()  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=r"Referring.use_reference_model is True(.|\n)*= False"):
+        Referring(config(tiny, "wrong"))
+    adapted = peft.get_peft_model(make_model(make_tokenizer()), peft.LoraConfig(target_modules="all-linear"))
+    with pytest.raises(ConfigError, match=r"PeftModel(.|\n)*before get_peft_model(.|\n)*model.use_peft"):
+        SFTTrainer(config(tiny, "wrong"), model=adapted)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="abstract"):
         BasicTrainer(config(tiny, "wrong"))  # pyright: ignore[reportAbstractUsage]
     assert not (tiny.runs / "wrong").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -169,6 +170,25 @@ def share_values(model: nn.Module, ranks: Ranks) -> None:
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:
                 ranks.share(tensor)
+
+
+def without_values(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model whose parameters have no memory; buffers have their values."""
+    empty = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
+    return copy.deepcopy(model, dict(empty))
+
+
+@torch.no_grad()
+def set_values(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Give a model without memory the values of its parameters and buffers, by name; shared parameters stay shared."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in [*model.named_parameters(remove_duplicate=False)]:
+        made.setdefault(parameter, nn.Parameter(values[name], parameter.requires_grad))
+        owner, _, key = name.rpartition(".")
+        set_parameter(model.get_submodule(owner), key, made[parameter])
+    for name, buffer in model.named_buffers():
+        if name in values:
+            buffer.copy_(values[name])
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from shardtune.models.recipe_hooks import Hooks
 from shardtune.optim.build import check_optimizer
 from shardtune.parallel.ranks import num_ranks
 from shardtune.training.build.lora import is_adapter
+from shardtune.training.build.model import set_values, without_values
 from shardtune.training.train_output import TrainOutput
 from shardtune.training.worker.adapter_task import AdapterTask, episodes, root_of
 from shardtune.training.worker.base import FSDPSftWorker
@@ -85,6 +86,8 @@ class SFTWorker(FSDPSftWorker):
             add_new_tokens(tokenizer, recipe.actor.added_tokens)
         self.adapter: Adapter = find_adapter(recipe, model=model, tokenizer=tokenizer)
         self._in_memory = model
+        sharded = model is not None and recipe.actor.model.is_lora and num_ranks(recipe.runner) > 1
+        self._empty_base = without_values(model) if model is not None and sharded else None
         self._hooks = Hooks.of(recipe, self.adapter, training=training)
         _check_generation(recipe, self.adapter)
         episodes(recipe, self.adapter)  # created before the rows are encoded, which may take long
@@ -152,12 +155,27 @@ class SFTWorker(FSDPSftWorker):
         losses = {f"loss/{name}": Metric(float(term.total), term.weight) for name, term in found.losses.items()}
         return losses | as_metrics(found.metrics, f"{type(self.adapter).__name__}.metrics")
 
+    def release(self) -> None:
+        if self._empty_base is not None and "state" in vars(self) and self.evaluates:
+            set_values(self._empty_base, self.state.base_values())
+        super().release()
+
     def reopened(self, directory: Path) -> Self:
         recipe = over_directory(self.recipe, directory)
         base = self._in_memory if is_adapter(directory) else None
-        if base is not None:
+        if base is not None and self._empty_base is not None:
+            base = self._empty_base  # the model itself is sharded
+        elif base is not None:
             detach_adapter(base)
-        return type(self)(recipe, model=base, prepared=self.prepared, training=False, report=silent)
+        fresh = type(self)(
+            recipe, model=base, prepared=self.prepared, training=False, report=silent, **self._reopened_with()
+        )
+        fresh._empty_base = None
+        return fresh
+
+    def _reopened_with(self) -> dict[str, Any]:
+        """Further arguments of the constructor that a reopened worker shares with this one."""
+        return {}
 
     # What a run reads.
 

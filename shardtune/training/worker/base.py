@@ -279,7 +279,7 @@ class FSDPSftWorker(ABC):
     def release(self) -> None:
         """Free model and optimizer; the worker cannot be used afterwards.
 
-        A model that the caller passed in is restored: unsharded and in full precision, with the trained weights.
+        A model that the caller passed in has the trained weights, in full precision; on several ranks it stays sharded.
         """
         if "state" in vars(self):
             self.state.weights.restore_model()

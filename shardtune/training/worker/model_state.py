@@ -320,6 +320,23 @@ class ModelState:
 
     # Export.
 
+    @torch.no_grad()
+    def base_values(self) -> dict[str, torch.Tensor]:
+        """The whole values that the model had before it was adapted, on the CPU, by its own names; all ranks call it.
+
+        Shared parameters are under each of their names.
+        """
+        values: dict[str, torch.Tensor] = {}
+        with self.weights.in_rows():
+            tensors, names = self.weights.tensors(), dict[torch.Tensor, str]()
+            for base in base_tensors(self.inner):
+                first = names.setdefault(base.tensor, base.name)
+                if first == base.name:
+                    values[first] = gather_full(first, tensors[base.own_name].detach()).to("cpu", copy=True)
+                else:
+                    values[base.name] = values[first]
+        return values
+
     def export(self, directory: Path, dtype: str, text: TextParts, *, merge: bool = False) -> None:
         """Write the model as a directory that its own `from_pretrained` loads, or as one weight file.
 

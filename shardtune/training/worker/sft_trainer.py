@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from omegaconf import DictConfig
@@ -94,6 +93,13 @@ class PaddedTrainer(SFTWorker):
             missing = self._missing_keys(recipe, train_dataset)
             recipe = load_recipe(config, missing, in_memory=in_memory) if missing else recipe
         _refuse_ignored(recipe, type(self).__name__, own_rows=eval_dataset is None)
+        if self.use_reference_model:
+            raise ConfigError(
+                f"{type(self).__name__}.use_reference_model is True, and no reference model is loaded here",
+                where=f"class {type(self).__name__}",
+                remedy="set use_reference_model = False; a frozen model that the class loads itself, as an attribute, "
+                "can be called in get_batch_metrics",
+            )
         self._train_dataset = train_dataset
         self._eval_dataset = eval_dataset
         super().__init__(
@@ -174,10 +180,8 @@ class PaddedTrainer(SFTWorker):
         own = self._eval_dataset if eval_dataset else self._train_dataset
         return (own, {}) if own is not None else super().build_dataloader(data_paths, eval_dataset)
 
-    def reopened(self, directory: Path) -> Self:
-        fresh = super().reopened(directory)
-        fresh._eval_dataset = self._eval_dataset
-        return fresh
+    def _reopened_with(self) -> dict[str, Any]:
+        return {"eval_dataset": self._eval_dataset}
 
 
 class SFTTrainer(PaddedTrainer):
