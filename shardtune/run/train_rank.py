@@ -18,6 +18,7 @@ from shardtune.launch.signals import StopSignal, end_with_parent, listening
 from shardtune.models.lora.attach import trainable_patterns
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.parallel.ranks import leave_ranks
+from shardtune.run.accelerate_settings import contradicted_settings
 from shardtune.run.choose_worker import NOTHING, Objects, make_worker, unused_workers, user_code
 from shardtune.run.directory import (
     DROPPED_ROWS,
@@ -169,7 +170,7 @@ def _train(
         observer=display,
         stop=stop,
         resume_from=plan.resume_from,
-        notes=[*notes, *recipe.notes, *unused_workers(recipe, worker)],
+        notes=[*notes, *recipe.notes, *unused_workers(recipe, worker), *contradicted_settings(recipe, os.environ)],
         on_start=None if display is None else partial(_show_start, display, plan, worker),
     )
     runner.prepare()

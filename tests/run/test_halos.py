@@ -16,8 +16,10 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 import shardtune
+from shardtune.config import load_recipe
 from shardtune.errors import ConfigError, DataError
 from shardtune.halos import BasicTrainer, SFTTrainer, main
+from shardtune.run.accelerate_settings import contradicted_settings
 from tests.support.doc_blocks import ROOT
 from tests.support.tiny_run import Tiny, free_ports, lines, make_model, make_tiny, make_tokenizer, rows
 
@@ -216,3 +218,21 @@ def test_what_has_no_effect_is_on_the_first_screen(tiny: Tiny, capsys: pytest.Ca
     main(config(tiny, "told", minimum_log_interval_secs=1.0))
     assert "minimum_log_interval_secs" in capsys.readouterr().err
     assert json.loads((tiny.runs / "told/FINAL/metrics.json").read_text())["step"] == 2
+
+
+def test_what_accelerates_file_switches_on_is_done_or_on_the_first_screen(tiny: Tiny) -> None:
+    environment = {
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_DYNAMO_BACKEND": "NO",
+        "FSDP_OFFLOAD_PARAMS": "true",
+        "FSDP_ACTIVATION_CHECKPOINTING": "false",
+    }
+    (note,) = contradicted_settings(load_recipe(config(tiny, "launched")), environment)
+    assert "mixed_precision: bf16 (actor.model.precision decides)" in note
+    assert "fsdp_offload_params: true (actor.fsdp_config.cpu_offload decides)" in note
+    assert "dynamo" not in note
+    assert "activation_checkpointing" not in note
+    same = config(tiny, "launched", actor={"fsdp_config": {"cpu_offload": True}})
+    same.model.policy_dtype = "bfloat16"
+    assert contradicted_settings(load_recipe(same), environment) == []
+    assert contradicted_settings(load_recipe(same), {}) == []
