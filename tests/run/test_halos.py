@@ -1,11 +1,11 @@
-"""`from shardtune.halos import SFTTrainer, BasicTrainer, main`, with that system's own configuration."""
+"""`from shardtune.halos import SFTTrainer, BasicTrainer, main`, with that system's own configuration, in one process.
+
+On several ranks they are in `tests/seeds/test_halos.py`.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,7 @@ from shardtune.config import load_recipe
 from shardtune.errors import ConfigError, DataError
 from shardtune.halos import BasicTrainer, SFTTrainer, main
 from shardtune.run.accelerate_settings import contradicted_settings
-from tests.support.doc_blocks import ROOT
-from tests.support.tiny_run import Tiny, free_ports, lines, make_model, make_tiny, make_tokenizer, rows
+from tests.support.tiny_run import Tiny, lines, make_model, make_tiny, make_tokenizer, rows
 
 
 @pytest.fixture(scope="module")
@@ -161,39 +160,6 @@ def test_a_model_and_data_in_memory(tiny: Tiny, capfd: pytest.CaptureFixture[str
     )
     trainer.train()
     assert timeless(tiny.runs / "rows too") == timeless(tiny.runs / "rows")
-
-
-SCRIPT = """
-import sys
-sys.path.insert(0, {root!r})
-from pathlib import Path
-from tests.run.test_halos import Loader, Ported, in_memory
-from tests.support.tiny_run import Tiny, make_model, make_tokenizer
-
-config = in_memory(Tiny(Path({folder!r})), "two", runner={{"device": "cpu"}})
-config.model.batch_size = 16
-Ported(config, make_model(make_tokenizer()), Loader(8), tokenizer=make_tokenizer()).train()
-"""
-
-
-def test_two_ranks_train_as_one_does(tiny: Tiny) -> None:
-    """A loss, a model and batches of one's own, under torchrun: two micro-batches on each of two ranks."""
-    values = in_memory(tiny, "one", runner={"device": "cpu"})
-    values["model"]["batch_size"] = 16
-    Ported(values, make_model(make_tokenizer()), Loader(8), tokenizer=make_tokenizer()).train()
-    script = tiny.folder / "train.py"
-    script.write_text(SCRIPT.format(root=str(ROOT), folder=str(tiny.folder)))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command = [*launcher, f"--master-port={free_ports(1)[0]}", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    alone, together = lines(tiny.runs / "one"), lines(tiny.runs / "two")
-    assert len(alone) == len(together) == 2
-    for one, two in zip(alone, together, strict=True):
-        for key in ("train/loss", "train/grad_norm", "loss/train", "rows/train"):
-            assert two[key] == pytest.approx(one[key], rel=1e-10), key
-    assert (tiny.runs / "two/FINAL/model.safetensors").is_file()
 
 
 def test_what_cannot_train_is_refused(tiny: Tiny) -> None:

@@ -215,15 +215,12 @@ def test_the_example_starts_four_processes():
     assert not config.fsdp_config
 
 
-@pytest.mark.parametrize("command", [BASIC, WITH_LORA], ids=["basic", "lora"])
-def test_both_commands_by_the_example_alone(here: Path, command: str, monkeypatch: pytest.MonkeyPatch):
-    """With the trainer of that page: one word more, and another name."""
-    _, after = words(command)
-    name = f"alone-{'lora' if command is WITH_LORA else 'basic'}"
-    after = [f"exp_name={name}" if word.startswith("exp_name=") else word for word in after]
-    after = [word for word in after if not word.startswith("++cache_dir")]
-    assert launch(*after, "actor.worker=sft_trainer", monkeypatch=monkeypatch) == 0
-    run = here / "runs" / name
+def test_the_command_with_lora_by_the_example_alone(here: Path, monkeypatch: pytest.MonkeyPatch):
+    """With the package's own trainer and data: the rows of the Hub's copy; one process, and another name."""
+    _, after = words(WITH_LORA)
+    assert launch(*after, "exp_name=example", monkeypatch=monkeypatch) == 0
+    run = here / "runs/example"
+    assert_final(run, "adapter_model.safetensors", "adapter_config.json")
     for line in steps(run):
         assert line["loss/train"] == pytest.approx(line["train/loss"], rel=1e-5)
         assert line["logps/train"] == pytest.approx(-line["train/loss"], rel=1e-5)

@@ -20,12 +20,20 @@ from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, Weights, shard
 from shardtune.parallel.meta_init import named_tensors
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard_units import choose_units
-from shardtune.training.build.model import build_empty, freeze, load_initial_weights, share_values
+from shardtune.training.build.model import (
+    build_empty,
+    freeze,
+    load_initial_weights,
+    set_values,
+    share_values,
+    without_values,
+)
 from shardtune.training.step import optimizer_step
 from tests.parallel.test_fsdp2 import group
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import whole
 from tests.support.plain_modules import KINDS, SEED, WIDTH, made
+from tests.support.workspace import make_model
 
 SOURCES = ("constructor", "state dict", "functions", "file", "several files", "pickle", "parts", "real")
 CASES = [(kind, source) for kind in ("tied", "bare") for source in SOURCES]
@@ -456,3 +464,15 @@ def test_a_pattern_of_rates_that_matches_nothing_is_refused_before_training() ->
     config = optim("AdamW").model_copy(update={"groups": [ParameterGroup(pattern="head", lr=0.1)]})
     with pytest.raises(ConfigError, match=r"pattern 'head' matches no trainable parameter(.|\n)*into\.weight"):
         build_optimizer(dict(model.named_parameters()), config)
+
+
+def test_a_model_without_values_gets_them_back_with_shared_weights_shared() -> None:
+    kept = make_model(40, tie_word_embeddings=True)
+    empty: Any = without_values(kept)
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    assert not any(parameter.is_meta for parameter in kept.parameters())
+    values = {name: p.detach().clone() for name, p in kept.named_parameters(remove_duplicate=False)}
+    set_values(empty, values)
+    assert empty.get_input_embeddings().weight is empty.get_output_embeddings().weight
+    ids = torch.arange(6)[None]
+    assert torch.equal(empty(ids).logits, kept(ids).logits)
