@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from shardtune.config.keys import ALIASES, IN_ROWS
@@ -232,6 +234,11 @@ def options(group: str) -> list[str]:
 
 
 def _compose(selected: Sequence[str]) -> Tree:
+    return deepcopy(_composed(tuple(selected)))
+
+
+@cache
+def _composed(selected: tuple[str, ...]) -> Tree:
     from hydra import compose
 
     with _own_hydra():
