@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from peft import PeftModel
+from pydantic import BaseModel, ValidationError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.image_processing_utils import BaseImageProcessor
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from shardtune.config import ActorConfig, DataConfig, ModelConfig, Recipe
+from shardtune.config import ActorConfig, DataConfig, ModelConfig, Recipe, load_recipe
 from shardtune.config.model_names import known_names, registered, registered_function, registered_processor
+from shardtune.config.tree import get_value
 from shardtune.config.user_code import load_function
-from shardtune.data.images.placeholders import ImageText
+from shardtune.data.images.placeholders import ImageText, MarksImages
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.action.check_length import check_made_length, check_stored_length
 from shardtune.models.action.openvla import OpenVLAConfig
@@ -53,6 +57,14 @@ GIVE_VISION_MODEL = "give the directory of a vision-language model (its config.j
 
 OWN_CONFIGS = {OpenVLAConfig.model_type: OpenVLAConfig}
 """Config classes of models that transformers lacks, by the `model_type` of their config.json."""
+
+Section = TypeVar("Section", bound=BaseModel)
+
+IN_OTHER_SECTIONS = ("data.train_data_paths", "data.eval_data_paths", "actor.model.model_path")
+"""Keys that a recipe may lack from which a model alone is read."""
+
+ATTENTION_REFUSED = ("FlashAttention", "Flash Attention", "attn_implementation")
+"""Parts of transformers' messages for an attention implementation that it, the model or the machine does not have."""
 
 MODEL_TYPES = {
     "causal_lm": "any causal language model of transformers, by its config.json",
@@ -154,6 +166,14 @@ def _registered_adapter(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | Non
             where=f'register_model({config.model_type!r}, gives="config_and_processor")',
             remedy="return a tokenizer or a processor of images and text; for other rows write an adapter "
             "(docs/add-a-model.md) or a worker of your own",
+        )
+    elif not isinstance(processor, MarksImages):
+        kind = type(processor).__name__
+        raise ConfigError(
+            f"{kind} has no image_token, so the places of images in the text of a row are not known",
+            where=f'register_model({config.model_type!r}, gives="config_and_processor")',
+            remedy="write a worker (actor.worker: file.py:Class), which has the processor as self.processor, or an "
+            f"adapter (docs/add-a-model.md); or give {kind} the token that the model replaces by an image",
         )
     elif tokenizer is not None:
         raise _comes_with_processor()
@@ -394,9 +414,11 @@ def get_model(
     Args:
         cfg: the section `actor.model`.
         override_config_kwargs: further settings of the model's config.
+
+    Raises:
+        ConfigError: a key is unknown, or sizes are not the model's.
     """
-    given = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg
-    config = given if isinstance(given, ModelConfig) else ModelConfig.model_validate(given)
+    config = _section(ModelConfig, cfg, "actor.model")
     make = _registered_model(config, override_config_kwargs)
     if make is not None:
         made = make()
@@ -417,6 +439,24 @@ def get_model(
     return model
 
 
+def _section(kind: type[Section], cfg: object, at: str) -> Section:
+    """A section of a recipe that a caller passes: as it is, or as a mapping, also within a whole recipe."""
+    given = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg
+    if isinstance(given, kind):
+        return given
+    if isinstance(given, Mapping) and not given.keys().isdisjoint(("actor", "data", "runner", "plugins")):
+        recipe = load_recipe(given, in_memory=IN_OTHER_SECTIONS, files_must_exist=False)
+        return kind.model_validate(get_value(recipe.to_dict(), at))
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join([at, *(str(part) for part in first["loc"])])
+        raise ConfigError(
+            f"{key}: {first['msg']}", where=key, remedy=f"pass {at} of a recipe; docs/configuration.md has its keys"
+        ) from error
+
+
 def _registered_model(
     config: ModelConfig, overrides: Mapping[str, object] | None = None
 ) -> Callable[[], nn.Module] | None:
@@ -432,14 +472,32 @@ def _registered_model(
     if function is None:
         return None
     values = _with_overrides(config, overrides).model_dump()
+    if config.attn_implementation == "auto":
+        values["attn_implementation"] = None  # transformers' own word for its choice
 
     def make() -> nn.Module:
         check_stored_length(config)
-        made = function(OmegaConf.create(values))
+        with _explaining_attention(config):
+            made = function(OmegaConf.create(values))
         check_made_length(config, made)
         return made
 
     return make
+
+
+@contextmanager
+def _explaining_attention(config: ModelConfig) -> Iterator[None]:
+    """Run a user's function that makes a model; an attention that transformers refuses is reported with its key."""
+    try:
+        yield
+    except (ImportError, ValueError) as error:
+        if not any(sign in str(error) for sign in ATTENTION_REFUSED):
+            raise
+        raise ModelError(
+            f"{config.attn_implementation} cannot be used: {error}",
+            where="actor.model.attn_implementation",
+            remedy="set it to sdpa or eager; flash_attention_2 needs the package flash-attn and a GPU",
+        ) from error
 
 
 def _with_overrides(config: ModelConfig, overrides: Mapping[str, object] | None) -> ModelConfig:
@@ -454,15 +512,14 @@ def get_model_config_and_processor(
     The tokenizer of a built-in model type pads at the left, as generation needs it.
 
     Args:
-        cfg: the section `actor`; its `model` and `tokenizer.tokenizer_model` are read (without the latter,
-            `model.model_path`).
+        cfg: the section `actor`, or a whole recipe; `model` and `tokenizer.tokenizer_model` are read (without the
+            latter, `model.model_path`).
 
     Raises:
-        ConfigError: sizes in `model` are not the model's, or the function returns something else.
+        ConfigError: a key is unknown, sizes in `model` are not the model's, or the function returns something else.
         ModelError: there is no such directory, or it lacks something.
     """
-    given = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg
-    actor = given if isinstance(given, ActorConfig) else ActorConfig.model_validate(given)
+    actor = _section(ActorConfig, cfg, "actor")
     model, source = actor.model, actor.tokenizer.tokenizer_model or actor.model.model_path
     if model.model_type not in MODEL_TYPES:
         return _registered_parts(actor)
@@ -502,9 +559,14 @@ def _registered_parts(actor: ActorConfig) -> tuple[PreTrainedConfig, ProcessorMi
             remedy="return model_config, input_processor",
         )
     config, processor = found
-    checks_images = actor.model.image_size is not None and isinstance(processor, ProcessorMixin)
-    check_sizes(actor.model, config, images=_images(processor, config) if checks_images else None)
+    check_sizes(actor.model, config, images=_image_processor(processor))
     return found
+
+
+def _image_processor(processor: object) -> BaseImageProcessor | None:
+    """The image processor of what a user's function returned; None without one."""
+    found = vars(processor).get("image_processor") if isinstance(processor, ProcessorMixin) else processor
+    return found if isinstance(found, BaseImageProcessor) else None
 
 
 def _tokenizer_of(processor: ProcessorMixin) -> PreTrainedTokenizerBase:

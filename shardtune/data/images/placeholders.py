@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 import PIL
@@ -31,6 +31,14 @@ _TRIED_SIZES = ((48, 64), (80, 32), (33, 33))
 _KEY_SIZES = ((32, 32), (640, 480), (301, 1000))
 BLANK = (32, 32)
 """Width and height of the blank image of a micro-batch without images."""
+
+
+@runtime_checkable
+class MarksImages(Protocol):
+    """A processor that knows the token of an image in a text."""
+
+    @property
+    def image_token(self) -> str: ...
 
 
 class AppliedProcessor(Protocol):
