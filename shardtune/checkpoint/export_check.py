@@ -80,8 +80,11 @@ def _way(model: nn.Module, directory: Path) -> str:
     if (directory / CONFIG_FILE).is_file():
         has_base = bool(json.loads((directory / CONFIG_FILE).read_text()).get("base_model_name_or_path"))
         return ADAPTED_LOGITS if is_own and is_causal and has_base and not in_four_bits else FILES
-    if isinstance(model, PreTrainedModel) and (is_causal or not is_own) and model.get_output_embeddings() is not None:
-        return LOGITS
+    if isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None:
+        # A class of the user's is unknown to the fresh process, unless its files are those of an architecture it knows.
+        by_files = not is_own and model.config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if is_causal or by_files:
+            return LOGITS
     return MODEL if is_own else FILES
 
 

@@ -1,13 +1,32 @@
 """The samples of a guide for action models, as it prints them, and what is changed so that they run.
 
-The guide is that of RLinf for models of Hugging Face under FSDP. A change is listed with its reason: names of imports,
-what the print leaves out (blanks, paths), sizes of the small model of the test, and faults of the print. All else stays
-as it is printed.
+The guide is that of RLinf for models of Hugging Face under FSDP; its classes are a stranger's. Changes:
+
+- `YourBaseModel` is imported from the stranger's package: `transformers` has no class of that name;
+- `ValueHead` is imported from `shardtune`: there is no `rlinf` here;
+- the two functions are registered by a decorator: the guide's author edits the system's own source;
+- `hidden_size` and `image_size` are those of a small model;
+- `attn_implementation` is `sdpa` where the package flash-attn or a GPU is missing, as transformers then refuses the
+  printed one (which a test compares);
+- names that the samples use and do not define are given in front of them: imports, and `torch_dtype_from_precision`;
+- around the printed YAML there are the keys that it lacks: `plugins`, data, `tokenizer.tokenizer_model` and
+  `model.model_path`, which the printed functions read, and what a test varies: `precision: fp64` for equal numbers.
+
+All else stays as it is printed, the places of the files and the import between them included.
 """
 
 from __future__ import annotations
 
-from tests.seeds.guide import Change
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from transformers.utils import is_flash_attn_2_available
+
+from tests.seeds.guide import Change, changed
+from tests.support.foreign_action import forget
+from tests.support.registry import nothing_registered
 
 CONFIG = """\
 def get_model_config_and_processor(cfg: DictConfig):
@@ -130,84 +149,76 @@ model:
 """
 
 IMPORTS = """\
-import numpy as np
 import torch
 from omegaconf import DictConfig
-from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer, LogitsProcessorList
+from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
 from shardtune import register_model
-from shardtune.models.action.policy import ActionLogits
-from shardtune.models.action.tokens import ActionTokens, Bins
-from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
 
-torch_dtype_from_precision = COMPUTE_DTYPE.__getitem__
+torch_dtype_from_precision = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}.__getitem__
 
 
-class YourLogitsProcessor(ActionLogits):
-    def __init__(self, n_action_bins):
-        super().__init__(ActionTokens(32000, Bins(n_action_bins)))
+"""
+MODEL_IMPORTS = """\
+import numpy as np
+import torch
+from transformers import LogitsProcessorList
+from your_package.modeling import YourLogitsProcessor
 
 """
 """What the samples use and do not define."""
 
+EDITED = "the guide's author edits the system's own source; a user registers the function"
 CONFIG_CHANGES = (
-    Change(
-        "        from your_package.configuration import YourModelConfig\n",
-        "        from shardtune.models.action.openvla import OpenVLAConfig as YourModelConfig\n",
-        "names of imports",
-    ),
-    Change(
-        "        from your_package.processing import YourImageProcessor, YourProcessor\n",
-        "        from shardtune.models.action.openvla_processor import PrismaticImageProcessor as YourImageProcessor\n"
-        "        from shardtune.models.action.openvla_processor import PrismaticProcessor as YourProcessor\n",
-        "names of imports",
-    ),
-    Change(
-        'AutoConfig.register("your_model", YourModelConfig)',
-        'AutoConfig.register("openvla", YourModelConfig)',
-        "the name that the directory's config.json has",
-    ),
     Change(
         "def get_model_config_and_processor(",
         '@register_model("your_model_type", gives="config_and_processor")\ndef get_model_config_and_processor(',
-        "the guide's author edits the system's own source; a user registers the function",
+        EDITED,
     ),
 )
 MODEL_CHANGES = (
-    Change(
-        "from transformers import YourBaseModel\n",
-        "from shardtune.models.action.openvla import OpenVLAForActionPrediction as YourBaseModel\n",
-        "names of imports",
-    ),
-    Change(
-        "from rlinf.models.embodiment.modules.value_head import ValueHead\n",
-        "from shardtune import ValueHead\n",
-        "names of imports",
-    ),
-    Change(
-        "actions = sequences[:, -self.action_dim:]",
-        "actions = self.decode_actions(sequences[:, -self.action_dim:])",
-        "a fault of the print: token ids are no actions",
-    ),
+    Change("from transformers import YourBaseModel", "from your_package.modeling import YourBaseModel", "its place"),
+    Change("from rlinf.models.embodiment.modules.value_head import", "from shardtune import", "its place"),
 )
-GET_MODEL_CHANGES = (
-    Change(
-        """\
-        from .embodiment.your_model_action_model import (
-            YourModelForRLActionPrediction
-        )
-""",
-        "",
-        "names of imports: the class stands in the same file",
-    ),
-    Change(
-        "def get_model(",
-        '@register_model("your_model_type")\ndef get_model(',
-        "the guide's author edits the system's own source; a user registers the function",
-    ),
-)
-RECIPE_CHANGES = (
+GET_MODEL_CHANGES = (Change("def get_model(", '@register_model("your_model_type")\ndef get_model(', EDITED),)
+SIZES = (
     Change("hidden_size: 4096", "hidden_size: 16", "the small model's size"),
     Change("image_size: [224, 224]", "image_size: [28, 28]", "the small model's size"),
-    Change('"flash_attention_2"', '"sdpa"', "there is no GPU"),
 )
+NO_FLASH = (Change('"flash_attention_2"', '"sdpa"', "there is no flash-attn, or no GPU"),)
+RECIPE_CHANGES = SIZES if is_flash_attn_2_available() else SIZES + NO_FLASH
+
+
+def write_guide(folder: Path) -> None:
+    """The printed files: `your_models`, a package for `plugins`, and `recipe.yaml`, its model in `model/`."""
+    package = folder / "your_models"
+    (package / "embodiment").mkdir(parents=True)
+    (package / "embodiment" / "__init__.py").write_text("")
+    functions = (changed(CONFIG, CONFIG_CHANGES), changed(GET_MODEL, GET_MODEL_CHANGES))
+    (package / "__init__.py").write_text(IMPORTS + "\n\n".join(functions))
+    model = MODEL_IMPORTS + changed(MODEL, MODEL_CHANGES)
+    (package / "embodiment" / "your_model_action_model.py").write_text(model)
+    lacking = f"plugins: [your_models]\ntokenizer:\n  tokenizer_model: {folder / 'model'}\n"
+    recipe = changed(RECIPE, RECIPE_CHANGES) + f"  model_path: {folder / 'model'}\n"
+    (folder / "recipe.yaml").write_text(lacking + recipe)
+
+
+@contextmanager
+def registering_anew(folder: Path) -> Iterator[None]:
+    """Inside, nothing is registered yet, and processes that are started find the packages of a folder."""
+    forget("your_models")
+    with pytest.MonkeyPatch.context() as patch, nothing_registered():
+        patch.setenv("PYTHONPATH", str(folder), prepend=":")
+        yield
+
+
+def overrides(folder: Path, name: str, others: Sequence[str]) -> list[str]:
+    """The keys of a short run over the rows of a folder."""
+    frames = folder / "frames.jsonl"
+    return [
+        *(f"data.train_data_paths={frames}", f"data.eval_data_paths={frames}", f"data.cache_dir={folder / 'cache'}"),
+        *(f"runner.logger.log_path={folder / 'runs'}", f"runner.logger.experiment_name={name}"),
+        *("runner.logger.logger_backends=[jsonl]", "runner.device=cpu", "runner.max_steps=2"),
+        *("actor.global_batch_size=4", "actor.optim.lr=1e-3", "data.num_workers=0", "actor.model.precision=fp64"),
+        *others,
+    ]

@@ -1,4 +1,8 @@
-"""The guide for action models: config and processor, the model, its YAML, on a small OpenVLA directory."""
+"""The guide for action models: config and processor, the model, its YAML, and training up to `final/`.
+
+The model, the processor and the worker are a stranger's, built as OpenVLA is. `tests/seeds/actions.py` lists what is
+not as it is printed.
+"""
 
 from __future__ import annotations
 
@@ -10,98 +14,124 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
+from omegaconf import OmegaConf
+from peft import PeftModel
 from PIL import Image
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+from transformers import PreTrainedConfig
+from transformers.utils import is_flash_attn_2_available
 
 import shardtune
-from shardtune.config import Recipe, load_recipe
+from shardtune.config import ModelConfig, Recipe, load_recipe
 from shardtune.config.user_code import import_plugins
-from shardtune.errors import ConfigError
-from shardtune.models.action.openvla import OpenVLAConfig
-from shardtune.models.action.openvla_processor import PrismaticProcessor
-from tests.seeds.actions import (
-    CONFIG,
-    CONFIG_CHANGES,
-    GET_MODEL,
-    GET_MODEL_CHANGES,
-    IMPORTS,
-    MODEL,
-    MODEL_CHANGES,
-    RECIPE,
-    RECIPE_CHANGES,
-)
-from tests.seeds.guide import changed
+from shardtune.errors import ConfigError, ModelError
+from shardtune.models.check_sizes import check_sizes
+from tests.seeds.actions import overrides, registering_anew, write_guide
+from tests.support.foreign_action import KEY, PLAIN, save_plain, statistics, write_frames, your_package
+from tests.support.foreign_worker import WORKER
 from tests.support.registry import nothing_registered
-from tests.support.tiny_openvla import STATISTICS, save_openvla
+from tests.support.tiny_run import lines
 
-KEY = "your_action_key"
+LORA = ("actor.model.is_lora=true", "actor.model.lora.r=2")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model in OpenVLA's format with one data set, and the samples as a plugin."""
-    made = tmp_path_factory.mktemp("seed")
-    save_openvla(made / "model")
-    file = made / "model" / "config.json"
-    config = json.loads(file.read_text())
-    file.write_text(json.dumps({**config, "norm_stats": {KEY: STATISTICS["bridge_orig"]}}))
-    samples = (changed(CONFIG, CONFIG_CHANGES), changed(MODEL, MODEL_CHANGES), changed(GET_MODEL, GET_MODEL_CHANGES))
-    (made / "your_model.py").write_text(IMPORTS + "\n\n".join(samples))
-    return made
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    made = tmp_path_factory.mktemp("guide")
+    with your_package(made, PLAIN):
+        save_plain(made / "model")
+        write_frames(made / "frames.jsonl")
+        write_guide(made)
+        (made / "your_worker.py").write_text(WORKER)
+        yield made
 
 
 @pytest.fixture(autouse=True)
-def _registries() -> Iterator[None]:
-    """What the sample registers with transformers is gone afterwards."""
-    kept = [(mapping, dict(mapping._extra_content)) for mapping in (IMAGE_PROCESSOR_MAPPING, PROCESSOR_MAPPING)]
-    with nothing_registered():
+def _registry(folder: Path) -> Iterator[None]:
+    with registering_anew(folder):
         yield
-    CONFIG_MAPPING._extra_content.pop("openvla", None)
-    for mapping, content in kept:
-        mapping._extra_content = content
 
 
-def recipe(folder: Path, *overrides: str, text: str = "") -> Recipe:
-    printed = yaml.safe_load(text or changed(RECIPE, RECIPE_CHANGES))
-    values = {
-        "plugins": [str(folder / "your_model.py")],
-        "actor": {**printed, "tokenizer": {"tokenizer_model": str(folder / "model")}},
-    }
-    given = [f"actor.model.model_path={folder / 'model'}", f"data.train_data_paths={folder}", *overrides]
-    found = load_recipe(values, given)
+def recipe(folder: Path, *given: str) -> Recipe:
+    found = load_recipe(folder / "recipe.yaml", [f"data.train_data_paths={folder / 'frames.jsonl'}", *given])
     import_plugins(found.plugins)
     return found
 
 
+def inputs(processor: Any) -> dict[str, torch.Tensor]:
+    pictures = [Image.fromarray(np.full((20, 30, 3), shade, np.uint8)) for shade in (30, 200)]
+    return processor(["In: go\nOut:", "In: pick up the cup\nOut:"], pictures, padding=True)
+
+
 def test_the_whole_guide(folder: Path) -> None:
-    actor = recipe(folder).as_dict_config().actor
-    config, processor = shardtune.get_model_config_and_processor(actor)
-    assert isinstance(config, OpenVLAConfig)
-    assert isinstance(processor, PrismaticProcessor)
+    recipe(folder)
+    cfg: Any = OmegaConf.load(folder / "recipe.yaml")  # as it is printed, model: at the top
+    config, found = shardtune.get_model_config_and_processor(cfg)
+    processor: Any = found
+    assert type(config).__module__ == "your_package.modeling"
+    assert type(processor).__name__ == "YourProcessor"
     assert processor.tokenizer.padding_side == "left"
 
-    model: Any = shardtune.get_model(actor.model)
+    model: Any = shardtune.get_model(cfg.model)
     assert type(model).__name__ == "YourModelForRLActionPrediction"
     assert model.dtype == torch.bfloat16
-    assert model.min_action.tolist() == STATISTICS["bridge_orig"]["action"]["q01"]
+    assert model.min_action.tolist() == statistics()["action"]["q01"]
 
-    pictures = [Image.fromarray(np.full((20, 30, 3), shade, np.uint8)) for shade in (30, 200)]
-    given = processor(["In: go\nOut:", "In: pick up the cup\nOut:"], pictures, padding=True)
+    given = inputs(processor)
     actions, sequences, logits, values = model.predict_action_batch(**given, do_sample=False, max_new_tokens=7)
-    assert actions.shape == (2, 1, 7)
+    assert actions.equal(sequences[:, -7:])
     assert sequences.shape == (2, given["input_ids"].shape[1] + 7)
-    assert logits.shape == (2, 7, 32064)
+    assert logits.shape == (2, 7, 32000)
     assert values.shape == (2, 7, 1)
     assert torch.isfinite(values).all()
     assert values.abs().max() > 0
-    assert ((sequences[:, -7:] >= 31744) & (sequences[:, -7:] < 32000)).all()
-    low, high = model.min_action[:6], model.max_action[:6]
-    assert ((actions[:, 0, :6].numpy() >= low - 1e-6) & (actions[:, 0, :6].numpy() <= high + 1e-6)).all()
-    drawn = [model.predict_action_batch(**given, max_new_tokens=7)[1] for _ in range(4)]
-    assert len({tuple(row) for one in drawn for row in one[:, -7:].tolist()}) > 2
+    assert (actions >= 31744).all()
+    drawn = [model.predict_action_batch(**given, max_new_tokens=7)[0] for _ in range(4)]
+    assert len({tuple(row) for one in drawn for row in one.tolist()}) > 2
+
+
+@pytest.mark.parametrize("lora", [(), LORA], ids=["full", "lora"])
+def test_recipe_to_final(folder: Path, lora: tuple[str, ...]) -> None:
+    """By a worker of one's own that predicts actions, on one rank and on two, with two micro-batches each."""
+    worker, name = f"actor.worker={folder / 'your_worker.py'}:YourWorker", "lora" if lora else "full"
+    run = shardtune.train(folder / "recipe.yaml", *overrides(folder, name, [worker, *lora]))
+    two = [worker, *lora, "runner.nproc_per_node=2"]
+    on_two = shardtune.train(folder / "recipe.yaml", *overrides(folder, f"{name}-2", two))
+    for one, other in zip(lines(run.dir), lines(on_two.dir), strict=True):
+        compared = {key for key in one if key.startswith(("train/", "eval/"))}
+        assert {key: other[key] for key in compared} == pytest.approx({key: one[key] for key in compared}, rel=1e-10)
+    measured = {key: value for key, value in lines(run.dir)[-1].items() if key.startswith("eval/")}
+    assert measured.keys() == {"eval/right", "eval/logit", "eval/value"}
+    final = json.loads((run.dir / "final/metrics.json").read_text())
+    assert {key: final[key] for key in measured} == pytest.approx(measured)
+
+    ours = recipe(folder, "actor.model.precision=fp64")
+    first: Any = shardtune.get_model(ours.actor.model)
+    _, processor = shardtune.get_model_config_and_processor(ours.actor)
+    given = inputs(processor)
+    untrained = first.predict_action_batch(**given, do_sample=False, max_new_tokens=7)[2]
+    if lora:
+        loaded: Any = PeftModel.from_pretrained(first, str(run.dir / "final")).base_model.model
+    else:
+        _reads_alone(run.dir / "final")
+        found = recipe(folder, "actor.model.precision=fp64", f"actor.model.model_path={run.dir / 'final'}")
+        loaded = shardtune.get_model(found.actor.model)
+        head, idle = first.value_head.state_dict(), "vision_tower.2.up.weight"
+        assert loaded.value_head.state_dict().keys() == head.keys()
+        assert loaded.state_dict()[idle].equal(first.state_dict()[idle])  # no gradient, and no decay without one
+    trained = loaded.predict_action_batch(**given, do_sample=False, max_new_tokens=7)[2]
+    assert not torch.equal(trained, untrained)
+
+    if not lora:
+        return
+    target = run.export(folder / "merged", merge=True)
+    found = recipe(folder, "actor.model.precision=fp64", f"actor.model.model_path={target}")
+    merged: Any = shardtune.get_model(found.actor.model)
+    torch.testing.assert_close(merged.predict_action_batch(**given, do_sample=False, max_new_tokens=7)[2], trained)
+
+
+def _reads_alone(final: Path) -> None:
+    names = {file.name for file in final.iterdir()}
+    assert {"config.json", "model.safetensors", "processor_config.json", "tokenizer.json"} <= names
 
 
 def test_each_key_has_its_meaning(folder: Path) -> None:
@@ -114,6 +144,7 @@ def test_each_key_has_its_meaning(folder: Path) -> None:
     assert (model.action_token_len, model.action_chunks_len, model.unnorm_key) == (7, 1, KEY)
     assert model.low_cpu_mem_usage
     assert model.trust_remote_code
+    assert found.where("actor.model.vocab_size") == f"{folder / 'recipe.yaml'}:12"
     with pytest.raises(ConfigError, match=r"actor.model.micro_batch_size \(1\) and actor.micro_batch_size \(4\)"):
         recipe(folder, "actor.micro_batch_size=4")
     with pytest.raises(ConfigError, match=r"val_micro_batch_size.*actor.eval_micro_batch_size \(4\)"):
@@ -134,11 +165,63 @@ def test_sizes_that_are_not_the_models(folder: Path, override: str, message: str
         shardtune.get_model_config_and_processor(recipe(folder, override).actor)
 
 
-def test_an_action_that_is_not_the_models(folder: Path) -> None:
+def test_sizes_that_cannot_be_compared(folder: Path) -> None:
+    """A config with names of its own, and image processors that make or refuse something else."""
+
+    class Config(PreTrainedConfig):
+        width = 24
+
+    check_sizes(ModelConfig(vocab_size=320, hidden_size=32), Config())
+    _, processor = shardtune.get_model_config_and_processor(recipe(folder).actor)
+    images: Any = processor.image_processor
+    given = ModelConfig(image_size=[28, 28])
+    check_sizes(given, Config(), images=images)
+
+    class Renamed(type(images)):
+        def __call__(self, images: Any, **_: Any) -> Any:
+            return {"picture": super().__call__(images)["pixel_values"]}
+
+    with pytest.raises(ConfigError, match="cannot be compared, the images become picture"):
+        check_sizes(given, Config(), images=Renamed())
+    with pytest.raises(ModelError, match="YourImageProcessor refuses an image of 28 x 28: "):
+        check_sizes(given, Config(), images=type(images)(side=-1))
+
+
+def test_an_action_that_is_not_the_models(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="action_token_len is 6, the actions of your_action_key have 7"):
         shardtune.get_model(recipe(folder, "actor.model.action_token_len=6").actor.model)
-    with pytest.raises(ConfigError, match="'mine'; there are of: your_action_key"):
-        shardtune.get_model(recipe(folder, "actor.model.unnorm_key=mine").actor.model)
+    monkeypatch.setattr("shardtune.run.api.run_ranks", None)  # refused before ranks are started
+    worker = f"actor.worker={folder / 'your_worker.py'}:YourWorker"
+    given = overrides(folder, "wrong", ["actor.model.action_token_len=6", worker, "runner.nproc_per_node=2"])
+    with pytest.raises(ConfigError, match="action_token_len is 6, the actions of your_action_key have 7"):
+        shardtune.train(folder / "recipe.yaml", *given)
+
+
+def test_attention_that_is_not_there(folder: Path) -> None:
+    found = recipe(folder, "actor.model.attn_implementation=auto")
+    model: Any = shardtune.get_model(found.actor.model)
+    assert model.config._attn_implementation == "sdpa"
+    names = {"attn_implementation=nonsense": "nonsense cannot be used: "}
+    if not is_flash_attn_2_available():
+        names["attn_implementation=flash_attention_2"] = "flash_attention_2 cannot be used: FlashAttention2"
+    for override, message in names.items():
+        with pytest.raises(ModelError, match=message) as refused:
+            shardtune.get_model(recipe(folder, f"actor.model.{override}").actor.model)
+        assert refused.value.where == "actor.model.attn_implementation"
+
+
+def test_sections_with_a_mistake(folder: Path) -> None:
+    recipe(folder)
+    cfg: Any = OmegaConf.merge(OmegaConf.load(folder / "recipe.yaml"), {"model": {"hiden_size": 16}})
+    with pytest.raises(ConfigError, match=r"actor.model.hiden_size: Extra inputs are not permitted"):
+        shardtune.get_model(cfg.model)
+    with pytest.raises(ConfigError, match=r"hidden_size"):
+        shardtune.get_model_config_and_processor(cfg)
+
+
+def test_rows_of_a_processor_without_places_for_images(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="YourProcessor has no image_token"):
+        shardtune.train(folder / "recipe.yaml", *overrides(folder, "no-worker", []))
 
 
 def test_a_name_without_such_a_function(folder: Path) -> None:
@@ -161,16 +244,3 @@ def _an_adapter() -> type[Any]:
         def loss(self, model: Any, batch: Any) -> Any: ...
 
     return Mine
-
-
-def test_the_systems_own_names_need_no_function(folder: Path) -> None:
-    values = {"actor.model.model_type": "vision_language_action", "actor.model.trust_remote_code": "false"}
-    found = recipe(folder, *(f"{key}={value}" for key, value in values.items()))
-    config, processor = shardtune.get_model_config_and_processor(found.actor)
-    assert isinstance(config, OpenVLAConfig)
-    assert isinstance(processor, PrismaticProcessor)
-    model: Any = shardtune.get_model(found.actor.model)
-    assert model.action_settings.unnorm_key == KEY
-    assert next(model.parameters()).is_meta
-    with pytest.raises(ConfigError, match="hidden_size is 4096"):
-        shardtune.get_model_config_and_processor({"model": {**found.actor.model.model_dump(), "hidden_size": 4096}})
