@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from shardtune.checkpoint.module_weights import in_files
 from shardtune.checkpoint.peft_directory import check_adapter, load_adapter
 from shardtune.config import ModelConfig, Recipe
 from shardtune.errors import ConfigError
@@ -64,7 +65,9 @@ def adapt(
             remedy=f"pass the base model and set the adapter as {SECTION}.adapter_path",
         )
     empty = all(base.tensor.is_meta for base in base_tensors(model) if isinstance(base.tensor, nn.Parameter))
-    afresh = _drawn(model, source()) if empty and config.lora.adapter_path is None else []
+    afresh: list[str] = []
+    if config.lora.adapter_path is None:
+        afresh = _drawn(model, source()) if empty else _not_in_files(model, config.model_path)
     notes += attach_adapter(model, config.lora, ids, afresh)
     notes += _keep_statistics(model)
     if config.lora.base_dtype == "nf4":
@@ -94,9 +97,29 @@ def _drawn(model: nn.Module, source: WeightSource) -> list[str]:
         for name, _ in model.named_parameters(remove_duplicate=False)
         if (owners := [key for key in source if not key or is_inside(name, [key])])
     }
+    return _outermost(model, random)
+
+
+def _not_in_files(model: nn.Module, model_path: str | None) -> list[str]:
+    """Modules that a user's `from_pretrained` drew, as the base's files lack them, for example a value head.
+
+    Files whose names are not those of the model's tensors show nothing.
+    """
+    if model_path is None or not any(Path(model_path).glob("*.safetensors")):
+        return []
+    stored = in_files(Path(model_path)).keys()
+    if not stored <= model.state_dict(keep_vars=True).keys():
+        return []
+    named = list(model.named_parameters(remove_duplicate=False))
+    read = {parameter for name, parameter in named if name in stored}  # tied ones are stored under one of their names
+    return _outermost(model, {name: parameter not in read for name, parameter in named})
+
+
+def _outermost(model: nn.Module, chosen: Mapping[str, bool]) -> list[str]:
+    """The modules of which all parameters are chosen, without those inside of another."""
     found: list[str] = []
     for name, _ in model.named_modules():
-        inside = [drawn for parameter, drawn in random.items() if name and parameter.startswith(f"{name}.")]
+        inside = [value for parameter, value in chosen.items() if name and parameter.startswith(f"{name}.")]
         if inside and all(inside) and not is_inside(name, found):
             found.append(name)
     return found
