@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import conv2d, gelu, layer_norm, linear
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+import shardtune
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.action.openvla import (
     EMPTY_TOKEN,
@@ -324,3 +325,19 @@ def test_backbones_that_are_not_known() -> None:
         shape_of("x", {"patch": 14})
     with pytest.raises(ModelError, match="timm_override_act_layers"):
         _ = OpenVLAConfig(timm_override_act_layers=["quick_gelu", None]).vision_shapes
+
+
+def test_the_systems_own_name_needs_no_function(folder: Path) -> None:
+    actor: Any = {
+        "model": {"model_type": "vision_language_action", "model_path": str(folder), "hidden_size": 16},
+        "tokenizer": {"tokenizer_model": str(folder)},
+    }
+    actor["model"] |= {"unnorm_key": "bridge_orig", "action_token_len": 7, "vocab_size": 32000, "image_size": [28, 28]}
+    config, processor = shardtune.get_model_config_and_processor(actor)
+    assert isinstance(config, OpenVLAConfig)
+    assert isinstance(processor, PrismaticProcessor)
+    model: Any = shardtune.get_model(actor["model"])
+    assert model.action_settings.unnorm_key == "bridge_orig"
+    assert next(model.parameters()).is_meta
+    with pytest.raises(ConfigError, match="hidden_size is 4096"):
+        shardtune.get_model_config_and_processor({"model": {**actor["model"], "hidden_size": 4096}})
