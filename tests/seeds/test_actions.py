@@ -85,7 +85,7 @@ def test_the_whole_guide(folder: Path) -> None:
     assert torch.isfinite(values).all()
     assert values.abs().max() > 0
     assert (actions >= 31744).all()
-    drawn = [model.predict_action_batch(**given, max_new_tokens=7)[0] for _ in range(4)]
+    drawn = [model.predict_action_batch(**given, max_new_tokens=7)[0] for _ in range(2)]
     assert len({tuple(row) for one in drawn for row in one.tolist()}) > 2
 
 

@@ -262,7 +262,7 @@ def save_llava(folder: Path) -> None:
     processor.save_pretrained(folder)
 
 
-def write_frames(file: Path, episodes: int = 4, frames: int = 4) -> None:
+def write_frames(file: Path, episodes: int = 3, frames: int = 4) -> None:
     """A table of frames: an image, an instruction and an action each."""
     random = np.random.default_rng(0)
     rows = []
