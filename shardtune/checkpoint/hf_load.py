@@ -154,11 +154,13 @@ def _check_complete(
         and (isinstance(target.tensor, nn.Parameter) or not _matches(optional, name))
     ]
     if missing:
+        own = type(model).__module__.partition(".")[0] not in ("transformers", "shardtune")
         raise ModelError(
             f"{len(missing)} of {len(targets)} tensors of {type(model).__name__.removeprefix('FSDP')} "
             f"are not among the weights: {_few(missing)}",
             where=str(path),
-            remedy="the weights belong to another model than config.json, or are incomplete",
+            remedy="the weights belong to another model than config.json, or are incomplete"
+            + ("; what the class adds to them, give in a state dict (initial_weights, materialization_source)" * own),
         )
 
 

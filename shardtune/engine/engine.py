@@ -24,7 +24,9 @@ from shardtune.engine.ranks_spmd import SpmdRanks
 from shardtune.engine.sequence_parallel import check_shareable
 from shardtune.engine.session import current_session
 from shardtune.engine.split_arguments import NeedParallel, divide
-from shardtune.errors import ParallelError
+from shardtune.errors import ModelError, ParallelError
+from shardtune.models.lora.attach import is_adapted
+from shardtune.parallel.meta_init import persistent_buffers
 
 Executor = Literal["fsdp2", "fsdp1", "ddp"]
 EXECUTORS = ("fsdp2", "fsdp1", "ddp")
@@ -43,7 +45,8 @@ class TrainEngine:
         seed: of randomly initialised weights.
 
     Raises:
-        ModelError: the module is not a train module, or one of its methods has the name of an engine method.
+        ModelError: the module is not a train module, one of its methods has the name of an engine method, or a buffer
+            has no values.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class TrainEngine:
             )
         inner, _ = unwrapped(module)
         self._kind = type(inner)
+        _check_buffers(inner)
         self._methods: dict[str, Method] = read_methods(self._kind, _own_names())
         self._module, self._executor, self._seed = module, executor, seed
         self._precision = precision or precision_of(module)
@@ -133,8 +137,15 @@ class TrainEngine:
         layout = self._laid_out(
             (tensor_parallel_size, data_parallel_size, sequence_parallel_size, replicate_size), given
         )
+        inner, _ = unwrapped(self._module)
         if sequence_parallel_size > 1:
-            check_shareable(unwrapped(self._module)[0])
+            check_shareable(inner)
+        if tensor_parallel_size > 1 and is_adapted(inner):
+            raise ParallelError(
+                f"{self._kind.__name__} has a low-rank adapter, whose matrices tensor ranks cannot share",
+                where=f"build(tensor_parallel_size={tensor_parallel_size})",
+                remedy=f"use data_parallel_size={tensor_parallel_size}, which shards the weights over as many ranks",
+            )
         team = colocate_with._built("build(…)") if colocate_with else session.team(layout.num_ranks)
         if colocate_with is not None and take_turns:
             team.engines |= {colocate_with._id: True, self._id: True}
@@ -315,6 +326,19 @@ class TrainEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_buffers(module: nn.Module) -> None:
+    """Refuse buffers without values that no source of weights holds."""
+    kept = {id(buffer) for buffer in persistent_buffers(module).values()}
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta and id(buffer) not in kept:
+            raise ModelError(
+                f"the buffer {name} of {type(module).__name__} has no values, and weights do not hold it",
+                where="torch.device('meta')",
+                remedy="make the module inside shardtune.init_empty_weights(), which keeps buffers; compute in forward "
+                "what depends on parameters",
+            )
 
 
 def _is_here(team: Team) -> bool:

@@ -19,6 +19,7 @@ from shardtune.models.lora.attach import base_tensors, is_adapted
 from shardtune.models.lora.init import initialise_adapter
 from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.ranks import Ranks
+from shardtune.parallel.torch_private import set_parameter
 from shardtune.training.build.initial_weights import directory_of, own_buffers, split_source
 from shardtune.training.build.model import load_initial_weights
 
@@ -78,6 +79,22 @@ def load_first_weights(module: BaseTrainModule, prefix: str, ranks: Ranks, dtype
     if empty_adapter:
         initialise_adapter(module, seed)
     return notes
+
+
+def tie_again(module: nn.Module) -> None:
+    """Tie weights on the meta device that a model of transformers declares as shared; before it is sharded.
+
+    Inside accelerate's `init_empty_weights` every registration makes another parameter, so that what is tied there is
+    apart afterwards.
+    """
+    if not isinstance(module, PreTrainedModel):
+        return
+    places = {base.name: base for base in base_tensors(module)}
+    for name, source in module.all_tied_weights_keys.items():
+        shared = places[source].tensor
+        if shared.is_meta and places[name].tensor.is_meta and isinstance(shared, nn.Parameter):
+            owner, _, key = places[name].own_name.rpartition(".")
+            set_parameter(module.get_submodule(owner), key, shared)
 
 
 def _again(module: BaseTrainModule) -> Callable[[], nn.Module]:

@@ -29,6 +29,7 @@ from shardtune.models.vision.processors import load_processor
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.sequence_parallel import TokenShare
+from shardtune.training.build.unwritten import check_written, unwritten_is_nan
 
 
 class AutoProcessor:
@@ -270,9 +271,12 @@ class BaseHuggingFaceTrainModule(BaseTrainModule):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Self:
         """As transformers' own. Inside `init_empty_weights()` no weights are read: the ranks read their parts."""
-        if not nn.Linear(1, 1).weight.is_meta:
-            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # pyright: ignore
         model: Any = cls
+        if not nn.Linear(1, 1).weight.is_meta:
+            with unwritten_is_nan():
+                model = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # pyright: ignore
+            check_written(model[0] if kwargs.get("output_loading_info") else model)
+            return model
         dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", "auto"))
         attention = kwargs.pop("attn_implementation", None)
         config = kwargs.pop("config", None)

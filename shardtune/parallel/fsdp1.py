@@ -226,17 +226,24 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 class FlatOperands(TorchFunctionMode):
-    """Operations outside of the model's modules get whole weights, if they compute tensors.
+    """Operations outside of the model's modules get whole weights, if they compute tensors; those of optimizers do not.
 
     Args:
         owners: of the parameters, each with its place and what gathers it.
         compare: is called before weights are gathered.
+        on_parts: whether operations are those of an optimizer, whose states belong to this rank's part of a weight.
     """
 
-    def __init__(self, owners: Mapping[nn.Parameter, tuple[Place, Routed]], compare: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        owners: Mapping[nn.Parameter, tuple[Place, Routed]],
+        compare: Callable[[str], None],
+        on_parts: Callable[[], bool],
+    ) -> None:
         super().__init__()
         self._owners = owners
         self._compare = compare
+        self._on_parts = on_parts
 
     def __torch_function__(
         self,
@@ -248,7 +255,7 @@ class FlatOperands(TorchFunctionMode):
         given = dict(kwargs or {})
         tensors = list(operands(args, given))
         used = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor in self._owners]
-        if not used or keeps_parts(func) or _is_of_the_part(func):
+        if not used or keeps_parts(func) or _is_of_the_part(func) or self._on_parts():
             return func(*args, **given)
         if len(used) == len(tensors) and _gives_no_tensor(func, args, given):
             return func(*args, **given)

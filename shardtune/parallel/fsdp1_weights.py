@@ -133,7 +133,13 @@ class FlatWeights(Weights):
         return not self._flattened.in_forward and not in_backward()
 
     def _whole_operands(self, compute: torch.dtype) -> AbstractContextManager[object]:
-        return FlatOperands(self._flattened.owners, self._same_call.compare) if self._outside() else nullcontext()
+        if not self._outside():
+            return nullcontext()
+        return FlatOperands(self._flattened.owners, self._same_call.compare, self._updating)
+
+    def _updating(self) -> bool:
+        """Whether an optimizer changes the weights; a closure that it calls computes gradients of whole ones."""
+        return self.stepping and not torch.is_grad_enabled()
 
     def _is_whole(self, name: str, parameter: torch.Tensor) -> bool:
         return name not in self._pieces

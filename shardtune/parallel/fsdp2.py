@@ -142,6 +142,7 @@ class Weights:
         shapes: of the whole parameters, by name.
         starts: of parameters of which this rank has a range of numbers, in the order of memory: the first, by name.
         on_ranks: whether there are several ranks; otherwise `begin_micro_batch` has nothing to do.
+        stepping: whether a user's optimizer is in its step.
         replicates: whether ranks hold anything whole, parameters or buffers; otherwise `sync_replicated_gradients` has
             nothing to do.
     """
@@ -167,6 +168,7 @@ class Weights:
         self._accumulates = False
         self._same_call = SameCall(ranks)
         self._generating = 0
+        self.stepping = False
         if isinstance(root, FSDPModule):
             gather_for_parts(root, self._same_call.compare, self._free_after_part)
             initialise_root(root)

@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import accelerate
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import shardtune
 from shardtune import NeedParallel, TrainEngine, nn
@@ -275,6 +277,54 @@ def test_from_pretrained_reads_nothing_inside_init_empty_weights(model: Path):
         Trained.from_pretrained(model, device_map="auto")
 
 
+def test_a_module_made_under_a_meta_device_is_refused(model: Path):
+    with torch.device("meta"):
+        module = Trained(Qwen2Config.from_pretrained(model))
+    with pytest.raises(ModelError, match=r"buffer model\.rotary_emb\..* has no values.*\n.*\n.*init_empty_weights"):
+        TrainEngine(module)
+
+
+class Extended(Trained):
+    """A model with a parameter that is in no file, and that `_init_weights` does not know."""
+
+    def __init__(self, config: Qwen2Config) -> None:
+        super().__init__(config)
+        self.scale = torch.nn.Parameter(torch.full((3,), 2.0))
+
+
+def test_a_parameter_of_the_class_that_no_file_holds(model: Path):
+    """It is never left as memory that nobody has written."""
+    with pytest.raises(ModelError, match=r"1 of .* tensors of Extended have no values: scale"):
+        Extended.from_pretrained(model)
+    with pytest.raises(ModelError, match="not among the weights: scale") as told:
+        TrainEngine(make(model, Extended)).build()
+    assert "what the class adds to them, give in a state dict" in str(told.value)
+
+
+def test_shared_weights_of_a_model_made_with_accelerate(tmp_path: Path):
+    """Its context makes another parameter at each registration, so that it parts what the model shares."""
+    Trained(
+        Qwen2Config(
+            vocab_size=8,
+            hidden_size=4,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+            intermediate_size=4,
+            num_hidden_layers=1,
+            tie_word_embeddings=True,
+        )
+    ).save_pretrained(tmp_path)
+    for adapted in (False, True):
+        with accelerate.init_empty_weights():
+            module = Trained.from_pretrained(tmp_path)
+            if adapted:
+                module = peft.get_peft_model(module, peft.LoraConfig(r=2, target_modules=["embed_tokens"]))
+        engine = TrainEngine(module).build()
+        found = dict(engine.named_tensors())
+        assert "model.embed_tokens.weight" in found
+        assert "lm_head.weight" not in found
+
+
 # -- State -------------------------------------------------------------------------------------------------------------
 
 
@@ -391,3 +441,7 @@ def test_sizes_that_do_not_fit(model: Path):
         TrainEngine(make(model), "fsdp3")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ParallelError, match="cannot share the sequences of Custom"):
         TrainEngine(Custom()).build(sequence_parallel_size=2)
+    with shardtune.init_empty_weights():
+        adapted = peft.get_peft_model(Trained.from_pretrained(model), peft.LoraConfig(r=2, target_modules="all-linear"))
+    with pytest.raises(ParallelError, match="Trained has a low-rank adapter, whose matrices tensor ranks cannot share"):
+        TrainEngine(adapted).build(2)

@@ -17,7 +17,7 @@ from tests.support.engine_modules import RATE, SAMPLES
 
 class Scored(nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
     def on_weights_materialized(self) -> None:
-        self.optimizer = torch.optim.SGD(self.parameters(), lr=RATE, foreach=True)
+        self.optimizer = torch.optim.Adam(self.parameters(), lr=RATE, weight_decay=0.1, foreach=True)
 
     def _last(self, ids: torch.Tensor) -> torch.Tensor:
         return self.model(ids).last_hidden_state
@@ -48,7 +48,7 @@ def answer(row: list[int]) -> dict[str, Any]:
 
 def plain(model: Path) -> tuple[list[float], torch.Tensor, list[list[int]]]:
     made: Any = Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float64).train()
-    optimizer = torch.optim.SGD(made.parameters(), lr=RATE)
+    optimizer = torch.optim.Adam(made.parameters(), lr=RATE, weight_decay=0.1)
     losses = []
     ids = torch.tensor(SAMPLES[:4])
     for _ in range(2):

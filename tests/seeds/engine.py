@@ -1,10 +1,21 @@
-"""The samples of a training engine's documentation, as it prints them, and what is changed so that they run.
+"""The samples of a training engine's documentation (RLite's), as it prints them, and what is changed so that they run:
 
-The documentation is that of RLite. A change is listed with its reason: names of imports, the blanks (`...`, comments in
-place of code), paths, and faults of the print. All else stays as it is printed.
+- imports are added, `shardtune` under the printed name `rlite`, its `TrainEngine` under `RliteTrainEngine`; the print
+  has none but that of Qwen2;
+- all lines of the language sample but the first are indented by one, so it stands in an `if True:`; the methods of the
+  adapter's class are not indented at all, so they are;
+- the model's name is a path; `tensor_parallel_size=4` is the number of ranks of the run (as printed in the slow test);
+- the printed merge of an adapter leaves out its scale, alpha / r (with alpha = r it would be right);
+- the blanks `...` of the custom model are filled, and it gets layers and a forward, which the print does not have;
+- `prepare_image` is a name that the print does not define, and `AutoProcessor` is the one of `shardtune.nn`, as that of
+  transformers needs torchvision for Qwen2.5-VL's videos.
+
+All else stays as it is printed; each change is one `Change` below, which has to find its place exactly once.
 """
 
 from __future__ import annotations
+
+from textwrap import indent
 
 from tests.seeds.guide import Change
 
@@ -132,22 +143,25 @@ class MyModel(rlite.nn.Fsdp2TrainModule):
 """
 
 IMPORTS = "import torch\nimport torch.nn.functional as F\nimport shardtune as rlite\n"
-ENGINE = "from shardtune import NeedParallel, TrainEngine as RliteTrainEngine, init_empty_weights\n"
-CLASS = "class MyQwenModel(rlite.nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):\n"
+ENGINE = (
+    "from accelerate import init_empty_weights\nfrom shardtune import NeedParallel, TrainEngine as RliteTrainEngine\n"
+)
 LANGUAGE_CHANGES = (
     Change(
         "from transformers import Qwen2Config, Qwen2ForCausalLM\n\n",
-        f"if True:\n {IMPORTS.replace(chr(10), chr(10) + ' ')}{ENGINE} from transformers import Qwen2ForCausalLM\n\n",
+        f"if True:\n{indent(IMPORTS + ENGINE, ' ')} from transformers import Qwen2Config, Qwen2ForCausalLM\n\n",
         "names of imports; all but the first line of the print is indented by one",
     ),
     Change('"Qwen/Qwen2.5-1.5B-Instruct"', "MODEL", "a path"),
 )
-ONE_RANK = Change("tensor_parallel_size=4", "tensor_parallel_size=1", "the number of ranks of this run")
+FEWER_RANKS = Change("tensor_parallel_size=4", "tensor_parallel_size=RANKS", "the number of ranks of this run")
+LORA_METHODS = LORA.partition("\n")[2]
 LORA_CHANGES = (
+    Change(LORA_METHODS, indent(LORA_METHODS, "    "), "the print does not indent the methods"),
     Change(
-        "class LoraTrainModule(rlite.nn.HuggingFaceFsdp2TrainModule):\n",
-        f"{IMPORTS}from torch.distributed.tensor import DTensor\n",
-        "names of imports; the line of the class goes before its methods, which the print does not indent",
+        "class LoraTrainModule",
+        f"{IMPORTS}from torch.distributed.tensor import DTensor\nclass LoraTrainModule",
+        "names of imports",
     ),
     Change(
         "lora_b.full_tensor() @ lora_a.full_tensor()",
@@ -156,8 +170,6 @@ LORA_CHANGES = (
         "the print leaves out the adapter's scale, alpha / r",
     ),
 )
-METHODS = ("preprocess_input_named_parameters", "postprocess_output_named_parameters", "_init_lora_B_as_zeros")
-"""Of the class whose methods the print does not indent."""
 CUSTOM_CHANGES = (
     Change(
         "class MyModel(rlite.nn.Fsdp2TrainModule):\n",
@@ -177,9 +189,11 @@ VISION_CHANGES = (
     Change(
         "class MyQwenVLModel(rlite.nn.HuggingFaceFsdp2TrainModule, Qwen2_5_VLForConditionalGeneration):\n",
         f"{IMPORTS}from shardtune.nn import AutoProcessor\n"
+        "from PIL import Image\n"
         "from transformers import Qwen2_5_VLForConditionalGeneration\n"
+        "def prepare_image(path):\n"
+        "    return Image.open(path).convert('RGB')\n"
         "class MyQwenVLModel(rlite.nn.HuggingFaceFsdp2TrainModule, Qwen2_5_VLForConditionalGeneration):\n",
-        "names of imports",
+        "names of imports, and a function that the print does not have",
     ),
-    Change("prepare_image(image_url)", "PREPARE(image_url)", "a function that the print does not have"),
 )

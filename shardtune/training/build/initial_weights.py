@@ -21,6 +21,7 @@ from shardtune.models.lora.attach import base_tensors
 from shardtune.models.pretrained import model_directory
 from shardtune.parallel.meta_init import persistent_buffers
 from shardtune.parallel.ranks import Ranks
+from shardtune.training.build.unwritten import check_written, unwritten_is_nan
 
 T = TypeVar("T")
 Build = Callable[[], nn.Module]
@@ -129,12 +130,23 @@ def _broadcast_tensors(values: Mapping[str, torch.Tensor], ranks: Ranks) -> dict
     return {name: Supply(supplier(name, shape, dtype), (shape, dtype)) for name, shape, dtype in forms}
 
 
-def constructed(build: Build, seed: int, model: nn.Module, ranks: Ranks) -> tuple[dict[str, Supply], list[str]]:
-    """The constructor's values of parameters and persistent buffers, on rank 0; and notes."""
+def constructed(
+    build: Build, seed: int, model: nn.Module, ranks: Ranks, counts: Callable[[str], bool]
+) -> tuple[dict[str, Supply], list[str]]:
+    """The constructor's values of parameters and persistent buffers, on rank 0; and notes.
+
+    Args:
+        build: makes the model anew.
+        seed: of what is drawn.
+        model: as it was built first.
+        ranks: of the run.
+        counts: whether the values of a tensor, by its name, are used; those must have been written.
+    """
 
     def make() -> tuple[dict[str, torch.Tensor], list[str]]:
-        with seeded(seed):
+        with seeded(seed), unwritten_is_nan():
             fresh = build()
+        check_written(fresh, counts)
         values = {**dict(fresh.named_parameters(remove_duplicate=False)), **persistent_buffers(fresh)}
         empty = [name for name, tensor in values.items() if tensor.is_meta]
         if empty:

@@ -314,9 +314,13 @@ def _gather(source: WeightSource, model: nn.Module, build: Build, seed: int, ran
             supplies |= {_join(name, key): supply for key, supply in in_files(path).items()}
             found.origins.append(str(path))
     if drawn:
-        fresh, notes = constructed(build, seed, model, ranks)
-        elsewhere = {name for name in fresh if name in supplies or _belongs(name, found.whole)}
-        supplies |= {name: fresh[name] for name in fresh if _belongs(name, drawn) and name not in elsewhere}
+        given = set(supplies)
+
+        def counts(name: str) -> bool:
+            return _belongs(name, drawn) and name not in given and not _belongs(name, found.whole)
+
+        fresh, notes = constructed(build, seed, model, ranks, counts)
+        supplies |= {name: supply for name, supply in fresh.items() if counts(name)}
         found.origins.append(CONSTRUCTOR)
         found.notes.extend(notes)
     kept, notes = own_buffers(model, supplies, list(found.whole))

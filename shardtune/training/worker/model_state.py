@@ -47,6 +47,7 @@ from shardtune.parallel.shard import shard_model
 from shardtune.training.build.initial_weights import seeded
 from shardtune.training.build.lora import adapt, begin_adapter, from_elsewhere, frozen_dtype, is_adapter, new_ids
 from shardtune.training.build.model import check_read_values, freeze, load_initial_weights, share_values
+from shardtune.training.build.unwritten import check_written, unwritten_is_nan
 from shardtune.training.step import LossScale
 from shardtune.training.utilisation import Utilisation
 
@@ -131,9 +132,10 @@ class ModelState:
         self.loss_scale = LossScale() if recipe.actor.model.precision == "fp16" else None
         self.utilisation: Utilisation | None = None
         self.notes: list[str] = []
-        with seeded(recipe.runner.seed):
+        with seeded(recipe.runner.seed), unwritten_is_nan():
             self.model: nn.Module = build()
         self.inner: nn.Module = source.inner_model(self.model)
+        check_written(self.inner, lambda name: directory is None and checkpoint is None)
         if directory is None and self._is_empty():
             self.notes += check_read_values(
                 self.inner,

@@ -185,15 +185,31 @@ def test_a_loss_that_draws_for_its_rows_is_the_same_on_any_layout(folder: Path) 
                 torch.testing.assert_close(found.weights[name], weight, rtol=1e-10, atol=1e-12)
 
 
+class Scaled(BertForSequenceClassification):
+    """A model with a parameter that is in no file, and that `_init_weights` does not know."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.scale = nn.Parameter(torch.full((3,), 2.0))
+        self.register_buffer("shift", torch.full((3,), 1.0), persistent=False)
+        self.post_init()
+
+
 class Stars(Adapter):
     """A classifier of transformers, whose weights `build` reads itself."""
 
     class Options(BaseModel):
         directory: str
         zeros: bool = False
+        scaled: bool = False
+        filled: bool = False
 
     def build(self) -> nn.Module:
-        model = BertForSequenceClassification.from_pretrained(self.options.directory)
+        kind = Scaled if self.options.scaled else BertForSequenceClassification
+        model = kind.from_pretrained(self.options.directory)
+        if self.options.filled:
+            model.scale.data.fill_(3.0)
+            model.shift.fill_(0.0)
         if self.options.zeros:
             nn.init.zeros_(model.classifier.weight)
         return model
@@ -248,6 +264,23 @@ def test_training_starts_from_what_build_reads_and_makes(
             wanted = torch.zeros_like(parameter) if name == "classifier.weight" else parameter.detach()
             assert torch.equal(found[name], wanted.double()), name
         assert any("from_pretrained reads from" in note and str(folder / "one") in note for note in notes)
+
+
+def refusal(folder: str, options: dict[str, Any]) -> str:
+    with pytest.raises(ModelError) as told:
+        starting(folder, options)
+    return str(told.value)
+
+
+def test_tensors_that_nothing_gives_values_are_refused_by_name(
+    folder: Path, pretrained: BertForSequenceClassification
+) -> None:
+    options = {"directory": str(folder / "one"), "scaled": True}
+    for told in (refusal(str(folder), options), *run_ranks(refusal, 2, str(folder), options)):
+        assert "of Scaled have no values: scale" in told or "of Scaled have no values: shift" in told
+        assert "initialise them in the class's _init_weights(module)" in told
+    found, _ = starting(str(folder), options | {"filled": True})
+    assert found["scale"].tolist() == [3.0] * 3
 
 
 def test_weights_that_build_reads_and_training_would_not_start_from_are_refused(
