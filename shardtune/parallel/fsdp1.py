@@ -163,7 +163,10 @@ class Routed:
         return run
 
     def part(self, original: Callable[..., object], compare: Callable[[], None]) -> Callable[..., object]:
-        """The forward of a module inside; activation checkpointing repeats it while the weights are gathered."""
+        """The forward of a module inside, with this one as its root: only the root ends a backward pass.
+
+        Activation checkpointing repeats such a forward while the weights are gathered.
+        """
 
         @wraps(original)
         def run(*args: object, **kwargs: object) -> object:
@@ -171,17 +174,6 @@ class Routed:
                 return original(*args, **kwargs)
             compare()
             return self._run(original, args, kwargs)
-
-        return run
-
-    def unit(self, original: Callable[..., object], compare: Callable[[], None]) -> Callable[..., object]:
-        """The forward of a unit inside, which gathers its own weights."""
-
-        @wraps(original)
-        def run(*args: object, **kwargs: object) -> object:
-            if not self._open and not in_backward():
-                compare()
-            return original(*args, **kwargs)
 
         return run
 
@@ -230,6 +222,7 @@ class FlatOperands(TorchFunctionMode):
 
     Args:
         owners: of the parameters, each with its place and what gathers it.
+        root: what gathers the root's; only the root ends a backward pass.
         compare: is called before weights are gathered.
         on_parts: whether operations are those of an optimizer, whose states belong to this rank's part of a weight.
     """
@@ -237,11 +230,13 @@ class FlatOperands(TorchFunctionMode):
     def __init__(
         self,
         owners: Mapping[nn.Parameter, tuple[Place, Routed]],
+        root: Routed,
         compare: Callable[[str], None],
         on_parts: Callable[[], bool],
     ) -> None:
         super().__init__()
         self._owners = owners
+        self._root = root
         self._compare = compare
         self._on_parts = on_parts
 
@@ -268,9 +263,9 @@ class FlatOperands(TorchFunctionMode):
             return tree_map_only(torch.Tensor, torch.clone, func(*whole, **by_name))
 
         call: Callable[..., object] = computed
-        for routed in {self._owners[parameter][1] for parameter in used}:
+        for routed in {self._owners[parameter][1] for parameter in used} - {self._root}:
             call = routed.method(call)
-        return call(*args, **given)
+        return self._root.method(call)(*args, **given)
 
     def _place(self, value: object) -> object:
         return _Placed(*self._owners[value][0]) if isinstance(value, nn.Parameter) and value in self._owners else value
@@ -353,7 +348,11 @@ class Flattening:
         units = set(self._sharding.units)
         for part in {*parts_of(self._sharding.root, units), *units}:
             named = partial(compare, type(part).__name__)
-            self._route(part, "forward", partial(self._root.unit if part in units else self._root.part, compare=named))
+            self._route(part, "forward", partial(self._root.part, compare=named))
+
+    def whole_operands(self, compare: Callable[[str], None], on_parts: Callable[[], bool]) -> FlatOperands:
+        """Inside, operations outside of the root's forward get whole weights; arguments as `FlatOperands` has them."""
+        return FlatOperands(self.owners, self._root, compare, on_parts)
 
     def _route(self, module: nn.Module, name: str, through: Callable[[Callable[..., object]], object]) -> None:
         self._routed.append((module, name, vars(module).get(name)))

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from shardtune.errors import ModelError
-from shardtune.parallel.fsdp1 import FlatOperands, FlatSharding, Flattening, Place, put, rank_in, row_ranges, rows
+from shardtune.parallel.fsdp1 import FlatSharding, Flattening, Place, put, rank_in, row_ranges, rows
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.torch_private import (
     FlatParameter,
@@ -135,7 +135,7 @@ class FlatWeights(Weights):
     def _whole_operands(self, compute: torch.dtype) -> AbstractContextManager[object]:
         if not self._outside():
             return nullcontext()
-        return FlatOperands(self._flattened.owners, self._same_call.compare, self._updating)
+        return self._flattened.whole_operands(self._same_call.compare, self._updating)
 
     def _updating(self) -> bool:
         """Whether an optimizer changes the weights; a closure that it calls computes gradients of whole ones."""
