@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shardtune.config.rank_layout import Layout
+from shardtune.engine.initial_weights import undo_parting
 from shardtune.engine.methods import Method, no_method, read_methods
 from shardtune.engine.nn import unwrapped
 from shardtune.engine.rank_module import PRECISIONS, Order, precision_of
@@ -67,6 +68,7 @@ class TrainEngine:
         inner, _ = unwrapped(module)
         self._kind = type(inner)
         _check_buffers(inner)
+        undo_parting(inner)
         self._methods: dict[str, Method] = read_methods(self._kind, _own_names())
         self._module, self._executor, self._seed = module, executor, seed
         self._precision = precision or precision_of(module)

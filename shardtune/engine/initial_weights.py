@@ -81,12 +81,15 @@ def load_first_weights(module: BaseTrainModule, prefix: str, ranks: Ranks, dtype
     return notes
 
 
-def tie_again(module: nn.Module) -> None:
-    """Tie weights on the meta device that a model of transformers declares as shared; before it is sharded.
+def undo_parting(module: nn.Module) -> None:
+    """Undo what accelerate's `init_empty_weights` does to a module, before it goes to ranks.
 
-    Inside accelerate's `init_empty_weights` every registration makes another parameter, so that what is tied there is
-    apart afterwards.
+    It makes another parameter at each registration, so what a model of transformers ties inside it is apart afterwards;
+    and it leaves `requires_grad` among the attributes of the one before, from where a pickle would restore it over a
+    later freeze.
     """
+    for parameter in module.parameters():
+        vars(parameter).pop("requires_grad", None)
     if not isinstance(module, PreTrainedModel):
         return
     places = {base.name: base for base in base_tensors(module)}

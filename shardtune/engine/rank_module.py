@@ -20,7 +20,7 @@ from shardtune.engine.checkpoint import load_state, save_state
 from shardtune.engine.cuda_alias import PrintedDevice
 from shardtune.engine.full_state import full_state, save_directory
 from shardtune.engine.gradients import Gradients
-from shardtune.engine.initial_weights import load_first_weights, tie_again
+from shardtune.engine.initial_weights import load_first_weights
 from shardtune.engine.nn import (
     BaseTrainModule,
     RankContext,
@@ -99,7 +99,6 @@ class RankModule:
         trained = trains(kind)
         if not trained:
             self._module.requires_grad_(False)
-        tie_again(self._module)
         share_values(self._module, ranks)
         sequence = self._sequence_forward()
         model_parallel = self._apply_model_parallel()

@@ -137,14 +137,18 @@ class Routed:
     Args:
         through: the wrapped shells, outermost first.
         cast: the dtype of floating inputs.
+        is_root: whether the module is the root, whose hook has to be the first in a backward pass (it drops gradients
+            that it takes for old ones). A unit returns other tensors than those that have its own hooks, so that the
+            root's come first even if the root returns what the unit does.
 
     Attributes:
         done: is called after the method.
     """
 
-    def __init__(self, through: Sequence[FullyShardedDataParallel], cast: torch.dtype | None) -> None:
+    def __init__(self, through: Sequence[FullyShardedDataParallel], cast: torch.dtype | None, is_root: bool) -> None:
         self._through = through
         self._cast = cast
+        self._is_root = is_root
         self._open = False
         self.done: Callable[[], None] | None = None
 
@@ -196,10 +200,14 @@ class Routed:
             self._open = False
         if self.done is not None:
             self.done()
-        return result[0]
+        return result[0] if self._is_root else tree_map_only(torch.Tensor, _alias, result[0])
 
     def _to_compute(self, value: object) -> object:
         return value.to(self._cast) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
@@ -331,7 +339,7 @@ class Flattening:
             before = set(self.places)
             through = self._wrap(unit, inside)
             waiting[unit] = through[:1]
-            self._root = routed = Routed(through, cast)  # in the end the root's
+            self._root = routed = Routed(through, cast, unit is root)  # in the end the root's
             for module, key in (self.places[name][0] for name in self.places.keys() - before):
                 self.owners[module.get_parameter(key)] = (module, key), routed
             for name in ("forward", *(sharding.entry_points if unit is root else ())):

@@ -27,12 +27,14 @@ class Scored(nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
             return self.lm_head(self._last(torch.tensor(input_ids)))
 
     def step(self, input_ids: list[list[int]]) -> float:
-        """The head once as a module, once as a matrix, and a penalty on weights alone."""
+        """The head once as a module, once as a matrix; a module inside a layer, in a backward pass of its own."""
         ids = torch.tensor(input_ids)
         hidden = self._last(ids)[:, :-1]
         logits = self.lm_head(hidden) + hidden @ self.lm_head.weight.T * 0.5
         loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
+        if not self.ranks.layout.tensor > 1:
+            self.model.layers[0].mlp(hidden.detach()).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.item()
@@ -46,7 +48,7 @@ def answer(row: list[int]) -> dict[str, Any]:
     return {"max_new_tokens": 2 + row[0] % 5, "do_sample": False, "pad_token_id": 0}
 
 
-def plain(model: Path) -> tuple[list[float], torch.Tensor, list[list[int]]]:
+def plain(model: Path, tensor: bool) -> tuple[list[float], torch.Tensor, list[list[int]]]:
     made: Any = Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float64).train()
     optimizer = torch.optim.Adam(made.parameters(), lr=RATE, weight_decay=0.1)
     losses = []
@@ -56,6 +58,8 @@ def plain(model: Path) -> tuple[list[float], torch.Tensor, list[list[int]]]:
         logits = made.lm_head(hidden) * 1.5
         loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
+        if not tensor:
+            made.model.layers[0].mlp(hidden.detach()).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -75,7 +79,7 @@ def test_parts_and_weights_in_methods(model: Path, executor: Any) -> None:
     scores = torch.cat(engine.scores(NeedParallel(SAMPLES[:4])))[:4]
     answers = engine.answers(NeedParallel(SAMPLES[:4]))
     engine.close()
-    expected, logits, alike = plain(model)
+    expected, logits, alike = plain(model, executor == "tensor")
     assert losses == pytest.approx(expected, abs=1e-12)
     assert (scores - logits).abs().max() < 1e-10
     assert answers == ([alike] * 2 if executor == "tensor" else [alike[:2], alike[2:]])

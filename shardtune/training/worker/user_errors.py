@@ -72,8 +72,9 @@ def _uses_a_part(method: str) -> ModelError:
     return ModelError(
         "an operation uses a parameter of the sharded model, of which each rank has a part",
         where=method,
-        remedy="call the module that the parameter belongs to (self.model.head(x)), or compute this in a public method "
-        "of the model's class, where parameters are whole, and call that",
+        remedy="compute this in a public method of the model's class, where parameters are whole, and call that; a module "
+        "outside of layers (self.model.head) and a whole layer may also be called by themselves, a module inside a layer "
+        "(layers[0].mlp) may not",
     )
 
 
