@@ -72,9 +72,8 @@ def _uses_a_part(method: str) -> ModelError:
     return ModelError(
         "an operation uses a parameter of the sharded model, of which each rank has a part",
         where=method,
-        remedy="compute this in a public method of the model's class, where parameters are whole, and call that; a module "
-        "outside of layers (self.model.head) and a whole layer may also be called by themselves, a module inside a layer "
-        "(layers[0].mlp) may not",
+        remedy="compute this in a public method of the model's class, where parameters are whole, and call that; whole "
+        "layers and modules outside of them (self.model.head) may be called by themselves, those inside a layer not",
     )
 
 
