@@ -11,7 +11,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.utils import deterministic
 from transformers import PreTrainedModel
 
 from shardtune.errors import ModelError
@@ -22,16 +21,16 @@ CHECKED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @contextmanager
 def unwritten_is_nan() -> Iterator[None]:
-    """Inside, torch fills new memory with NaN, so that `check_written` finds what nothing has written."""
+    """Inside, torch fills new memory with NaN, so that `check_written` finds what nothing has written.
+
+    Torch does so with deterministic algorithms, by its default for `torch.utils.deterministic`.
+    """
     enabled, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=warns or not enabled)
-    deterministic.fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warns)
-        deterministic.fill_uninitialized_memory = fills
 
 
 @torch.no_grad()
