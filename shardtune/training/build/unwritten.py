@@ -11,12 +11,14 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 from transformers import PreTrainedModel
 
 from shardtune.errors import ModelError
 from shardtune.parallel.meta_init import read_parameters
 
-CHECKED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int64, torch.int32)
 
 
 @contextmanager
@@ -76,6 +78,9 @@ def check_written(model: nn.Module, counts: Callable[[str], bool] = lambda name:
 
 
 def _is_unwritten(tensor: torch.Tensor) -> bool:
-    if tensor.is_meta or tensor.dtype not in CHECKED or not tensor.numel():
+    if isinstance(tensor, UninitializedParameter) or tensor.is_meta or not tensor.numel():
         return False
-    return bool(tensor.flatten()[0].isnan()) and bool(tensor.isnan().all())
+    if tensor.dtype in FLOATS:
+        return bool(tensor.flatten()[0].isnan()) and bool(tensor.isnan().all())
+    # Torch fills whole numbers with their largest.
+    return tensor.dtype in INTEGERS and bool((tensor == torch.iinfo(tensor.dtype).max).all())
