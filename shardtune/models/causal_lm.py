@@ -415,7 +415,7 @@ class CausalLM(LanguageModel):
             arguments |= {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
             arguments |= {"max_length_q": batch.max_length, "max_length_k": batch.max_length}
         if self._through_own_head:
-            outputs, logits = _own_forward(model, input_ids, positions, arguments)
+            outputs, logits = _own_forward(model, input_ids, positions, arguments, leads=self._leads)
             routers = outputs["router_logits"] if self._balance_factor else ()
             return _AtHead(logits, None, routers, part)
         head = model.get_output_embeddings()
@@ -431,7 +431,8 @@ class CausalLM(LanguageModel):
         body = inner[0] if model.base_model is model and len(inner) == 1 else model.base_model
         outputs = body(input_ids=sequences, use_cache=False, **arguments)
         # In the head's dtype: models that add up their residuals in fp32 (Mamba) return fp32.
-        hidden = outputs[0].flatten(0, 1).index_select(0, positions)
+        states = outputs[0][:, -len(input_ids) :] if self._leads else outputs[0]
+        hidden = states.flatten(0, 1).index_select(0, positions)
         hidden = hidden.to(next(head.parameters(), hidden).dtype)
         return _AtHead(hidden, head, outputs["router_logits"] if self._balance_factor else (), part)
 
@@ -480,7 +481,13 @@ class CausalLM(LanguageModel):
 
     def reference_logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
         with under_attention(model, "eager"), torch.compiler.set_stance("force_eager"):
-            return _own_forward(model, batch.input_ids, positions, self._further_inputs(batch))[1]
+            further = self._further_inputs(batch)
+            return _own_forward(model, batch.input_ids, positions, further, leads=self._leads)[1]
+
+    @property
+    def _leads(self) -> bool:
+        """Whether the model's outputs may begin with positions that are no tokens."""
+        return False
 
     def _further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
         """Inputs of the model besides tokens and their positions."""
@@ -535,10 +542,21 @@ def _keep_weights(model: PreTrainedModel) -> None:
 
 
 def _own_forward(
-    model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor, arguments: Mapping[str, object]
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    arguments: Mapping[str, object],
+    *,
+    leads: bool = False,
 ) -> tuple[ModelOutput, torch.Tensor]:
-    """The outputs of a model's own forward of one row, and its logits [positions, vocabulary]."""
+    """The outputs of a model's own forward of one row, and its logits [positions, vocabulary].
+
+    With `leads`, there may be logits of other positions before those of the tokens (GIT's of an image).
+    """
     takes = inspect.signature(model.forward).parameters
+    if leads:
+        outputs = model(input_ids=input_ids[None], use_cache=False, **arguments)
+        return outputs, outputs.logits[0, -len(input_ids) :].index_select(0, positions)
     if "logits_to_keep" in takes:
         outputs = model(input_ids=input_ids[None], use_cache=False, logits_to_keep=positions, **arguments)
         return outputs, outputs.logits[0]
