@@ -47,7 +47,7 @@ from shardtune.errors import ShardtuneError  # noqa: E402
 from shardtune.training.worker.adapter_worker import SFTWorker  # noqa: E402
 from tests.support.dist.training import make_tokenizer, quiet, recipe  # noqa: E402
 from tests.support.tiny_architectures import DECODERS, Impossible, shake, tiny_config  # noqa: E402
-from tests.support.tiny_vision import ROWS_OF_IMAGES, image_rows, inputs_of, save_family  # noqa: E402
+from tests.support.tiny_vision import ROWS_OF_IMAGES, VISION, image_rows, inputs_of, save_family  # noqa: E402
 
 STEPS = 2
 ROWS, MICRO_BATCH = 8, 4
@@ -142,7 +142,7 @@ def plain_images(model: Any, inputs: Sequence[tuple[dict[str, torch.Tensor], tor
 
     def forward(given: dict[str, torch.Tensor], labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cast = {key: value.to(model.dtype) if value.is_floating_point() else value for key, value in given.items()}
-        return model(**cast, use_cache=False).logits[0], labels
+        return model(**cast, use_cache=False).logits[0, -len(labels) :], labels  # GIT's begin with its images'
 
     return trained(model, [lambda given=given, labels=labels: forward(given, labels) for given, labels in inputs])
 
@@ -224,9 +224,10 @@ def try_vision(family: str, folder: Path, precision: str, kind: str = ROWS_OF_IM
     return how, notes, numbers, lambda: plain_images(loaded(auto, folder, precision), inputs_of(folder, rows))
 
 
-def tried(kind: str, family: str, precision: str = "fp64", rows_of: str = ROWS_OF_IMAGES[0]) -> Result:
+def tried(kind: str, family: str, precision: str = "fp64", rows_of: str = "") -> Result:
     """One family's result, whatever it raises; in fp32 where plain transformers has no fp64 for it, and with fewer
     kinds of rows where plain transformers takes no others."""
+    rows_of = rows_of or ROWS_OF_IMAGES[-1 if "whole" in VISION.get(family, {}) else 0]
     attempt: Callable[..., Attempt] = try_decoder if kind == "causal_lm" else partial(try_vision, kind=rows_of)
     fewer = dict(pairwise(ROWS_OF_IMAGES)).get(rows_of) if kind == "vision_language" else None
     with tempfile.TemporaryDirectory() as folder:

@@ -50,7 +50,14 @@ def encoded(processor: Any, row: dict[str, Any], folder: Path) -> tuple[dict[str
 
 
 def encoded_whole(
-    processor: Any, row: dict[str, Any], folder: Path, *, placed: bool = True, nested: bool = True, suffix: bool = False
+    processor: Any,
+    row: dict[str, Any],
+    folder: Path,
+    *,
+    placed: bool = True,
+    nested: bool = True,
+    suffix: bool = False,
+    strips: bool = False,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """As `encoded`, of a row with its images in the first turn, by one call of a processor that writes around a text.
 
@@ -60,6 +67,7 @@ def encoded_whole(
         placed: the text has an image token for each image.
         nested: images are given by row.
         suffix: the processor takes the text from the first answer on by itself.
+        strips: it leaves out white space at the end.
     """
     images = [Image.open(folder / name).convert("RGB") for name in row["images"]]
     text, spans = "", []
@@ -76,7 +84,8 @@ def encoded_whole(
         given["images"] = [images] if nested else images
     inputs = processor(return_tensors="pt", **given)
     ids = inputs["input_ids"]
-    end = ids.shape[1] - (int(ids[0, -1]) != processor.tokenizer("\n")["input_ids"][-1])
+    closes = int(ids[0, -1]) != processor.tokenizer("\n")["input_ids"][-1]
+    end = ids.shape[1] + 1 if strips else ids.shape[1] - closes
     labels = torch.full_like(ids, IGNORED)
     for start, stop in spans:
         first, last = (

@@ -106,6 +106,7 @@ _OMNI = {
     },
     "config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}},
 }
+_MOLMO = ("im_patch", "im_col", "im_start", "low_res_im_start", "frame_start", "im_end", "frame_end", "im_low")
 _GRID = {"image_grid_pinpoints": [[28, 56], [56, 28]]}
 _CLIP = {"text_config.model_type": "llama", "vision_config.model_type": "clip_vision_model"}
 _SIGLIP = {"vision_config.model_type": "siglip_vision_model", "vision_config.vision_use_head": False}
@@ -226,7 +227,7 @@ VISION: Mapping[str, Mapping[str, Any]] = {
     "glm4v": {"config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}},
     "glm4v_moe": {
         "pil": "Glm4vImageProcessorPil",
-        "config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}},
+        "config": {"text_config.head_dim": 16, "text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}},
     },
     "glm46v": {"config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}},
     "paddleocr_vl": {"config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}},
@@ -248,11 +249,13 @@ VISION: Mapping[str, Mapping[str, Any]] = {
     "blip-2": {
         "config": {"num_query_tokens": 4},
         "processor": {"num_query_tokens": 4},
+        "unnamed": True,
         "whole": {"placed": False},
     },
     "instructblip": {
         "config": {"num_query_tokens": 4},
         "processor": {"num_query_tokens": 4},
+        "unnamed": True,
         "whole": {"placed": False},
     },
     "got_ocr2": {
@@ -280,18 +283,12 @@ VISION: Mapping[str, Mapping[str, Any]] = {
     "kosmos-2": {
         "class": "Kosmos2Processor",
         "begins": "<bos>",
-        "unknown": "<unk>",
+        "special": {"unk_token": "<unk>"},
         "tokens": ["<unk>", *(f"<place{number}>" for number in range(64))],
         "config": {"text_config.vocab_size": 1600},
-        "whole": {"placed": False, "nested": False},
+        "whole": {"placed": False, "nested": False, "strips": True},
     },
-    "kosmos-2.5": {
-        "class": "Kosmos2_5Processor",
-        "begins": "<bos>",
-        "config": {"latent_query_num": 4},
-        "processor": {"num_image_tokens": 4},
-        "whole": {"placed": False, "nested": False},
-    },
+    "kosmos-2.5": {"impossible": "its processor makes 4,096 patches of every image"},
     "mistral4": {"class": "PixtralProcessor"},
     "fast_vlm": {"impossible": "its vision tower needs the package timm"},
     "gemma3n": {"impossible": "its vision tower needs the package timm"},
@@ -319,14 +316,27 @@ VISION: Mapping[str, Mapping[str, Any]] = {
     },
     "granite_docling": {
         "config": {"vision_config.scale_factor": 2, "vision_config.deepstack_visual_indexes": [0]},
-        "pixels": {"max_image_size": {"longest_edge": 28}, "size": {"longest_edge": 56}},
+        "pixels": {"max_patches": 2},
         "processor": {"image_seq_len": 1},
     },
     "minicpmv4_7": {"config": {"insert_layer_id": 0, "vision_config.insert_layer_id": 0}},
-    "molmo2": {"config": {"vision_config.image_size": [28, 28]}},
+    "molmo2": {
+        "tokens": [f"<{name}>" for name in _MOLMO],
+        "ids": {
+            "image_patch_id": "<im_patch>",
+            "image_start_token_id": "<im_start>",
+            "image_end_token_id": "<im_end>",
+            "low_res_image_start_token_id": "<low_res_im_start>",
+            "frame_start_token_id": "<frame_start>",
+            "frame_end_token_id": "<frame_end>",
+        },
+        "config": {"vision_config.image_size": [28, 28], "adapter_config.vision_feature_layer": [1, 0]},
+    },
     "nemotron_h_omni": {"config": {"vision_config.video_temporal_patch_size": 2}},
-    "glm5_next": {"config": {"text_config.index_kpool": 2}},
     "cohere_compass": {
+        "named": {"image_token": "<|IMAGE_PAD|>", "video_token": "<|VIDEO_PAD|>"},
+        "writes": "<vs><|IMAGE_PAD|><ve>",
+        "ids": {"image_token_id": "<|IMAGE_PAD|>", "video_token_id": "<|VIDEO_PAD|>"},
         "config": {"text_config.rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     },
     "hunyuan_vl": {"config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 1, 1]}}},
@@ -343,22 +353,30 @@ VISION: Mapping[str, Mapping[str, Any]] = {
                 "resolution": 28,
             },
         },
+        "tokens": ["<sep>"],
+        "special": {"sep_token": "<sep>"},
         "pixels": {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}},
         "processor": {"image_seq_length": 49},
+        "whole": {},
     },
     "florence2": {
         "config": dict.fromkeys(
             ("vision_config.patch_size", "vision_config.embed_dim", "vision_config.num_heads"), ...
         ),
     },
-    "diffusion_gemma": {"audio": "Gemma4AudioFeatureExtractor", "pixels": {"max_soft_tokens": 70}},
+    "diffusion_gemma": {
+        "audio": "Gemma4AudioFeatureExtractor",
+        "pil": "Gemma4ImageProcessorPil",
+        "pixels": {"max_soft_tokens": 70},
+    },
     "gemma4_unified": {"audio": "Gemma4UnifiedAudioFeatureExtractor"},
     "inkling_mm_model": {"audio": "InklingFeatureExtractor"},
     "gemma4": {"audio": "Gemma4AudioFeatureExtractor", "pixels": {"max_soft_tokens": 70}},
 }
 """What single families need besides small sizes: `config`, `pixels` (image processor), `processor`, `writes` (what
 their template writes for an image), `class` and `pil` (of the processor and the image processor), `whole` (how
-`encoded_whole` calls a processor that puts text and images together by itself)."""
+`encoded_whole` calls a processor that puts text and images together by itself), `unnamed` (the tokenizer has no names
+for its tokens)."""
 
 
 def _pixel_settings(kind: Any, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -399,11 +417,10 @@ def make_processor(family: str) -> ProcessorMixin:
     except ImportError as error:
         raise Unavailable from error
     image_kind: Any = get_image_processor_class_from_name(pil)
-    text = tokenizer(
-        "<bos>", *own.get("tokens", ()), image=own.get("writes", "<image>"), **NAMED, **own.get("named", {})
-    )
-    if "unknown" in own:
-        text.unk_token = own["unknown"]
+    named = {} if "unnamed" in own else {**NAMED, **own.get("named", {})}
+    text = tokenizer("<bos>", *own.get("tokens", ()), image=own.get("writes", "<image>"), **named)
+    for name, token in own.get("special", {}).items():
+        setattr(text, name, token)
     if "begins" in own:
         text.bos_token = own["begins"]
         text.chat_template = own["begins"] + template(text)
@@ -460,7 +477,7 @@ def save_family(family: str, folder: Path) -> None:
     processor.save_pretrained(folder)
 
 
-ROWS_OF_IMAGES = ("rows of any images", "rows with images", "rows of one image")
+ROWS_OF_IMAGES: tuple[str, ...] = ("rows of any images", "rows with images", "rows of one image")
 
 
 def image_rows(folder: Path, count: int, kind: str = ROWS_OF_IMAGES[0]) -> tuple[Path, list[dict[str, Any]]]:

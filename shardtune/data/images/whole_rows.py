@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from tokenizers import Encoding
 from transformers import BatchEncoding, PreTrainedTokenizerFast, ProcessorMixin
 
 from shardtune.batch import Prompt, Sample
@@ -76,15 +77,17 @@ class WholeRows(AppliedImages):
         self._image_ids = [] if not isinstance(ids, int) else [ids]
         if named is not None:
             self._image_ids += [number for number in [self.tokenizer.get_vocab().get(named)] if number is not None]
+        self._named = named
         self._takes_suffix = "suffix" in inspect.signature(type(processor).__call__).parameters
         self.image_token, self._nests, self.most_images = IMAGE_MARK, True, None
-        self._choose(named)
+        self._choose()
         self.outside_text = not self._count(1)
+        self._check_inputs()
 
-    def _choose(self, named: str | None) -> None:
+    def _choose(self) -> None:
         """Find how the processor is called: with or without a token for each image, images by row or in one list."""
         problems: list[str] = []
-        for token in [IMAGE_MARK] if named is None else [named, IMAGE_MARK]:
+        for token in [IMAGE_MARK] if self._named is None else [self._named, IMAGE_MARK]:
             for nests in (True, False):
                 self.image_token, self._nests = token, nests
                 try:
@@ -100,6 +103,16 @@ class WholeRows(AppliedImages):
                     self.most_images = 1
                 return
         raise RowError(problems[0])
+
+    def _check_inputs(self) -> None:
+        """Refuse inputs besides the tokens that depend on the text (InstructBLIP's second tokens): whatever the model
+        computes of them would know the answer that it has to predict."""
+        images = [Image.new("RGB", BLANK)]
+        one, other = (self.row(f"{self.image_token}{text}", images).inputs for text in ("ab", "ac"))
+        for name in one:
+            if not torch.equal(one[name], other[name]):
+                kind = type(self.processor).__name__
+                raise RowError(f"its {name} hold the text, the answer included, which the model has to predict: {kind}")
 
     def _takes_token_for_text(self, placed: int) -> bool:
         """Whether the processor places images by itself, beside a token for them in the text."""
@@ -184,6 +197,8 @@ class WholeRows(AppliedImages):
         kind = type(self.processor).__name__
         if self.most_images is not None and len(images) > self.most_images:
             raise RowError(f"the row has {len(images)} images; {kind} takes {self.most_images} per row")
+        if self._named is not None and self._named != self.image_token and self._named in text:
+            raise RowError(f"the text contains {self._named!r}, which the model takes for part of an image")
         split = len(text) if suffix_start is None or suffix_start < 0 else suffix_start
         before, after = text[:split], text[split:]
         given = (before if self._takes_suffix else text).replace(IMAGE_MARK, "")
@@ -199,7 +214,7 @@ class WholeRows(AppliedImages):
         call: Any = applied
         try:
             made = call(text=[given], return_tensors="pt", **options)
-            ids = np.array(made["input_ids"][0], np.int32)
+            ids = made["input_ids"][0].numpy().astype(np.int32)
         except Exception as error:  # a processor is third-party code and may raise anything
             raise RowError(f"{kind} refuses it: {type(error).__name__}: {error}") from error
         parts = [before, after] if self._takes_suffix else [text]
@@ -214,13 +229,10 @@ class WholeRows(AppliedImages):
 
     def _characters(self, ids: np.ndarray, recorder: _Recorder, parts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Of each token the characters of the text that it stands for, [start, stop); 0 and 0 for an added one."""
-        found = ((given, made, _common(ids, made.encodings[0].ids)) for given, made in reversed(recorder.calls))
-        best = max(found, key=lambda one: sum(one[2]), default=None)
-        if best is None:
-            raise RowError(f"{type(self.processor).__name__} does not call its tokenizer")
-        given, made, (first, last) = best
-        encoding = made.encodings[0]
-        places = [self._places(text, part) for text, part in zip(given, parts, strict=False)]
+        encoding, places = self._call_of_text(recorder, parts)
+        if encoding.overflowing:
+            raise RowError(f"{type(self.processor).__name__} cuts it off after {len(encoding.ids):,} tokens")
+        first, last = _common(ids, encoding.ids)
         begins = np.cumsum([0, *map(len, parts)])
         starts, stops = np.zeros(len(ids), np.int32), np.zeros(len(ids), np.int32)
         shift = len(ids) - len(encoding.ids)
@@ -232,24 +244,27 @@ class WholeRows(AppliedImages):
             if len(inside):
                 token = number if number < first else number + shift
                 starts[token], stops[token] = begins[sequence] + inside[0], begins[sequence] + inside[-1] + 1
-        missing = set(range(int(begins[-1]))) - {
-            place for start, stop in zip(starts.tolist(), stops.tolist(), strict=True) for place in range(start, stop)
-        }
-        text = "".join(parts)
-        images = {place for found in re.finditer(re.escape(self.image_token), text) for place in range(*found.span())}
-        lost = sorted(place for place in missing - images if not text[place].isspace())
-        if lost:
-            raise RowError(f"{type(self.processor).__name__} leaves out {text[lost[0] : lost[0] + 20]!r}")
         return starts, stops
+
+    def _call_of_text(self, recorder: _Recorder, parts: Sequence[str]) -> tuple[Encoding, list[np.ndarray]]:
+        """The call of the tokenizer that was given the row's text, and the places of its characters, by part."""
+        problem = RowError(f"{type(self.processor).__name__} does not call its tokenizer")
+        for given, encoding in recorder.calls:
+            try:
+                places = [self._places(text, part) for text, part in zip(given, parts, strict=False)]
+            except RowError as error:
+                problem = error
+                continue
+            return encoding, places
+        raise problem
 
     def _places(self, given: str, text: str) -> np.ndarray:
         """Of each character of what the tokenizer was given, its place in a row's text; -1 for an added one.
 
-        Between the row's words only special tokens and white space may be added.
+        Between the row's words only added tokens and white space may be written.
         """
         places = np.full(len(given), -1, np.int64)
-        special = {*map(str, self.tokenizer.all_special_tokens), self.image_token}
-        special |= {str(token) for token in self.tokenizer.convert_ids_to_tokens(self._image_ids)}
+        special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.content in given}
         added = "(?:{}|\\s)*?".format("|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)))
         pieces = list(_pieces(text, self.image_token))
         found = re.fullmatch(added + "".join(f"({re.escape(piece)}){added}" for _, piece in pieces), given)
@@ -409,7 +424,7 @@ class _Recorder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
-        self.calls: list[tuple[list[str], BatchEncoding]] = []
+        self.calls: list[tuple[list[str], Encoding]] = []
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._tokenizer, name)
@@ -417,7 +432,7 @@ class _Recorder:
     def __call__(self, text: Any = None, text_pair: Any = None, **options: Any) -> BatchEncoding:
         made = self._tokenizer(text, text_pair, **options)
         given = [one if isinstance(one, str) else one[0] for one in (text, text_pair) if one is not None]
-        self.calls.append((given, made))
+        self.calls += [(given, encoding) for encoding in (made.encodings or [])[:1]]
         return made
 
 

@@ -99,12 +99,13 @@ class VisionLanguage(CausalLM):
     def build(self) -> PreTrainedModel:
         model = super().build()
         # Qwen-VL and related models: three-dimensional positions, by a method that needs the config only. One that is
-        # called in another way (Qwen Omni's) is left to the model, which calls it itself where it has no positions.
+        # called in another way (Qwen Omni, MiniCPM-V 4.7) is left to the model, which calls it itself.
         method = getattr(type(model.base_model), "get_rope_index", None)
-        marks = method is not None and "mm_token_type_ids" in inspect.signature(method).parameters
-        if self.images.one_row or marks != (method is not None):
+        takes = set() if method is None else set(inspect.signature(method).parameters)
+        known = {"mm_token_type_ids", "image_grid_thw"} <= takes
+        if self.images.one_row or (takes and not known):
             self.one_row_per_forward(model)
-        elif marks:
+        elif known:
             with init_empty_weights():
                 empty: Any = type(model.base_model)(model.base_model.config)
             self._rope = empty.get_rope_index
@@ -307,7 +308,7 @@ def _widened(fields: Mapping[str, torch.Tensor], precision: str) -> dict[str, to
 
 def _needs_image(config: PreTrainedConfig) -> bool:
     """Whether the forward of a config's model cannot be called without pixels (BLIP)."""
-    kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     pixels = None if kind is None else inspect.signature(kind.forward).parameters.get("pixel_values")
     return pixels is not None and pixels.default is pixels.empty
 

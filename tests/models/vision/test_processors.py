@@ -73,6 +73,7 @@ def test_images_side_by_side_are_a_bad_row_where_they_are_written_in_another_way
         images.expand(f"{token}{token}", [(32, 32), (40, 64)])
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_processors_with_ways_of_their_own_are_applied_to_whole_rows() -> None:
     """PaliGemma writes a begin token and a line's end around the text; ShieldGemma 2 writes its own text."""
     with pytest.raises(ModelError, match=r"cannot be followed row by row \(its input_ids"):
