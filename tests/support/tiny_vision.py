@@ -180,7 +180,7 @@ VISION: Mapping[str, Mapping[str, Any]] = {
     "paligemma": {
         "config": {**_SIGLIP, "text_config.model_type": "gemma", "text_config.vocab_size": 1440},
         "pixels": {"image_seq_length": 4},
-        "begins": "<bos>",
+        "special": {"bos_token": "<bos>"},
         "whole": {"suffix": True},
     },
     "git": {"whole": {"placed": False}},
@@ -282,8 +282,7 @@ VISION: Mapping[str, Mapping[str, Any]] = {
     },
     "kosmos-2": {
         "class": "Kosmos2Processor",
-        "begins": "<bos>",
-        "special": {"unk_token": "<unk>"},
+        "special": {"unk_token": "<unk>", "bos_token": "<bos>"},
         "tokens": ["<unk>", *(f"<place{number}>" for number in range(64))],
         "config": {"text_config.vocab_size": 1600},
         "whole": {"placed": False, "nested": False, "strips": True},
