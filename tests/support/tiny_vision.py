@@ -341,7 +341,7 @@ VISION: Mapping[str, Mapping[str, Any]] = {
     "hunyuan_vl": {"config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 1, 1]}}},
     "chameleon": {
         "config": {
-            "vocabulary_map": {"<image>": 259, **{f"IMGIMG{'ABCDEFGH'[number]}Z": 300 + number for number in range(8)}},
+            "vocabulary_map": {"<image>": 261, **{f"IMGIMG{'ABCDEFGH'[number]}Z": 300 + number for number in range(8)}},
             "vq_config": {
                 "embed_dim": 8,
                 "num_embeddings": 8,
