@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from shardtune.errors import ShardtuneError  # noqa: E402
 from shardtune.training.worker.adapter_worker import SFTWorker  # noqa: E402
 from tests.support.dist.training import make_tokenizer, quiet, recipe  # noqa: E402
 from tests.support.tiny_architectures import DECODERS, Impossible, shake, tiny_config  # noqa: E402
-from tests.support.tiny_vision import image_rows, inputs_of, save_family  # noqa: E402
+from tests.support.tiny_vision import ROWS_OF_IMAGES, VISION, image_rows, inputs_of, save_family  # noqa: E402
 
 STEPS = 2
 ROWS, MICRO_BATCH = 8, 4
@@ -65,7 +66,7 @@ own config class, with noise on all weights: two steps of SGD over eight rows in
 a model's own code has no fp64). Losses and gradient norms against plain transformers, one row at a time with eager
 attention; exact is a relative difference below 1e-4, as many models compute norms, routers and softmax in float32 in
 any precision (1e-2 in fp32). `shardtune models` lists the exact ones."""
-NEEDS_AN_IMAGE = ("'pixel_values'", "the row has no image")
+NEEDS_OTHER_ROWS = ("'pixel_values'", "the row has no image", "refuses it", "an image follows", "images; ")
 HEADS = ("family", "trains", "largest difference", "notes")
 
 
@@ -141,7 +142,7 @@ def plain_images(model: Any, inputs: Sequence[tuple[dict[str, torch.Tensor], tor
 
     def forward(given: dict[str, torch.Tensor], labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cast = {key: value.to(model.dtype) if value.is_floating_point() else value for key, value in given.items()}
-        return model(**cast, use_cache=False).logits[0], labels
+        return model(**cast, use_cache=False).logits[0, -len(labels) :], labels  # GIT's begin with its images'
 
     return trained(model, [lambda given=given, labels=labels: forward(given, labels) for given, labels in inputs])
 
@@ -212,10 +213,10 @@ def try_decoder(family: str, folder: Path, precision: str) -> Attempt:
     return how, notes, numbers, lambda: plain_text(loaded(AutoModelForCausalLM, folder, precision), rows)
 
 
-def try_vision(family: str, folder: Path, precision: str, *, text: bool = True) -> Attempt:
+def try_vision(family: str, folder: Path, precision: str, kind: str = ROWS_OF_IMAGES[0]) -> Attempt:
     with building():
         save_family(family, folder)
-    file, rows = image_rows(folder, ROWS, text=text)
+    file, rows = image_rows(folder, ROWS, kind)
     values = values_for(folder, file, precision)
     values["actor"]["model"]["model_type"] = "vision_language"
     how, notes, numbers, _ = by_shardtune(values)
@@ -223,10 +224,12 @@ def try_vision(family: str, folder: Path, precision: str, *, text: bool = True) 
     return how, notes, numbers, lambda: plain_images(loaded(auto, folder, precision), inputs_of(folder, rows))
 
 
-def tried(kind: str, family: str, precision: str = "fp64", *, text: bool = True) -> Result:
-    """One family's result, whatever it raises; in fp32 where plain transformers has no fp64 for it, and without rows of
-    text alone where plain transformers needs an image."""
-    attempt: Callable[..., Attempt] = try_decoder if kind == "causal_lm" else partial(try_vision, text=text)
+def tried(kind: str, family: str, precision: str = "fp64", rows_of: str = "") -> Result:
+    """One family's result, whatever it raises; in fp32 where plain transformers has no fp64 for it, and with fewer
+    kinds of rows where plain transformers takes no others."""
+    rows_of = rows_of or ROWS_OF_IMAGES[-1 if "whole" in VISION.get(family, {}) else 0]
+    attempt: Callable[..., Attempt] = try_decoder if kind == "causal_lm" else partial(try_vision, kind=rows_of)
+    fewer = dict(pairwise(ROWS_OF_IMAGES)).get(rows_of) if kind == "vision_language" else None
     with tempfile.TemporaryDirectory() as folder:
         try:
             how, notes, numbers, plain = attempt(family, Path(folder), precision)
@@ -234,19 +237,19 @@ def tried(kind: str, family: str, precision: str = "fp64", *, text: bool = True)
                 expected = plain()
             except RuntimeError:
                 if precision == "fp64":
-                    return tried(kind, family, "fp32", text=text)
+                    return tried(kind, family, "fp32", rows_of)
                 raise
-            except TypeError as error:
-                if text and any(what in str(error) for what in NEEDS_AN_IMAGE):
-                    return tried(kind, family, precision, text=False)
+            except (TypeError, ValueError) as error:
+                if fewer and any(what in str(error) for what in NEEDS_OTHER_ROWS):
+                    return tried(kind, family, precision, fewer)
                 raise
         except Impossible as error:
             return Result(kind, family, IMPOSSIBLE, reason=str(error))
         except ShardtuneError as error:
             if precision == "fp64" and UNCOMPUTABLE in str(error):
-                return tried(kind, family, "fp32", text=text)
-            if text and any(what in str(error) for what in NEEDS_AN_IMAGE):
-                return tried(kind, family, precision, text=False)
+                return tried(kind, family, "fp32", rows_of)
+            if fewer and any(what in str(error) for what in NEEDS_OTHER_ROWS):
+                return tried(kind, family, precision, fewer)
             return Result(kind, family, REFUSED, reason=one_line(error).replace(folder, "its directory"))
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -256,7 +259,11 @@ def tried(kind: str, family: str, precision: str = "fp64", *, text: bool = True)
         return Result(kind, family, IMPOSSIBLE, reason="plain transformers computes no finite numbers at small sizes")
     apart = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(numbers, expected, strict=True))
     within = apart < WITHIN[precision]
-    reason = "; ".join(notes) + (" (fp32)" if precision == "fp32" else "") + ("" if text else " (rows with images)")
+    reason = (
+        "; ".join(notes)
+        + (" (fp32)" if precision == "fp32" else "")
+        + (f" ({rows_of})" if kind == "vision_language" and rows_of != ROWS_OF_IMAGES[0] else "")
+    )
     return Result(kind, family, how if within else WRONG, apart, reason if within else f"{how}: {reason}")
 
 

@@ -103,16 +103,22 @@ class Generator:
             sampling.temperature == 0
         ):  # samples depend on the batch, so with sampling the batches are the same on any ranks
             rows = max(1, min(rows, -(-len(prompts) // num_ranks)))
-        batches = [order[start : start + rows] for start in range(0, len(order), rows)]
+        # None: prompts share batches. False and True: each is continued alone, and at one time all ranks do one kind.
+        kinds = [self._root.prompts_apart(prompt) for prompt in prompts]
+        rounds: list[list[list[int]]] = []
+        for kind in (None, False, True):
+            own = [number for number in order if kinds[number] is kind]
+            size = rows if kind is None else 1
+            batches = [own[start : start + size] for start in range(0, len(own), size)]
+            rounds += [batches[start : start + num_ranks] for start in range(0, len(batches), num_ranks)]
         mine: list[tuple[int, list[int]]] = []
         was_training = self._root.training
         self._root.eval()
-        for first in range(0, len(batches), num_ranks):
+        for place, batches in enumerate(rounds):
             poll()
-            here = first + self._ranks.data_rank
-            idle = here >= len(batches)
-            numbers = batches[first] if idle else batches[here]
-            torch.manual_seed(derive_seed(sampling.seed, here, "generate"))
+            idle = self._ranks.data_rank >= len(batches)
+            numbers = batches[0] if idle else batches[self._ranks.data_rank]
+            torch.manual_seed(derive_seed(sampling.seed, place * num_ranks + self._ranks.data_rank, "generate"))
             written = self._answer([prompts[number] for number in numbers], companion, sampling, streamer)
             if not idle:
                 mine.extend(zip(numbers, written, strict=True))

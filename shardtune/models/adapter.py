@@ -367,6 +367,11 @@ class LanguageModel(Adapter):
         """
         return None
 
+    def prompts_apart(self, prompt: Prompt) -> bool | None:
+        """Whether prompts cannot be continued in a batch, as the model computes each in a way of its own; None if they
+        can. Two prompts for which it is True and False call other parts of the model."""
+        return None
+
     def prompt_inputs(self, prompts: Sequence[Prompt], longest: int) -> Mapping[str, torch.Tensor]:
         """Further inputs of `generate` for prompts whose tokens are padded on the left to `longest`."""
         return {}
@@ -485,6 +490,9 @@ class LanguageRoot(AdapterRoot):
 
     def companion_prompt(self, prompts: Sequence[Prompt]) -> Prompt | None:
         return self._language.companion_prompt(prompts)
+
+    def prompts_apart(self, prompt: Prompt) -> bool | None:
+        return self._language.prompts_apart(prompt)
 
     def prompt_inputs(self, prompts: Sequence[Prompt], longest: int) -> Mapping[str, torch.Tensor]:
         return self._language.prompt_inputs(prompts, longest)

@@ -253,7 +253,7 @@ class CausalLM(LanguageModel):
 
     def share_by_length(self, on: bool) -> bool:
         """Put rows of one length into a forward as a batch, without packing; returns whether that is possible."""
-        self._by_length = on and not self.packs and not self._through_own_head
+        self._by_length = on and not self.packs
         return self._by_length
 
     def _sequences(self, batch: PackedBatch) -> int:
@@ -414,8 +414,9 @@ class CausalLM(LanguageModel):
         if self._attention == DOCUMENTS or self._attention.startswith("flash"):
             arguments |= {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
             arguments |= {"max_length_q": batch.max_length, "max_length_k": batch.max_length}
+        sequences = input_ids.view(self._sequences(batch) if self._by_length else 1, -1)
         if self._through_own_head:
-            outputs, logits = _own_forward(model, input_ids, positions, arguments)
+            outputs, logits = _own_forward(model, sequences, positions, arguments, leads=self._leads)
             routers = outputs["router_logits"] if self._balance_factor else ()
             return _AtHead(logits, None, routers, part)
         head = model.get_output_embeddings()
@@ -425,13 +426,13 @@ class CausalLM(LanguageModel):
                 where="actor.model.model_path",
                 remedy="give the directory of a causal language model",
             )
-        sequences = input_ids.view(self._sequences(batch) if self._by_length else 1, -1)
         # Some classes (Llama 4's) name another attribute than the one that holds the model without its head.
         inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
         body = inner[0] if model.base_model is model and len(inner) == 1 else model.base_model
         outputs = body(input_ids=sequences, use_cache=False, **arguments)
         # In the head's dtype: models that add up their residuals in fp32 (Mamba) return fp32.
-        hidden = outputs[0].flatten(0, 1).index_select(0, positions)
+        states = outputs[0][:, -sequences.shape[1] :] if self._leads else outputs[0]
+        hidden = states.flatten(0, 1).index_select(0, positions)
         hidden = hidden.to(next(head.parameters(), hidden).dtype)
         return _AtHead(hidden, head, outputs["router_logits"] if self._balance_factor else (), part)
 
@@ -480,7 +481,13 @@ class CausalLM(LanguageModel):
 
     def reference_logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
         with under_attention(model, "eager"), torch.compiler.set_stance("force_eager"):
-            return _own_forward(model, batch.input_ids, positions, self._further_inputs(batch))[1]
+            further = self._further_inputs(batch)
+            return _own_forward(model, batch.input_ids[None], positions, further, leads=self._leads)[1]
+
+    @property
+    def _leads(self) -> bool:
+        """Whether the model's outputs may begin with positions that are no tokens."""
+        return False
 
     def _further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
         """Inputs of the model besides tokens and their positions."""
@@ -535,15 +542,29 @@ def _keep_weights(model: PreTrainedModel) -> None:
 
 
 def _own_forward(
-    model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor, arguments: Mapping[str, object]
+    model: nn.Module,
+    sequences: torch.Tensor,
+    positions: torch.Tensor,
+    arguments: Mapping[str, object],
+    *,
+    leads: bool = False,
 ) -> tuple[ModelOutput, torch.Tensor]:
-    """The outputs of a model's own forward of one row, and its logits [positions, vocabulary]."""
+    """The outputs of a model's own forward, and its logits [positions, vocabulary].
+
+    Args:
+        model: the model.
+        sequences: int64 [rows, tokens].
+        positions: int64 [positions], of all rows end to end.
+        arguments: of the forward besides.
+        leads: there may be logits of other positions before those of the tokens (GIT's of an image).
+    """
     takes = inspect.signature(model.forward).parameters
-    if "logits_to_keep" in takes:
-        outputs = model(input_ids=input_ids[None], use_cache=False, logits_to_keep=positions, **arguments)
+    if "logits_to_keep" in takes and len(sequences) == 1 and not leads:
+        outputs = model(input_ids=sequences, use_cache=False, logits_to_keep=positions, **arguments)
         return outputs, outputs.logits[0]
-    outputs = model(input_ids=input_ids[None], use_cache=False, **arguments)
-    return outputs, outputs.logits[0].index_select(0, positions)
+    outputs = model(input_ids=sequences, use_cache=False, **arguments)
+    logits = outputs.logits[:, -sequences.shape[1] :] if leads else outputs.logits
+    return outputs, logits.flatten(0, 1).index_select(0, positions)
 
 
 def _same(logits: torch.Tensor) -> torch.Tensor:

@@ -182,9 +182,9 @@ class Trial:
         """The micro-batch of rows, or of none, as the loader makes it in a step of all rows."""
         adapter, companion = self.adapter, self.adapter.companion()
         samples = [self.samples[row] for row in rows] or [adapter.filler(self.samples[0])]
-        numbers = list(rows) or [-1]
-        if companion is not None and not companion.joins(self.samples) and companion.joins(samples):
-            samples, numbers = [*samples, companion.sample], [*numbers, -1]
+        if companion is not None and len(companion.joined(self.samples)) == len(self.samples):
+            samples = companion.joined(samples)
+        numbers = [*rows, *[-1] * (len(samples) - len(rows))]
         return adapter.collate(samples, numbers, self.indexed_weights(rows))
 
     def batch_of(self, samples: Sequence[Sample]) -> Batch:

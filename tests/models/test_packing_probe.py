@@ -148,6 +148,7 @@ def doubled(folder: Path) -> nn.Module:
             [
                 "its attention over packed rows differs from its own: one row per forward",
                 "its logits are not a linear head of its last hidden state: taken from its own forward",
+                BY_LENGTH,
             ],
         ),
     ],
@@ -295,6 +296,7 @@ MISSING = "ValueError: packed rows need a package that is not installed: one row
             [
                 "ModelError: Headless has no language-model head: one row per forward",
                 "ModelError: Headless has no language-model head: taken from its own forward",
+                BY_LENGTH,
             ],
         ),
         (document_attention, made_of(Unscaled), []),

@@ -49,6 +49,53 @@ def encoded(processor: Any, row: dict[str, Any], folder: Path) -> tuple[dict[str
     return {key: value for key, value in inputs.items() if key != "attention_mask"}, labels
 
 
+def encoded_whole(
+    processor: Any,
+    row: dict[str, Any],
+    folder: Path,
+    *,
+    placed: bool = True,
+    nested: bool = True,
+    suffix: bool = False,
+    strips: bool = False,
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """As `encoded`, of a row with its images in the first turn, by one call of a processor that writes around a text.
+
+    Tokens of bytes do not depend on their neighbours, so targets are found from the row's end.
+
+    Args:
+        placed: the text has an image token for each image.
+        nested: images are given by row.
+        suffix: the processor takes the text from the first answer on by itself.
+        strips: it leaves out white space at the end.
+    """
+    images = [Image.open(folder / name).convert("RGB") for name in row["images"]]
+    text, spans = "", []
+    for turn in row["messages"]:
+        text += f"<|im_start|>{turn['role']}\n"
+        start = len(text)
+        text += turn["content"].replace("<image>", processor.image_token if placed else "") + "<|im_end|>"
+        if turn["role"] == "assistant":
+            spans.append((start, len(text)))
+        text += "\n"
+    split = spans[0][0]
+    given = {"text": [text[:split]], "suffix": [text[split:]]} if suffix else {"text": [text]}
+    if images:
+        given["images"] = [images] if nested else images
+    inputs = processor(return_tensors="pt", **given)
+    ids = inputs["input_ids"]
+    closes = int(ids[0, -1]) != processor.tokenizer("\n")["input_ids"][-1]
+    end = ids.shape[1] + 1 if strips else ids.shape[1] - closes
+    labels = torch.full_like(ids, IGNORED)
+    for start, stop in spans:
+        first, last = (
+            end - len(processor.tokenizer(text[place:], add_special_tokens=False)["input_ids"])
+            for place in (start, stop)
+        )
+        labels[0, first:last] = ids[0, first:last]
+    return {key: value for key, value in inputs.items() if key not in ("attention_mask", "labels")}, labels
+
+
 def _tokens(processor: Any, text: str, place: int, images: list[Image.Image]) -> int:
     """Tokens before a character of a text with images."""
     made = {}

@@ -141,7 +141,7 @@ def _small(kind: type[PreTrainedConfig], own: Mapping[str, Any], sizes: Mapping[
         if sub is not None and key not in flat:
             nested = {name.partition(".")[2]: v for name, v in own.items() if name.startswith(f"{key}.")}
             sub_kind = _class_of(sub, value, nested)
-            made[key] = _small(sub_kind, nested, SIZES | VISION_SIZES if key == "vision_config" else SIZES)
+            made[key] = _small(sub_kind, nested, SIZES | VISION_SIZES if key.endswith("vision_config") else SIZES)
             if "model_type" in values and sub is not sub_kind:
                 made[key]["model_type"] = sub_kind.model_type
         elif key in sizes and (value is not None or key in ("pad_token_id", "bos_token_id", "eos_token_id")):

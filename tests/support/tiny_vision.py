@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from transformers.models.auto.image_processing_auto import (
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 
 from shardtune.models.vision.processors import load_processor, without_video
-from tests.support.flat_vision import encoded
+from tests.support.flat_vision import encoded, encoded_whole
 from tests.support.tiny_architectures import QSA, VISION_SIDE, Impossible, shake, tiny_config
 from tests.support.vision import save_image_rows, template, tokenizer
 
@@ -93,6 +94,19 @@ _QWEN3_5 = {
         "vision_config.num_position_embeddings": 16,
     },
 }  # fmt: skip
+_OMNI = {
+    "pil": "Qwen2VLImageProcessorPil",
+    "audio": "WhisperFeatureExtractor",
+    "writes": "<vbos><image><veos>",
+    "named": {
+        "vision_bos_token": "<vbos>",
+        "vision_eos_token": "<veos>",
+        "audio_bos_token": "<abos>",
+        "audio_eos_token": "<aeos>",
+    },
+    "config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}},
+}
+_MOLMO = ("im_patch", "im_col", "im_start", "low_res_im_start", "frame_start", "im_end", "frame_end", "im_low")
 _GRID = {"image_grid_pinpoints": [[28, 56], [56, 28]]}
 _CLIP = {"text_config.model_type": "llama", "vision_config.model_type": "clip_vision_model"}
 _SIGLIP = {"vision_config.model_type": "siglip_vision_model", "vision_config.vision_use_head": False}
@@ -137,7 +151,6 @@ VISION: Mapping[str, Mapping[str, Any]] = {
     },
     "janus": {"processor": {"num_image_tokens": 4}},
     "deepseek_vl": {"processor": {"num_image_tokens": 4}},
-    "deepseek_vl_hybrid": {"processor": {"num_image_tokens": 4}},
     "idefics2": {
         "config": {
             "text_config.model_type": "mistral",
@@ -165,10 +178,13 @@ VISION: Mapping[str, Mapping[str, Any]] = {
         "processor": {"image_seq_length": 4},
     },
     "paligemma": {
-        "config": {**_SIGLIP, "text_config.model_type": "gemma"},
+        "config": {**_SIGLIP, "text_config.model_type": "gemma", "text_config.vocab_size": 1440},
         "pixels": {"image_seq_length": 4},
-        "begins": "<bos>",
+        "special": {"bos_token": "<bos>"},
+        "whole": {"suffix": True},
     },
+    "git": {"whole": {"placed": False}},
+    "blip": {"whole": {"placed": False}},
     "internvl": {
         "config": {
             "text_config.model_type": "qwen2",
@@ -211,7 +227,7 @@ VISION: Mapping[str, Mapping[str, Any]] = {
     "glm4v": {"config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}},
     "glm4v_moe": {
         "pil": "Glm4vImageProcessorPil",
-        "config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}},
+        "config": {"text_config.head_dim": 16, "text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}},
     },
     "glm46v": {"config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}},
     "paddleocr_vl": {"config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}},
@@ -230,10 +246,136 @@ VISION: Mapping[str, Mapping[str, Any]] = {
         "pixels": {"crop_to_patches": True, "max_patches": 2},
         "processor": {"image_seq_length": 1},
     },
+    "blip-2": {
+        "config": {"num_query_tokens": 4},
+        "processor": {"num_query_tokens": 4},
+        "unnamed": True,
+        "whole": {"placed": False},
+    },
+    "instructblip": {
+        "config": {"num_query_tokens": 4},
+        "processor": {"num_query_tokens": 4},
+        "unnamed": True,
+        "whole": {"placed": False},
+    },
+    "got_ocr2": {
+        "tokens": ["<img>", "</img>", "<imgpad>"],
+        "writes": "<imgpad>",
+        "ids": {"image_token_id": "<imgpad>", "image_token_index": "<imgpad>"},
+        "config": {
+            "vision_config.image_size": 64,
+            "vision_config.patch_size": 1,
+            "vision_config.global_attn_indexes": [],
+        },
+        "pixels": {"size": {"height": 64, "width": 64}},
+        "whole": {"nested": False},
+    },
+    "glm_ocr": {
+        "class": "Glm46VProcessor",
+        "pil": "Glm46VImageProcessorPil",
+        "config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}},
+    },
+    "glmga": {
+        "class": "Glm46VProcessor",
+        "pil": "GlmgaImageProcessorPil",
+        "config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}},
+    },
+    "kosmos-2": {
+        "class": "Kosmos2Processor",
+        "special": {"unk_token": "<unk>", "bos_token": "<bos>"},
+        "tokens": ["<unk>", *(f"<place{number}>" for number in range(64))],
+        "config": {"text_config.vocab_size": 1600},
+        "whole": {"placed": False, "nested": False, "strips": True},
+    },
+    "kosmos-2.5": {"impossible": "its processor makes 4,096 patches of every image"},
+    "mistral4": {"class": "PixtralProcessor"},
+    "fast_vlm": {"impossible": "its vision tower needs the package timm"},
+    "gemma3n": {"impossible": "its vision tower needs the package timm"},
+    "cosmos3_omni": {**_QWEN3, "class": "Qwen3VLProcessor"},
+    "cosmos3_edge": {
+        **_QWEN3,
+        "config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True}},
+    },
+    "qwen2_5_omni_thinker": {**_OMNI, "class": "Qwen2_5OmniProcessor"},
+    "qwen3_omni_moe_thinker": {
+        **_OMNI,
+        "class": "Qwen3OmniMoeProcessor",
+        "config": {**_QWEN3["config"]},
+    },
+    "deepseek_vl_hybrid": {
+        "config": {
+            "vision_config.image_size": 48,
+            "vision_config.patch_size": 2,
+            "high_res_vision_config.image_size": 64,
+            "high_res_vision_config.patch_size": 4,
+            "high_res_vision_config.global_attn_indexes": [0],
+        },
+        "pixels": {"size": {"height": 48, "width": 48}, "high_res_size": {"height": 64, "width": 64}},
+        "processor": {"num_image_tokens": 576},
+    },
+    "granite_docling": {
+        "config": {"vision_config.scale_factor": 2, "vision_config.deepstack_visual_indexes": [0]},
+        "pixels": {"max_patches": 2},
+        "processor": {"image_seq_len": 1},
+    },
+    "minicpmv4_7": {"config": {"insert_layer_id": 0, "vision_config.insert_layer_id": 0}},
+    "molmo2": {
+        "tokens": [f"<{name}>" for name in _MOLMO],
+        "ids": {
+            "image_patch_id": "<im_patch>",
+            "image_start_token_id": "<im_start>",
+            "image_end_token_id": "<im_end>",
+            "low_res_image_start_token_id": "<low_res_im_start>",
+            "frame_start_token_id": "<frame_start>",
+            "frame_end_token_id": "<frame_end>",
+        },
+        "config": {"vision_config.image_size": [28, 28], "adapter_config.vision_feature_layer": [1, 0]},
+    },
+    "nemotron_h_omni": {"config": {"vision_config.video_temporal_patch_size": 2}},
+    "cohere_compass": {
+        "named": {"image_token": "<|IMAGE_PAD|>", "video_token": "<|VIDEO_PAD|>"},
+        "writes": "<vs><|IMAGE_PAD|><ve>",
+        "ids": {"image_token_id": "<|IMAGE_PAD|>", "video_token_id": "<|VIDEO_PAD|>"},
+        "config": {"text_config.rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    },
+    "hunyuan_vl": {"config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 1, 1]}}},
+    "chameleon": {
+        "config": {
+            "vocabulary_map": {"<image>": 261, **{f"IMGIMG{'ABCDEFGH'[number]}Z": 300 + number for number in range(8)}},
+            "vq_config": {
+                "embed_dim": 8,
+                "num_embeddings": 8,
+                "latent_channels": 8,
+                "base_channels": 32,
+                "channel_multiplier": [1, 1, 1],
+                "num_res_blocks": 1,
+                "resolution": 28,
+            },
+        },
+        "tokens": ["<sep>"],
+        "special": {"sep_token": "<sep>"},
+        "pixels": {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}},
+        "processor": {"image_seq_length": 49},
+        "whole": {},
+    },
+    "florence2": {
+        "config": dict.fromkeys(
+            ("vision_config.patch_size", "vision_config.embed_dim", "vision_config.num_heads"), ...
+        ),
+    },
+    "diffusion_gemma": {
+        "audio": "Gemma4AudioFeatureExtractor",
+        "pil": "Gemma4ImageProcessorPil",
+        "pixels": {"max_soft_tokens": 70},
+    },
+    "gemma4_unified": {"audio": "Gemma4UnifiedAudioFeatureExtractor"},
+    "inkling_mm_model": {"audio": "InklingFeatureExtractor"},
     "gemma4": {"audio": "Gemma4AudioFeatureExtractor", "pixels": {"max_soft_tokens": 70}},
 }
 """What single families need besides small sizes: `config`, `pixels` (image processor), `processor`, `writes` (what
-their template writes for an image), `pil` (class of the image processor)."""
+their template writes for an image), `class` and `pil` (of the processor and the image processor), `whole` (how
+`encoded_whole` calls a processor that puts text and images together by itself), `unnamed` (the tokenizer has no names
+for its tokens)."""
 
 
 def _pixel_settings(kind: Any, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,7 +405,7 @@ def make_processor(family: str) -> ProcessorMixin:
         Unavailable: it has none, or one by torchvision alone.
     """
     own = VISION.get(family, {})
-    name = PROCESSOR_MAPPING_NAMES.get(family)
+    name = own.get("class") or PROCESSOR_MAPPING_NAMES.get(family)
     pil = own.get("pil") or (IMAGE_PROCESSOR_MAPPING_NAMES.get(family) or {}).get("pil")
     if name is None or pil is None:
         raise Unavailable
@@ -274,15 +416,18 @@ def make_processor(family: str) -> ProcessorMixin:
     except ImportError as error:
         raise Unavailable from error
     image_kind: Any = get_image_processor_class_from_name(pil)
-    text = tokenizer(
-        "<bos>", *own.get("tokens", ()), image=own.get("writes", "<image>"), **NAMED, **own.get("named", {})
-    )
+    named = {} if "unnamed" in own else {**NAMED, **own.get("named", {})}
+    text = tokenizer("<bos>", *own.get("tokens", ()), image=own.get("writes", "<image>"), **named)
+    for name, token in own.get("special", {}).items():
+        setattr(text, name, token)
     if "begins" in own:
         text.bos_token = own["begins"]
         text.chat_template = own["begins"] + template(text)
     parts: dict[str, Any] = {"image_processor": image_kind(**_pixel_settings(image_kind, own.get("pixels", {})))}
     if "audio" in own:
         parts["feature_extractor"] = getattr(transformers, own["audio"])()
+    if "qformer_tokenizer" in takes:
+        parts["qformer_tokenizer"] = copy.deepcopy(text)
     if "video_processor" in takes:
         parts["video_processor"] = None
     try:
@@ -296,11 +441,15 @@ def make_processor(family: str) -> ProcessorMixin:
 def _save_names(family: str, folder: Path) -> None:
     """The classes that a directory of the family names, for one whose processor does not work here."""
     images = IMAGE_PROCESSOR_MAPPING_NAMES.get(family) or {}
-    kinds = {"processor_class": PROCESSOR_MAPPING_NAMES.get(family)}
+    own = VISION.get(family, {}).get("class")
+    kinds = {"processor_class": own or PROCESSOR_MAPPING_NAMES.get(family)}
     named: dict[str, Any] = {key: name for key, name in kinds.items() if name is not None}
     if images:
         named["image_processor"] = {"image_processor_type": next(iter(images.values()))}
     (folder / "processor_config.json").write_text(json.dumps(named))
+    audio = VISION.get(family, {}).get("audio")
+    if audio is not None:
+        getattr(transformers, audio)().save_pretrained(folder)
     text = tokenizer(image="<image>", **NAMED)
     text.save_pretrained(folder)
 
@@ -327,16 +476,32 @@ def save_family(family: str, folder: Path) -> None:
     processor.save_pretrained(folder)
 
 
-def image_rows(folder: Path, count: int, *, text: bool = True) -> tuple[Path, list[dict[str, Any]]]:
-    """Rows with images, and some without unless `text` is False, as `save_image_rows`."""
+ROWS_OF_IMAGES: tuple[str, ...] = ("rows of any images", "rows with images", "rows of one image")
+
+
+def image_rows(folder: Path, count: int, kind: str = ROWS_OF_IMAGES[0]) -> tuple[Path, list[dict[str, Any]]]:
+    """Rows as `save_image_rows` makes them; all with images; or all with one image, in their first turn."""
     file, rows = save_image_rows(folder, count)
-    if not text:
-        rows = [row if row["images"] else rows[1] for row in rows]
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if kind != ROWS_OF_IMAGES[0]:
+        rows = [row if row["images"] else rows[1 + number % 2] for number, row in enumerate(rows)]
+    if kind == ROWS_OF_IMAGES[2]:
+        rows = [_of_one_image(row) for row in rows]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file, rows
+
+
+def _of_one_image(row: Mapping[str, Any]) -> dict[str, Any]:
+    first, *others = row["messages"]
+    others = [{**turn, "content": turn["content"].replace("<image>", "")} for turn in others]
+    return {"messages": [first, *others], "images": row["images"][:1]}
 
 
 def inputs_of(folder: Path, rows: list[dict[str, Any]]) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
     """The model's inputs for each row alone, by the processor itself, and its labels [tokens]."""
     processor = load_processor(str(folder), AutoConfig.from_pretrained(folder))
-    return [(inputs, labels[0]) for inputs, labels in (encoded(processor, row, folder) for row in rows)]
+    whole = VISION.get(AutoConfig.from_pretrained(folder).model_type, {}).get("whole")
+    made = (
+        encoded(processor, row, folder) if whole is None else encoded_whole(processor, row, folder, **whole)
+        for row in rows
+    )
+    return [(inputs, labels[0]) for inputs, labels in made]

@@ -17,7 +17,7 @@ from shardtune.data.chat.reasoning import Thinking
 from shardtune.data.chat.template import ChatTemplate, Rendering, missing_template
 from shardtune.data.encoder import Row, RowDropped, RowError, TooLong
 from shardtune.data.images.images import IMAGE_STOP, SPANS, StoredImage, read_image, to_fields
-from shardtune.data.images.placeholders import Expanded, ImageText
+from shardtune.data.images.placeholders import AppliedImages, Expanded
 from shardtune.data.images.rows import IMAGE_MARK, mark_images, read_image_row
 from shardtune.data.row_formats import MEDIA_KEYS, Chat, Completion, Text, recognise
 from shardtune.errors import DataError
@@ -38,7 +38,7 @@ class ImageTemplate(ChatTemplate):
 
     _separator = IMAGE_MARK
 
-    def __init__(self, text: str, images: ImageText) -> None:
+    def __init__(self, text: str, images: AppliedImages) -> None:
         super().__init__(text, images.tokenizer)
         self._image_token = self._in_text = images.image_token
         self._takes_parts = self._shows("", takes_parts=True)
@@ -72,12 +72,13 @@ class ImageTemplate(ChatTemplate):
         if not self._takes_parts:
             return content.replace(IMAGE_MARK, self._in_text)
         parts: list[dict[str, str]] = []
-        for number, text in enumerate(content.split(IMAGE_MARK)):
+        marked = [content] if self._image_token == IMAGE_MARK else content.split(IMAGE_MARK)
+        for number, text in enumerate(marked):
             parts += [{"type": "image"}] * bool(number) + [{"type": "text", "text": text}] * bool(text)
         return parts or [{"type": "text", "text": ""}]  # some templates look at the first part of each turn
 
 
-def _in_own_template(images: ImageText, other: str) -> str:
+def _in_own_template(images: AppliedImages, other: str) -> str:
     """The text of an image in a turn, with the text that the processor's own template writes around it."""
     own = images.processor.chat_template
     if not isinstance(own, str) or own == other:
@@ -102,11 +103,12 @@ class ImageChatEncoder(ChatEncoder):
         train_on, system_prompt, max_length, on_too_long, with_prompts, thinking, ignored_keys: as for `ChatEncoder`.
             A row that would be cut before the end of its last image is left out instead.
         folder: base of relative paths in rows.
+        needs_image: refuse rows without an image, as the model cannot be called without.
     """
 
     def __init__(
         self,
-        images: ImageText,
+        images: AppliedImages,
         template: str | None,
         *,
         train_on: TrainOn = "assistant",
@@ -117,6 +119,7 @@ class ImageChatEncoder(ChatEncoder):
         thinking: Thinking | None = None,
         ignored_keys: Sequence[str] = (),
         folder: Path | None = None,
+        needs_image: bool = False,
     ) -> None:
         super().__init__(
             images.tokenizer, None, train_on=train_on, system_prompt=system_prompt, max_length=max_length,
@@ -125,6 +128,7 @@ class ImageChatEncoder(ChatEncoder):
         self.images = images
         self.template = None if template is None else ImageTemplate(template, images)
         self._folder = Path.cwd() if folder is None else folder
+        self._needs_image = needs_image
 
     def at(self, folder: Path) -> ImageChatEncoder:
         placed = copy.copy(self)
@@ -143,6 +147,8 @@ class ImageChatEncoder(ChatEncoder):
     def encode(self, row: Row) -> Sample:
         example, named = read_image_row(row)
         images = [read_image(value, self._folder) for value in named]
+        if self._needs_image and not images:
+            raise RowError("the row has no image, and the model's forward always takes one")
         if isinstance(example, Chat):
             sample, in_prompt, spans = self._encode_images_chat(self._prepared(example), images)
         elif self.system_prompt is not None:
@@ -150,7 +156,7 @@ class ImageChatEncoder(ChatEncoder):
         else:
             sample, in_prompt, spans = self._encode_images_text(example, images)
         places = {SPANS: spans, IMAGE_STOP: spans.max(initial=0)}
-        return replace(sample, fields={**to_fields(images, in_prompt), **places})
+        return replace(sample, fields={**sample.fields, **to_fields(images, in_prompt), **places})
 
     def fit(self, sample: Sample) -> Sample:
         stop = int(sample.fields[IMAGE_STOP])

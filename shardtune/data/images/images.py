@@ -34,7 +34,12 @@ SPANS = "image_spans"
 """The field of a sample with the first token of each image and the one after its last: int32 [images, 2]."""
 IMAGE_STOP = "image_stop"
 """The field of a sample with the end of its last image, in tokens; no row is cut before that."""
-IMAGE_FIELDS = frozenset((DATA, ENDS, KINDS, SIZES, DIGESTS, PROMPT_IMAGES, SPANS, IMAGE_STOP))
+ROW_TEXT, PROMPT_TEXT, SUFFIX_START = "row_text", "prompt_text", "suffix_start"
+"""The fields of a sample that its processor makes inputs of as a whole: its text and its prompt's, UTF-8, and the
+character at which the part of the text begins that is to be predicted."""
+IMAGE_FIELDS = frozenset(
+    (DATA, ENDS, KINDS, SIZES, DIGESTS, PROMPT_IMAGES, SPANS, IMAGE_STOP, ROW_TEXT, PROMPT_TEXT, SUFFIX_START)
+)
 MOST_PIXELS = 64_000_000
 """The most pixels of an image; decoded, they take 192 MB."""
 _TIMEOUT = 30.0

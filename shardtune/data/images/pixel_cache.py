@@ -15,7 +15,7 @@ import torch
 from shardtune.data.cache_directory import cache_error
 from shardtune.data.images.images import StoredImage
 from shardtune.data.images.pixel_bytes import ImageBytes
-from shardtune.data.images.placeholders import ImageText
+from shardtune.data.images.placeholders import AppliedImages
 
 _MAGIC = b"pixels1\n"
 
@@ -77,7 +77,7 @@ class PixelReader:
         cache: stores pixels; None: each image is decoded whenever it is read.
     """
 
-    def __init__(self, images: ImageText, cache: PixelCache | None) -> None:
+    def __init__(self, images: AppliedImages, cache: PixelCache | None) -> None:
         self._images = images
         self._cache = cache
 

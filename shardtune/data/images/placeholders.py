@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -25,7 +26,8 @@ from shardtune.data.images.pixel_bytes import ImageBytes, PixelBytes
 from shardtune.data.images.pixel_table import by_table
 from shardtune.errors import ModelError
 
-_OF_TEXT = ("input_ids", "attention_mask", "labels")
+OF_TEXT = ("input_ids", "attention_mask", "labels")
+"""What a processor returns of a text."""
 _KEPT_SIZES = 65_536
 _TRIED_SIZES = ((48, 64), (80, 32), (33, 33))
 _KEY_SIZES = ((32, 32), (640, 480), (301, 1000))
@@ -78,8 +80,8 @@ class Expanded:
     images: tuple[tuple[int, int], ...]
 
 
-class ImageText:
-    """Applies a processor to images and texts.
+class AppliedImages(ABC):
+    """Applies a processor to images and texts, in one of two ways: `ImageText`, `WholeRows`.
 
     Args:
         processor: of a vision-language model.
@@ -93,20 +95,86 @@ class ImageText:
         token_types: the name of the model input that marks the tokens of images; None without one.
         pixel_bytes: makes bytes of images one by one; None if that was not shown to be equal.
         follows_tokens: whether the model's inputs for images depend on the tokens around them (Mllama's mask).
-        spaces_words: whether a space is written between an image and a word attached to it (Idefics2).
-        side_by_side: whether two images may follow each other without text in between.
+        outside_text: whether the model takes images beside the text, so that no token stands for them.
     """
+
+    image_token: str
+    token_types: str | None = None
+    pixel_bytes: PixelBytes | None = None
+    follows_tokens: bool = False
+    outside_text: bool = False
 
     def __init__(self, processor: ProcessorMixin, applied: AppliedProcessor | None = None) -> None:
         self.processor = processor
         self.applied = cast(AppliedProcessor, processor) if applied is None else applied
         self.tokenizer = with_offsets(self.applied.tokenizer)
+
+    @property
+    @abstractmethod
+    def one_row(self) -> bool:
+        """Whether the model's inputs are those of one row alone, so that each forward holds one."""
+
+    @abstractmethod
+    def expand(self, text: str, sizes: Sequence[tuple[int, int]]) -> Expanded:
+        """The text with each image token replaced, in order.
+
+        Raises:
+            RowError: there are more or fewer placeholders than images, or the text contains an image token.
+        """
+
+    @abstractmethod
+    def pixels(self, images: Sequence[Image.Image], counts: Sequence[int] | None = None) -> dict[str, torch.Tensor]:
+        """The model's inputs for images, in their order."""
+
+    @abstractmethod
+    def of_row(
+        self, fields: Mapping[str, np.ndarray], input_ids: np.ndarray, images: Sequence[Image.Image]
+    ) -> dict[str, torch.Tensor]:
+        """The model's inputs for one row besides its tokens, where each forward holds one.
+
+        Args:
+            fields: of its sample.
+            input_ids: int [tokens].
+            images: in order.
+        """
+
+    @abstractmethod
+    def token_type_ids(self, input_ids: np.ndarray) -> np.ndarray:
+        """int64 [tokens]: 1 for the tokens of images, 0 for others."""
+
+    @abstractmethod
+    def cache_key(self) -> str:
+        """A hash of everything that the tokens of a row depend on besides its text."""
+
+    def bytes_of(self, image: Image.Image) -> ImageBytes | None:
+        """One image before it is rescaled and normalised; None if bytes cannot represent it."""
+        return None
+
+    def numbers(self, fields: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The model's inputs from the fields of a micro-batch, in which pixels may be bytes."""
+        return dict(fields) if self.pixel_bytes is None else self.pixel_bytes.numbers(fields)
+
+
+class ImageText(AppliedImages):
+    """Applies a processor to images by themselves: the text that replaces each, and its pixels.
+
+    Args:
+        processor: of a vision-language model.
+        applied: applied in its place, if its own call has another signature.
+
+    Attributes:
+        spaces_words: whether a space is written between an image and a word attached to it (Idefics2).
+        side_by_side: whether two images may follow each other without text in between.
+    """
+
+    def __init__(self, processor: ProcessorMixin, applied: AppliedProcessor | None = None) -> None:
+        super().__init__(processor, applied)
         self.image_token = self.applied.image_token
         self._stands_for: dict[tuple[int, int], str] = {}
         first = self._process([Image.new("RGB", BLANK)])
         keys = set(first)
         self.token_types = next((key for key in ("mm_token_type_ids", "token_type_ids") if key in keys), None)
-        self._pixel_keys = sorted(keys - {*_OF_TEXT, "text_replacement_offsets", self.token_types})
+        self._pixel_keys = sorted(keys - {*OF_TEXT, "text_replacement_offsets", self.token_types})
         ids = self.applied.image_token_ids
         self._image_ids = [number for number in (ids if isinstance(ids, Sequence) else [ids]) if number is not None]
         if not self._image_ids:  # Janus names the token alone
@@ -173,11 +241,6 @@ class ImageText:
         return self._replacements(sizes) != [self.stands_for(size) for size in sizes]
 
     def expand(self, text: str, sizes: Sequence[tuple[int, int]]) -> Expanded:
-        """The text with each image token replaced, in order.
-
-        Raises:
-            RowError: there are more or fewer placeholders than images, or the text contains an image token.
-        """
         if self._pixel_token != self.image_token and self._pixel_token in text:
             raise RowError(f"the text contains {self._pixel_token!r}, which the model takes for part of an image")
         pieces = text.split(self.image_token)
@@ -188,10 +251,6 @@ class ImageText:
             )
         parts, spans, length = [pieces[0]], [], len(pieces[0])
         kind = type(self.processor).__name__
-        if self.follows_tokens and not sizes:
-            raise RowError(
-                f"the row has no image: beside rows with images a model of {kind} computes it in another way"
-            )
         if not self.side_by_side and not all(pieces[1:-1]):
             raise RowError(f"two images follow each other, which {kind} writes in another way")
         by_row = self._by_row and len(sizes) > 1
@@ -220,13 +279,8 @@ class ImageText:
         return {key: made[key] for key in self._pixel_keys}
 
     def bytes_of(self, image: Image.Image) -> ImageBytes | None:
-        """One image before it is rescaled and normalised; None if bytes cannot represent it."""
         with self._at_work([image]):
             return None if self.pixel_bytes is None else self.pixel_bytes.of(image)
-
-    def numbers(self, fields: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The model's inputs from the fields of a micro-batch, in which pixels may be bytes."""
-        return dict(fields) if self.pixel_bytes is None else self.pixel_bytes.numbers(fields)
 
     def pixel_settings(self) -> dict[str, object]:
         """Everything the bytes of an image depend on: settings, and the versions of the libraries that resize it."""
@@ -236,14 +290,21 @@ class ImageText:
         return {"settings": processor.to_dict(), "kind": kind, "versions": versions}
 
     def token_type_ids(self, input_ids: np.ndarray) -> np.ndarray:
-        """int64 [tokens]: 1 for the tokens of images, 0 for others."""
         return np.isin(input_ids, self._image_ids).astype(np.int64)
 
     def cache_key(self) -> str:
-        """A hash of everything that the text of an image depends on."""
         settings = {**self.processor.to_dict(), "tokenizer": None, "chat_template": None}
         settings["stands_for"] = [self.stands_for(size) for size in _KEY_SIZES]  # by this version of transformers
         return hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=20).hexdigest()
+
+    @property
+    def one_row(self) -> bool:
+        return self.follows_tokens
+
+    def of_row(
+        self, fields: Mapping[str, np.ndarray], input_ids: np.ndarray, images: Sequence[Image.Image]
+    ) -> dict[str, torch.Tensor]:
+        return self.of_tokens(input_ids, images) if images else {}
 
     def of_tokens(self, input_ids: np.ndarray, images: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
         """The model's inputs for the images of a sequence of tokens, where these depend on the tokens.

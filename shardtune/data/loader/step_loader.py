@@ -45,16 +45,19 @@ class Companion:
     how rows are dealt.
 
     Attributes:
-        sample: one without a target, that calls all parts.
+        sample: one without a target, that calls all parts. None: nothing may join such rows, so they are dealt apart
+            from the others, to micro-batches that have the same places on all ranks.
         field: of rows that call all parts this field is not empty.
     """
 
-    sample: Sample
+    sample: Sample | None
     field: str
 
-    def joins(self, samples: Sequence[Sample]) -> bool:
-        """Whether none of the samples of a micro-batch calls all parts."""
-        return not any(len(sample.fields.get(self.field, ())) for sample in samples)
+    def joined(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples of a micro-batch, with this one at the end if none of them calls all parts."""
+        if self.sample is None or any(len(sample.fields.get(self.field, ())) for sample in samples):
+            return list(samples)
+        return [*samples, self.sample]
 
 
 class Collator(Protocol):
@@ -104,10 +107,17 @@ class BatchMaker:
 
     def micro_batches(self, rows: np.ndarray) -> tuple[Batch, ...]:
         """This rank's micro-batches of a step of `rows`, fillers included."""
-        lengths = np.asarray(self._data.lengths[rows])
         companion = self._collator.companion()
         if companion is not None and not self._counts(companion.field)[rows].any():
             companion = None
+        if companion is None or companion.sample is not None:
+            return self._cut(rows, companion)
+        calls_all = self._counts(companion.field)[rows] > 0
+        parts = [part for part in (rows[~calls_all], rows[calls_all]) if len(part)]
+        return tuple(batch for part in parts for batch in self._cut(part, None))
+
+    def _cut(self, rows: np.ndarray, companion: Companion | None) -> tuple[Batch, ...]:
+        lengths = np.asarray(self._data.lengths[rows])
         # Rows 40 17 95 of the data set have the places 0 1 2 in this step; a rank that is dealt the places [0, 2] has
         # the rows 40 and 95. One that is dealt none needs some row of the step to make a filler of.
         dealt = self._deal(lengths, rows, companion)[self._rank]
@@ -135,8 +145,8 @@ class BatchMaker:
             samples, numbers = [self._data.row(int(row)) for row in rows], rows.tolist()
         else:
             samples, numbers = [self._collator.filler(self._data.row(int(any_row)))], [-1]
-        if companion is not None and companion.joins(samples):
-            samples, numbers = [*samples, companion.sample], [*numbers, -1]
+        samples = samples if companion is None else companion.joined(samples)
+        numbers += [-1] * (len(samples) - len(numbers))
         weights = {term: float(values[rows].sum()) for term, values in terms.items()}
         return self._collator.collate(samples, numbers, weights)
 

@@ -25,6 +25,7 @@ from shardtune.models.action.policy import ActionBatch, ActionPolicy, ActionSett
 from shardtune.models.adapter import AdapterRoot, Evaluation, LanguageRoot
 from shardtune.models.causal_lm import under_attention
 from shardtune.models.user_metrics import Measure, Prediction
+from shardtune.models.vision.processors import image_text
 from shardtune.models.vision.vision_language import VisionLanguage
 
 ACCURACY, ERROR = "action_accuracy", "action_l1"
@@ -58,7 +59,7 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
     def _image_text(self, processor: ProcessorMixin) -> ImageText:
         if isinstance(self.config, OpenVLAConfig):
             return openvla_images(processor, self.config)
-        return super()._image_text(processor)
+        return image_text(processor)
 
     def _from_config(self) -> PreTrainedModel:
         if self._make is not None:
@@ -87,6 +88,7 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
         """The encoder of frames and observations."""
         data, settings = self._data, self.settings
         template = load_template(data.chat_template, self.tokenizer)
+        assert isinstance(self.images, ImageText)
         return ActionEncoder(
             self.images,
             template,
@@ -186,8 +188,11 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
 
         def act(observations: Sequence[Observation]) -> np.ndarray:
             prompts = [self.actions.observed(observation) for observation in observations]
-            inputs = {name: value.to(device) for name, value in self.policy_inputs(prompts).items()}
-            return root.act(inputs, {"do_sample": False}).actions.numpy()
+            found = []
+            for together in [[prompt] for prompt in prompts] if self.images.one_row else [prompts]:
+                inputs = {name: value.to(device) for name, value in self.policy_inputs(together).items()}
+                found.append(root.act(inputs, {"do_sample": False}).actions.numpy())
+            return np.concatenate(found)
 
         return act
 

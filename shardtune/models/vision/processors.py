@@ -15,7 +15,8 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, pr
 
 from shardtune.data.encoder import RowError
 from shardtune.data.images.derived import derived_class
-from shardtune.data.images.placeholders import ImageText
+from shardtune.data.images.placeholders import AppliedImages, ImageText
+from shardtune.data.images.whole_rows import WholeRows
 from shardtune.errors import ModelError
 from shardtune.models.pretrained import MODEL_PATH, TRUST, model_directory
 
@@ -117,6 +118,22 @@ def image_text(processor: ProcessorMixin) -> ImageText:
     return images
 
 
+def applied_images(processor: ProcessorMixin) -> AppliedImages:
+    """Applies the processor to images by themselves where that is exact, and otherwise to each row as a whole.
+
+    Raises:
+        ModelError: its output can be followed in neither way.
+    """
+    try:
+        return image_text(processor)
+    except ModelError:
+        pass
+    try:
+        return WholeRows(processor)
+    except (RowError, AttributeError, KeyError, TypeError, IndexError) as error:
+        raise _own_ways(type(processor).__name__, str(error)) from error
+
+
 def _first_difference(images: ImageText, text: str) -> str | None:
     """The first of a processor's tensors that differs from this package's for the same text with two images."""
     shown = [Image.new("RGB", size, (size[0], 90, 200)) for size in ((32, 32), (64, 40))]
@@ -153,8 +170,8 @@ def _class_name(folder: Path) -> str | None:
 def _cannot_load(path: str, name: str, error: Exception) -> ModelError:
     reason = next((line for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)
     if "orchvision" in str(error):
-        what = f"the processor {name} of {path} works by torchvision alone: {reason}"
-        remedy = "use a model whose image processor has a Pillow backend; shardtune models lists families that do"
+        what = f"the processor {name} of {path} works by torchvision alone, which is not installed: {reason}"
+        remedy = "pip install torchvision, or use a model whose image processor works by Pillow (shardtune models)"
     elif isinstance(error, ImportError):
         what, remedy = f"the processor {name} of {path} needs a package that is missing: {reason}", INSTALL
     elif "trust_remote_code" in str(error):

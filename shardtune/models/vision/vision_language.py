@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ import torch
 from PIL import Image
 from torch import nn
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel, ProcessorMixin
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from shardtune.batch import PackedBatch, Prompt, Sample
 from shardtune.config import DataConfig
@@ -22,16 +24,27 @@ from shardtune.config.rank_layout import Layout
 from shardtune.data.cache_directory import cache_root
 from shardtune.data.chat.template import load_template
 from shardtune.data.images.chat_encoder import IMAGE_STOP, ImageChatEncoder
-from shardtune.data.images.images import ENDS, PROMPT_IMAGES, StoredImage, from_fields, read_image, to_fields
+from shardtune.data.images.images import (
+    ENDS,
+    PROMPT_IMAGES,
+    PROMPT_TEXT,
+    ROW_TEXT,
+    SUFFIX_START,
+    StoredImage,
+    from_fields,
+    read_image,
+    to_fields,
+)
 from shardtune.data.images.pixel_cache import PixelCache, PixelReader, pixel_key
-from shardtune.data.images.placeholders import BLANK, ImageText
+from shardtune.data.images.placeholders import BLANK, AppliedImages, ImageText
+from shardtune.data.images.whole_rows import WholeRowEncoder, WholeRows
 from shardtune.data.loader.packing import pack
 from shardtune.data.loader.step_loader import Companion
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.adapter import AdapterRoot, LanguageRoot, cannot_share_sequences
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.lora.attach import base_tensors
-from shardtune.models.vision.processors import image_text
+from shardtune.models.vision.processors import applied_images
 from shardtune.parallel.meta_init import init_empty_weights
 from shardtune.parallel.model_parallel import ModelParallel
 from shardtune.parallel.ranks import Ranks
@@ -48,7 +61,9 @@ class VisionLanguage(CausalLM):
 
     Tokens are handled as by `CausalLM`: end to end, documents apart, the head at supervised positions in chunks. Images
     are read and processed where micro-batches are made, in processes of the loader; all of a micro-batch go
-    through the vision tower together.
+    through the vision tower together. Where only the processor itself can put text and images together, and where its
+    inputs for images depend on the text around them, each forward holds one row, and no rows without images are beside
+    rows with images: the model computes these in another way.
 
     Args:
         config: the model's config.
@@ -63,12 +78,13 @@ class VisionLanguage(CausalLM):
         super().__init__(config, **settings)
         self.images = self._image_text(processor)
         self._reader = PixelReader(self.images, _kept_pixels(self.images, self._data))
+        self._needs_image = _needs_image(config)
         self.take_tokenizer(self.images.tokenizer)
         self._rope: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
         self._blank: Sample | None = None
 
-    def _image_text(self, processor: ProcessorMixin) -> ImageText:
-        return image_text(processor)
+    def _image_text(self, processor: ProcessorMixin) -> AppliedImages:
+        return applied_images(processor)
 
     @property
     def processor(self) -> ProcessorMixin:
@@ -82,9 +98,14 @@ class VisionLanguage(CausalLM):
 
     def build(self) -> PreTrainedModel:
         model = super().build()
-        # Qwen-VL and related models: three-dimensional positions, by a method that needs the config only.
+        # Qwen-VL and related models: three-dimensional positions, by a method that needs the config only. One that is
+        # called in another way (Qwen Omni, MiniCPM-V 4.7) is left to the model, which calls it itself.
         method = getattr(type(model.base_model), "get_rope_index", None)
-        if method is not None:
+        takes = set() if method is None else set(inspect.signature(method).parameters)
+        known = {"mm_token_type_ids", "image_grid_thw"} <= takes
+        if self.images.one_row or (takes and not known):
+            self.one_row_per_forward(model)
+        elif known:
             with init_empty_weights():
                 empty: Any = type(model.base_model)(model.base_model.config)
             self._rope = empty.get_rope_index
@@ -101,7 +122,13 @@ class VisionLanguage(CausalLM):
 
     def encoder(self, *, with_prompts: bool) -> ImageChatEncoder:
         template = load_template(self._data.chat_template, self.tokenizer)
-        return ImageChatEncoder(self.images, template, with_prompts=with_prompts, **self._encoding)
+        if isinstance(self.images, WholeRows):
+            return WholeRowEncoder(
+                self.images, template, with_prompts=with_prompts, needs_image=self._needs_image, **self._encoding
+            )
+        return ImageChatEncoder(
+            self.images, template, with_prompts=with_prompts, needs_image=self._needs_image, **self._encoding
+        )
 
     # -- micro-batches ---------------------------------------------------------------------------------------------
 
@@ -110,6 +137,8 @@ class VisionLanguage(CausalLM):
         batch = pack(samples, rows, weights)
         stored = [image for sample in samples if sample.fields for image in from_fields(sample.fields)]
         counts = [len(sample.fields[ENDS]) if sample.fields else 0 for sample in samples]
+        if self.images.one_row:
+            return replace(batch, fields=self._of_row(samples[0].fields, batch.input_ids.numpy(), stored))
         fields = self._fields(batch.input_ids.numpy(), stored, counts)
         rope = self._rope
         if rope is None:
@@ -120,14 +149,18 @@ class VisionLanguage(CausalLM):
     def _fields(
         self, input_ids: np.ndarray, stored: Sequence[StoredImage], counts: Sequence[int]
     ) -> dict[str, torch.Tensor]:
-        if stored and self.images.follows_tokens:
-            made = self.images.of_tokens(input_ids, [image.read() for image in stored])
-        else:
-            made = self._reader.inputs(stored, counts) if stored else {}
-        fields = _widened(made, self._precision)
+        fields = _widened(self._reader.inputs(stored, counts) if stored else {}, self._precision)
         if self.images.token_types is not None:
             fields[self.images.token_types] = torch.from_numpy(self.images.token_type_ids(input_ids))
         return fields
+
+    def _of_row(
+        self, fields: Mapping[str, np.ndarray], input_ids: np.ndarray, stored: Sequence[StoredImage]
+    ) -> dict[str, torch.Tensor]:
+        return _widened(self.images.of_row(fields, input_ids, [image.read() for image in stored]), self._precision)
+
+    def share_by_length(self, on: bool) -> bool:
+        return super().share_by_length(on and not self.images.one_row)
 
     def _rope_positions(
         self,
@@ -148,6 +181,10 @@ class VisionLanguage(CausalLM):
             num_images += count
         return torch.cat(places, dim=1)
 
+    @property
+    def _leads(self) -> bool:
+        return self.images.outside_text
+
     def _further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
         types = self.images.token_types
         rows, fields = self._sequences(batch), self.images.numbers(batch.fields)
@@ -156,7 +193,13 @@ class VisionLanguage(CausalLM):
     # -- ranks with and without images -----------------------------------------------------------------------------
 
     def companion(self) -> Companion | None:
-        return Companion(self._blank_row(), ENDS)
+        return Companion(None if self.images.one_row else self._blank_row(), ENDS)
+
+    def filler(self, sample: Sample) -> Sample:
+        """A row without a target, with images where the others of its micro-batch have some."""
+        if self.images.one_row:
+            return replace(sample, loss_weights=np.zeros_like(sample.loss_weights))
+        return super().filler(sample)
 
     def _blank_row(self) -> Sample:
         """A blank image without a target."""
@@ -169,12 +212,19 @@ class VisionLanguage(CausalLM):
         return self._blank
 
     def companion_prompt(self, prompts: Sequence[Prompt]) -> Prompt | None:
-        if not any(len(_prompt_images(prompt)) for prompt in prompts):
+        if self.images.one_row or not any(len(_prompt_images(prompt)) for prompt in prompts):
             return None
         blank = self._blank_row()
         return Prompt(blank.input_ids, {**blank.fields, PROMPT_IMAGES: np.array(1, np.int32)})
 
+    def prompts_apart(self, prompt: Prompt) -> bool | None:
+        return len(_prompt_images(prompt)) > 0 if self.images.one_row else None
+
     def prompt_inputs(self, prompts: Sequence[Prompt], longest: int) -> Mapping[str, torch.Tensor]:
+        if self.images.one_row:
+            (prompt,) = prompts
+            text = {ROW_TEXT: prompt.fields[PROMPT_TEXT], SUFFIX_START: -1} if PROMPT_TEXT in prompt.fields else {}
+            return self._of_row({**prompt.fields, **text}, np.asarray(prompt.tokens), _prompt_images(prompt))
         images = [_prompt_images(prompt) for prompt in prompts]
         stored, counts = [image for row in images for image in row], [len(row) for row in images]
         tokens = np.full((len(prompts), longest), -1, np.int64)
@@ -216,11 +266,8 @@ class VisionLanguage(CausalLM):
         random = np.random.default_rng(0)
         sizes = [image.size for image in from_fields(sample.fields)]
         others = [Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8)) for width, height in sizes]
-        made = (
-            self.images.of_tokens(batch.input_ids.numpy(), others)
-            if self.images.follows_tokens
-            else self.images.pixels(others)
-        )
+        ids = batch.input_ids.numpy()
+        made = self.images.of_row(sample.fields, ids, others) if self.images.one_row else self.images.pixels(others)
         swapped = {**batch.fields, **_widened(made, self._precision)}
         last = torch.arange(max(0, sample.length - LOOKED_AT), sample.length, device=device)
         was_training = root.training
@@ -231,6 +278,8 @@ class VisionLanguage(CausalLM):
         return not torch.equal(before, after)
 
     def shortened(self, sample: Sample, most: int) -> Sample:
+        if self.images.one_row:
+            return sample
         return super().shortened(sample, max(most, int(sample.fields[IMAGE_STOP])))
 
     def changed(self, sample: Sample) -> Sample:
@@ -257,10 +306,17 @@ def _widened(fields: Mapping[str, torch.Tensor], precision: str) -> dict[str, to
     }
 
 
-def _kept_pixels(images: ImageText, data: DataConfig) -> PixelCache | None:
+def _needs_image(config: PreTrainedConfig) -> bool:
+    """Whether the forward of a config's model cannot be called without pixels (BLIP)."""
+    kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    pixels = None if kind is None else inspect.signature(kind.forward).parameters.get("pixel_values")
+    return pixels is not None and pixels.default is pixels.empty
+
+
+def _kept_pixels(images: AppliedImages, data: DataConfig) -> PixelCache | None:
     if not data.keep_pixels:
         return None
-    if images.pixel_bytes is None:
+    if images.pixel_bytes is None or not isinstance(images, ImageText):
         raise ConfigError(
             f"data.keep_pixels: the images of {type(images.processor).__name__} cannot be kept one by one as bytes: "
             "its output for several images differs from that for each of them, rescaled and normalised",

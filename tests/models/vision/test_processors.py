@@ -14,13 +14,12 @@ from PIL import Image
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.paligemma.processing_paligemma import PaliGemmaProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
-from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from shardtune.data.encoder import RowError
 from shardtune.errors import ModelError
-from shardtune.models.vision.processors import image_text, load_processor, without_video
+from shardtune.models.vision.processors import applied_images, image_text, load_processor, without_video
 from tests.support.tiny_vision import make_processor
-from tests.support.vision import FAMILIES, save_vision_model, tokenizer
+from tests.support.vision import FAMILIES, save_vision_model
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -74,14 +73,14 @@ def test_images_side_by_side_are_a_bad_row_where_they_are_written_in_another_way
         images.expand(f"{token}{token}", [(32, 32), (40, 64)])
 
 
-def test_processors_with_ways_of_their_own_are_refused() -> None:
-    """PaliGemma writes a begin token and a line's end around the text, and moves images to the front."""
-    text = tokenizer("<bos>", "<image>", image="<image>")
-    text.bos_token = "<bos>"
-    images = SiglipImageProcessorPil(size={"height": 28, "width": 28})
-    images.image_seq_length = 4
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_processors_with_ways_of_their_own_are_applied_to_whole_rows() -> None:
+    """PaliGemma writes a begin token and a line's end around the text; ShieldGemma 2 writes its own text."""
     with pytest.raises(ModelError, match=r"cannot be followed row by row \(its input_ids"):
-        image_text(PaliGemmaProcessor(images, text))
+        image_text(make_processor("paligemma"))
+    assert applied_images(make_processor("paligemma")).one_row
+    with pytest.raises(ModelError, match=r"cannot be followed row by row"):
+        applied_images(make_processor("shieldgemma2"))
 
 
 def test_a_directory_without_a_processor(tmp_path: Path) -> None:
@@ -101,5 +100,6 @@ def test_a_processor_that_needs_torchvision(tmp_path: Path) -> None:
     content = json.loads(file.read_text())
     content["image_processor"]["image_processor_type"] = "Llama4ImageProcessorFast"
     file.write_text(json.dumps(content))
-    with pytest.raises(ModelError, match="orchvision"):
+    with pytest.raises(ModelError, match="orchvision") as caught:
         load_processor(str(folder), AutoConfig.from_pretrained(folder))
+    assert "pip install torchvision" in str(caught.value.remedy)

@@ -1,0 +1,156 @@
+"""Processors that put text and images of a row together in their own ways, and rows that no others may join."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from shardtune.batch import Prompt
+from shardtune.config import load_recipe
+from shardtune.data.encoder import RowDropped, RowError
+from shardtune.data.images.images import ENDS
+from shardtune.data.images.whole_rows import WholeRowEncoder, WholeRows
+from shardtune.errors import DataError
+from shardtune.evaluate.generate import Sampling
+from shardtune.models.vision.processors import applied_images, load_processor
+from shardtune.training.worker.adapter_worker import SFTWorker
+from tests.models.vision.test_vision_on_ranks import LR, a_recipe
+from tests.support.dist.ranks import run_ranks
+from tests.support.dist.training import Trace, quiet, run_recipe
+from tests.support.flat_vision import IGNORED
+from tests.support.tiny_vision import ROWS_OF_IMAGES, image_rows, inputs_of, make_processor, save_family
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # PaliGemma's processor
+
+ROUNDED = 1e-6
+"""These families compute norms in fp32 whatever the precision."""
+EXACT = 1e-10
+
+
+def plain(directory: Path, rows: list[dict[str, Any]], steps: int) -> Trace:
+    """Losses, norms and weights of plain transformers, over the processor's own output for each row."""
+    model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float64).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    made, trace = inputs_of(directory, rows), Trace()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        weight, total = sum(int((labels[1:] != IGNORED).sum()) for _, labels in made), 0.0
+        for inputs, labels in made:
+            cast = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
+            logits = model(**cast, use_cache=False).logits[0, -len(labels) :]  # GIT's begin with its images'
+            loss = F.cross_entropy(logits[:-1], labels[1:], ignore_index=IGNORED, reduction="sum") / weight
+            loss.backward()
+            total += float(loss)
+        norms = [p.grad for p in model.parameters() if p.grad is not None]
+        trace.losses.append(total)
+        trace.norms.append(float(torch.nn.utils.get_total_norm(norms)))
+        optimizer.step()
+    trace.weights = dict(model.state_dict())
+    return trace
+
+
+def saved(family: str, folder: Path, kind: str, count: int = 4) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A recipe of two steps over all rows, and the rows."""
+    save_family(family, folder)
+    file, rows = image_rows(folder, count, kind)
+    further: dict[str, Any] = {"actor__global_batch_size": count, "runner__max_steps": 2, "data__eval_data_paths": None}
+    return a_recipe(folder, file, **further), rows
+
+
+def check(got: Trace, expected: Trace, exact: float) -> None:
+    assert got.losses == pytest.approx(expected.losses, rel=exact)
+    assert got.norms == pytest.approx(expected.norms, rel=exact)
+    for name, tensor in got.weights.items():
+        torch.testing.assert_close(tensor, expected.weights[name], rtol=exact, atol=exact)
+
+
+@pytest.mark.parametrize(("family", "exact"), [("paligemma", ROUNDED), ("git", EXACT), ("blip", EXACT)])
+def test_rows_are_those_of_their_processor(family: str, exact: float, tmp_path: Path) -> None:
+    """PaliGemma's sees the text before the first answer in both directions, and writes around it; GIT and BLIP take an
+    image beside the text."""
+    values, rows = saved(family, tmp_path, ROWS_OF_IMAGES[2])
+    check(run_recipe(values), plain(tmp_path, rows, 2), exact)
+
+
+def test_rows_with_and_without_images_stay_apart(tmp_path: Path) -> None:
+    """Llama 3.2 Vision leaves out layers for a row without an image, on all ranks at once."""
+    values, rows = saved("mllama", tmp_path, ROWS_OF_IMAGES[0])
+    assert {bool(row["images"]) for row in rows} == {True, False}
+    expected = plain(tmp_path, rows, 2)
+    for got in (run_recipe(values), *run_ranks(run_recipe, 2, values)):
+        check(got, expected, ROUNDED)
+
+
+def answered(values: dict[str, Any]) -> list[list[int]]:
+    worker = SFTWorker(load_recipe(values), report=quiet)
+    worker.setup()
+    evals = next(iter(worker.prepared.evals.values()))
+    rows = [evals.row(index) for index in range(3)]
+    prompts = [Prompt(row.prompt_ids, row.fields) for row in rows if row.prompt_ids is not None]
+    written = worker.generator().continuations(prompts, Sampling(max_new_tokens=4))
+    worker.release()
+    return written
+
+
+@pytest.mark.parametrize("family", ["mllama", "paligemma"])
+def test_prompts_are_those_of_their_processor(family: str, tmp_path: Path) -> None:
+    """Each is continued alone, with an image or without."""
+    kind = ROWS_OF_IMAGES[0 if family == "mllama" else 2]
+    values, rows = saved(family, tmp_path, kind, 3)
+    values["data"] |= {"eval_data_paths": values["data"]["train_data_paths"]}
+    values["eval"] = {**values.get("eval", {}), "generate": True}
+    processor: Any = load_processor(str(tmp_path), AutoConfig.from_pretrained(tmp_path))
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float64)
+    for row, answer in zip(rows, answered(values), strict=True):
+        (inputs, labels), *_ = inputs_of(tmp_path, [row])
+        asked = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
+        start = int((labels != IGNORED).nonzero()[0])
+        if len(row["messages"]) > 2:  # the last answer is asked for
+            start = int((labels != IGNORED).diff().nonzero()[-2]) + 1
+        assert processor.tokenizer.decode(asked["input_ids"][0, :start])
+        of_tokens = asked["input_ids"].shape
+        cut = {key: value[:, :start] if value.shape[:2] == of_tokens else value for key, value in asked.items()}
+        if family == "paligemma":  # a prompt has no suffix: its text ends with a line's end
+            ends = torch.tensor(processor.tokenizer("\n")["input_ids"])[None]
+            cut["input_ids"] = torch.cat([cut["input_ids"], ends], 1)
+            cut["token_type_ids"] = torch.zeros_like(cut["input_ids"])
+        made: Any = model
+        made = made.generate(**cut, max_new_tokens=len(answer), do_sample=False, eos_token_id=-1, pad_token_id=0)
+        assert made[0, cut["input_ids"].shape[1] :].tolist() == answer
+
+
+def test_targets_are_found_in_what_the_processor_writes(tmp_path: Path) -> None:
+    """A begin token and a line's end around the text, an end token after it; a row that it cannot express is bad."""
+    processor = make_processor("paligemma")
+    images = applied_images(processor)
+    assert isinstance(images, WholeRows)
+    _, rows = image_rows(tmp_path, 3)
+    encoder = WholeRowEncoder(images, None, max_length=60, folder=tmp_path)
+    sample = encoder.encode({"prompt": "<image>what?", "completion": " a b", "images": rows[1]["images"][:1]})
+    text = images.tokenizer.decode(sample.input_ids)
+    assert text == "<image><image><image><image><bos>what?\n a b<|im_end|>"
+    trained = images.tokenizer.decode(sample.input_ids[sample.loss_weights > 0])
+    assert trained == " a b<|im_end|>"
+    assert sample.fields[ENDS].size == 1
+    with pytest.raises(RowError, match="an image follows the first answer"):
+        encoder.encode({"prompt": "what?", "completion": "<image>a", "images": rows[1]["images"][:1]})
+    with pytest.raises(RowError, match="refuses it: ValueError: `images` are expected"):
+        encoder.encode({"prompt": "what?", "completion": "a"})
+    long = encoder.encode({"prompt": "<image>what?", "completion": "a" * 80, "images": rows[1]["images"][:1]})
+    with pytest.raises(RowDropped, match="none is cut"):
+        encoder.fit(long)
+    beside = WholeRowEncoder(WholeRows(make_processor("git")), None, folder=tmp_path)
+    two = {"prompt": "<image><image>a", "completion": "b", "images": rows[1]["images"]}
+    with pytest.raises(RowError, match="takes 1 per row"):
+        beside.encode(two)
+
+
+def test_a_model_that_needs_an_image_has_no_rows_without(tmp_path: Path) -> None:
+    values, _ = saved("blip", tmp_path, ROWS_OF_IMAGES[0])
+    with pytest.raises(DataError, match="forward always takes one"):
+        SFTWorker(load_recipe(values), report=quiet).setup()
