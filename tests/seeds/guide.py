@@ -175,7 +175,8 @@ FILL_COMPARISON = Change(
     """\
         # 1) Generate prediction
         inputs = {name: batch[name].to(self.device) for name in ("input_ids", "attention_mask")}
-        written = self.model.generate(**inputs, max_new_tokens=4, do_sample=False)
+        length = max(map(len, batch["answers"]))
+        written = self.model.generate(**inputs, min_new_tokens=length, max_new_tokens=length, do_sample=False)
         # 2) Compare with ground truth
         given = batch["input_ids"].shape[1]
         answers = [[token for token in row if token] for row in written[:, given:].tolist()]
