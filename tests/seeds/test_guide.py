@@ -92,12 +92,12 @@ class Reader:
 
 
 def sums(number: int, start: int = 0) -> list[dict[str, str]]:
-    """Questions and answers of ragged length, short answers first."""
+    """Questions and answers of ragged length; answers of three digits come first, and then those of one."""
     rows = []
     for n in range(start, start + number):
-        one, other = n % 10 * 3 ** (n % 3), n % 7
+        one, other = n % 10 * 10 ** (n % 3), n % 7
         rows.append({"question": f"{'now ' * (n % 4 // 2)}{one}+{other}=", "answer": str(one + other)})
-    return sorted(rows, key=lambda row: len(row["answer"]))
+    return sorted(rows, key=lambda row: len(row["answer"]) % 3)
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +199,7 @@ def test_the_numbers_are_those_of_plain_pytorch_in_the_loop_of_the_guide(reader:
 
 
 def test_two_ranks_train_evaluate_and_resume_bitwise(reader: Reader, whole: Path) -> None:
-    """In evaluation the answers of rank 0 end first; the model of plain PyTorch returns an object of a plain class."""
+    """Answers of rank 1 end two tokens before those of rank 0; a plain module returns an object of a plain class."""
     module = ("actor.model.model_type=my_module", "data.eval_data_paths=null", "runner.max_steps=2")
     jobs = [
         reader.as_mapping("enum", "whole-2"),
