@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial, wraps
 from typing import Any
@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from shardtune.parallel.buffers import norm_parameters
 from shardtune.parallel.direct_use import keeps_parts, operands
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
+from shardtune.parallel.outputs import tensors_in
 from shardtune.parallel.parts import parts_of
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.torch_private import HYBRID_SHARD_ZERO2, in_backward, set_parameter, tree_map, tree_map_only
@@ -188,9 +189,9 @@ class Routed:
 
         def innermost() -> list[torch.Tensor]:
             result[:] = [original(*args, **kwargs)]
-            return list(_tensors(result[0]))
+            return tensors_in(result[0])
 
-        call, inputs = innermost, list(_tensors((args, kwargs)))
+        call, inputs = innermost, tensors_in((args, kwargs))
         for shell in reversed(self._through[1:]):
             call = partial(shell, call, *inputs)
         self._open = True
@@ -208,21 +209,6 @@ class Routed:
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view_as(tensor) if tensor.requires_grad else tensor
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """The tensors with a gradient among a module's inputs or outputs."""
-    if isinstance(value, torch.Tensor):
-        yield from [value] if value.requires_grad else []
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))
 
 
 class FlatOperands(TorchFunctionMode):

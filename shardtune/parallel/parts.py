@@ -7,11 +7,21 @@ method of a model's (`generate`, one that predicts actions) calls parts instead:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardtune.parallel.torch_private import Inputs, after_forward, before_forward, is_at_rest
+from shardtune.parallel.outputs import hidden_tensors
+from shardtune.parallel.torch_private import (
+    Inputs,
+    after_forward,
+    before_forward,
+    gather_before_backward,
+    in_backward,
+    is_at_rest,
+)
 
 
 def parts_of(root: nn.Module, units: Collection[nn.Module]) -> Iterator[nn.Module]:
@@ -46,9 +56,24 @@ def gather_for_parts(root: FSDPModule, compare: Callable[[str], None], done: Cal
     parts = set(parts_of(root, units))
     for module in parts | units - {root}:
         module.register_forward_pre_hook(gathering.begin, with_kwargs=True, prepend=True)
+    for unit in units:
+        unit.register_forward_hook(find_hidden)
     for part in parts:
         part.register_forward_hook(gathering.end, always_call=True)
     root.register_forward_hook(done)
+
+
+_eager: Any = torch.compiler.disable
+
+
+@_eager  # a hook of units, which may be compiled; there is no graph of what objects hold
+def find_hidden(module: nn.Module, _args: object, output: object) -> None:
+    """After a forward of a sharded module: let FSDP2 see the tensors of its output that it does not find by itself."""
+    assert isinstance(module, FSDPModule)
+    if not torch.is_grad_enabled() or in_backward():  # activation checkpointing repeats forwards in the backward pass
+        return
+    if hidden := hidden_tensors(output):
+        gather_before_backward(module, hidden)
 
 
 class _Gathering:
@@ -88,5 +113,6 @@ class _Gathering:
             return output
         self._outermost = None
         output = after_forward(self._root, args, output)
+        find_hidden(self._root, args, output)
         self._done()
         return output

@@ -11,6 +11,7 @@ from transformers import GenerationMixin
 from shardtune.parallel.fsdp1 import FlatSharding, into_rows
 from shardtune.parallel.fsdp1_weights import FlatWeights
 from shardtune.parallel.fsdp2 import Weights, shard
+from shardtune.parallel.generation import keep_step
 from shardtune.parallel.ranks import Ranks
 
 
@@ -49,7 +50,7 @@ def shard_model(
     """
     for module in root.modules() if ranks.mesh is not None else ():
         if isinstance(module, GenerationMixin):
-            vars(module)["_is_fsdp_managed_module"] = True  # transformers' generate keeps step with the other ranks
+            keep_step(module)
     flat: FlatSharding | None = None
     if ranks.layout.flat and ranks.mesh is not None:
         flat = FlatSharding(root, tuple(units), ranks, precision, reshard_after_forward, tuple(entry_points))

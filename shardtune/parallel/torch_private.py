@@ -7,7 +7,7 @@ torch is checked against this file alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -157,6 +157,14 @@ def before_forward(module: FSDPModule, args: tuple[object, ...], kwargs: dict[st
 def after_forward(module: FSDPModule, args: tuple[object, ...], output: object) -> object:
     """What FSDP2 does after the forward of a module; returns the output, through which gradients come back."""
     return module._get_fsdp_state()._post_forward(cast(nn.Module, module), args, output)
+
+
+def gather_before_backward(module: FSDPModule, tensors: Sequence[torch.Tensor]) -> None:
+    """Let FSDP2 gather a module's weights, and reduce their gradients, when gradients of these tensors come back.
+
+    `after_forward` does that for the tensors that it finds in the output.
+    """
+    module._get_fsdp_state()._register_pre_backward_hook(tensors)
 
 
 # -- FSDP1: torch develops it no further, so nothing of this is going to be public -------------------------------------

@@ -204,6 +204,9 @@ def optimizer_step(
     A non-finite gradient changes nothing, on any rank: with fp16 the same micro-batches are computed again at half the
     loss scale, otherwise the result has `updated=False`. The same holds for a step without a target, in which momentum
     and weight decay alone would change the weights.
+
+    Raises:
+        ModelError: no parameter has a gradient, although there are targets; or fp16 overflows at any loss scale.
     """
     if not any(denominators.values()):
         return StepResult(dict.fromkeys(denominators, 0.0), 0.0, updated=False, problem="no row has a target")
@@ -219,6 +222,12 @@ def optimizer_step(
         loss_scale.halve()
     else:
         raise ModelError("fp16 gradients overflow at any loss scale", remedy="use actor.model.precision: bf16")
+    if norm == 0.0 and not ranks.largest(float(weights.have_gradient())):
+        raise ModelError(
+            "the loss has no gradient for any trained parameter",
+            where="backward pass of the step",
+            remedy="compute it from what the model returns, without detach() or torch.no_grad() in between",
+        )
     *sums, measured = ranks.sum([*(float(total) for total in totals.losses.values()), float(len(totals.metrics))])
     losses = {
         name: value / denominators[name] if denominators[name] else 0.0

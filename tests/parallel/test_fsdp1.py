@@ -44,6 +44,13 @@ FSDP1 = {"actor__training_backend": "fsdp1"}
 EXACT = 1e-10
 
 
+class Hidden:
+    """What a class of a user's may return; FSDP looks for tensors in dicts, lists, tuples and dataclasses alone."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.inside = [x]
+
+
 class Block(nn.Module):
     """A frozen matrix, a trained one, and one that no forward uses; fewer rows than ranks."""
 
@@ -53,8 +60,8 @@ class Block(nn.Module):
         self.matrix = nn.Linear(3, 3)
         self.unused = nn.Parameter(torch.ones(5, 2))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.matrix(self.frozen(x)))
+    def forward(self, x: torch.Tensor) -> Hidden:
+        return Hidden(x + torch.tanh(self.matrix(self.frozen(x))))
 
 
 class Net(nn.Module):
@@ -72,7 +79,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> LossSum:
         hidden = self.first(x)
         for block in self.blocks:
-            hidden = block(hidden)
+            (hidden,) = block(hidden).inside
         out = self.last(hidden).double()
         return LossSum((out * out).sum() * self.scale.double(), float(len(x)))
 
@@ -215,8 +222,10 @@ class Skipping(Net):
     """Leaves a unit out where a micro-batch is a single row."""
 
     def forward(self, x: torch.Tensor) -> LossSum:
-        hidden = self.blocks[0](self.first(x))
-        return LossSum((hidden if len(x) == 1 else self.blocks[1](hidden)).square().sum(), float(len(x)))
+        (hidden,) = self.blocks[0](self.first(x)).inside
+        if len(x) > 1:
+            (hidden,) = self.blocks[1](hidden).inside
+        return LossSum(hidden.square().sum(), float(len(x)))
 
 
 def skip_a_unit(precision: str, reduce_each: bool) -> str:

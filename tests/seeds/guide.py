@@ -1,7 +1,16 @@
 """The samples of a guide for adding a model, as it prints them, and what is changed so that they run.
 
-The guide is that of RLinf for fine-tuning with FSDP and Hugging Face models. A change is listed with its reason: names
-of imports, the blanks (`...`, comments in place of code), and paths. All else stays as it is printed.
+The guide is that of RLinf for fine-tuning with FSDP and Hugging Face models. What differs from the print, each place a
+`Change` below that names it and its reason; all else stays as it is printed:
+
+- `from rlinf…` is `from shardtune import …`: another package. What the filled blanks use is imported beside it.
+- `class SupportedModel(Enum)`: `Enum` is `shardtune.SupportedModel`. The print edits the Enum in the system's source,
+  here a file of the reader's adds to it.
+- The blanks (`...`, comments in place of code) are filled: rows, collate function and loader of the reader's own, the
+  guide's own sample for training, and an evaluation that generates answers.
+- The model, which the guide takes for granted, stands in the same file: `MY_NEW_MODEL` of transformers' classes without
+  a cache, `PLAIN`, a module of torch's alone that returns an object of a plain class.
+- Paths are those of the test. `plugins: […]` above the YAML names the file: the print adds it to the system's source.
 """
 
 from __future__ import annotations
@@ -123,24 +132,14 @@ FILL_DATA = Change(
 """,
     """\
         # 1) Build dataset
-        dataset = [json.loads(line) for path in data_paths for line in Path(path).read_text().splitlines()]
-
-        def collate(rows):
-            prompts = [self.tokenizer(row["prompt"] + " ")["input_ids"] for row in rows]
-            answers = [self.tokenizer(row["completion"])["input_ids"] for row in rows]
-            length = max(len(prompt + answer) for prompt, answer in zip(prompts, answers))
-            ids = torch.zeros(len(rows), length, dtype=torch.int64)
-            mask, labels = ids.clone(), ids - 100
-            for n, (prompt, answer) in enumerate(zip(prompts, answers)):
-                size = len(prompt + answer)
-                ids[n, :size] = torch.tensor(prompt + answer)
-                mask[n, :size] = 1
-                labels[n, len(prompt) : size] = ids[n, len(prompt) : size]
-            return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
+        dataset = Sums(data_paths, self.tokenizer)
         # 3) Return data_loader and data_config(dict)
         data_loader = DataLoader(
-            dataset, batch_size=self.cfg.actor.micro_batch_size, shuffle=not eval_dataset, collate_fn=collate
+            dataset,
+            batch_size=self.cfg.actor.micro_batch_size,
+            shuffle=not eval_dataset,
+            drop_last=not eval_dataset,
+            collate_fn=collate_prompts if eval_dataset else collate,
         )
 """,
     "a blank",
@@ -175,25 +174,116 @@ FILL_COMPARISON = Change(
 """,
     """\
         # 1) Generate prediction
-        logits = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        inputs = {name: batch[name].to(self.device) for name in ("input_ids", "attention_mask")}
+        length = max(map(len, batch["answers"]))
+        written = self.model.generate(**inputs, min_new_tokens=length, max_new_tokens=length, do_sample=False)
         # 2) Compare with ground truth
-        wanted = batch["labels"][:, 1:]
-        right = (logits[:, :-1].argmax(-1) == wanted) & (wanted >= 0)
+        given = batch["input_ids"].shape[1]
+        answers = [[token for token in row if token] for row in written[:, given:].tolist()]
         # 3) Return number of correct samples
-        correct = int(right.any(-1).sum())
+        correct = sum(answer == wanted for answer, wanted in zip(answers, batch["answers"]))
 """,
     "a blank",
 )
+MY_NEW_MODEL = """\
+class MyNewModelConfig(PreTrainedConfig):
+    model_type = "my_new_model"
+
+    def __init__(self, vocab_size=272, width=8, num_hidden_layers=2, **kwargs):
+        self.vocab_size, self.width, self.num_hidden_layers = vocab_size, width, num_hidden_layers
+        super().__init__(**kwargs)
+
+
+class MyNewLayer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.mix, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x, mask):
+        return x + self.out(F.scaled_dot_product_attention(*self.mix(self.norm(x)).chunk(3, -1), attn_mask=mask))
+
+
+class MyNewModel(PreTrainedModel, GenerationMixin):
+    config_class = MyNewModelConfig
+    _no_split_modules = ["MyNewLayer"]
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.width)
+        self.layers = nn.ModuleList(MyNewLayer(config.width) for _ in range(config.num_hidden_layers))
+        self.head = nn.Linear(config.width, config.vocab_size)
+        self.post_init()
+
+    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **kwargs):
+        return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+    def forward(self, input_ids, attention_mask=None, labels=None, **kwargs):
+        x, length = self.embed(input_ids), input_ids.shape[1]
+        mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+        if attention_mask is not None:
+            mask = mask & attention_mask[:, None].bool() | torch.eye(length, dtype=torch.bool, device=x.device)
+        for layer in self.layers:
+            x = layer(x, mask)
+        logits = self.head(x)
+        if labels is None:
+            return CausalLMOutput(logits=logits)
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+AutoConfig.register("my_new_model", MyNewModelConfig, exist_ok=True)
+AutoModelForCausalLM.register(MyNewModelConfig, MyNewModel, exist_ok=True)
+"""
+DATA = """\
+class Sums(Dataset):
+    def __init__(self, paths, tokenizer):
+        rows = [json.loads(line) for path in paths for line in Path(path).read_text().splitlines()]
+        self.rows = [[tokenizer(row[name])["input_ids"] for name in ("question", "answer")] for row in rows]
+        self.rows = [(question, [*answer, tokenizer.eos_token_id]) for question, answer in self.rows]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, number):
+        return self.rows[number]
+
+
+def padded(rows, filler, left=False):
+    width = max(map(len, rows))
+    fillers = [[filler] * (width - len(row)) for row in rows]
+    return torch.tensor([[*fill, *row] if left else [*row, *fill] for row, fill in zip(rows, fillers)])
+
+
+def collate(rows):
+    whole = [question + answer for question, answer in rows]
+    labels = [[-100] * len(question) + answer for question, answer in rows]
+    mask = padded([[1] * len(row) for row in whole], 0)
+    return {"input_ids": padded(whole, 0), "attention_mask": mask, "labels": padded(labels, -100)}
+
+
+def collate_prompts(rows):
+    questions, answers = zip(*rows)
+    mask = padded([[1] * len(question) for question in questions], 0, left=True)
+    return {"input_ids": padded(questions, 0, left=True), "attention_mask": mask, "answers": answers}
+"""
 IMPORTS = Change(
     "from rlinf.workers.sft.fsdp_sft_worker import FSDPSftWorker\n",
-    """\
+    f"""\
 from shardtune import FSDPSftWorker, SupportedModel as Enum, register_model
 import json
 from pathlib import Path
-from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
+from torch import nn
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, Dataset
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+
+{MY_NEW_MODEL}
+
+{DATA}
 """,
-    "names of imports, and those that the blanks need",
+    "names of imports, those that the blanks need, and the reader's own model and data set",
 )
 FILE = (IMPORTS, FILL_DATA, FILL_TRAIN, FILL_EVALUATION, FILL_COMPARISON)
 
@@ -207,12 +297,42 @@ REGISTERED = {
         f"""\
 @register_model("my_new_model")
 def my_new_model(cfg):
-    return AutoModelForCausalLM.from_pretrained(cfg.model_path)
+    return MyNewModel.from_pretrained(cfg.model_path)
 
 {CLASS}""",
         "by a function that makes the model",
     ),
 }
+PLAIN = Change(
+    f"""\
+{CLASS}    def __init__(self, cfg: DictConfig):
+        super().__init__(cfg)
+""",
+    f"""\
+class Output:
+    def __init__(self, loss, logits):
+        self.loss, self.logits = loss, logits
+
+
+class MyModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(272, 8), nn.Linear(8, 272)
+
+    def forward(self, input_ids, attention_mask, labels):
+        logits = self.head(self.embed(input_ids).tanh())
+        return Output(F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
+
+
+@register_model("my_module")
+{CLASS}    def __init__(self, cfg: DictConfig):
+        super().__init__(cfg)
+
+    def model_provider_func(self):
+        return MyModule()
+""",
+    "a model that is not of transformers; the guide names the method, and what it has to return",
+)
 
 
 def changed(text: str, changes: tuple[Change, ...]) -> str:

@@ -153,6 +153,14 @@ def test_a_gradient_that_is_not_finite_moves_nothing(bad: float) -> None:
     assert all(parameter.grad is None for parameter in made.model.parameters())
 
 
+def test_a_loss_that_no_parameter_has_a_part_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with sharded weights whose gradient FSDP does not reduce."""
+    made = task()
+    monkeypatch.setattr(made.model, "forward", lambda x: torch.zeros(len(x), 1, requires_grad=True))
+    with pytest.raises(ModelError, match="no gradient for any trained parameter"):
+        take_step(made, [rows(4)])
+
+
 def test_a_step_without_a_target_moves_nothing() -> None:
     made = task()
     before = weights_of(made).clone()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from traceback import format_exception
 from typing import Any
 
 from shardtune.data.user_loader.batch import COLLATE
@@ -32,8 +34,25 @@ def indivisible(global_batch_size: int, micro_batch_size: int, num_ranks: int) -
     )
 
 
-def unmade(error: KeyError, number: int) -> DataError:
-    """The error for a batch that could not be made because a field is missing."""
+@contextmanager
+def making(number: int) -> Iterator[None]:
+    """Take a batch from the loader; an error that its samples caused is raised as a readable one."""
+    try:
+        yield
+    except KeyError as error:
+        raise _lacking(error, number) from error
+    except RuntimeError as error:
+        text = "".join(format_exception(error))  # all that comes out of a loader's process
+        if "equal size" not in text or "default_collate" not in text:  # also in a collate function of the user's
+            raise
+        raise DataError(
+            f"batch {number} cannot be made: a field differs in length between its samples",
+            where=COLLATE,
+            remedy="give the DataLoader a collate_fn that pads each field to the longest of the batch",
+        ) from error
+
+
+def _lacking(error: KeyError, number: int) -> DataError:
     text = str(error.args[0]) if error.args else ""
     inner = re.search(r"KeyError: '([^']+)'\s*$", text)  # only the text comes out of a loader's process
     return DataError(

@@ -17,11 +17,11 @@ from shardtune.data.user_loader.errors import (
     between_batches,
     data_changed,
     indivisible,
+    making,
     no_length,
     other_batches,
     ranks_differ,
     too_large,
-    unmade,
     wrong_length,
 )
 from shardtune.data.user_loader.position import LoaderRecord, merged, of_rank
@@ -209,11 +209,10 @@ class BatchLoader:
         for number in count(first):
             self._draws.before(epoch, number)
             try:
-                batch = next(batches)
+                with making(number):
+                    batch = next(batches)
             except StopIteration:
                 return
-            except KeyError as error:
-                raise unmade(error, number) from error
             self._fields.check(batch, number)
             digest = fingerprint(batch)
             if (epoch, number) == (0, 0) and not self._first:

@@ -440,6 +440,16 @@ class FSDPSftWorker(ABC):
         """This rank's batches, one by one, from the current position; batches taken from it count as consumed."""
         return self.position.batches
 
+    @data_iter.setter
+    @final
+    def data_iter(self, batches: object) -> None:
+        raise ConfigError(
+            f"data_iter is set to a {type(batches).__name__}; it can only be read",
+            where="data_iter",
+            remedy="take batches with next(self.data_iter), which goes on with the next epoch by itself; return others "
+            "from build_dataloader; to go to another position, assign _data_epoch and _data_iter_offset",
+        )
+
     @property
     @final
     def _data_epoch(self) -> int:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from shardtune.batch import Metric
 from shardtune.data.user_loader.batch import SameFields, rows_of, with_names
+from shardtune.data.user_loader.errors import making
 from shardtune.data.user_loader.rng import LoaderRng
 from shardtune.errors import DataError, ModelError
 from shardtune.parallel.ranks import Ranks
@@ -135,14 +136,13 @@ def _too_few(seen: int, announced: str, name: str) -> DataError:
 
 def _seeded(batches: Iterable[object], draws: LoaderRng | None) -> Iterator[object]:
     """The batches, with the same random draws in each evaluation."""
-    if draws is None:
-        yield from batches
-        return
-    source = draws.begin(0)
+    source = iter(batches) if draws is None else draws.begin(0)
     for number in count():
-        draws.before(0, number)
+        if draws is not None:
+            draws.before(0, number)
         try:
-            batch = next(source)
+            with making(number):
+                batch = next(source)
         except StopIteration:
             return
         yield batch

@@ -166,6 +166,20 @@ def test_samples_without_an_image(tmp_path: Path, missing: set[int], says: str) 
     assert "a blank one" in told or "an empty or blank one" in told
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_samples_of_different_lengths(tmp_path: Path, num_workers: int) -> None:
+    """With torch's own collate function, in training and in evaluation."""
+
+    def loader(self: Task, data_paths: list[str], eval_dataset: bool = False) -> Any:
+        dataset: Any = [{"x": [1.0] * (1 + n % 3), "labels": 1} for n in range(ROWS)]
+        return DataLoader(dataset, batch_size=2, num_workers=num_workers), {}
+
+    worker = task(tmp_path, build_dataloader=loader)
+    for run in (worker.run_training, worker.run_eval):
+        told = refusal(DataError, "batch 0 cannot be made: a field differs in length", run)
+        assert "pads each field" in told
+
+
 def test_samples_without_an_image_in_a_process_of_the_loader(tmp_path: Path) -> None:
     def loader(self: Task, data_paths: list[str], eval_dataset: bool = False) -> Any:
         dataset: Any = [type(self).samples_of(n) for n in range(ROWS)]
