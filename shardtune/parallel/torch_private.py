@@ -7,7 +7,7 @@ torch is checked against this file alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -24,6 +24,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 # `OpOverload` is the type of what a selective-checkpointing policy receives; `torch.library` does not export it.
 # `FlatParameter` is the type of a parameter that FSDP1 has joined; only annotations need it.
@@ -115,6 +116,15 @@ def quieten_redistribution() -> None:
 
 
 # -- Process groups ----------------------------------------------------------------------------------------------------
+
+
+def end_processes(batches: Iterator[object]) -> None:
+    """End the processes of a `DataLoader`'s iterator, which otherwise ends them when it is collected.
+
+    A traceback that somebody keeps, as notebooks do, keeps the iterator.
+    """
+    if isinstance(batches, _MultiProcessingDataLoaderIter):
+        batches._shutdown_workers()
 
 
 def default_store() -> dist.Store:

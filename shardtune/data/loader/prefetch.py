@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from shardtune.errors import DataError
+from shardtune.parallel.torch_private import end_processes
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -48,13 +49,14 @@ def computed_ahead(function: Callable[[T], R], items: Iterable[T], num_processes
         yield from map(function, items)
         return
     with quiet_tokenizers(), _signal_handler_kept():
-        messages = [iter(_loader(function, items, num_processes))]
-    # Its processes end with it. At exit that has to come before multiprocessing waits for them: they ignore SIGTERM.
-    atexit.register(messages.clear)
+        messages = iter(_loader(function, items, num_processes))
+    # At exit that has to come before multiprocessing waits for the processes: they ignore SIGTERM.
+    end = partial(end_processes, messages)
+    atexit.register(end)
     try:
         while True:
             try:
-                message = next(messages[0], None)
+                message = next(messages, None)
                 if message is None:
                     return
                 result, error = pickle.loads(message)
@@ -65,9 +67,8 @@ def computed_ahead(function: Callable[[T], R], items: Iterable[T], num_processes
                 raise error
             yield result
     finally:
-        messages.clear()
-        atexit.unregister(messages.clear)
-    # Raised here, because the traceback of `problem` would keep the iterator and its processes alive.
+        end()
+        atexit.unregister(end)
     raise ProcessDied(
         f"a process that makes micro-batches died: {cause}",
         where="data.num_workers",
