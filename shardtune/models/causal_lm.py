@@ -146,6 +146,7 @@ class CausalLM(LanguageModel):
         self.packs = self._by_length = False
         self._transform, self._other_transform = _declared_transform(config), IDENTITY
         self._through_own_head = False
+        self._leads = False  # whether the model's outputs may begin with positions that are no tokens
         text = config.get_text_config().to_dict()
         self._balance_factor = (
             float(text.get("router_aux_loss_coef") or 0.0) if text.get("output_router_logits") else 0.0
@@ -483,11 +484,6 @@ class CausalLM(LanguageModel):
         with under_attention(model, "eager"), torch.compiler.set_stance("force_eager"):
             further = self._further_inputs(batch)
             return _own_forward(model, batch.input_ids[None], positions, further, leads=self._leads)[1]
-
-    @property
-    def _leads(self) -> bool:
-        """Whether the model's outputs may begin with positions that are no tokens."""
-        return False
 
     def _further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
         """Inputs of the model besides tokens and their positions."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils import deterministic
 
 from shardtune.errors import ModelError
 from shardtune.parallel.buffers import statistical_norms
@@ -21,7 +23,8 @@ def init_empty_weights() -> Iterator[None]:
     """Modules made inside have their parameters on the meta device and their buffers real.
 
     Unlike `torch.device("meta")` this keeps computed buffers (such as rotary frequencies) correct. Each parameter
-    exists only between its creation and its registration, and is never written to.
+    exists only between its creation and its registration, and is never written to, also where torch would fill new
+    memory (deterministic algorithms).
     """
 
     def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -33,9 +36,12 @@ def init_empty_weights() -> Iterator[None]:
 
     # Torch declares that the hook returns nothing, and registers what it returns.
     hook = register_module_parameter_registration_hook(to_meta)  # pyright: ignore[reportArgumentType]
+    settings: Any = deterministic  # whose properties torch does not declare
+    fills, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
     try:
         yield
     finally:
+        settings.fill_uninitialized_memory = fills
         hook.remove()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -20,41 +20,35 @@ NOT_ENTERED = (str, bytes, int, float, type, ModuleType, nn.Module)
 """Values without tensors of an output; modules hold weights instead."""
 
 
-def tensors_in(value: object) -> list[torch.Tensor]:
-    """The tensors with a gradient in a module's inputs or outputs."""
-    return [tensor for tensor, _ in _walk(value, set(), hidden=False)]
+def tensors_in(value: object, *, hidden: bool = False) -> list[torch.Tensor]:
+    """The tensors with a gradient in a module's inputs or outputs, in their order.
 
-
-def hidden_tensors(value: object) -> list[torch.Tensor]:
-    """Those that FSDP2 does not find by itself."""
-    return [tensor for tensor, hidden in _walk(value, set(), hidden=False) if hidden]
-
-
-def _walk(value: object, seen: set[int], hidden: bool) -> Iterator[tuple[torch.Tensor, bool]]:
-    if value is None or isinstance(value, NOT_ENTERED) or id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        if value.requires_grad:
-            yield value, hidden
-        return
-    if isinstance(value, Mapping):
-        inside, hidden_inside = list(value.values()), hidden or not isinstance(value, dict)
-    elif isinstance(value, GROUPS):
-        inside, hidden_inside = list(value), hidden or not isinstance(value, list | tuple)
-    elif dataclasses.is_dataclass(value):
-        inside, hidden_inside = [getattr(value, field.name) for field in dataclasses.fields(value)], hidden
-    else:
-        inside, hidden_inside = [], hidden
-    for item in inside:
-        yield from _walk(item, seen, hidden_inside)
-    for item in _attributes(value):
-        yield from _walk(item, seen, hidden=True)
-
-
-def _attributes(value: object) -> Iterator[object]:
-    """The values of an object's attributes, those in `__slots__` included."""
-    state: Any = object.__getstate__(value)
-    for attributes in state if isinstance(state, tuple) else (state,):
-        if attributes is not None:
-            yield from attributes.values()
+    Args:
+        value: what the module takes or returns.
+        hidden: only those that FSDP2 does not find by itself.
+    """
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    waiting: list[tuple[object, bool]] = [(value, False)]
+    while waiting:
+        item, is_hidden = waiting.pop()
+        if item is None or isinstance(item, NOT_ENTERED) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            found += [item] if item.requires_grad and (is_hidden or not hidden) else []
+            continue
+        inside: list[object] = []
+        hides = is_hidden
+        if isinstance(item, Mapping):
+            inside, hides = list(item.values()), is_hidden or not isinstance(item, dict)
+        elif isinstance(item, GROUPS):
+            inside, hides = list(item), is_hidden or not isinstance(item, list | tuple)
+        elif dataclasses.is_dataclass(item):
+            inside = [getattr(item, field.name) for field in dataclasses.fields(item)]
+        state: Any = object.__getstate__(item)  # its attributes, those in `__slots__` included
+        attributes = [values for values in (state if isinstance(state, tuple) else (state,)) if values is not None]
+        others = [attribute for values in attributes for attribute in values.values()]
+        waiting += [(one, True) for one in reversed(others)]
+        waiting += [(one, hides) for one in reversed(inside)]
+    return found

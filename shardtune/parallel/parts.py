@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardtune.parallel.outputs import hidden_tensors
+from shardtune.parallel.outputs import tensors_in
 from shardtune.parallel.torch_private import (
     Inputs,
     after_forward,
@@ -70,9 +70,8 @@ _eager: Any = torch.compiler.disable
 def find_hidden(module: nn.Module, _args: object, output: object) -> None:
     """After a forward of a sharded module: let FSDP2 see the tensors of its output that it does not find by itself."""
     assert isinstance(module, FSDPModule)
-    if not torch.is_grad_enabled() or in_backward():  # activation checkpointing repeats forwards in the backward pass
-        return
-    if hidden := hidden_tensors(output):
+    hidden = tensors_in(output, hidden=True) if torch.is_grad_enabled() else []
+    if hidden and not in_backward():  # activation checkpointing repeats forwards in the backward pass
         gather_before_backward(module, hidden)
 
 

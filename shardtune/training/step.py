@@ -222,13 +222,16 @@ def optimizer_step(
         loss_scale.halve()
     else:
         raise ModelError("fp16 gradients overflow at any loss scale", remedy="use actor.model.precision: bf16")
-    if norm == 0.0 and not ranks.largest(float(weights.have_gradient())):
+    reached = norm != 0.0 or weights.have_gradient()
+    *sums, measured, reached = ranks.sum(
+        [*(float(total) for total in totals.losses.values()), float(len(totals.metrics)), float(reached)]
+    )
+    if not reached:
         raise ModelError(
             "the loss has no gradient for any trained parameter",
             where="backward pass of the step",
             remedy="compute it from what the model returns, without detach() or torch.no_grad() in between",
         )
-    *sums, measured = ranks.sum([*(float(total) for total in totals.losses.values()), float(len(totals.metrics))])
     losses = {
         name: value / denominators[name] if denominators[name] else 0.0
         for name, value in zip(totals.losses, sums, strict=True)

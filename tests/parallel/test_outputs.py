@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributions import Normal
 from transformers.modeling_outputs import CausalLMOutput
 
-from shardtune.parallel.outputs import hidden_tensors, tensors_in
+from shardtune.parallel.outputs import tensors_in
 
 
 class Plain:
@@ -62,5 +62,5 @@ def test_tensors_are_found(make: Any) -> None:
     made = make(tensor)
     (found,) = tensors_in(made)
     assert found is tensor or isinstance(made, Normal)  # which expands it
-    assert len(hidden_tensors(made)) == (make in HIDDEN)
+    assert len(tensors_in(made, hidden=True)) == (make in HIDDEN)
     assert not tensors_in(make(tensor.detach()))

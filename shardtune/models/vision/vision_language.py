@@ -77,6 +77,7 @@ class VisionLanguage(CausalLM):
     def __init__(self, config: PreTrainedConfig, processor: ProcessorMixin, **settings: Any) -> None:
         super().__init__(config, **settings)
         self.images = self._image_text(processor)
+        self._leads = self.images.outside_text
         self._reader = PixelReader(self.images, _kept_pixels(self.images, self._data))
         self._needs_image = _needs_image(config)
         self.take_tokenizer(self.images.tokenizer)
@@ -180,10 +181,6 @@ class VisionLanguage(CausalLM):
             places.append(found[:, 0])
             num_images += count
         return torch.cat(places, dim=1)
-
-    @property
-    def _leads(self) -> bool:
-        return self.images.outside_text
 
     def _further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
         types = self.images.token_types

@@ -27,12 +27,12 @@ def unwritten_is_nan() -> Iterator[None]:
 
     Torch does so with deterministic algorithms, by its default for `torch.utils.deterministic`.
     """
-    enabled, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=warns or not enabled)
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode(before or "warn")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(enabled, warn_only=warns)
+        torch.set_deterministic_debug_mode(before)
 
 
 @torch.no_grad()
