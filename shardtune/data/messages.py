@@ -71,6 +71,7 @@ def _either(turn: Mapping[str, object], *keys: str) -> object:
 
 
 def role_of(turn: Mapping[str, object]) -> str:
+    """The role of a message by the name that chat templates have for it."""
     named = _named_role(turn)
     role = ROLES.get(named) if isinstance(named, str) else None
     if role is None:
@@ -195,6 +196,7 @@ def text_of_part(part: Mapping[str, Any]) -> str:
 
 
 def loss_weight_of(turn: Mapping[str, object]) -> float | None:
+    """The weight that a message gives its own tokens; None where it gives none."""
     given = [key for key in ("loss_weight", "weight") if turn.get(key) is not None]
     if not given:
         return None
