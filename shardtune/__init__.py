@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardtune.engine.session import init
     from shardtune.engine.split_arguments import NeedParallel
     from shardtune.models.adapter import Adapter, Prediction, WholeStepAdapter
-    from shardtune.models.find_adapter import get_model, get_model_config_and_processor
+    from shardtune.models.get_model import get_model, get_model_config_and_processor
     from shardtune.models.value_head import ValueHead
     from shardtune.parallel.meta_init import init_empty_weights
     from shardtune.run.api import Run, load_run, train
@@ -44,8 +44,8 @@ _HOME = {
     "TrainEngine": "engine.engine",
     "ValueHead": "models.value_head",
     "WholeStepAdapter": "models.adapter",
-    "get_model": "models.find_adapter",
-    "get_model_config_and_processor": "models.find_adapter",
+    "get_model": "models.get_model",
+    "get_model_config_and_processor": "models.get_model",
     "init": "engine.session",
     "init_empty_weights": "parallel.meta_init",
     "load_run": "run.api",

@@ -344,7 +344,8 @@ def models(recipe: RecipeArgument = None) -> None:
     from shardtune.config import load_recipe
     from shardtune.config.model_names import describe, known_names
     from shardtune.config.user_code import import_plugins
-    from shardtune.models.find_adapter import MODEL_TYPES, known_architectures
+    from shardtune.models.find_adapter import known_architectures
+    from shardtune.models.registered_functions import MODEL_TYPES
 
     if recipe:
         path, overrides = _split(recipe)

@@ -1,39 +1,32 @@
-"""From a recipe's `actor.model` to the adapter of its model, and to the model itself."""
+"""From a recipe's `actor.model` to the adapter of its model."""
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeGuard, TypeVar
+from typing import TypeGuard
 
-from omegaconf import DictConfig, OmegaConf
 from peft import PeftModel
-from pydantic import BaseModel, ValidationError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
-from transformers.image_processing_utils import BaseImageProcessor
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from shardtune.config import ActorConfig, DataConfig, ModelConfig, Recipe, load_recipe
-from shardtune.config.model_names import known_names, registered, registered_function, registered_processor
-from shardtune.config.tree import get_value
+from shardtune.config import DataConfig, ModelConfig, Recipe
+from shardtune.config.model_names import registered, registered_function, registered_processor
 from shardtune.config.user_code import load_function
 from shardtune.data.images.placeholders import ImageText, MarksImages
 from shardtune.errors import ConfigError, ModelError
-from shardtune.models.action.check_length import check_made_length, check_stored_length
 from shardtune.models.action.openvla import OpenVLAConfig
 from shardtune.models.action.openvla_processor import load_openvla_processor, openvla_images
 from shardtune.models.action.policy import ActionPolicy
 from shardtune.models.action.settings import acts_on, settings_for
 from shardtune.models.action.vision_language_action import VisionLanguageAction
-from shardtune.models.activation_checkpointing import set_execution
 from shardtune.models.adapter import Adapter, LanguageModel
 from shardtune.models.adapter_contract import check_adapter_class, check_made
 from shardtune.models.causal_lm import CausalLM, CausalLMSettings
@@ -43,34 +36,18 @@ from shardtune.models.pretrained import (
     MODEL_PATH,
     check_vocabulary,
     load_config,
-    load_tokenizer,
     model_directory,
     no_model_path,
     recipe_tokenizer,
 )
+from shardtune.models.registered_functions import MODEL_TYPES, registered_model, registered_parts, require_known
 from shardtune.models.vision.processors import load_processor
 from shardtune.models.vision.vision_language import VisionLanguage
-from shardtune.parallel.meta_init import init_empty_weights
-from shardtune.parallel.shard_units import choose_units
 
 GIVE_VISION_MODEL = "give the directory of a vision-language model (its config.json names such an architecture)"
 
 OWN_CONFIGS = {OpenVLAConfig.model_type: OpenVLAConfig}
 """Config classes of models that transformers lacks, by the `model_type` of their config.json."""
-
-Section = TypeVar("Section", bound=BaseModel)
-
-IN_OTHER_SECTIONS = ("data.train_data_paths", "data.eval_data_paths", "actor.model.model_path")
-"""Keys that a recipe may lack from which a model alone is read."""
-
-ATTENTION_REFUSED = ("FlashAttention", "Flash Attention", "attn_implementation")
-"""Parts of transformers' messages for an attention implementation that it, the model or the machine does not have."""
-
-MODEL_TYPES = {
-    "causal_lm": "any causal language model of transformers, by its config.json",
-    "vision_language": "any model of transformers that takes images and text, by its config.json and processor",
-    "vision_language_action": "any of these with a robot's actions as tokens, and directories in OpenVLA's format",
-}
 
 
 def find_adapter(
@@ -97,7 +74,7 @@ def find_adapter(
         made = kind.from_recipe(recipe, tokenizer)
         check_made(made, _named(config))
         return made
-    _require_known(config.model_type)
+    require_known(config.model_type)
     if config.options and registered_function(config.model_type) is None:
         raise ConfigError(
             f"actor.model.options = {config.options}: no part of {config.model_type} reads them",
@@ -153,9 +130,9 @@ def _registered_adapter(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | Non
     Its rows are text, or with a processor text and images, or with keys of actions robot data.
     """
     config, data = recipe.actor.model, recipe.data
-    loaded, processor = get_model_config_and_processor(recipe.as_dict_config().actor)
+    loaded, processor = registered_parts(recipe.actor)
     settings = _settings(config, recipe.actor.fsdp_config.wrap, None, data)
-    make = _registered_model(config)
+    make = registered_model(config)
     if isinstance(processor, PreTrainedTokenizerBase):
         _check_read(recipe, CausalLM)
         adapter = CausalLM(loaded, **settings, make=make)
@@ -178,7 +155,7 @@ def _registered_adapter(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | Non
     elif tokenizer is not None:
         raise _comes_with_processor()
     elif acts_on(recipe):
-        acting = _tokenizer_of(processor)
+        acting = tokenizer_of(processor)
         add_new_tokens(acting, recipe.actor.added_tokens)
         adapter = VisionLanguageAction(loaded, processor, settings_for(recipe, loaded, acting), **settings, make=make)
     else:
@@ -242,8 +219,8 @@ def vision_language_action(
             remedy="save it and give its directory as actor.model.model_path, or make it with "
             "shardtune.models.action.policy.action_class",
         )
-    loaded, processor = _config_and_processor(config, None, model, processor_path)
-    tokenizer = _tokenizer_of(processor)
+    loaded, processor = config_and_processor(config, None, model, processor_path)
+    tokenizer = tokenizer_of(processor)
     add_new_tokens(tokenizer, recipe.actor.added_tokens)
     settings = settings_for(recipe, loaded, tokenizer)
     return VisionLanguageAction(loaded, processor, settings, **_settings(config, wrap, model, data))
@@ -322,7 +299,7 @@ def causal_lm(
         model: a model in memory.
         data: the section `data`; not needed to build the model.
     """
-    make = None if model is not None else _registered_model(config)
+    make = None if model is not None else registered_model(config)
     loaded = load_config(config, overrides, OWN_CONFIGS) if model is None else model.config
     covered = type(loaded) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (
         loaded.to_dict().get("auto_map") or {}
@@ -369,11 +346,11 @@ def vision_language(
         config, wrap, overrides, model, data: as for `causal_lm`.
         processor_path: where the processor is; None: with the model.
     """
-    loaded, processor = _config_and_processor(config, overrides, model, processor_path)
+    loaded, processor = config_and_processor(config, overrides, model, processor_path)
     return VisionLanguage(loaded, processor, **_settings(config, wrap, model, data))
 
 
-def _config_and_processor(
+def config_and_processor(
     config: ModelConfig,
     overrides: Mapping[str, object] | None,
     model: PreTrainedModel | None,
@@ -406,189 +383,12 @@ def _config_and_processor(
     return loaded, load_processor(path, loaded, trust_remote_code=config.trust_remote_code)
 
 
-def get_model(
-    cfg: ModelConfig | Mapping[str, object], override_config_kwargs: Mapping[str, object] | None = None
-) -> nn.Module:
-    """The model of `actor.model`, its parameters on the meta device; its own forward takes `labels` and returns a loss.
-
-    Args:
-        cfg: the section `actor.model`.
-        override_config_kwargs: further settings of the model's config.
-
-    Raises:
-        ConfigError: a key is unknown, or sizes are not the model's.
-    """
-    config = _section(ModelConfig, cfg, "actor.model")
-    make = _registered_model(config, override_config_kwargs)
-    if make is not None:
-        made = make()
-        if isinstance(made, PreTrainedModel):
-            check_sizes(config.model_copy(update={"image_size": None}), made.config)
-        set_execution(made, choose_units(made)[0], config)
-        return made
-    model_type = config.model_type
-    if model_type == "vision_language_action":
-        recipe = Recipe(actor=ActorConfig(model=_with_overrides(config, override_config_kwargs)))
-        adapter = vision_language_action(recipe, recipe.actor.model)
-    else:
-        kinds = {"causal_lm": causal_lm, "vision_language": vision_language}
-        adapter = kinds.get(model_type, causal_lm)(config, overrides=override_config_kwargs)
-    with init_empty_weights():
-        model = adapter.build()
-    adapter.one_row_per_forward(model)  # a user's batch is padded, so the model's own attention reads its mask
-    return model
-
-
-def _section(kind: type[Section], cfg: object, at: str) -> Section:
-    """A section of a recipe that a caller passes: as it is, or as a mapping, also within a whole recipe."""
-    given = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg
-    if isinstance(given, kind):
-        return given
-    if isinstance(given, Mapping) and not given.keys().isdisjoint(("actor", "data", "runner", "plugins")):
-        recipe = load_recipe(given, in_memory=IN_OTHER_SECTIONS, files_must_exist=False)
-        return kind.model_validate(get_value(recipe.to_dict(), at))
-    try:
-        return kind.model_validate(given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join([at, *(str(part) for part in first["loc"])])
-        raise ConfigError(
-            f"{key}: {first['msg']}", where=key, remedy=f"pass {at} of a recipe; docs/configuration.md has its keys"
-        ) from error
-
-
-def _registered_model(
-    config: ModelConfig, overrides: Mapping[str, object] | None = None
-) -> Callable[[], nn.Module] | None:
-    """The function that makes the model of a registered `model_type`; None where none is registered.
-
-    Raises:
-        ConfigError: the name is unknown.
-    """
-    if config.model_type in MODEL_TYPES:
-        return None
-    _require_known(config.model_type)
-    function = registered_function(config.model_type)
-    if function is None:
-        return None
-    values = _with_overrides(config, overrides).model_dump()
-    if config.attn_implementation == "auto":
-        values["attn_implementation"] = None  # transformers' own word for its choice
-
-    def make() -> nn.Module:
-        check_stored_length(config)
-        with _explaining_attention(config):
-            made = function(OmegaConf.create(values))
-        check_made_length(config, made)
-        return made
-
-    return make
-
-
-@contextmanager
-def _explaining_attention(config: ModelConfig) -> Iterator[None]:
-    """Run a user's function that makes a model; an attention that transformers refuses is reported with its key."""
-    try:
-        yield
-    except (ImportError, ValueError) as error:
-        if not any(sign in str(error) for sign in ATTENTION_REFUSED):
-            raise
-        raise ModelError(
-            f"{config.attn_implementation} cannot be used: {error}",
-            where="actor.model.attn_implementation",
-            remedy="set it to sdpa or eager; flash_attention_2 needs the package flash-attn and a GPU",
-        ) from error
-
-
-def _with_overrides(config: ModelConfig, overrides: Mapping[str, object] | None) -> ModelConfig:
-    return config.model_copy(update={"config_overrides": {**config.config_overrides, **(overrides or {})}})
-
-
-def get_model_config_and_processor(
-    cfg: ActorConfig | Mapping[str, object],
-) -> tuple[PreTrainedConfig, ProcessorMixin | PreTrainedTokenizerBase]:
-    """The config and the processor of a model: from a registered function, or from its directories.
-
-    The tokenizer of a built-in model type pads at the left, as generation needs it.
-
-    Args:
-        cfg: the section `actor`, or a whole recipe; `model` and `tokenizer.tokenizer_model` are read (without the
-            latter, `model.model_path`).
-
-    Raises:
-        ConfigError: a key is unknown, sizes in `model` are not the model's, or the function returns something else.
-        ModelError: there is no such directory, or it lacks something.
-    """
-    actor = _section(ActorConfig, cfg, "actor")
-    model, source = actor.model, actor.tokenizer.tokenizer_model or actor.model.model_path
-    if model.model_type not in MODEL_TYPES:
-        return _registered_parts(actor)
-    if source is None:
-        raise no_model_path()
-    at = model if model.model_path is not None else model.model_copy(update={"model_path": source})
-    if model.model_type == "causal_lm":
-        config, processor = (
-            load_config(at, classes=OWN_CONFIGS),
-            load_tokenizer(source, trust_remote_code=model.trust_remote_code),
-        )
-        tokenizer, images = processor, None
-    else:
-        config, processor = _config_and_processor(at, None, None, source)
-        tokenizer, images = _tokenizer_of(processor), _images(processor, config)
-    tokenizer.padding_side = "left"
-    check_sizes(model, config, tokenizer, images)
-    return config, processor
-
-
-def _registered_parts(actor: ActorConfig) -> tuple[PreTrainedConfig, ProcessorMixin]:
-    """The config and the processor from the function of a registered name."""
-    name = actor.model.model_type
-    _require_known(name)
-    function = registered_processor(name)
-    if function is None:
-        raise ConfigError(
-            f"no function is registered that gives config and processor of {name}",
-            where="actor.model.model_type",
-            remedy=f'decorate one with register_model({name!r}, gives="config_and_processor")',
-        )
-    found = function(OmegaConf.create(actor.model_dump()))
-    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], PreTrainedConfig):
-        raise ConfigError(
-            f"the function of {name} returned {type(found).__name__}, not a config and a processor",
-            where=f'register_model({name!r}, gives="config_and_processor")',
-            remedy="return model_config, input_processor",
-        )
-    config, processor = found
-    check_sizes(actor.model, config, images=_image_processor(processor))
-    return found
-
-
-def _image_processor(processor: object) -> BaseImageProcessor | None:
-    """The image processor of what a user's function returned; None without one."""
-    found = vars(processor).get("image_processor") if isinstance(processor, ProcessorMixin) else processor
-    return found if isinstance(found, BaseImageProcessor) else None
-
-
-def _tokenizer_of(processor: ProcessorMixin) -> PreTrainedTokenizerBase:
+def tokenizer_of(processor: ProcessorMixin) -> PreTrainedTokenizerBase:
     return vars(processor)["tokenizer"]
 
 
-def _images(processor: ProcessorMixin, config: PreTrainedConfig) -> ImageText:
+def images_of(processor: ProcessorMixin, config: PreTrainedConfig) -> ImageText:
     return openvla_images(processor, config) if isinstance(config, OpenVLAConfig) else ImageText(processor)
-
-
-def _require_known(name: str) -> None:
-    """Refuse a `model_type` that is neither built in nor registered."""
-    if name in MODEL_TYPES or name in known_names():
-        return
-    raise ConfigError(
-        f"actor.model.model_type = {name} is not known",
-        where="actor.model.model_type",
-        remedy=(
-            f"use one of {', '.join([*MODEL_TYPES, *known_names()])} (shardtune models lists them), or name the file "
-            "that registers it in plugins"
-        ),
-    )
 
 
 def known_architectures() -> Mapping[str, Mapping[str, Sequence[str]]]:

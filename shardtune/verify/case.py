@@ -14,7 +14,8 @@ from shardtune.config.user_code import import_plugins
 from shardtune.config.values import FUNCTION_IN_FILE
 from shardtune.data.encoder import Row
 from shardtune.errors import ConfigError
-from shardtune.models.find_adapter import MODEL_TYPES, find_adapter
+from shardtune.models.find_adapter import find_adapter
+from shardtune.models.registered_functions import MODEL_TYPES
 from shardtune.verify.rows import keep_rows, rows_for
 
 ROWS_OF_A_STEP = 5

@@ -13,7 +13,8 @@ from transformers import GPT2Config
 from shardtune.config import ModelConfig, load_recipe
 from shardtune.errors import ConfigError, ModelError, ShardtuneError
 from shardtune.models import pretrained
-from shardtune.models.find_adapter import causal_lm, get_model, known_architectures
+from shardtune.models.find_adapter import causal_lm, known_architectures
+from shardtune.models.get_model import get_model
 from shardtune.models.pretrained import load_config, model_directory
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.workspace import make_model, make_tokenizer, make_workspace, rows

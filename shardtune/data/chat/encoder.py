@@ -18,7 +18,8 @@ from shardtune.data.chat.outline import Span
 from shardtune.data.chat.reasoning import Thinking, Thought, without_thoughts
 from shardtune.data.chat.template import ChatTemplate, Rendering, missing_template
 from shardtune.data.encoder import LengthLimit, Row, RowError, TooLong
-from shardtune.data.row_formats import Chat, Completion, Text, read_example, read_turns
+from shardtune.data.messages import read_turns
+from shardtune.data.row_formats import Chat, Completion, Text, read_example
 from shardtune.errors import DataError
 
 TrainOn = Literal["assistant", "last_assistant", "all"]

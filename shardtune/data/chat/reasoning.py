@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shardtune.data.encoder import RowError
-from shardtune.data.row_formats import REASONING_KEYS, Chat
+from shardtune.data.messages import REASONING_KEYS
+from shardtune.data.row_formats import Chat
 
 Thinking = Literal["keep", "template", "drop"]
 TAGS = re.compile(r"</?think>")

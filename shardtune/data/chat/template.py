@@ -17,7 +17,8 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, rend
 from shardtune.data.chat.outline import Outline, Shape, Span, given_pieces, probed, shape_of
 from shardtune.data.chat.reasoning import KEY, TAGS, Thought, lost_thoughts
 from shardtune.data.encoder import RowError
-from shardtune.data.row_formats import REASONING_KEYS, Chat, message_keys, unknown_key, unknown_keys
+from shardtune.data.messages import REASONING_KEYS, message_keys, unknown_key, unknown_keys
+from shardtune.data.row_formats import Chat
 from shardtune.errors import DataError
 
 # Two private-use characters: no text has them and no template strips, escapes or translates them.

@@ -9,20 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from shardtune.data.encoder import Row, RowError
-from shardtune.data.row_formats import (
-    MEDIA_KEYS,
-    REASONING_KEYS,
-    TEXT_PARTS,
-    Chat,
-    Completion,
-    Example,
-    Text,
-    read_example,
-    read_turns,
-    recognise,
-    split_reasoning,
-    text_of_part,
-)
+from shardtune.data.messages import REASONING_KEYS, TEXT_PARTS, read_turns, split_reasoning, text_of_part
+from shardtune.data.row_formats import MEDIA_KEYS, Chat, Completion, Example, Text, read_example, recognise
 
 IMAGE_MARK = "\ue0f7"
 """Marks the place of an image in a turn until the chat template is rendered."""

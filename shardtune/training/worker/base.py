@@ -27,7 +27,7 @@ from shardtune.data.user_loader.batch import UserBatch, with_names
 from shardtune.data.user_loader.errors import built
 from shardtune.data.user_loader.loader import BatchLoader
 from shardtune.errors import ConfigError, ShardtuneError
-from shardtune.models.find_adapter import get_model, get_model_config_and_processor
+from shardtune.models.get_model import get_model, get_model_config_and_processor
 from shardtune.models.lora.attach import trainable_patterns
 from shardtune.models.new_tokens import add_new_tokens
 from shardtune.models.options import NoOptions, read_options
