@@ -229,6 +229,14 @@ VISION: Mapping[str, Mapping[str, Any]] = {
         "pil": "Glm4vImageProcessorPil",
         "config": {"text_config.head_dim": 16, "text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}},
     },
+    "glm5_next": {
+        "config": {
+            "text_config.index_kpool": 2,
+            "text_config.num_key_value_heads": 4,
+            "text_config.qk_rope_head_dim": 0,
+            "vision_config.out_hidden_size": 32,
+        },
+    },
     "glm46v": {"config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}},
     "paddleocr_vl": {"config": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}},
     "ernie4_5_vl_moe": {

@@ -62,8 +62,8 @@ class VisionLanguage(CausalLM):
     Tokens are handled as by `CausalLM`: end to end, documents apart, the head at supervised positions in chunks. Images
     are read and processed where micro-batches are made, in processes of the loader; all of a micro-batch go
     through the vision tower together. Where only the processor itself can put text and images together, and where its
-    inputs for images depend on the text around them, each forward holds one row, and no rows without images are beside
-    rows with images: the model computes these in another way.
+    inputs for images depend on the text around them, each forward holds one row. No rows without images are beside
+    rows with images there, nor in any model that is not packed: the model computes these in another way.
 
     Args:
         config: the model's config.
@@ -189,12 +189,18 @@ class VisionLanguage(CausalLM):
 
     # -- ranks with and without images -----------------------------------------------------------------------------
 
+    @property
+    def _nothing_joins(self) -> bool:
+        """Whether no row can be lengthened by a blank image: a model that cannot keep rows apart in one sequence may
+        compute a row in another way where more tokens follow (one that selects keys breaks ties by their number)."""
+        return self.images.one_row or not self.packs
+
     def companion(self) -> Companion | None:
-        return Companion(None if self.images.one_row else self._blank_row(), ENDS)
+        return Companion(None if self._nothing_joins else self._blank_row(), ENDS)
 
     def filler(self, sample: Sample) -> Sample:
         """A row without a target, with images where the others of its micro-batch have some."""
-        if self.images.one_row:
+        if self._nothing_joins:
             return replace(sample, loss_weights=np.zeros_like(sample.loss_weights))
         return super().filler(sample)
 
