@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.image_processing_utils import BaseImageProcessor
 
 from shardtune.config import ModelConfig
-from shardtune.data.images.placeholders import ImageText
+from shardtune.data.images.placeholders import AppliedImages
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.action.openvla import OpenVLAConfig
 
@@ -22,7 +22,7 @@ def check_sizes(
     given: ModelConfig,
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    images: ImageText | BaseImageProcessor | None = None,
+    images: AppliedImages | BaseImageProcessor | None = None,
 ) -> None:
     """Compare vocabulary, width and image size with the model's.
 
@@ -55,7 +55,7 @@ def check_sizes(
         _compare("image_size", tuple(given.image_size), [made_size(images, given.image_size)])
 
 
-def made_size(images: ImageText | BaseImageProcessor, size: list[int]) -> tuple[int, int]:
+def made_size(images: AppliedImages | BaseImageProcessor, size: list[int]) -> tuple[int, int]:
     """(height, width) of the pixels that a model's image processor makes from an image of this size.
 
     Raises:
@@ -64,7 +64,7 @@ def made_size(images: ImageText | BaseImageProcessor, size: list[int]) -> tuple[
     """
     height, width = size
     blank = [Image.new("RGB", (width, height))]
-    made = images.pixels(blank) if isinstance(images, ImageText) else _processed(images, blank)
+    made = images.pixels(blank) if isinstance(images, AppliedImages) else _processed(images, blank)
     if "pixel_values" not in made:
         raise ConfigError(
             f"{SECTION}.image_size: {size} cannot be compared, the images become {', '.join(made)}, not pixel_values",
@@ -72,7 +72,7 @@ def made_size(images: ImageText | BaseImageProcessor, size: list[int]) -> tuple[
             remedy="leave it out",
         )
     if "image_grid_thw" in made:  # [images, 3]: frames, rows and columns of patches
-        processor = images.processor.image_processor if isinstance(images, ImageText) else images
+        processor = images.processor.image_processor if isinstance(images, AppliedImages) else images
         patch = int(processor.to_dict()["patch_size"])
         rows, columns = made["image_grid_thw"][0, 1:].tolist()
         return rows * patch, columns * patch

@@ -48,7 +48,8 @@ def computed_ahead(function: Callable[[T], R], items: Iterable[T], num_processes
     if not num_processes:
         yield from map(function, items)
         return
-    with quiet_tokenizers(), _signal_handler_kept():
+    with quiet_tokenizers(), _signal_handler_kept(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # more processes than cores
         messages = iter(_loader(function, items, num_processes))
     # At exit that has to come before multiprocessing waits for the processes: they ignore SIGTERM.
     end = partial(end_processes, messages)
@@ -77,19 +78,17 @@ def computed_ahead(function: Callable[[T], R], items: Iterable[T], num_processes
 
 
 def _loader(function: Callable[[T], R], items: Iterable[T], num_processes: int) -> DataLoader[bytes]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # more processes than cores
-        return DataLoader(
-            _Messages(function),
-            batch_size=None,
-            sampler=items,
-            collate_fn=_unchanged,
-            num_workers=num_processes,
-            prefetch_factor=AHEAD,
-            multiprocessing_context="fork",  # so that nothing has to be pickled that this process already holds
-            worker_init_fn=partial(_begin, os.getpid()),
-            generator=torch.Generator(),  # by default the seed of the processes is drawn from the global one
-        )
+    return DataLoader(
+        _Messages(function),
+        batch_size=None,
+        sampler=items,
+        collate_fn=_unchanged,
+        num_workers=num_processes,
+        prefetch_factor=AHEAD,
+        multiprocessing_context="fork",  # so that nothing has to be pickled that this process already holds
+        worker_init_fn=partial(_begin, os.getpid()),
+        generator=torch.Generator(),  # by default the seed of the processes is drawn from the global one
+    )
 
 
 class _Messages(Dataset[bytes], Generic[T, R]):

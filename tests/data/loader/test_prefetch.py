@@ -54,6 +54,11 @@ def slow_at_first(number: int) -> tuple[int, int, torch.Tensor]:
     return number, os.getpid(), torch.arange(number)
 
 
+def test_more_processes_than_cores_are_started_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    assert list(computed_ahead(abs, range(2), (os.cpu_count() or 1) + 1)) == [0, 1]
+    assert not recwarn.list
+
+
 def test_results_keep_their_order() -> None:
     found = list(computed_ahead(slow_at_first, range(9), 2))
     assert [number for number, _, _ in found] == list(range(9))

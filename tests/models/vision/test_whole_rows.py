@@ -17,6 +17,7 @@ from shardtune.data.images.images import ENDS
 from shardtune.data.images.whole_rows import WholeRowEncoder, WholeRows
 from shardtune.errors import DataError
 from shardtune.evaluate.generate import Sampling
+from shardtune.models.check_sizes import made_size
 from shardtune.models.vision.processors import applied_images, load_processor
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.models.vision.test_vision_on_ranks import LR, a_recipe
@@ -47,7 +48,7 @@ def plain(directory: Path, rows: list[dict[str, Any]], steps: int) -> Trace:
             logits = model(**cast, use_cache=False).logits[0, -len(labels) :]  # GIT's begin with its images'
             loss = F.cross_entropy(logits[:-1], labels[1:], ignore_index=IGNORED, reduction="sum") / weight
             loss.backward()
-            total += float(loss)
+            total += float(loss.detach())
         norms = [p.grad for p in model.parameters() if p.grad is not None]
         trace.losses.append(total)
         trace.norms.append(float(torch.nn.utils.get_total_norm(norms)))
@@ -149,6 +150,7 @@ def test_targets_are_found_in_what_the_processor_writes(tmp_path: Path) -> None:
     processor = make_processor("paligemma")
     images = applied_images(processor)
     assert isinstance(images, WholeRows)
+    assert made_size(images, [40, 30]) == made_size(images.processor.image_processor, [40, 30])
     _, rows = image_rows(tmp_path, 3)
     encoder = WholeRowEncoder(images, None, max_length=60, folder=tmp_path)
     sample = encoder.encode({"prompt": "<image>what?", "completion": " a b", "images": rows[1]["images"][:1]})
