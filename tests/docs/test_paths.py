@@ -41,6 +41,7 @@ def named_files(text: str) -> set[str]:
 def named_folders(text: str) -> set[str]:
     """Folders in backticks of which the project has the first part; a run's own (`final/`) are not among them."""
     found = {piece for piece in _INLINE.findall(_FENCED.sub("", text)) if _FOLDER.match(piece)}
+    found = {path for path in found if not path.startswith("runs/")}  # there after the quickstart
     return {path for path in found if any((place / path.partition("/")[0]).is_dir() for place in PLACES)}
 
 
