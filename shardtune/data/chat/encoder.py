@@ -257,11 +257,7 @@ class ChatEncoder:
         """The tokens between the begin token, where the tokenizer has one, and the end token, which is a target."""
         eos = self.tokenizer.eos_token_id
         if not isinstance(eos, int):
-            raise DataError(
-                "the tokenizer has no end-of-sequence token, so the model could never learn to stop",
-                where="actor.tokenizer.tokenizer_model",
-                remedy="give the tokenizer an eos_token (tokenizer_config.json)",
-            )
+            raise no_end_token()
         opened = self._opened(ids)
         trained = np.concatenate([np.zeros(len(opened) - len(ids), bool), trained])
         if len(opened) and opened[-1] == eos:
@@ -298,3 +294,12 @@ def with_offsets(tokenizer: PreTrainedTokenizerBase | str | Path) -> PreTrainedT
             remedy="use a tokenizer with a tokenizer.json",
         )
     return loaded
+
+
+def no_end_token() -> DataError:
+    """The error for rows of plain text whose tokenizer has no token to end them with."""
+    return DataError(
+        "the tokenizer has no end-of-sequence token, so the model could never learn to stop",
+        where="actor.tokenizer.tokenizer_model",
+        remedy="give the tokenizer an eos_token (tokenizer_config.json)",
+    )

@@ -18,6 +18,7 @@ from tokenizers import Encoding
 from transformers import BatchEncoding, PreTrainedTokenizerFast, ProcessorMixin
 
 from shardtune.batch import Prompt, Sample
+from shardtune.data.chat.encoder import no_end_token
 from shardtune.data.chat.template import missing_template
 from shardtune.data.encoder import RowDropped, RowError
 from shardtune.data.images.chat_encoder import ImageChatEncoder
@@ -25,7 +26,7 @@ from shardtune.data.images.images import PROMPT_TEXT, ROW_TEXT, SUFFIX_START, St
 from shardtune.data.images.placeholders import BLANK, OF_TEXT, AppliedImages, Expanded
 from shardtune.data.images.rows import IMAGE_MARK, mark_images
 from shardtune.data.row_formats import Chat, Completion, Text
-from shardtune.errors import DataError, ModelError
+from shardtune.errors import ModelError
 
 _KEY_SIZES = ((32, 32), (640, 480))
 
@@ -95,7 +96,7 @@ class WholeRows(AppliedImages):
                     if token != IMAGE_MARK and self._takes_token_for_text(placed):
                         raise RowError(f"it takes {token!r} in a text for text")
                 except (RowError, ModelError) as error:
-                    problems.append(getattr(error, "reason", str(error)))
+                    problems.append(error.reason if isinstance(error, RowError) else str(error))
                     continue
                 try:
                     self.most_images = None if self._count(2) == 2 * placed > 0 else 1
@@ -371,11 +372,7 @@ class WholeRowEncoder(ImageChatEncoder):
         if not self._closes(text, characters, images):
             eos = self.tokenizer.eos_token
             if not isinstance(eos, str):
-                raise DataError(
-                    "the tokenizer has no end-of-sequence token, so the model could never learn to stop",
-                    where="actor.tokenizer.tokenizer_model",
-                    remedy="give the tokenizer an eos_token (tokenizer_config.json)",
-                )
+                raise no_end_token()
             text, characters = text + eos, np.append(characters, np.ones(len(eos), np.float32))
         sample, spans = self._weighed(text, characters, images)
         if not self.with_prompts or isinstance(example, Text):
