@@ -11,7 +11,7 @@ import typer
 
 from shardtune.cli.exit import UsageError, end, leave, wrong_usage
 from shardtune.errors import ConfigError
-from shardtune.launch.signals import end_with_parent, listening
+from shardtune.launch.signals import end_with_parent, is_supervised, listening
 from shardtune.verify.commands import verify_app
 
 CTRL_C = 130
@@ -26,7 +26,7 @@ app = typer.Typer(
         '    shardtune generate runs/recipe --prompt "What is 2 plus 3?"\n\n'
         "Any key of a recipe may be overridden on the command line: actor.optim.lr=3e-5.\n\n"
         "**Exit codes**: 0 done; 2 an error in your input, see the message; 75 stopped by a signal after saving, run "
-        "the same command to continue; 1 anything else."
+        "the same command to continue; 76 stuck, the same command continues from the last checkpoint; 1 anything else."
     ),
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -111,9 +111,10 @@ def train(
 
         rehearse(path, *overrides)
         return
-    with listening():  # from before torch is imported, which takes seconds
-        from shardtune.run.api import train as run_training
-
+    with listening(own_process=True) as stop:
+        with stop.deferred():  # torch takes seconds; code that is being imported may swallow an exception
+            from shardtune.run.api import train as run_training
+        stop.check()
         run_training(path, *overrides)
 
 
@@ -403,8 +404,8 @@ def env() -> None:
 
 
 def main() -> None:
-    """Run the command line; exit with 0, 1, 2 (an error in the user's input) or 75 (stopped after saving)."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "SHARDTUNE_REPORT_DIR" in os.environ:
+    """Run the command line; exit with 0, 1, 2 (an error in the input), 75 (stopped after saving) or 76 (stuck)."""
+    if is_supervised():
         end_with_parent()
     try:
         code = app(standalone_mode=False, prog_name="shardtune")
@@ -413,7 +414,5 @@ def main() -> None:
     except UsageError as error:
         end(wrong_usage(error))
     except BaseException as error:
-        if isinstance(error, SystemExit):
-            raise
         end(error)
     leave(code if isinstance(code, int) else 0)

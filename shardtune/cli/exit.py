@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from contextlib import suppress
 from typing import NoReturn
 
 import typer
 
 from shardtune.errors import ConfigError, Interrupted, ShardtuneError
+from shardtune.launch.exit_codes import note_exit_code
 
 UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 """click's class of parse errors, from the copy of click that typer uses; typed as its subclass."""
@@ -21,9 +23,23 @@ def _as_users(error: BaseException) -> BaseException:
     from shardtune.config.user_code import user_fault
     from shardtune.launch.local import RankFailed, lost_a_peer
 
+    if isinstance(error, SystemExit):
+        return _left_by_exit(error)
     if isinstance(error, (ShardtuneError, Interrupted, RankFailed)) or lost_a_peer(error):
         return error
     return error if explain_out_of_memory(error) else (user_fault(error) or error)
+
+
+def _left_by_exit(error: SystemExit) -> ConfigError:
+    """The error for code that ends the process in the middle of a command; other ranks would wait for it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else None
+    rank = f", on rank {os.environ['RANK']}" if "RANK" in os.environ else ""
+    return ConfigError(
+        f"sys.exit({'' if error.code is None else repr(error.code)}) was called before the command had ended",
+        where=None if where is None else where + rank,
+        remedy="raise an exception there instead; a callback may request a stop",
+    )
 
 
 def wrong_usage(error: typer.BadParameter) -> ConfigError:
@@ -47,7 +63,7 @@ def end(error: BaseException) -> NoReturn:
     elif isinstance(error, (KeyboardInterrupt, typer.Abort)):
         text = "interrupted"
     else:
-        text = _explain(error)
+        code, text = _explain(error)
     if launched and not isinstance(error, Interrupted):
         from shardtune.launch.local import write_report
 
@@ -59,16 +75,19 @@ def end(error: BaseException) -> NoReturn:
     leave(code)
 
 
-def _explain(error: BaseException) -> str:
-    """The message of an error that is not in the user's input."""
+def _explain(error: BaseException) -> tuple[int, str]:
+    """Exit code and message of an error that is not in the user's input."""
     from shardtune.cli.out_of_memory import explain_out_of_memory
     from shardtune.launch.local import RankFailed, lost_a_peer
 
     if isinstance(error, RankFailed):
-        return str(error)
+        return error.exit_code, str(error)
     if lost_a_peer(error):
-        return f"another rank has ended; its error is the cause ({str(error).strip().splitlines()[-1][:200]})"
-    return explain_out_of_memory(error) or "".join(traceback.format_exception(error))
+        from shardtune.launch.watchdog import ended_peers
+
+        who = ended_peers() or "another rank"
+        return 1, f"{who} has ended; its error is the cause ({str(error).strip().splitlines()[-1][:200]})"
+    return 1, explain_out_of_memory(error) or "".join(traceback.format_exception(error))
 
 
 def leave(code: int) -> NoReturn:
@@ -76,8 +95,10 @@ def leave(code: int) -> NoReturn:
 
     The threads of its process group may hang or abort in a shutdown, and other ranks must not wait for it.
     """
-    sys.stderr.flush()
-    sys.stdout.flush()
+    note_exit_code(code)
+    with suppress(OSError):  # a terminal or a parent that is gone
+        sys.stderr.flush()
+        sys.stdout.flush()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         os._exit(code)
     sys.exit(code)

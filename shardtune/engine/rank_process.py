@@ -17,7 +17,7 @@ from shardtune.engine.pickling import pack, unpack
 from shardtune.engine.rank_module import Order, RankModule
 from shardtune.errors import ParallelError
 from shardtune.launch.local import lost_a_peer
-from shardtune.parallel.ranks import COLLECTIVE_TIMEOUT, Ranks, choose_device, lay_out
+from shardtune.parallel.ranks import COLLECTIVE_SECONDS, Ranks, choose_device, lay_out
 from shardtune.parallel.shutdown import leave_at_exit
 
 
@@ -115,7 +115,7 @@ class Host:
                 init_method=f"tcp://{meeting.address}:{meeting.port}",
                 rank=meeting.rank,
                 world_size=meeting.world_size,
-                timeout=COLLECTIVE_TIMEOUT,
+                timeout=timedelta(seconds=COLLECTIVE_SECONDS),
             )
         return cls(meeting.rank, meeting.world_size, device)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shardtune.engine.pickling import pack_for_twin, unpack
 from shardtune.engine.rank_process import Failure, Host, Outcome, Request, device_for, failure_of
 from shardtune.engine.ranks import GRACE_SECONDS, Team
-from shardtune.parallel.ranks import COLLECTIVE_TIMEOUT, open_group
+from shardtune.parallel.ranks import COLLECTIVE_SECONDS, open_group
 from shardtune.parallel.torch_private import default_store
 
 
@@ -58,7 +58,7 @@ class SpmdRanks(Team):
         self._number += 1
         keys = [f"{self._number}/{rank}" for rank in range(self.num_ranks)]
         self._store.set(keys[self.rank], pack_for_twin(failure))  # pyright: ignore[reportArgumentType] (bytes are taken)
-        limit = COLLECTIVE_TIMEOUT if failure is None else timedelta(seconds=GRACE_SECONDS)
+        limit = timedelta(seconds=COLLECTIVE_SECONDS if failure is None else GRACE_SECONDS)
         try:
             self._store.wait(keys, limit)
         except RuntimeError as late:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from shardtune.batch import Prompt
 from shardtune.data.loader.order import derive_seed
 from shardtune.errors import ConfigError
+from shardtune.launch.progress import GENERATION, PROGRESS
 from shardtune.models.adapter import LanguageRoot
 from shardtune.parallel.ranks import Ranks
 
@@ -119,7 +120,8 @@ class Generator:
             idle = self._ranks.data_rank >= len(batches)
             numbers = batches[0] if idle else batches[self._ranks.data_rank]
             torch.manual_seed(derive_seed(sampling.seed, place * num_ranks + self._ranks.data_rank, "generate"))
-            written = self._answer([prompts[number] for number in numbers], companion, sampling, streamer)
+            with PROGRESS.during(GENERATION):
+                written = self._answer([prompts[number] for number in numbers], companion, sampling, streamer)
             if not idle:
                 mine.extend(zip(numbers, written, strict=True))
         self._root.train(was_training)

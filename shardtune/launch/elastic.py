@@ -74,4 +74,4 @@ def run_elastic(
 def _exhausted(lost: RankLost, restarts: Restarts) -> RankLost:
     if not restarts.most:
         return lost
-    return RankLost(f"{lost}\nrunner.max_restarts ({restarts.most}) is used up", lost.ranks)
+    return type(lost)(f"{lost}\nrunner.max_restarts ({restarts.most}) is used up", lost.ranks)

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardtune.errors import Interrupted, ParallelError, ShardtuneError
-from shardtune.launch.signals import LAUNCHER_PID, StopSignal, listening
+from shardtune.launch.signals import LAUNCHER_PID, SIGNALS, StopSignal, listening
 
 REPORT_DIR = "SHARDTUNE_REPORT_DIR"
 """The directory to which a rank writes its error, for the launcher to show."""
@@ -62,6 +62,12 @@ class RankLost(RankFailed):
         self.ranks = tuple(ranks)
 
 
+class RanksStuck(RankLost):
+    """Training made no progress for `runner.watchdog_seconds`; the message names the rank that differs."""
+
+    exit_code = 76
+
+
 class ReportedError(ShardtuneError):
     """A mistake in the user's input that a rank found."""
 
@@ -80,6 +86,7 @@ class RankReport:
         user_error: whether the user can fix it.
         consequence: whether it only follows from the end of another rank.
         message: shown to the user.
+        stuck: whether the watchdog found the ranks stuck.
     """
 
     rank: int
@@ -87,6 +94,7 @@ class RankReport:
     user_error: bool
     consequence: bool
     message: str
+    stuck: bool = False
 
     @classmethod
     def from_json(cls, text: str) -> RankReport:
@@ -121,11 +129,21 @@ def write_report(rank: int, error: BaseException, message: str) -> None:
     folder = os.environ.get(REPORT_DIR)
     if folder is None:
         return
-    report = RankReport(rank, time.time(), isinstance(error, ShardtuneError), lost_a_peer(error), message)
+    consequence = lost_a_peer(error)
+    report = RankReport(
+        rank, time.time(), isinstance(error, ShardtuneError), consequence, message, isinstance(error, RanksStuck)
+    )
     file = Path(folder, f"rank_{rank}.json")
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(asdict(report)))
     partial.replace(file)
+
+
+def note_done(rank: int) -> None:
+    """Note for the launcher, if there is one, that a rank has left the others in order and ends with code 0."""
+    folder = os.environ.get(REPORT_DIR)
+    if folder is not None:
+        Path(folder, f"done_{rank}").touch()
 
 
 def free_port(preferred: int | None) -> int:
@@ -161,7 +179,8 @@ def run_ranks(
     Raises:
         Interrupted: the ranks were stopped by a signal, after saving.
         ShardtuneError: a rank found a mistake in the user's input.
-        RankLost: a rank was killed by a signal that the launcher did not send; the others have been ended.
+        RankLost: a rank was killed by a signal that the launcher did not send, or the ranks were stuck; the others have
+            been ended.
         RankFailed: a rank failed otherwise; the others have been ended.
     """
     port = free_port(master_port)
@@ -170,7 +189,7 @@ def run_ranks(
         try:
             for rank in range(num_ranks):
                 ranks.append(_start(arguments, rank, num_ranks, port, folder, environment or {}))
-            codes = _watch(ranks, stop)
+            codes = _watch(ranks, stop, Path(folder))
         finally:
             for rank in ranks:
                 if rank.poll() is None:
@@ -200,8 +219,13 @@ def _start(
     return subprocess.Popen([sys.executable, "-m", "shardtune", *arguments], env=environment, start_new_session=True)
 
 
-def _watch(ranks: Sequence[subprocess.Popen[bytes]], stop: StopSignal) -> list[int | None]:
+def _watch(ranks: Sequence[subprocess.Popen[bytes]], stop: StopSignal, folder: Path) -> list[int | None]:
     """Wait until all have ended, or until shortly after the first failure.
+
+    Args:
+        ranks: their processes.
+        stop: passed on to them.
+        folder: of their reports.
 
     Returns:
         The exit codes of the ranks that were not killed.
@@ -212,12 +236,18 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], stop: StopSignal) -> list[i
             forwarded = True
             for rank in ranks:
                 rank.send_signal(signal.SIGTERM)
+                rank.send_signal(signal.SIGCONT)  # a suspended rank would not notice
         codes = [rank.poll() for rank in ranks]
-        if until == math.inf and any(codes):
+        if until == math.inf and (any(codes) or _left_early(codes, folder)):
             until = time.monotonic() + GRACE_SECONDS
         if None not in codes or time.monotonic() > until:
             return codes
         time.sleep(POLL_SECONDS)
+
+
+def _left_early(codes: Sequence[int | None], folder: Path) -> bool:
+    """Whether a rank has ended with code 0 before its work was done, as by os._exit."""
+    return any(code == 0 and not (folder / f"done_{rank}").exists() for rank, code in enumerate(codes))
 
 
 def _reports(folder: Path) -> list[RankReport]:
@@ -244,9 +274,12 @@ def raise_outcome(
     mistake = next((report for report in causes if report.user_error), None)
     if mistake is not None:
         raise ReportedError(mistake.message, mistake.rank)
+    stuck = next((report for report in reports if report.stuck), None)
+    if stuck is not None:
+        raise RanksStuck(stuck.message, [])
     # An abort may be a consequence of another rank's error; SIGTERM before the handler was installed is a normal stop.
     followed = {-signal.SIGABRT} if causes else set()
-    stopped = {Interrupted.exit_code, -signal.SIGTERM} if stop_sent else {Interrupted.exit_code}
+    stopped = {Interrupted.exit_code, *(-number for number in SIGNALS)} if stop_sent else {Interrupted.exit_code}
     killed = [
         rank for rank, code in enumerate(codes) if code is not None and code < 0 and code not in followed | stopped
     ]
@@ -258,11 +291,17 @@ def raise_outcome(
         raise RankFailed(f"rank {causes[0].rank} failed:\n{causes[0].message}")
     if stopped & set(codes):
         raise Interrupted("stopped; all that was trained is saved, the same command continues", together=True)
+    # What is left are ranks that ended without a word, by os._exit or in C, and those that noticed the end of others.
+    noticed = {report.rank for report in reports}
+    ended = [rank for rank, code in enumerate(codes) if code is not None and rank not in noticed]
+    if ended and (reports or any(codes) or None in codes):
+        rank = next((rank for rank in ended if codes[rank]), ended[0])
+        raise RankFailed(
+            f"rank {rank} ended with exit code {codes[rank]} and without an error, before its work was done (os._exit?)"
+            "; the other ranks have been ended"
+        )
     if reports:
         raise RankFailed(f"rank {reports[0].rank} failed:\n{reports[0].message}")
-    failed = next((rank for rank, code in enumerate(codes) if code), None)
-    if failed is not None:
-        raise RankFailed(f"rank {failed} ended with exit code {codes[failed]}; the other ranks have been ended")
 
 
 def _signal(code: int | None) -> str:

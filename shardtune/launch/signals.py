@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from shardtune.errors import Interrupted
@@ -15,11 +17,14 @@ from shardtune.errors import Interrupted
 LAUNCHER_PID = "SHARDTUNE_LAUNCHER_PID"
 """Id of the process that started this rank; it may have ended before this process can read its parent's id."""
 PARENT_POLL_SECONDS = 0.25
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ORPHAN_SECONDS = 60.0
+"""How long a rank whose parent has ended may take to save."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""A scheduler's and a user's ways to end a process; SIGHUP is a lost terminal, SIGUSR1 often Slurm's warning."""
 
 
 class StopSignal:
-    """Records SIGTERM and SIGINT, and stops this process at a safe point.
+    """Records the signals that stop a run, and stops this process at a safe point.
 
     While there is nothing to save (start-up, tokenising, writing `final/`) the signal raises `Interrupted` at once in
     the main thread. Inside `deferred` it is only recorded: training polls it where all ranks can stop together. A
@@ -27,11 +32,37 @@ class StopSignal:
 
     Attributes:
         requested: whether a signal was received.
+        own_process: whether the process serves this run alone, so that it may be ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, own_process: bool = False) -> None:
         self.requested = False
+        self.own_process = own_process
         self._deferred = False
+        self._listens = False
+        self._failure: BaseException | None = None
+        self._wakeup = -1
+
+    def arrived(self) -> bool:
+        """Whether a signal has reached the process, even if its main thread cannot run the handler yet."""
+        while not self.requested and self._wakeup >= 0 and select.select([self._wakeup], [], [], 0)[0]:
+            self.requested = any(number in SIGNALS for number in os.read(self._wakeup, 64))
+        return self.requested
+
+    def request(self) -> None:
+        """Stop as on a signal; for other threads."""
+        self.requested = True
+
+    def fail(self, error: BaseException) -> None:
+        """Raise an error in the main thread; for other threads. It interrupts waiting, but no computation in C."""
+        self._failure = error
+        if self._listens:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+    @property
+    def deferring(self) -> bool:
+        """Whether signals are only recorded now, because there is something to save."""
+        return self._deferred
 
     def check(self) -> None:
         """Raise `Interrupted` if a signal was received: the handler's exception may have been caught by other code."""
@@ -49,6 +80,10 @@ class StopSignal:
             self._deferred = False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        outlive_output()
         again, self.requested = self.requested, True
         if again and number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -60,38 +95,89 @@ _current: StopSignal | None = None
 
 
 @contextmanager
-def listening() -> Iterator[StopSignal]:
-    """Handle SIGTERM and SIGINT as stop requests inside; the previous handlers are restored afterwards.
+def listening(*, own_process: bool = False) -> Iterator[StopSignal]:
+    """Handle the signals that end a process as stop requests inside; the previous handlers are restored afterwards.
 
-    A nested `listening` yields the outer one's `StopSignal`. Only the main thread receives signals.
+    A nested `listening` yields the outer one's `StopSignal`. Only the main thread receives signals. A SIGHUP that is
+    ignored (nohup) stays ignored, and SIGUSR1 and SIGUSR2 are left to a program that handles them itself.
+
+    Args:
+        own_process: whether the process serves this run alone.
     """
     global _current
     if _current is not None and threading.current_thread() is threading.main_thread():
         yield _current
         return
-    stop = StopSignal()
+    stop = StopSignal(own_process=own_process)
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {
+        number: handler
+        for number, handler in handlers.items()
+        if number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
+        or handler == signal.SIG_DFL
+        or (handler == signal.SIG_IGN and number != signal.SIGHUP)
+    }
     _current = stop
     try:
-        for number in SIGNALS:
-            signal.signal(number, stop._on_signal)
-        yield stop
+        with _wakeup(stop):
+            for number in before:
+                signal.signal(number, stop._on_signal)
+            stop._listens = True
+            yield stop
     finally:
-        _current = None
+        _current, stop._listens = None, False
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _wakeup(stop: StopSignal) -> Iterator[None]:
+    """Let `stop.arrived` see signals at once; not where the program's event loop uses this facility."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    try:
+        held = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        if held == -1:
+            stop._wakeup = read
+        else:
+            signal.set_wakeup_fd(held)
+        yield
+    finally:
+        if stop._wakeup >= 0:
+            stop._wakeup = -1
+            signal.set_wakeup_fd(-1)
+        os.close(read)
+        os.close(write)
+
+
+def outlive_output() -> None:
+    """Send what is printed to nowhere once its reader is gone (a terminal, a parent's pipe): saving goes on."""
+    poll = select.poll()
+    for stream in (sys.__stdout__, sys.__stderr__):
+        with suppress(AttributeError, ValueError, OSError):  # a program may have no such stream, or have closed it
+            poll.register(stream.fileno(), 0)
+    for descriptor, _ in poll.poll(0):  # errors and hang-ups alone
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
 
 
 _watching = False
 
 
-def end_with_parent() -> None:
-    """End this process, without saving, once its parent has ended: nothing reads its exit code or stops it any more.
+def is_supervised() -> bool:
+    """Whether a launcher has started this process and waits for it: this package's, torchrun or accelerate."""
+    return LAUNCHER_PID in os.environ or "RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
 
-    An orphaned rank of a killed launcher would continue training and overwrite the checkpoints of the restarted run.
+
+def end_with_parent() -> None:
+    """Stop this process once its parent has ended, as on a signal: nothing stops it any more or reads its exit code.
+
+    An orphan would train on beside the restarted run. Where training can be saved it is, within `ORPHAN_SECONDS`; the
+    lock on the run directory is held until then.
     """
     global _watching
     if _watching:
@@ -102,6 +188,11 @@ def end_with_parent() -> None:
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(PARENT_POLL_SECONDS)
+        outlive_output()
+        stop = _current
+        if stop is not None and stop.deferring:
+            stop.request()
+            time.sleep(ORPHAN_SECONDS)
         os._exit(1)
 
     threading.Thread(target=watch, name="shardtune-parent-watch", daemon=True).start()

@@ -21,7 +21,7 @@ from shardtune.errors import ParallelError
 from shardtune.parallel.shutdown import leave_at_exit
 
 T = TypeVar("T")
-COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+COLLECTIVE_SECONDS = 1800
 ONE_RANK = Layout()
 
 
@@ -182,12 +182,13 @@ def num_ranks(runner: RunnerConfig) -> int:
     return started if started > 1 else runner.workers
 
 
-def join_ranks(device: str, actor: ActorConfig) -> Ranks:
+def join_ranks(device: str, actor: ActorConfig, timeout: float = COLLECTIVE_SECONDS) -> Ranks:
     """Join as the rank of RANK, WORLD_SIZE and LOCAL_RANK (set by torchrun); without them a single process.
 
     Args:
         device: `runner.device`.
         actor: the section of the recipe with the layout of ranks.
+        timeout: seconds that a rank waits in a collective (`runner.collective_timeout`).
 
     Raises:
         ParallelError: this number of ranks does not fit the layout, or this rank has no device.
@@ -200,30 +201,35 @@ def join_ranks(device: str, actor: ActorConfig) -> Ranks:
         torch.cuda.set_device(chosen)
     if world_size == 1:
         return Ranks(0, 1, chosen)
-    open_group(chosen)
+    open_group(chosen, timeout)
     return lay_out(layout, rank, chosen)
 
 
 _stores: dict[tuple[str, str], tuple[dist.Store, Iterator[int]]] = {}
 
 
-def open_group(device: torch.device) -> None:
+def open_group(device: torch.device, timeout: float = COLLECTIVE_SECONDS) -> None:
     """Initialise the process group from torchrun's variables, if that is not done yet.
 
     A process may do so several times, one run after another: the keys of each group are its own, because ranks would
     take the addresses of an earlier group for those of this one and wait for ever.
+
+    Args:
+        device: of this rank.
+        timeout: seconds that a rank waits in a collective.
     """
     if dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    limit = datetime.timedelta(seconds=timeout)
     address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     if address not in _stores:  # kept, because rank 0 may serve it
-        store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=COLLECTIVE_TIMEOUT)))
+        store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=limit)))
         _stores[address] = store, count(1)
     store, numbers = _stores[address]
     own = dist.PrefixStore(f"shardtune/group/{next(numbers)}", store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=limit)
     leave_at_exit()
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._ops import OpOverload as OpOverload
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp._flat_param import FlatParameter as FlatParameter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, is_bw
@@ -130,6 +131,18 @@ def end_processes(batches: Iterator[object]) -> None:
 def default_store() -> dist.Store:
     """The store at which the default process group met. A second one of our own would need another free port."""
     return cast(dist.Store, _get_default_store())
+
+
+def collectives_issued() -> int:
+    """The number of collectives that this process has called so far, in all of its groups.
+
+    torch counts them for its own reports of a lack of agreement; there is no public name for the count.
+    """
+    issued = 0
+    for group in list(_world.pg_map):
+        with suppress(RuntimeError):  # a backend that does not count
+            issued += group._get_sequence_number_for_group()
+    return issued
 
 
 # -- FSDP2 -------------------------------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ FREE = (
     "runner.max_restarts",
     "runner.min_workers",
     "runner.lost_after",
+    "runner.watchdog_seconds",
+    "runner.collective_timeout",
     "runner.ray",
     "runner.logger",
     "actor.training_backend",

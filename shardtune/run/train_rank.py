@@ -13,11 +13,15 @@ import torch
 from shardtune.config import Recipe
 from shardtune.errors import Interrupted
 from shardtune.launch.heartbeat import PeerWatch
-from shardtune.launch.local import is_launched
-from shardtune.launch.signals import StopSignal, end_with_parent, listening
+from shardtune.launch.local import is_launched, note_done
+from shardtune.launch.progress import FINAL as WRITING_FINAL
+from shardtune.launch.progress import PROGRESS, START
+from shardtune.launch.signals import StopSignal, end_with_parent, is_supervised, listening
+from shardtune.launch.watchdog import FOLDER, Watchdog
 from shardtune.models.lora.attach import trainable_patterns
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.parallel.ranks import leave_ranks
+from shardtune.parallel.torch_private import collectives_issued
 from shardtune.run.accelerate_settings import contradicted_settings
 from shardtune.run.choose_worker import NOTHING, Objects, make_worker, unused_workers, user_code
 from shardtune.run.directory import (
@@ -69,14 +73,18 @@ def train_rank(
         peers: watches the other hosts; it is ended with the run.
         made: the worker, where it is not made here.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or is_launched():
+    if is_supervised():
         end_with_parent()
     main = os.environ.get("RANK", "0") == "0"
     display = Display() if main else None
     run_dir = run_directory(recipe)
     lock = RunLock(run_dir)
     try:
-        with listening() as stop, deterministic(recipe.runner.deterministic):
+        with (
+            listening() as stop,
+            deterministic(recipe.runner.deterministic),
+            watching(recipe.runner.watchdog_seconds, run_dir, stop) as watchdog,
+        ):
             if main:
                 lock.acquire_existing()
                 tidy(run_dir)
@@ -88,6 +96,7 @@ def train_rank(
                 worker = made or make_worker(recipe, objects, report=silent if _checked_by_launcher(recipe) else report)
             if worker.ranks.world_size > 1:
                 try_collective(worker.device)
+                watchdog.meet(worker.ranks.gather(watchdog.identity))
                 check_same_rows(worker)
             with _together(worker):
                 plan = worker.ranks.broadcast(plan)
@@ -99,7 +108,30 @@ def train_rank(
         lock.release()
     if peers is not None:
         peers.end()
+    note_done(int(os.environ.get("RANK", "0")))
     return run_dir
+
+
+@contextmanager
+def watching(seconds: float | None, run_dir: Path, stop: StopSignal) -> Iterator[Watchdog]:
+    """A watchdog over this rank's progress, which writes stacks into the run directory."""
+    pointer = run_dir / "checkpoints" / "latest"
+
+    def goes_on() -> str:
+        try:
+            return (
+                f"the last checkpoint is {pointer.with_name(pointer.read_text().strip())}: the same command continues"
+            )
+        except OSError:
+            return "there is no checkpoint yet: the same command starts again"
+
+    PROGRESS.phase = START
+    watchdog = Watchdog(seconds or 0.0, run_dir / FOLDER, stop, goes_on=goes_on, issued=collectives_issued)
+    try:
+        yield watchdog
+    finally:
+        watchdog.end()
+        PROGRESS.phase = START
 
 
 def report_finished(plan: RunPlan, recipe: Recipe, objects: Objects, report: Callable[[str], None]) -> None:
@@ -190,7 +222,8 @@ def _train(
         runner.run()
         if display is not None:
             display.report(f"writing {plan.run_dir / 'final'}")
-        score = write_final(recipe, plan.run_dir, worker, ended=runner.ended)
+        with PROGRESS.during(WRITING_FINAL):
+            score = write_final(recipe, plan.run_dir, worker, ended=runner.ended)
         on_main(worker.ranks, partial(record_models, plan.run_dir, object_inputs(recipe, objects)))
     except BaseException:
         current_lock[0].release()

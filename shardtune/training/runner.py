@@ -14,6 +14,7 @@ from shardtune.checkpoint.store import CheckpointStore, read_state, saved_step
 from shardtune.config import Recipe, load_recipe
 from shardtune.errors import CheckpointError, Interrupted, ModelError
 from shardtune.evaluate.loss import check_monitors
+from shardtune.launch.progress import CALLBACK, EVALUATION, FIRST_STEP, PROGRESS, START, STEP
 from shardtune.launch.signals import StopSignal
 from shardtune.training.callbacks import (
     NOTHING,
@@ -135,6 +136,7 @@ class SFTRunner:
             try:
                 self._train()
             finally:
+                PROGRESS.phase = START  # what follows has no steps that could be counted
                 if self._profile is not None:
                     self._profile.close()
                 self._observer.finished()
@@ -212,6 +214,7 @@ class SFTRunner:
 
     def _train(self) -> None:
         """Train, with the first and last events; a checkpoint is written when a callback fails."""
+        PROGRESS.phase = FIRST_STEP if self._recipe.actor.model.compile else STEP
         try:
             self._notify(TrainStart, resumed_from=self._resume_from)
             self._loop()
@@ -238,7 +241,8 @@ class SFTRunner:
             "epoch": actor.position.epoch,
             "run_dir": self.run_dir,
         }
-        self._requested |= self._callbacks.tell(kind(**{**progress, **facts}))
+        with PROGRESS.during(CALLBACK):
+            self._requested |= self._callbacks.tell(kind(**{**progress, **facts}))
         if Ask.EVALUATE in self._requested and not actor.evaluates:
             raise CallbackError(
                 f"{kind.method} of a callback requests an evaluation, but there is nothing to evaluate on",
@@ -286,6 +290,7 @@ class SFTRunner:
         if self._profile is not None:
             self._profile.before(step + 1)
         metrics = self._run_training()
+        PROGRESS.phase, PROGRESS.step = STEP, model.step
         advanced = model.step != step
         if advanced:
             self._line = metrics
@@ -337,7 +342,8 @@ class SFTRunner:
 
     def _evaluate(self) -> None:
         """Evaluate all sets and add the metrics to the step's."""
-        metrics = self._run_eval()
+        with PROGRESS.during(EVALUATION):
+            metrics = self._run_eval()
         check_monitors(self._recipe.runner, [*metrics, *TRAIN_METRICS])
         self._evaluated_at, self._last_eval = self._actor.step, metrics
         self._line = {"epoch": self._actor.position.epoch, **self._line, **metrics}
@@ -347,6 +353,7 @@ class SFTRunner:
 
     def _poll(self) -> None:
         """Once any rank has received a stop signal, save and stop on all ranks."""
+        PROGRESS.beats += 1
         if not self._ranks.largest(float(self._stop.requested)):
             return
         self._save_now("stopping: saving a checkpoint first")

@@ -11,6 +11,7 @@ from typing import TypeVar, cast
 from shardtune.checkpoint.atomic import require_space
 from shardtune.checkpoint.dcp import PendingSave
 from shardtune.checkpoint.store import CheckpointStore
+from shardtune.launch.progress import PROGRESS, SAVING
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.observer import Observer
 from shardtune.training.worker.base import FSDPSftWorker
@@ -91,6 +92,10 @@ class Saver:
             best: whether it is the best so far.
             notify: False where another `save` of this step follows, which sends the notification.
         """
+        with PROGRESS.during(SAVING):
+            self._save(state, best=best, notify=notify)
+
+    def _save(self, state: dict[str, object], *, best: bool, notify: bool) -> None:
         step = self._worker.step
         self.finish()
         if self.saved_at == step:
@@ -138,10 +143,11 @@ class Saver:
         if self.unfinished is None:
             return
         done, self.unfinished = self.unfinished, None
-        for write in done.writes:
-            write.wait()
-        self._ranks.barrier()
-        path = on_main(self._ranks, lambda: self._store.commit(done.folder, done.step, done.state, best=done.best))
+        with PROGRESS.during(SAVING):
+            for write in done.writes:
+                write.wait()
+            self._ranks.barrier()
+            path = on_main(self._ranks, lambda: self._store.commit(done.folder, done.step, done.state, best=done.best))
         if done.notify:
             self._notify(done.step, path, done.best)
         else:

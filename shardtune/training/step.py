@@ -15,6 +15,7 @@ from shardtune.data.loader.order import derive_seed
 from shardtune.data.loader.protocol import MicroBatch, Step
 from shardtune.data.user_loader.batch import UserBatch
 from shardtune.errors import ModelError
+from shardtune.launch.progress import PROGRESS
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.train_output import read_train_output
@@ -167,6 +168,7 @@ def accumulate(
     metrics: dict[str, Metric] = {}
     key = derive_seed(seed, step, ROW_DRAWS)
     for number, batch in enumerate(micro_batches):
+        PROGRESS.beats += 1
         if isinstance(batch, Batch):
             batch = replace(batch, key=key)
         if weights.on_ranks:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from shardtune.batch import Batch, LossSum, Metric
 from shardtune.data.loader.order import derive_seed
 from shardtune.errors import ModelError
+from shardtune.launch.progress import PROGRESS
 from shardtune.models.adapter import WholeStepAdapter, named
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
@@ -60,6 +61,7 @@ class WholeStep:
         micro_batches = [replace(batch, key=derive_seed(seed, step, ROW_DRAWS)) for batch in micro_batches]
         with torch.no_grad():
             for number, batch in enumerate(micro_batches):
+                PROGRESS.beats += 1
                 seed_rng(seed, step, number, rank, "train")
                 found.append(_real(forward(batch), batch))
         mine = _joined(found)
@@ -71,6 +73,7 @@ class WholeStep:
         whole = objective(losses, denominators, scale)
         slopes = dict(zip(leaves, torch.autograd.grad(whole, list(leaves.values()), allow_unused=True), strict=True))
         for number, batch in enumerate(micro_batches):
+            PROGRESS.beats += 1
             weights.begin_micro_batch(last=number == len(micro_batches) - 1)
             seed_rng(seed, step, number, rank, "train")
             outputs = _checked(forward(batch), batch)

@@ -126,6 +126,16 @@ class RunnerConfig(Section):
         "replaced.",
     )
     lost_after: Count = key(60, "On several hosts: seconds without a heartbeat after which a host counts as lost.")
+    watchdog_seconds: Number | None = key(
+        600,
+        "Seconds without progress (a micro-batch, a batch of an evaluation) after which a run counts as stuck: it "
+        "names the rank that differs, writes every rank's stack into `stuck/` of the run directory, and ends with code 76; "
+        "saving, generating answers, callbacks and the first compiled step may take six times as long; 0 or null: off.",
+        ge=0,
+    )
+    collective_timeout: Count = key(
+        1800, "Seconds that a rank waits in a collective for the others, before torch ends it with an error."
+    )
     callbacks: Annotated[list[FunctionInFile], Distinct] = key(
         [],
         "Your classes that receive the run's events and may request a stop, a save or an evaluation: [file.py:Class].",

@@ -103,9 +103,10 @@ class FSDPSftWorker(ABC):
     def __init__(self, cfg: DictConfig | Recipe) -> None:
         self.recipe: Recipe = cfg if isinstance(cfg, Recipe) else load_recipe(cfg)
         self.cfg: DictConfig = self.recipe.as_dict_config()
+        runner = self.recipe.runner
         self.options: Any = self._read_options()
-        check_optimizer(self.recipe.actor.optim, num_ranks(self.recipe.runner))
-        self.ranks: Ranks = join_ranks(self.recipe.runner.device, self.recipe.actor)
+        check_optimizer(self.recipe.actor.optim, num_ranks(runner))
+        self.ranks: Ranks = join_ranks(runner.device, self.recipe.actor, runner.collective_timeout)
         self.device: torch.device = self.ranks.device
         self.amp_context: AbstractContextManager[None] = nullcontext()
         self.tokenizer: PreTrainedTokenizerBase | None = None

@@ -1,0 +1,84 @@
+"""What the system says of a process: whether it runs, waits, is stopped or has ended (Linux; elsewhere less)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+STATES = {
+    "R": "is computing",
+    "S": "waits",
+    "D": "waits for a disk or a driver (state D), which no signal interrupts",
+    "T": "is stopped by a signal (state T, as after kill -STOP), so its stack cannot be written",
+    "t": "is stopped by a debugger (state t), so its stack cannot be written",
+    "Z": "has ended",
+}
+STOPPED, ENDED = frozenset("Tt"), "Z"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A process of a host: a number alone may be given to another one later.
+
+    Attributes:
+        host: its name.
+        pid: its number.
+        born: when it was started, in the system's own unit; 0 where unknown.
+        stacks: the descriptor of the file to which it writes its stacks on a signal; -1: none.
+    """
+
+    host: str
+    pid: int
+    born: int = 0
+    stacks: int = -1
+
+    @property
+    def state(self) -> str:
+        """One letter, as in ps; Z once it has ended."""
+        found = _stat(self.pid)
+        if found is None:
+            return ENDED if PROC.is_dir() or not _exists(self.pid) else "S"
+        return found[0] if not self.born or found[1] == self.born else ENDED
+
+    def describe(self) -> str:
+        """The state in words."""
+        state = self.state
+        return STATES.get(state, f"is in state {state}")
+
+    def send(self, number: int) -> None:
+        """Send it a signal, if it has not ended."""
+        if self.state != ENDED:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send(signal.SIGKILL)
+
+
+def own_identity(host: str, stacks: int = -1) -> Identity:
+    """This process."""
+    found = _stat(os.getpid())
+    return Identity(host, os.getpid(), 0 if found is None else found[1], stacks)
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """State and start time of a process, from /proc/PID/stat; None without one."""
+    try:
+        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], int(fields[19])
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,63 @@
+"""How far this process has come: a counter that training increments, read by the watchdog's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What a process is doing.
+
+    Attributes:
+        name: completes "stuck in …".
+        patience: how many times `runner.watchdog_seconds` it may take without progress; 0: any time.
+    """
+
+    name: str
+    patience: int = 1
+
+
+START = Phase("the start", 0)
+FIRST_STEP = Phase("the first step, which compiles the model", 6)
+STEP = Phase("a training step")
+EVALUATION = Phase("an evaluation")
+GENERATION = Phase("the generation of answers", 6)
+SAVING = Phase("saving a checkpoint", 6)
+CALLBACK = Phase("a callback", 6)
+FINAL = Phase("writing final/", 6)
+IDLE = Phase("waiting for a call", 0)
+
+
+class Progress:
+    """The progress of this process. Plain attributes, so that a step writes them without a call.
+
+    Attributes:
+        beats: increases with each micro-batch, evaluation batch and phase.
+        phase: the current one.
+        step: optimizer steps done.
+    """
+
+    __slots__ = ("beats", "phase", "step")
+
+    def __init__(self) -> None:
+        self.beats = 0
+        self.phase = START
+        self.step = 0
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Another phase inside; the one before is restored."""
+        before, self.phase = self.phase, phase
+        self.beats += 1
+        try:
+            yield
+        finally:
+            self.phase = before
+            self.beats += 1
+
+
+PROGRESS = Progress()
+"""This process's."""

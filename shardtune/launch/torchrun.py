@@ -1,0 +1,113 @@
+"""torchrun with the exit codes and messages of this package: `python -m shardtune.launch.torchrun OPTIONS …`.
+
+The options, the agent and the meeting of the hosts are torchrun's own. It turns every exit code of a rank into 1 and
+prints a traceback when a signal stops it; here a run that was stopped and has saved ends with 75, one that is stuck with
+76, a mistake in the input with 2, and what a rank has printed of its error is all there is. SIGUSR1 and SIGUSR2, which
+end torchrun's agent alone, are passed on to the ranks like SIGTERM, and ranks may save as long as they need to.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from shardtune.errors import Interrupted, ShardtuneError
+from shardtune.launch.exit_codes import EXIT_DIR, read_exit_codes
+from shardtune.launch.local import RanksStuck
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
+SAVE_SECONDS = 600
+"""How long the ranks may take after a signal, unless --shutdown-timeout says otherwise; torchrun gives them 30."""
+JOIN_SECONDS = 300
+"""How long hosts wait for each other, unless --rdzv-conf says otherwise: as long as ranks do; torchrun waits 600."""
+
+
+def final_code(codes: Sequence[int | None]) -> int:
+    """The exit code of a launch, from those of its ranks; None for one that was killed.
+
+    75, after which the same command goes on, if each rank has saved or was done; otherwise that of the first cause.
+    """
+    for cause in (ShardtuneError.exit_code, RanksStuck.exit_code):
+        if cause in codes:
+            return cause
+    others = set(codes) - {0, Interrupted.exit_code}
+    return 1 if others or not codes else max(code for code in codes if code is not None)
+
+
+def main() -> NoReturn:
+    """Run torchrun with the arguments of the command line; never returns."""
+    quiet = "LOGLEVEL" not in os.environ
+    if quiet:
+        os.environ["LOGLEVEL"] = "CRITICAL"  # read by torch's loggers when they are made
+    from torch.distributed.run import parse_args
+
+    if quiet:
+        del os.environ["LOGLEVEL"]
+    arguments = _with_defaults(parse_args(sys.argv[1:]), os.environ)
+    with tempfile.TemporaryDirectory(prefix="shardtune-exits-") as folder:
+        os.environ[EXIT_DIR] = folder
+        code, message = _run(arguments, Path(folder))
+    if message:
+        print(message, file=sys.stderr)
+    sys.exit(code)
+
+
+def _with_defaults(arguments: Namespace, environment: os._Environ[str]) -> Namespace:
+    if arguments.signals_to_handle == "SIGTERM,SIGINT,SIGHUP,SIGQUIT":
+        arguments.signals_to_handle = SIGNALS
+    if arguments.shutdown_timeout is None and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in environment:
+        arguments.shutdown_timeout = SAVE_SECONDS
+    if not arguments.standalone and "join_timeout" not in arguments.rdzv_conf:
+        timeouts = f"join_timeout={JOIN_SECONDS},read_timeout={JOIN_SECONDS}"
+        arguments.rdzv_conf = ",".join(filter(None, [arguments.rdzv_conf, timeouts]))
+    return arguments
+
+
+def _run(arguments: Namespace, folder: Path) -> tuple[int, str]:
+    """Run the agent; the exit code, and a message where no rank has printed one."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
+    from torch.distributed.run import determine_local_world_size, run
+
+    try:
+        run(arguments)
+    except ChildFailedError as failed:
+        codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+        return _outcome({**codes, **read_exit_codes(folder)})
+    except SignalException as stopped:
+        found = read_exit_codes(folder)
+        silent = determine_local_world_size(arguments.nproc_per_node) - len(found)
+        codes = [*found.values(), *[None] * silent]
+        code = final_code(codes)
+        name = signal.Signals(stopped.sigval).name
+        return code, f"error: after {name} not every rank has ended in order" if code == 1 else ""
+    except (RendezvousConnectionError, RendezvousTimeoutError) as error:
+        return 1, (
+            f"error: not all hosts have come to {arguments.rdzv_endpoint} in time: {error}\n"
+            "  remedy: start the command on every host, with an --rdzv-endpoint that all of them reach; --rdzv-conf "
+            "join_timeout=… has the seconds"
+        )
+    return 0, ""
+
+
+def _outcome(codes: dict[int, int]) -> tuple[int, str]:
+    """The exit code of a launch of which a rank has failed, and a message on a rank that could print none."""
+    code = final_code([*codes.values()])
+    killed = {rank: -each for rank, each in codes.items() if each < 0}
+    if code == 1 and killed:
+        rank, number = next(iter(killed.items()))
+        return code, f"error: rank {rank} was ended by {signal.Signals(number).name}; the other ranks have been ended"
+    return code, ""
+
+
+if __name__ == "__main__":
+    main()
