@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 from results import machine, table, write_section  # noqa: E402
 
 from tests.support.stuck_ways import WAYS  # noqa: E402
-from tests.support.tiny_run import Tiny, lines, make_tiny  # noqa: E402
+from tests.support.tiny_run import Tiny, make_tiny  # noqa: E402
 
 SECONDS = 5
 LIMIT = 180.0
@@ -59,37 +58,36 @@ def try_way(tiny: Tiny, launcher: str, way: str, guilty: int) -> dict[str, objec
         process = subprocess.Popen(
             command(tiny, name, launcher, way), env=environment, cwd=ROOT, stdout=output, stderr=output
         )
-        metrics = tiny.run(name) / "metrics.jsonl"
-        began = time.monotonic()
-        while process.poll() is None and not (metrics.exists() and len(lines(tiny.run(name))) >= 2):
-            if time.monotonic() - began > LIMIT:
-                break
+        began = progress = time.monotonic()
+        written = ""
+        while process.poll() is None and time.monotonic() - began < LIMIT:
+            text = log.read_text()
+            if text != written and "error:" not in text:
+                written, progress = text, time.monotonic()
             time.sleep(0.05)
-        progress = time.monotonic()
-        try:
-            code = process.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            code = None
+        seconds = time.monotonic() - progress
+        code = process.poll()
+        process.kill()
+        process.wait()
     text = log.read_text()
-    seconds = time.monotonic() - progress
-    named = re.search(r"rank (\d) (?!has called|on)", text[text.find("error:") :])
     return {
         "launcher": launcher,
         "way": way,
         "rank": guilty,
         "seconds": round(seconds, 1),
         "code": code,
-        "right": way == "all_sleep" or (f"rank {guilty}" in _first_line(text)),
-        "named": None if named is None else named.group(1),
+        "right": named_right(text, None if way == "all_sleep" else guilty),
         "text": text[text.find("error:") :][:1500] if "error:" in text else text[-1500:],
     }
 
 
-def _first_line(text: str) -> str:
-    """The part of the message that names a rank."""
-    found = text[text.find("error:") :].splitlines()[:3]
-    return " ".join(found)
+def named_right(text: str, guilty: int | None) -> bool:
+    """Whether the part of the message that names a rank names this one alone; None: no rank differs."""
+    found = text[text.find("error:") :].splitlines()
+    head = " ".join(found[: 1 if "no progress" in found[0] else 2])
+    if guilty is None:
+        return "no rank differs" in head
+    return f"rank {guilty}" in head and f"rank {1 - guilty}" not in head
 
 
 def main() -> None:

@@ -68,7 +68,7 @@ def end(error: BaseException) -> NoReturn:
         from shardtune.launch.local import write_report
 
         write_report(rank, error, text)
-    elif not launched or rank == 0:
+    elif rank == 0 or not (launched or (isinstance(error, Interrupted) and error.together)):
         kind = "stopped" if isinstance(error, Interrupted) else "error"
         prefix = f"rank {rank}: " if "RANK" in os.environ and not launched else ""
         print(f"{prefix}{kind}: {text}", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -13,10 +14,12 @@ import torch.distributed as dist
 
 from shardtune.config.rank_layout import Layout
 from shardtune.data.loader.order import derive_seed
+from shardtune.engine.call_watch import CallWatch, end_rank
 from shardtune.engine.pickling import pack, unpack
 from shardtune.engine.rank_module import Order, RankModule
 from shardtune.errors import ParallelError
 from shardtune.launch.local import lost_a_peer
+from shardtune.launch.verdict import StandReport
 from shardtune.parallel.ranks import COLLECTIVE_SECONDS, Ranks, choose_device, lay_out
 from shardtune.parallel.shutdown import leave_at_exit
 
@@ -47,12 +50,14 @@ class Failure:
         error: the exception, if it can be pickled.
         text: its traceback.
         consequence: whether it only follows from another rank's failure.
+        stands: where the rank waits for others that do not come; None for an exception.
     """
 
     rank: int
     error: BaseException | None
     text: str
     consequence: bool
+    stands: StandReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,19 @@ class Outcome:
 
     value: object = None
     failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits on a rank's waiting for others.
+
+    Attributes:
+        watchdog_seconds: in one collective of a call, after which the call counts as stuck; 0: none.
+        collective_timeout: seconds in a collective, after which torch ends it with an error.
+    """
+
+    watchdog_seconds: float = 600.0
+    collective_timeout: float = COLLECTIVE_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +93,7 @@ class Meeting:
         device: auto | cpu | cuda.
         local_rank: which GPU of its host.
         threads: of the process's computations; 0: unchanged.
+        limits: on waiting.
     """
 
     rank: int
@@ -84,6 +103,7 @@ class Meeting:
     device: str = "auto"
     local_rank: int = 0
     threads: int = 0
+    limits: Limits = Limits()
 
 
 class Host:
@@ -94,12 +114,23 @@ class Host:
         world_size: of the team.
         device: to compute on.
         copies: whether values must be copied, because the caller is in the same process.
+        watchdog_seconds: of `Limits`.
     """
 
-    def __init__(self, rank: int, world_size: int, device: torch.device, *, copies: bool = False) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        *,
+        copies: bool = False,
+        watchdog_seconds: float = 0.0,
+    ) -> None:
         self._rank, self._world_size, self._device, self._copies = rank, world_size, device, copies
         self._modules: dict[str, RankModule] = {}
         self._in_own_group: set[str] = set()
+        self.on_stuck: Callable[[StandReport], None] = end_rank
+        self._watch = CallWatch(rank, watchdog_seconds if world_size > 1 else 0.0, lambda report: self.on_stuck(report))
 
     @classmethod
     def join(cls, meeting: Meeting) -> Host:
@@ -115,9 +146,9 @@ class Host:
                 init_method=f"tcp://{meeting.address}:{meeting.port}",
                 rank=meeting.rank,
                 world_size=meeting.world_size,
-                timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+                timeout=timedelta(seconds=meeting.limits.collective_timeout),
             )
-        return cls(meeting.rank, meeting.world_size, device)
+        return cls(meeting.rank, meeting.world_size, device, watchdog_seconds=meeting.limits.watchdog_seconds)
 
     def do(self, request: Request) -> object:
         """Carry out a request; exceptions of a user's method are raised unchanged."""
@@ -130,7 +161,8 @@ class Host:
         resident = self._modules[request.engine]
         if request.action == "call":
             try:
-                return resident.call(*request.arguments, copy=self._copies)
+                with self._watch.during(str(request.arguments[0])):
+                    return resident.call(*request.arguments, copy=self._copies)
             except Exception:
                 resident.recover()
                 raise

@@ -24,6 +24,16 @@ class RemoteTraceback(Exception):
         return f"\n{self.text}"
 
 
+def stuck_error(message: str) -> ParallelError:
+    """The error for a call that waits in a collective to which not all ranks come."""
+    return ParallelError(
+        message,
+        where="a call on all ranks",
+        remedy="let every rank make the same calls that involve others, as many times, in the same order; "
+        "shardtune.init(watchdog_seconds=…) sets the time",
+    )
+
+
 class RankError(RuntimeError):
     """An exception on a rank that cannot be unpickled here; the message has its traceback."""
 

@@ -10,15 +10,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import cast
 
+from shardtune.engine.call_watch import RETURNED, SILENT, explain
 from shardtune.engine.pickling import pack, unpack
-from shardtune.engine.rank_process import Failure, Host, Meeting, Outcome, Request, failure_of
-from shardtune.engine.ranks import GRACE_SECONDS, Team, raise_failure
+from shardtune.engine.rank_process import Failure, Host, Limits, Meeting, Outcome, Request, failure_of
+from shardtune.engine.ranks import GRACE_SECONDS, Team, raise_failure, stuck_error
 from shardtune.launch.local import free_port
+from shardtune.launch.verdict import StandReport
 
 END_SECONDS = 5.0
 
@@ -30,9 +33,10 @@ class LocalRanks(Team):
         num_ranks: the number of ranks.
         device: auto | cpu | cuda.
         first_gpu: of this machine, for rank 0; the others get the next ones.
+        limits: on waiting.
     """
 
-    def __init__(self, num_ranks: int, device: str, first_gpu: int) -> None:
+    def __init__(self, num_ranks: int, device: str, first_gpu: int, limits: Limits) -> None:
         super().__init__(num_ranks)
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
@@ -41,7 +45,7 @@ class LocalRanks(Team):
         for _ in range(num_ranks):
             self._start()
         threads = 0 if "OMP_NUM_THREADS" in os.environ else max(1, (os.cpu_count() or 1) // num_ranks)
-        meeting = Meeting(0, num_ranks, port=free_port(None), device=device, threads=threads)
+        meeting = Meeting(0, num_ranks, port=free_port(None), device=device, threads=threads, limits=limits)
         paths = list(sys.path)
         messages = [
             pack((paths, replace(meeting, rank=rank, local_rank=first_gpu + rank))) for rank in range(num_ranks)
@@ -105,6 +109,13 @@ class LocalRanks(Team):
 
     def _judge(self, found: dict[int, Outcome], lost: dict[int, str], stuck: list[int]) -> list[Outcome]:
         """Check the outcomes, and whether the ranks can still be used."""
+        stands = stands_of(found)
+        if stands and not lost:
+            others = {rank: RETURNED for rank in found if rank not in stands} or dict.fromkeys(stuck, SILENT)
+            error = stuck_error(explain(stands, others, self.num_ranks))
+            self.dead = error.what.splitlines()[0]
+            self.close()
+            return [Outcome(failure=Failure(rank, error, str(error), False)) for rank in range(self.num_ranks)]
         if lost or stuck:
             rank, what = (
                 next(iter(lost.items())) if lost else (stuck[0], "waits for another that has failed, and was ended")
@@ -141,6 +152,12 @@ class LocalRanks(Team):
         atexit.unregister(self.close)
 
 
+def stands_of(found: Mapping[int, Outcome]) -> dict[int, StandReport]:
+    """The reports of the ranks that wait in vain."""
+    failures = {rank: outcome.failure for rank, outcome in found.items()}
+    return {rank: failure.stands for rank, failure in failures.items() if failure and failure.stands}
+
+
 def found_failure(found: dict[int, Outcome]) -> Failure | None:
     """The first real failure among outcomes."""
     failures = (outcome.failure for outcome in found.values() if outcome.failure is not None)
@@ -151,6 +168,11 @@ def _watch_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
+
+
+def _answer_stuck(pipe: Connection, number: bytes, report: StandReport) -> None:
+    """Answer a call from which the main thread does not return; the caller ends this process."""
+    pipe.send_bytes(number + pack(Outcome(failure=Failure(report.rank, None, "", False, report))))
 
 
 def main() -> None:
@@ -173,6 +195,7 @@ def main() -> None:
             except Exception as error:
                 answer = pack(Outcome(failure=failure_of(meeting.rank, error)))
         else:
+            host.on_stuck = partial(_answer_stuck, pipe, number)
             answer = host.answer(body)
         try:
             pipe.send_bytes(number + answer)

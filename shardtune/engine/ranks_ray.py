@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardtune.engine.pickling import pack, unpack
-from shardtune.engine.rank_process import Failure, Host, Meeting, Outcome, Request, failure_of
+from shardtune.engine.rank_process import Failure, Host, Limits, Meeting, Outcome, Request, failure_of
 from shardtune.engine.ranks import GRACE_SECONDS, Team, raise_failure
 from shardtune.errors import ParallelError
 from shardtune.launch import ray_cluster
@@ -55,12 +55,13 @@ class RayRanks(Team):
         num_ranks: the number of ranks.
         device: auto | cpu | cuda.
         placement: of the ranks on hosts.
+        limits: on waiting.
 
     Raises:
         ParallelError: the cluster has no free resources for them in time.
     """
 
-    def __init__(self, num_ranks: int, device: str, placement: Placement) -> None:
+    def __init__(self, num_ranks: int, device: str, placement: Placement, limits: Limits) -> None:
         super().__init__(num_ranks)
         placement = placement.resolved(device)
         self._group = self._reserve(placement)
@@ -69,7 +70,7 @@ class RayRanks(Team):
             self._actors = ray_cluster.make_actors(RayRank, placement, self._group, num_ranks)
             address, port = ray_cluster.result(self._actors[0].call(RayRank.meet))
             threads = 0 if "OMP_NUM_THREADS" in os.environ else max(1, int(placement.cpus))
-            meeting = Meeting(0, num_ranks, address, port, device, threads=threads)
+            meeting = Meeting(0, num_ranks, address, port, device, threads=threads, limits=limits)
             joins = [
                 # A rank sees only its assigned GPUs; otherwise the ranks of a host would share the first.
                 actor.call(RayRank.join, replace(meeting, rank=rank, local_rank=0 if placement.gpus else rank))

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from shardtune.engine.pickling import pack_for_twin, unpack
-from shardtune.engine.rank_process import Failure, Host, Outcome, Request, device_for, failure_of
+from shardtune.engine.rank_process import Failure, Host, Limits, Outcome, Request, device_for, failure_of
 from shardtune.engine.ranks import GRACE_SECONDS, Team
-from shardtune.parallel.ranks import COLLECTIVE_SECONDS, open_group
+from shardtune.parallel.ranks import open_group
 from shardtune.parallel.torch_private import default_store
 
 
@@ -22,16 +22,18 @@ class SpmdRanks(Team):
 
     Args:
         device: auto | cpu | cuda.
+        limits: on waiting.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, limits: Limits) -> None:
         self.rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         super().__init__(num_ranks)
         chosen = device_for(device, int(os.environ.get("LOCAL_RANK", "0")))
         if os.environ.get("OMP_NUM_THREADS") is None:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-        open_group(chosen)
-        self._host = Host(self.rank, num_ranks, chosen, copies=True)
+        open_group(chosen, limits.collective_timeout)
+        self._limits = limits
+        self._host = Host(self.rank, num_ranks, chosen, copies=True, watchdog_seconds=limits.watchdog_seconds)
         self._store = dist.PrefixStore("shardtune/engine", default_store())
         self._number = 0
 
@@ -58,7 +60,7 @@ class SpmdRanks(Team):
         self._number += 1
         keys = [f"{self._number}/{rank}" for rank in range(self.num_ranks)]
         self._store.set(keys[self.rank], pack_for_twin(failure))  # pyright: ignore[reportArgumentType] (bytes are taken)
-        limit = timedelta(seconds=COLLECTIVE_SECONDS if failure is None else GRACE_SECONDS)
+        limit = timedelta(seconds=self._limits.collective_timeout if failure is None else GRACE_SECONDS)
         try:
             self._store.wait(keys, limit)
         except RuntimeError as late:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shardtune.engine.rank_process import Host, device_for
+from shardtune.engine.rank_process import Host, Limits, device_for
 from shardtune.engine.ranks import InProcess, Team
 from shardtune.engine.ranks_local import LocalRanks
 from shardtune.engine.ranks_ray import RayRanks, connect
@@ -31,6 +31,7 @@ class Session:
         in_process: the team of one rank in this process, once there is one.
         spmd: the team of torchrun's ranks, once there is one.
         gpus_taken: of this machine, by processes of engines that are built.
+        limits: on waiting.
     """
 
     backend: str
@@ -39,20 +40,21 @@ class Session:
     in_process: Team | None = None
     spmd: SpmdRanks | None = None
     gpus_taken: int = 0
+    limits: Limits = field(default_factory=Limits)
     teams: list[Team] = field(default_factory=list)
 
     def team(self, num_ranks: int) -> Team:
         """Ranks for one engine, separate from those of others where possible."""
         if self.backend == "torchrun":
-            self.spmd = self.spmd or SpmdRanks(self.device)
+            self.spmd = self.spmd or SpmdRanks(self.device, self.limits)
             return self.spmd
         if self.backend == "ray":
-            return self._noted(RayRanks(num_ranks, self.device, self.placement))
+            return self._noted(RayRanks(num_ranks, self.device, self.placement, self.limits))
         if num_ranks == 1:
             self.in_process = self.in_process or InProcess(Host(0, 1, device_for(self.device, 0), copies=True))
             return self.in_process
         first, self.gpus_taken = self.gpus_taken, self.gpus_taken + num_ranks
-        return self._noted(LocalRanks(num_ranks, self.device, first))
+        return self._noted(LocalRanks(num_ranks, self.device, first, self.limits))
 
     def _noted(self, team: Team) -> Team:
         self.teams.append(team)
@@ -77,6 +79,8 @@ def init(
     gpus_per_rank: float | None = None,
     resources_per_rank: Mapping[str, float] | None = None,
     wait_seconds: float = 60.0,
+    watchdog_seconds: float | None = 600.0,
+    collective_timeout: float = 1800.0,
 ) -> None:
     """Choose the backend for the ranks of engines. Without it, `build` uses the defaults of `init()`.
 
@@ -91,6 +95,9 @@ def init(
         gpus_per_rank: of a Ray cluster; None: one where it has any.
         resources_per_rank: of a Ray cluster, others.
         wait_seconds: for free resources of a Ray cluster.
+        watchdog_seconds: a call in which a rank waits so long in one collective for the others counts as stuck; the
+            error names the rank that differs. 0 or None: never.
+        collective_timeout: seconds in a collective, after which torch ends it with an error.
 
     Raises:
         ParallelError: there is no such backend, or it cannot be used here.
@@ -111,7 +118,8 @@ def init(
         connect(address)
     where = Placement(placement, cpus_per_rank, gpus_per_rank, dict(resources_per_rank or {}), wait_seconds)
     spmd = _session.spmd if _session is not None else None
-    _session = Session(chosen, device, where, spmd=spmd)
+    limits = Limits(watchdog_seconds or 0.0, collective_timeout)
+    _session = Session(chosen, device, where, spmd=spmd, limits=limits)
 
 
 def current_session() -> Session:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.errors import ConfigError
+from shardtune.launch.torchrun import JOIN_SECONDS, TORCHRUN
 
 PORT = 29400
 """The rendezvous port unless runner.master_port sets one: torchrun's default."""
@@ -100,11 +101,11 @@ def _check_fewest(hosts: Hosts) -> None:
 
 def _torchrun(recipe: Recipe, hosts: Hosts, command: list[str]) -> str:
     if hosts.nodes == 1:
-        words = ["torchrun", "--standalone", *_shape(hosts)[1:]]
+        words = [*TORCHRUN, "--standalone", *_shape(hosts)[1:]]
         return f"# torchrun\n{_environment(hosts)}{shlex.join(words)} \\\n  -m shardtune {shlex.join(command)}"
     return (
         "# torchrun: the same on every host, HEAD being the first one's name or address\n"
-        f"HEAD=first-host\n{_environment(hosts)}{shlex.join(['torchrun', *_shape(hosts)])} \\\n"
+        f"HEAD=first-host\n{_environment(hosts)}{shlex.join([*TORCHRUN, *_shape(hosts)])} \\\n"
         f'  {_meeting(recipe)} \\\n  -m shardtune {shlex.join(command)}'
     )  # fmt: skip
 
@@ -119,7 +120,8 @@ def _shape(hosts: Hosts) -> list[str]:
 def _meeting(recipe: Recipe) -> str:
     name = shlex.quote(str(recipe.runner.logger.experiment_name))
     port = recipe.runner.master_port or PORT
-    return f'--rdzv-backend=c10d --rdzv-endpoint="$HEAD:{port}" --rdzv-id={name}'
+    waits = f"--rdzv-conf=join_timeout={JOIN_SECONDS},read_timeout={JOIN_SECONDS}"
+    return f'--rdzv-backend=c10d --rdzv-endpoint="$HEAD:{port}" --rdzv-id={name} {waits}'
 
 
 def _environment(hosts: Hosts) -> str:

@@ -157,8 +157,9 @@ def outlive_output() -> None:
     """Send what is printed to nowhere once its reader is gone (a terminal, a parent's pipe): saving goes on."""
     poll = select.poll()
     for stream in (sys.__stdout__, sys.__stderr__):
-        with suppress(AttributeError, ValueError, OSError):  # a program may have no such stream, or have closed it
-            poll.register(stream.fileno(), 0)
+        with suppress(ValueError, OSError):  # it may be closed
+            if stream is not None:
+                poll.register(stream.fileno(), 0)
     for descriptor, _ in poll.poll(0):  # errors and hang-ups alone
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, descriptor)

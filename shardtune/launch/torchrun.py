@@ -1,13 +1,14 @@
 """torchrun with the exit codes and messages of this package: `python -m shardtune.launch.torchrun OPTIONS …`.
 
-The options, the agent and the meeting of the hosts are torchrun's own. It turns every exit code of a rank into 1 and
-prints a traceback when a signal stops it; here a run that was stopped and has saved ends with 75, one that is stuck with
-76, a mistake in the input with 2, and what a rank has printed of its error is all there is. SIGUSR1 and SIGUSR2, which
-end torchrun's agent alone, are passed on to the ranks like SIGTERM, and ranks may save as long as they need to.
+The options, the agent and the meeting of the hosts are torchrun's own, which turns every exit code of a rank into 1 and
+prints a traceback when a signal stops it. Here a run that was stopped and has saved ends with 75, one that is stuck
+with 76, a mistake in the input with 2, and what a rank has printed of its error is all there is. SIGUSR1 and SIGUSR2,
+which end torchrun's agent alone, are passed on to the ranks like SIGTERM, and ranks have ten minutes to save.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -23,6 +24,8 @@ from shardtune.launch.local import RanksStuck
 if TYPE_CHECKING:
     from argparse import Namespace
 
+TORCHRUN = ("python", "-m", "shardtune.launch.torchrun")
+"""The words that take the place of `torchrun` in a command."""
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 SAVE_SECONDS = 600
 """How long the ranks may take after a signal, unless --shutdown-timeout says otherwise; torchrun gives them 30."""
@@ -51,6 +54,7 @@ def main() -> NoReturn:
 
     if quiet:
         del os.environ["LOGLEVEL"]
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     arguments = _with_defaults(parse_args(sys.argv[1:]), os.environ)
     with tempfile.TemporaryDirectory(prefix="shardtune-exits-") as folder:
         os.environ[EXIT_DIR] = folder

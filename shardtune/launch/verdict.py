@@ -94,13 +94,17 @@ def judge(reports: Mapping[int, StandReport], silent: Sequence[int]) -> Verdict:
     if count > len(reports) / 2 and len(places) > 1:
         others = {rank for rank, report in reports.items() if report.place != common}
         return _verdict(others, "waits in another collective than the others")
+    most = max(report.beats for report in reports.values())
+    ahead = {rank for rank, report in reports.items() if report.beats == most}
+    if len(ahead) < len(reports):
+        return _verdict(ahead, "is past the collective in which the others wait")
     fewest = min(report.issued for report in reports.values())
     behind = {rank for rank, report in reports.items() if report.issued == fewest}
     return _verdict(behind if len(behind) < len(reports) else (), "has called fewer collectives than the others")
 
 
 def _verdict(ranks: set[int] | tuple[int, ...], reason: str) -> Verdict:
-    return Verdict(tuple(sorted(ranks)), reason)
+    return Verdict(tuple(sorted(ranks)), reason if ranks else "")
 
 
 def describe(verdict: Verdict, reports: Mapping[int, StandReport], states: Mapping[int, str], *, num_ranks: int) -> str:
@@ -115,7 +119,7 @@ def describe(verdict: Verdict, reports: Mapping[int, StandReport], states: Mappi
     first = next(iter(reports.values()))
     several = num_ranks > 1
     what = f"no progress for {max(report.seconds for report in reports.values()):.0f} s in {first.phase}"
-    what += f", after step {first.step:,}" if first.step else ", before the end of the first step"
+    what += f", after step {first.step:,}" if first.step else ""
     if verdict.reason:
         what += f": {_names(verdict.ranks)} {verdict.reason}"
     elif states and several:

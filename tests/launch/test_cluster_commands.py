@@ -14,6 +14,7 @@ from torch.distributed.run import get_args_parser
 
 from shardtune.errors import ConfigError, ParallelError
 from shardtune.launch.cluster_commands import launch_commands
+from shardtune.launch.torchrun import TORCHRUN
 from shardtune.run.preflight import OWN_STORE
 from tests.support.workspace import run_cli
 
@@ -32,7 +33,7 @@ def recipe(tmp_path: Path) -> str:
 
 def words(text: str, program: str) -> list[str]:
     """A command of the text, its continued lines joined, variables left as they are."""
-    joined = text.replace("\\\n", " ")
+    joined = text.replace("\\\n", " ").replace(shlex.join(TORCHRUN), "torchrun")
     line = next(line for line in joined.splitlines() if re.match(rf"(srun )?{program} ", line))
     return shlex.split(line.removeprefix("srun "))
 
@@ -42,6 +43,7 @@ def test_torchrun_takes_what_is_printed(recipe: str, launcher: str) -> None:
     text = launch_commands(recipe, ["actor.optim.lr=1e-4"], 3, 8, [launcher])
     taken: argparse.Namespace = get_args_parser().parse_args(words(text, "torchrun")[1:])
     assert (taken.nnodes, taken.nproc_per_node, taken.rdzv_backend) == ("3", "8", "c10d")
+    assert "join_timeout=300" in taken.rdzv_conf
     assert taken.training_script == "shardtune"
     assert taken.training_script_args == ["train", recipe, "actor.optim.lr=1e-4"]
     assert "24 ranks: 3 hosts x 8; layout: shard 6 x tensor 4" in text

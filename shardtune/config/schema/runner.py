@@ -129,8 +129,8 @@ class RunnerConfig(Section):
     watchdog_seconds: Number | None = key(
         600,
         "Seconds without progress (a micro-batch, a batch of an evaluation) after which a run counts as stuck: it "
-        "names the rank that differs, writes every rank's stack into `stuck/` of the run directory, and ends with code 76; "
-        "saving, generating answers, callbacks and the first compiled step may take six times as long; 0 or null: off.",
+        "names the rank that differs, writes every rank's stack into `stuck/` of the run directory, and ends with code "
+        "76; saving, generation, callbacks and the first compiled step may take six times as long; 0 or null: off.",
         ge=0,
     )
     collective_timeout: Count = key(
