@@ -1,21 +1,28 @@
-"""kill -9 of the real command at random moments, many of them inside a save; then it goes on to its end.
+"""Kills and signals at random moments of the real command, which is then continued to its end and compared.
 
-    python bench/kill.py [--kills 30] [--in-saves 10] [--ranks 1] [--seed 0] [--save]
+    python bench/kill.py [--trials 300] [--results FILE] [--seconds 660] [--seed 0] [--save]
 
-Each time the same command is started again. In the end weights, optimizer and log must be those of a run that was left
-alone, bit for bit. Saving is slowed down to two seconds by a plugin, `tests/support/slow_saves.py`.
+Each trial is a run of its own: on one rank, on two, or on two under torchrun; a signal reaches the command, one of its
+ranks, or all of its processes at a random moment. The same command then goes on to the end: weights, optimizer and log
+must be those of a run that was left alone, bit for bit. One trial in ten starts Python anew, so that the moment may lie
+in its imports; the others are forked from a process that has done them. Results are kept in a file: a trial that is in
+it is not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import yaml
@@ -24,95 +31,170 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 from results import machine, table, write_section  # noqa: E402
 
+from tests.support import fork_server  # noqa: E402
 from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny  # noqa: E402
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-STEPS = 48
-START_SECONDS = 15.0
-"""About what it takes from the command to the third step: random moments are drawn from it."""
+EPOCHS = 4
+STEPS = 4 * EPOCHS
+LIMIT = 240.0
+SIGNALS = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGINT")
+SHARES = (6, 2, 2, 2, 2, 2, 2)
+SHAPES = ("one rank", "two ranks", "two ranks, torchrun")
+IMPORTS = 12.0
+"""Seconds that a start of Python takes longer than a fork, about."""
 
 
-def command(tiny: Tiny, name: str, ranks: int) -> list[str]:
+def command(tiny: Tiny, name: str, shape: str) -> list[str]:
     recipe = tiny.folder / f"{name}.yaml"
+    ranks = 2 if shape == "two ranks" else 1
     keys = {
-        "plugins": [str(ROOT / "tests/support/slow_saves.py")],
-        "runner__max_epochs": STEPS // 4,
+        "runner__max_epochs": EPOCHS,
+        "runner__save_interval": 2,
         "runner__nproc_per_node": ranks,
         "runner__keep_last": 2,
     }
     recipe.write_text(yaml.safe_dump(tiny.recipe(name, **keys)))
-    return [sys.executable, "-m", "shardtune", "train", str(recipe)]
+    torchrun = ["-m", "shardtune.launch.torchrun", "--standalone", "--nproc-per-node", "2"]
+    return [sys.executable, *(torchrun if "torchrun" in shape else []), "-m", "shardtune", "train", str(recipe)]
 
 
-def run_to_the_end(argv: list[str]) -> None:
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
-    if done.returncode:
-        raise SystemExit(f"exit code {done.returncode}\n{done.stderr[-3000:]}")
+def start(argv: list[str], log: Path, *, own: bool = False) -> subprocess.Popen[bytes]:
+    with log.open("w") as output, fork_server.own_starts() if own else nullcontext():
+        return subprocess.Popen(argv, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
 
 
-def kill_once(argv: list[str], mark: Path, log: Path, in_save: bool, draw: random.Random) -> bool:
-    """Start the command and kill it; returns whether it was saving then."""
-    mark.unlink(missing_ok=True)
-    with log.open("w") as told:
-        environment = {**os.environ, "TEST_SAVING": str(mark)}
-        process = subprocess.Popen(argv, env=environment, cwd=ROOT, stdout=told, stderr=told)
-        if in_save:
-            for _ in range(draw.randrange(1, 3)):  # the first save, or the second
-                wait(lambda: mark.exists(), process, log)
-                pause = draw.uniform(0.0, 1.9)
-                time.sleep(pause)
-        else:
-            time.sleep(draw.uniform(0.0, START_SECONDS))
-        if process.poll() is not None:
-            raise SystemExit(f"it ended by itself, with {process.returncode}:\n{log.read_text()[-3000:]}")
-        saving = mark.exists()
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    return saving
+def family(pid: int) -> list[int]:
+    """A process and those below it, servers aside."""
+    found = [pid]
+    for each in found:
+        with suppress(OSError):
+            below = Path(f"/proc/{each}/task/{each}/children").read_text().split()
+            found += fork_server.without_servers([int(child) for child in below])
+    return found
 
 
-def wait(condition, process: subprocess.Popen[bytes], log: Path) -> None:
-    until = time.monotonic() + 120
-    while not condition():
-        if process.poll() is not None or time.monotonic() > until:
-            raise SystemExit(f"it did not come to a save:\n{log.read_text()[-3000:]}")
-        time.sleep(0.005)
+def to_the_end(argv: list[str], log: Path) -> float:
+    began = time.monotonic()
+    process = start(argv, log)
+    try:
+        code = process.wait(LIMIT)
+    except subprocess.TimeoutExpired:
+        for pid in family(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        code = None
+    if code:
+        raise RuntimeError(f"exit code {code}: {log.read_text()[-1500:]}")
+    return time.monotonic() - began
+
+
+def trial(tiny: Tiny, number: int, seed: int, durations: dict[str, float]) -> dict[str, object]:
+    draw = random.Random(f"{seed}/{number}")
+    name = draw.choices(SIGNALS, SHARES)[0]
+    shape = draw.choice(SHAPES)
+    target = draw.choice(["the command"] if shape == "one rank" else ["the command", "a rank", "all"])
+    own = number % 10 == 0
+    argv, log, run = command(tiny, f"trial-{number}", shape), tiny.folder / "log", tiny.run(f"trial-{number}")
+    for _ in range(5):
+        moment = draw.uniform(0.0, durations[shape] + own * IMPORTS)
+        process = start(argv, log, own=own)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(moment)
+            shutil.rmtree(run)  # it had ended before: another moment
+            continue
+        break
+    processes = family(process.pid)
+    chosen = {"the command": [process.pid], "all": processes, "a rank": [draw.choice(processes[1:] or processes)]}
+    ended = process.poll() is not None
+    for pid in [] if ended else chosen[target]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, getattr(signal, name))
+    try:
+        code = process.wait(LIMIT)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{name} to {target} ({shape}) did not end it: {log.read_text()[-1500:]}") from None
+    text = log.read_text()
+    steps = len(lines(run)) if (run / "metrics.jsonl").exists() else 0
+    latest = run / "checkpoints/latest"
+    saved = int(latest.read_text().rpartition("_")[2]) if latest.exists() else 0
+    torn = run.exists() and any(run.glob("checkpoints/.*"))
+    to_the_end(argv, log)
+    whole = tiny.run(shape.replace(",", "").replace(" ", "-"))
+    last = f"checkpoints/global_step_{STEPS}"
+    assert_same_tensors(whole / last, run / last)
+    assert lines(whole) == lines(run)
+    shutil.rmtree(run)
+    return {
+        "number": number,
+        "signal": name,
+        "shape": shape,
+        "target": target,
+        "own": own,
+        "moment": round(moment, 2),
+        "ended_before": ended,
+        "code": code,
+        "steps": steps,
+        "saved": saved,
+        "in_save": torn,
+        "traceback": "Traceback" in text,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--in-saves", type=int, default=10, help="how many of them at least inside a save")
-    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--trials", type=int, default=300)
+    parser.add_argument("--results", type=Path, default=Path("kill-results.jsonl"))
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no new trial after that time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", action="store_true", help="write the result into docs/benchmarks.md")
     options = parser.parse_args()
-    draw = random.Random(options.seed)
+    began = time.monotonic()
+    done = [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
+    left = [number for number in range(options.trials) if number not in {each["number"] for each in done}]
+    undo = fork_server.install()
     with tempfile.TemporaryDirectory() as folder:
         tiny = make_tiny(Path(folder), dropout=0.2)
-        run_to_the_end(command(tiny, "whole", options.ranks))
-        argv = command(tiny, "killed", options.ranks)
-        plan = [True] * (options.in_saves + 2) + [False] * (options.kills - options.in_saves - 2)
-        draw.shuffle(plan)
-        in_saves = 0
-        for number, in_save in enumerate(plan, start=1):
-            saving = kill_once(argv, tiny.folder / "saving", tiny.folder / "log", in_save, draw)
-            in_saves += saving
-            latest = tiny.run("killed") / "checkpoints/latest"
-            stands = latest.read_text().strip() if latest.exists() else "no checkpoint yet"
-            print(f"kill {number}: {'while saving' if saving else 'otherwise'}; {stands}", flush=True)
-        run_to_the_end(argv)
-        last = f"checkpoints/global_step_{STEPS}"
-        assert_same_tensors(tiny.run("whole") / last, tiny.run("killed") / last)
-        assert lines(tiny.run("whole")) == lines(tiny.run("killed"))
-        if in_saves < options.in_saves:
-            raise SystemExit(f"only {in_saves} kills met a save: run it again with another --seed")
-    rows = [[options.ranks, len(plan), in_saves, "bitwise the same weights, optimizer and log"]]
-    text = f"{machine()}\n\n" + table(["ranks", "kills", "inside a save of 2 s", "in the end"], rows)
+        durations = {}
+        for shape in SHAPES if left else ():
+            argv = command(tiny, shape.replace(",", "").replace(" ", "-"), shape)
+            to_the_end(argv, tiny.folder / "log")
+            shutil.rmtree(tiny.run(shape.replace(",", "").replace(" ", "-")))
+            durations[shape] = to_the_end(argv, tiny.folder / "log")  # the first has filled caches
+        print(durations, flush=True)
+        for number in left:
+            if time.monotonic() - began > options.seconds:
+                break
+            try:
+                done.append(trial(tiny, number, options.seed, durations))
+            except (RuntimeError, AssertionError) as error:
+                done.append({"number": number, "failed": str(error)})
+            print(json.dumps(done[-1]), flush=True)
+            with options.results.open("a") as file:
+                file.write(json.dumps(done[-1]) + "\n")
+    undo()
+    text = f"{machine()}\n\n{summary(done)}"
     print(text)
     if options.save:
         write_section("kill", text)
+    if any("failed" in each for each in done):
+        raise SystemExit("\n\n".join(f"{each['number']}: {each['failed']}" for each in done if "failed" in each))
+
+
+def summary(done: list[dict]) -> str:
+    """A table by signal and shape."""
+    good = [each for each in done if "failed" not in each]
+    rows = []
+    for name in SIGNALS:
+        for shape in SHAPES:
+            mine = [each for each in good if (each["signal"], each["shape"]) == (name, shape)]
+            codes = Counter("ended before" if each["ended_before"] else str(each["code"]) for each in mine)
+            if mine:
+                ended = ", ".join(f"{code}: {count}" for code, count in sorted(codes.items()))
+                lost = sum(each["steps"] > each["saved"] for each in mine)
+                rows.append([name, shape, len(mine), sum(each["in_save"] for each in mine), ended, lost, len(mine)])
+    heads = ["signal", "on", "trials", "inside a save", "exit codes", "lost steps", "bitwise in the end"]
+    return table(heads, rows) + f"\n\n{len(good)} of {len(done)} trials ended bitwise equal."
 
 
 if __name__ == "__main__":

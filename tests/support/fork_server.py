@@ -78,7 +78,7 @@ READ_BY_IMPORTS = (
 """Beginnings of variables that count while modules are imported; where one differs, a process is started as usual."""
 NOT_READ = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONBREAKPOINT", "XDG_CACHE_HOME")
 """Variables of such names that do not count: Ray sets the last but one, and no test reads the Hub's cache."""
-MODULES = ("shardtune", "pytest", "torch.distributed.run", "accelerate.commands.launch")
+MODULES = ("shardtune", "shardtune.launch.torchrun", "pytest", "torch.distributed.run", "accelerate.commands.launch")
 """What `python -m` may run here."""
 PIPE_ENDS = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 HARMLESS_THREADS = {"jemalloc_bg_thd"}
