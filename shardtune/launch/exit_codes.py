@@ -15,9 +15,12 @@ def note_exit_code(code: int) -> None:
     folder = os.environ.get(EXIT_DIR)
     if folder is not None:
         with suppress(OSError):  # the launcher is gone
-            Path(folder, os.environ.get("RANK", "0")).write_text(str(code))
+            file = Path(folder, os.environ.get("RANK", "0"))
+            partial = file.with_suffix(".partial")
+            partial.write_text(str(code))
+            partial.replace(file)
 
 
 def read_exit_codes(folder: Path) -> dict[int, int]:
     """By rank."""
-    return {int(file.name): int(file.read_text()) for file in folder.iterdir()}
+    return {int(file.name): int(file.read_text()) for file in folder.iterdir() if file.name.isdigit()}

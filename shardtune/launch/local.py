@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardtune.errors import Interrupted, ParallelError, ShardtuneError
+from shardtune.launch.exit_codes import EXIT_DIR, read_exit_codes
 from shardtune.launch.signals import LAUNCHER_PID, SIGNALS, StopSignal, listening
 
 REPORT_DIR = "SHARDTUNE_REPORT_DIR"
@@ -139,13 +140,6 @@ def write_report(rank: int, error: BaseException, message: str) -> None:
     partial.replace(file)
 
 
-def note_done(rank: int) -> None:
-    """Note for the launcher, if there is one, that a rank has left the others in order and ends with code 0."""
-    folder = os.environ.get(REPORT_DIR)
-    if folder is not None:
-        Path(folder, f"done_{rank}").touch()
-
-
 def free_port(preferred: int | None) -> int:
     """A free port, or the preferred one; raises if that is taken."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -213,6 +207,7 @@ def _start(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         REPORT_DIR: folder,
+        EXIT_DIR: folder,
         LAUNCHER_PID: str(os.getpid()),
     }
     # A process group of their own: Ctrl-C reaches this process alone, which passes it on once.
@@ -247,7 +242,8 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], stop: StopSignal, folder: P
 
 def _left_early(codes: Sequence[int | None], folder: Path) -> bool:
     """Whether a rank has ended with code 0 before its work was done, as by os._exit."""
-    return any(code == 0 and not (folder / f"done_{rank}").exists() for rank, code in enumerate(codes))
+    noted = read_exit_codes(folder)
+    return any(code == 0 and rank not in noted for rank, code in enumerate(codes))
 
 
 def _reports(folder: Path) -> list[RankReport]:

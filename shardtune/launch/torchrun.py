@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -64,7 +64,7 @@ def main() -> NoReturn:
     sys.exit(code)
 
 
-def _with_defaults(arguments: Namespace, environment: os._Environ[str]) -> Namespace:
+def _with_defaults(arguments: Namespace, environment: Mapping[str, str]) -> Namespace:
     if arguments.signals_to_handle == "SIGTERM,SIGINT,SIGHUP,SIGQUIT":
         arguments.signals_to_handle = SIGNALS
     if arguments.shutdown_timeout is None and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in environment:

@@ -101,8 +101,6 @@ class Watchdog:
 
     def end(self) -> None:
         """Stop watching."""
-        global _current
-        _current = None
         self._done.set()
 
     def _watch(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from shardtune.config import Recipe
 from shardtune.errors import Interrupted
 from shardtune.launch.heartbeat import PeerWatch
-from shardtune.launch.local import is_launched, note_done
+from shardtune.launch.local import is_launched
 from shardtune.launch.progress import FINAL as WRITING_FINAL
 from shardtune.launch.progress import PROGRESS, START
 from shardtune.launch.signals import StopSignal, end_with_parent, is_supervised, listening
@@ -108,7 +108,6 @@ def train_rank(
         lock.release()
     if peers is not None:
         peers.end()
-    note_done(int(os.environ.get("RANK", "0")))
     return run_dir
 
 

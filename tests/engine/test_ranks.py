@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+import shardtune
 from shardtune import NeedParallel, TrainEngine
 from shardtune.batch import IGNORED
-from shardtune.engine import ranks_local
+from shardtune.engine import ranks_local, session
 from shardtune.errors import DataError, ParallelError
 from tests.support.engine_modules import SAMPLES, Trained, apart, make, plain, steps
 
@@ -39,6 +40,10 @@ class Failing(Trained):
                 os.kill(os.getpid(), signal.SIGKILL)
             raise Missing("rank 1 alone")
         self(torch.zeros(1, 3, dtype=torch.int64))
+
+    def unequal(self) -> None:
+        for _ in range(1 + self.ranks.rank):
+            torch.distributed.barrier()
 
     def targets(self, ids: torch.Tensor) -> list[list[int]]:
         return self.next_tokens(ids).tolist()
@@ -207,6 +212,19 @@ def test_an_exception_on_all_ranks_leaves_the_engine_usable(model: Path, two: Tr
         assert "on rank 0" in str(caught.value.__cause__)
         assert "in everywhere" in str(caught.value.__cause__)
         assert apart(steps(engine, "step_by_mean", NeedParallel(SAMPLES)), plain(model)) < 1e-10
+
+
+def test_a_collective_that_only_one_rank_calls_is_named(model: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ranks_local, "GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(session, "_session", None)
+    shardtune.init(watchdog_seconds=1.0)
+    with TrainEngine(make(model, Failing)).build(data_parallel_size=2) as engine:
+        with pytest.raises(ParallelError, match=r"in the call of unequal: rank 0 has returned") as caught:
+            engine.unequal()
+        assert "rank 1 waits in the collective barrier" in str(caught.value)
+        assert "torch.distributed.barrier()" in str(caught.value)
+        with pytest.raises(ParallelError, match="the ranks of this engine are gone"):
+            engine.where()
 
 
 @pytest.mark.parametrize("how", ["kill", "raise"])

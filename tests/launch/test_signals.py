@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +19,7 @@ import yaml
 import shardtune
 from shardtune.errors import Interrupted
 from shardtune.launch.local import RankFailed, ReportedError
-from shardtune.launch.signals import StopSignal, listening
+from shardtune.launch.signals import SIGNALS, StopSignal, listening
 from tests.support import fork_server
 from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny, signal_after
 
@@ -159,8 +160,35 @@ def test_under_torchrun_the_rank_that_failed_says_why(tiny: Tiny) -> None:
     assert exit_code == 1
     assert "rank 1: error: " in told
     assert "ValueError: on purpose" in told
-    assert "rank 0: error: another rank has ended" in told
+    assert "rank 0: error: rank 1 has ended" in told
     assert time.monotonic() - began < 60
+
+
+TORCHRUN = (sys.executable, "-m", "shardtune.launch.torchrun", "--standalone", "--nproc-per-node", "1")
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGKILL])
+def test_torchrun_with_one_rank_is_signalled(tiny: Tiny, number: signal.Signals) -> None:
+    """The signal reaches torchrun alone; its rank saves and ends, also as an orphan."""
+    name = f"torchrun-{number.name}"
+    process = start(tiny, name, *TORCHRUN, environment=SLOW, runner__save_interval=-1)
+    wait_until(has_logged(tiny, name, 2), process)
+    (rank,) = children(process.pid)
+    process.send_signal(number)
+    exit_code, told = end(process)
+    until = time.monotonic() + 20
+    while alive(rank) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not alive(rank), "the rank lives on without its launcher"
+    saved = len(lines(tiny.run(name)))
+    assert (tiny.run(name) / "checkpoints/latest").read_text() == f"global_step_{saved}\n"
+    if number == signal.SIGUSR1:
+        assert exit_code == EXIT_STOPPED
+        last = [line for line in told.splitlines() if not line.startswith("step ")][-2:]
+        assert last == [
+            "stopping: saving a checkpoint first",
+            f"rank 0: stopped: stopped after step {saved}; the same command continues",
+        ]
 
 
 @pytest.mark.own_start
@@ -236,13 +264,38 @@ def test_the_second_sigint_ends_at_once(tiny: Tiny) -> None:
     assert not (tiny.run("twice") / "checkpoints").exists()
 
 
-def test_signals_do_afterwards_what_they_did_before(tiny: Tiny) -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    with signal_after(1), pytest.raises(Interrupted):
-        shardtune.train(tiny.recipe("handlers"))
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
-    shardtune.train(tiny.recipe("handlers"))
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+def test_every_ending_signal_saves_and_does_afterwards_what_it_did_before(tiny: Tiny) -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    for step, number in enumerate(SIGNALS, start=1):
+        with signal_after(step, number), pytest.raises(Interrupted, match=f"after step {step}"):
+            shardtune.train(tiny.recipe("handlers", runner__save_interval=-1))
+        assert [signal.getsignal(number) for number in SIGNALS] == before
+    shardtune.train(tiny.recipe("handlers", runner__save_interval=-1))
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    last = "checkpoints/global_step_8"
+    assert_same_tensors(tiny.run("whole") / last, tiny.run("handlers") / last)
+
+
+def test_signals_that_a_program_ignores_or_handles_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, handler in ((signal.SIGHUP, signal.SIG_IGN), (signal.SIGUSR1, lambda *_: None)):
+        before = signal.signal(number, handler)
+        try:
+            with listening() as stop:
+                os.kill(os.getpid(), number)
+                assert not stop.requested
+                assert signal.getsignal(number) == handler
+        finally:
+            signal.signal(number, before)
+
+
+def test_a_signal_is_seen_while_the_main_thread_cannot_handle_it() -> None:
+    with listening() as stop, stop.deferred():
+        seen = []
+        watcher = threading.Thread(target=lambda: (time.sleep(0.1), seen.append(stop.arrived())))
+        watcher.start()
+        signal.raise_signal(signal.SIGUSR2)
+        watcher.join()
+        assert seen == [True]
 
 
 def test_a_stop_that_somebody_swallowed_is_not_lost() -> None:

@@ -1,0 +1,141 @@
+"""A run without progress ends by itself and names the rank that differs; the same command continues it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import shardtune
+from shardtune.launch import watchdog
+from shardtune.launch.local import RanksStuck, ReportedError
+from shardtune.launch.progress import PROGRESS
+from shardtune.launch.stacks import place_in, place_of
+from shardtune.launch.torchrun import final_code
+from shardtune.launch.verdict import StandReport, describe, judge
+from shardtune.training.worker.adapter_worker import SFTWorker
+from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny
+
+PLUGIN = str(Path(__file__).parents[1] / "support" / "stuck_ways.py")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return make_tiny(tmp_path_factory.mktemp("stuck"))
+
+
+def stands(rank: int, **known: object) -> StandReport:
+    fields = {"host": "a", "seconds": 600.0, "phase": "a training step", "step": 7, "beats": 3, "place": "is at x.py:1"}
+    return StandReport(rank=rank, **{**fields, **known})  # type: ignore[arg-type]
+
+
+def waits(rank: int, name: str = "all_reduce", **known: object) -> StandReport:
+    return stands(rank, collective=name, place=f"waits in the collective {name}", **known)
+
+
+@pytest.mark.parametrize(
+    ("reports", "silent", "ranks", "reason"),
+    [
+        ([waits(0)], [1], (1,), ""),
+        ([waits(0), stands(1), waits(2)], [], (1,), "does not come to the collective"),
+        ([stands(0), stands(1, beats=2)], [], (1,), "is behind"),
+        ([stands(0), stands(1)], [], (), ""),
+        ([waits(0), waits(1, "barrier", in_users=True)], [], (1,), "your own code"),
+        ([waits(0), waits(1, "barrier"), waits(2)], [], (1,), "another collective than the others"),
+        ([waits(0), waits(1, "barrier", beats=4)], [], (1,), "past the collective"),
+        ([waits(0, issued=5), waits(1, issued=4)], [], (1,), "fewer collectives"),
+        ([waits(0), waits(1)], [], (), ""),
+    ],
+)
+def test_the_rank_that_differs(reports: list[StandReport], silent: list[int], ranks: tuple[int, ...], reason: str):
+    found = judge({report.rank: report for report in reports}, silent)
+    assert found.ranks == ranks
+    assert reason in found.reason
+
+
+def test_a_thousand_ranks_are_one_message():
+    reports = {rank: StandReport.from_json(waits(rank).to_json()) for rank in range(1000)}
+    reports[437] = stands(437, host="b")
+    text = describe(judge(reports, []), reports, {}, num_ranks=1000)
+    assert len(text.splitlines()) < 7
+    assert "rank 437 does not come to the collective" in text
+    assert "rank 437 on b is at x.py:1" in text
+
+
+def test_where_a_thread_stands(tmp_path: Path):
+    assert str(place_of(sys._getframe())).startswith(f"is at {__file__}:")
+    written = (
+        f'Thread 0x1 (most recent call first):\n  File "{threading.__file__}", line 5 in wait\n\n'
+        f'Current thread 0x2 (most recent call first):\n  File "{os.__file__}", line 1 in x\n'
+        '  File "my.py", line 8 in f'
+    )
+    assert place_in(written) == "at my.py:8, in f"
+
+
+def test_exit_codes_of_ranks_become_one():
+    assert final_code([75, 75]) == 75
+    assert final_code([75, 0]) == 75
+    assert final_code([0, 0]) == 0
+    assert final_code([1, 2]) == 2
+    assert final_code([76, -9]) == 76
+    assert final_code([75, None]) == 1  # killed before it had saved
+    assert final_code([]) == 1
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_one_rank_that_is_stuck_raises(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, stopped: bool):
+    """After the recipe's seconds; sooner once it is to stop, although the main thread never comes to a poll."""
+    loss, name = SFTWorker.get_train_model_output, f"alone-{stopped}"
+
+    def stuck(self: SFTWorker, batch: object) -> object:
+        if self.step == 2:
+            if stopped:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1000)
+        return loss(self, batch)
+
+    monkeypatch.setattr(watchdog, "STOP_SECONDS", 0.5)
+    recipe = tiny.recipe(name, runner__watchdog_seconds=60 if stopped else 1)
+    began = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(SFTWorker, "get_train_model_output", stuck)
+        with pytest.raises(RanksStuck) as raised:
+            shardtune.train(recipe)
+    assert time.monotonic() - began < 40
+    told = str(raised.value)
+    assert "in a training step, after step 2" in told
+    assert "in test_one_rank_that_is_stuck_raises.<locals>.stuck: time.sleep(1000)" in told
+    assert "global_step_2: the same command continues" in told
+    assert "time.sleep(1000)" in (tiny.run(name) / "stuck" / "rank_0.txt").read_text()
+    assert PROGRESS.phase.patience == 0
+    shardtune.train(recipe)
+    assert [line["step"] for line in lines(tiny.run(name))] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("way", ["stopped", "holds_the_interpreter", "calls_a_collective_alone", "leaves"])
+def test_of_two_ranks_the_one_that_is_stuck_is_named(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, way: str):
+    if way == "stopped":
+        shardtune.train(tiny.recipe("whole", runner__nproc_per_node=2))
+    recipe = tiny.recipe(way, plugins=[PLUGIN], runner__nproc_per_node=2, runner__watchdog_seconds=2)
+    with monkeypatch.context() as patch:
+        patch.setenv("TEST_STUCK", way)
+        with pytest.raises(ReportedError if way == "leaves" else RanksStuck) as raised:
+            shardtune.train(recipe)
+    told = str(raised.value)
+    expected = {
+        "stopped": "rank 1 is stopped by a signal (state T",
+        "holds_the_interpreter": "in holds_the_interpreter",
+        "calls_a_collective_alone": "rank 1 waits in a collective of your own code",
+        "leaves": "sys.exit(3) was called",
+    }
+    assert expected[way] in told
+    assert ("rank 0 waits in the collective" in told) == (way != "leaves")
+    if way == "stopped":
+        shardtune.train(recipe)
+        last = "checkpoints/global_step_8"
+        assert_same_tensors(tiny.run("whole") / last, tiny.run(way) / last)
