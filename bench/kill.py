@@ -96,14 +96,14 @@ def trial(tiny: Tiny, number: int, seed: int, durations: dict[str, float]) -> di
     target = draw.choice(["the command"] if shape == "one rank" else ["the command", "a rank", "all"])
     own = number % 10 == 0
     argv, log, run = command(tiny, f"trial-{number}", shape), tiny.folder / "log", tiny.run(f"trial-{number}")
-    for _ in range(5):
+    while True:
         moment = draw.uniform(0.0, durations[shape] + own * IMPORTS)
         process = start(argv, log, own=own)
-        with suppress(subprocess.TimeoutExpired):
+        try:
             process.wait(moment)
-            shutil.rmtree(run)  # it had ended before: another moment
-            continue
-        break
+        except subprocess.TimeoutExpired:
+            break
+        shutil.rmtree(run)  # it had ended before: another moment
     processes = family(process.pid)
     chosen = {"the command": [process.pid], "all": processes, "a rank": [draw.choice(processes[1:] or processes)]}
     ended = process.poll() is not None

@@ -25,6 +25,8 @@ def _as_users(error: BaseException) -> BaseException:
 
     if isinstance(error, SystemExit):
         return _left_by_exit(error)
+    if error.__cause__ is not None and lost_a_peer(error.__cause__):  # the user can do nothing about it
+        return error.__cause__
     if isinstance(error, (ShardtuneError, Interrupted, RankFailed)) or lost_a_peer(error):
         return error
     return error if explain_out_of_memory(error) else (user_fault(error) or error)

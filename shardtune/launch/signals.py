@@ -45,8 +45,9 @@ class StopSignal:
 
     def arrived(self) -> bool:
         """Whether a signal has reached the process, even if its main thread cannot run the handler yet."""
-        while not self.requested and self._wakeup >= 0 and select.select([self._wakeup], [], [], 0)[0]:
-            self.requested = any(number in SIGNALS for number in os.read(self._wakeup, 64))
+        with suppress(BlockingIOError):
+            while not self.requested and self._wakeup >= 0:
+                self.requested = any(number in SIGNALS for number in os.read(self._wakeup, 64))
         return self.requested
 
     def request(self) -> None:
@@ -137,6 +138,7 @@ def listening(*, own_process: bool = False) -> Iterator[StopSignal]:
 def _wakeup(stop: StopSignal) -> Iterator[None]:
     """Let `stop.arrived` see signals at once; not where the program's event loop uses this facility."""
     read, write = os.pipe()
+    os.set_blocking(read, False)
     os.set_blocking(write, False)
     try:
         held = signal.set_wakeup_fd(write, warn_on_full_buffer=False)

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from shardtune.errors import Interrupted, ShardtuneError
@@ -36,13 +37,16 @@ JOIN_SECONDS = 300
 def final_code(codes: Sequence[int | None]) -> int:
     """The exit code of a launch, from those of its ranks; None for one that was killed.
 
-    75, after which the same command goes on, if each rank has saved or was done; otherwise that of the first cause.
+    75, after which the same command goes on, if ranks were stopped; others that then fail follow from that, unless they
+    were killed while they saved.
     """
     for cause in (ShardtuneError.exit_code, RanksStuck.exit_code):
         if cause in codes:
             return cause
-    others = set(codes) - {0, Interrupted.exit_code}
-    return 1 if others or not codes else max(code for code in codes if code is not None)
+    stopped = {Interrupted.exit_code, *(-signal.Signals[name] for name in SIGNALS.split(","))}
+    if stopped.intersection(codes) and not {None, -signal.SIGKILL}.intersection(codes):
+        return Interrupted.exit_code
+    return 0 if codes and not any(code != 0 for code in codes) else 1
 
 
 def main() -> NoReturn:
@@ -56,12 +60,19 @@ def main() -> NoReturn:
         del os.environ["LOGLEVEL"]
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     arguments = _with_defaults(parse_args(sys.argv[1:]), os.environ)
+    for name in SIGNALS.split(","):  # the agent's own handlers follow, before it starts ranks
+        signal.signal(signal.Signals[name], _stopped_before_ranks)
     with tempfile.TemporaryDirectory(prefix="shardtune-exits-") as folder:
         os.environ[EXIT_DIR] = folder
         code, message = _run(arguments, Path(folder))
     if message:
         print(message, file=sys.stderr)
     sys.exit(code)
+
+
+def _stopped_before_ranks(number: int, frame: FrameType | None) -> NoReturn:
+    print("stopped: before any rank was started; the same command continues", file=sys.stderr, flush=True)
+    os._exit(Interrupted.exit_code)
 
 
 def _with_defaults(arguments: Namespace, environment: Mapping[str, str]) -> Namespace:

@@ -87,8 +87,9 @@ class Watchdog:
         self._grace = min(GRACE_SECONDS, max(3.0, seconds / 4))
         global _current
         _current = self
+        self._thread = threading.Thread(target=self._watch, name="shardtune-watchdog", daemon=True)
         if seconds:
-            threading.Thread(target=self._watch, name="shardtune-watchdog", daemon=True).start()
+            self._thread.start()
 
     def meet(self, identities: Sequence[Identity]) -> None:
         """The processes of all ranks, in rank order."""
@@ -102,6 +103,8 @@ class Watchdog:
     def end(self) -> None:
         """Stop watching."""
         self._done.set()
+        if self._thread.is_alive():
+            self._thread.join(RAISED_SECONDS)
 
     def _watch(self) -> None:
         tick = min(1.0, max(0.05, self._seconds / 20))

@@ -12,12 +12,16 @@ from pathlib import Path
 import pytest
 
 import shardtune
+from shardtune.batch import Batch
+from shardtune.config import load_recipe
 from shardtune.launch import watchdog
 from shardtune.launch.local import RanksStuck, ReportedError
 from shardtune.launch.progress import PROGRESS
 from shardtune.launch.stacks import place_in, place_of
 from shardtune.launch.torchrun import final_code
 from shardtune.launch.verdict import StandReport, describe, judge
+from shardtune.parallel.ranks import join_ranks
+from shardtune.training.worker import base
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny
 
@@ -83,7 +87,10 @@ def test_exit_codes_of_ranks_become_one():
     assert final_code([0, 0]) == 0
     assert final_code([1, 2]) == 2
     assert final_code([76, -9]) == 76
-    assert final_code([75, None]) == 1  # killed before it had saved
+    assert final_code([75, 1]) == 75  # it lost the rank that was stopped
+    assert final_code([-10, 1]) == 75  # the signal came before the rank could listen
+    assert final_code([75, None]) == final_code([75, -9]) == 1  # killed before it had saved
+    assert final_code([1, 1]) == final_code([-9, 1]) == 1
     assert final_code([]) == 1
 
 
@@ -92,7 +99,7 @@ def test_one_rank_that_is_stuck_raises(tiny: Tiny, monkeypatch: pytest.MonkeyPat
     """After the recipe's seconds; sooner once it is to stop, although the main thread never comes to a poll."""
     loss, name = SFTWorker.get_train_model_output, f"alone-{stopped}"
 
-    def stuck(self: SFTWorker, batch: object) -> object:
+    def stuck(self: SFTWorker, batch: Batch) -> object:
         if self.step == 2:
             if stopped:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -115,6 +122,18 @@ def test_one_rank_that_is_stuck_raises(tiny: Tiny, monkeypatch: pytest.MonkeyPat
     assert PROGRESS.phase.patience == 0
     shardtune.train(recipe)
     assert [line["step"] for line in lines(tiny.run(name))] == list(range(1, 9))
+
+
+def test_the_time_limit_of_collectives_is_the_recipes(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
+    joined = []
+
+    def join(device: str, actor: object, timeout: float) -> object:
+        joined.append(timeout)
+        return join_ranks("cpu", load_recipe(tiny.recipe()).actor, timeout)
+
+    monkeypatch.setattr(base, "join_ranks", join)
+    SFTWorker(load_recipe(tiny.recipe(runner__collective_timeout=77)))
+    assert joined == [77]
 
 
 @pytest.mark.parametrize("way", ["stopped", "holds_the_interpreter", "calls_a_collective_alone", "leaves"])
