@@ -59,10 +59,10 @@ def try_way(tiny: Tiny, launcher: str, way: str, guilty: int) -> dict[str, objec
             command(tiny, name, launcher, way), env=environment, cwd=ROOT, stdout=output, stderr=output
         )
         began = progress = time.monotonic()
-        written = ""
+        written: list[str] = []
         while process.poll() is None and time.monotonic() - began < LIMIT:
-            text = log.read_text()
-            if text != written and "error:" not in text:
+            text = [line for line in log.read_text().splitlines() if line.startswith("step ")]
+            if text != written:
                 written, progress = text, time.monotonic()
             time.sleep(0.05)
         seconds = time.monotonic() - progress

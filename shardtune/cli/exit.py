@@ -73,7 +73,8 @@ def end(error: BaseException) -> NoReturn:
     elif rank == 0 or not (launched or (isinstance(error, Interrupted) and error.together)):
         kind = "stopped" if isinstance(error, Interrupted) else "error"
         prefix = f"rank {rank}: " if "RANK" in os.environ and not launched else ""
-        print(f"{prefix}{kind}: {text}", file=sys.stderr)
+        with suppress(OSError):
+            print(f"{prefix}{kind}: {text}", file=sys.stderr)
     leave(code)
 
 

@@ -26,15 +26,21 @@ class Identity:
 
     Attributes:
         host: its name.
+        space: in which its number counts: containers on one host have their own.
         pid: its number.
         born: when it was started, in the system's own unit; 0 where unknown.
         stacks: the descriptor of the file to which it writes its stacks on a signal; -1: none.
     """
 
     host: str
+    space: str
     pid: int
     born: int = 0
     stacks: int = -1
+
+    def is_near(self, other: Identity) -> bool:
+        """Whether both run where each can see the other."""
+        return (self.host, self.space) == (other.host, other.space)
 
     @property
     def state(self) -> str:
@@ -62,7 +68,11 @@ class Identity:
 def own_identity(host: str, stacks: int = -1) -> Identity:
     """This process."""
     found = _stat(os.getpid())
-    return Identity(host, os.getpid(), 0 if found is None else found[1], stacks)
+    try:
+        space = os.readlink(PROC / "self" / "ns" / "pid")
+    except OSError:
+        space = ""
+    return Identity(host, space, os.getpid(), 0 if found is None else found[1], stacks)
 
 
 def _stat(pid: int) -> tuple[str, int] | None:

@@ -36,14 +36,16 @@ class Progress:
 
     Attributes:
         beats: increases with each micro-batch, evaluation batch and phase.
+        rounds: iterations of the loop, as ranks that differ in them have not done the same.
         phase: the current one.
         step: optimizer steps done.
     """
 
-    __slots__ = ("beats", "phase", "step")
+    __slots__ = ("beats", "phase", "rounds", "step")
 
     def __init__(self) -> None:
         self.beats = 0
+        self.rounds = 0
         self.phase = START
         self.step = 0
 

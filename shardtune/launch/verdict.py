@@ -27,6 +27,7 @@ class StandReport:
         in_users: whether the user's code has called it.
         issued: collectives that the rank has called so far.
         neighbours: the states of the host's other ranks, in words.
+        rounds: its iterations of the loop.
     """
 
     rank: int
@@ -40,6 +41,12 @@ class StandReport:
     in_users: bool = False
     issued: int = 0
     neighbours: Mapping[int, str] = field(default_factory=dict)
+    rounds: int = 0
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Larger where a rank has come further."""
+        return self.rounds, self.beats
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -83,8 +90,8 @@ def judge(reports: Mapping[int, StandReport], silent: Sequence[int]) -> Verdict:
     if waiting and outside:
         return _verdict(outside, "does not come to the collective in which the others wait")
     if not waiting:
-        fewest = min(report.beats for report in reports.values())
-        behind = {rank for rank, report in reports.items() if report.beats == fewest}
+        least = min(report.progress for report in reports.values())
+        behind = {rank for rank, report in reports.items() if report.progress == least}
         return _verdict(behind if len(behind) < len(reports) else (), "is behind the others")
     users = {rank for rank, report in reports.items() if report.in_users}
     if len(users) < len(reports) and users:
@@ -94,8 +101,8 @@ def judge(reports: Mapping[int, StandReport], silent: Sequence[int]) -> Verdict:
     if count > len(reports) / 2 and len(places) > 1:
         others = {rank for rank, report in reports.items() if report.place != common}
         return _verdict(others, "waits in another collective than the others")
-    most = max(report.beats for report in reports.values())
-    ahead = {rank for rank, report in reports.items() if report.beats == most}
+    most = max(report.progress for report in reports.values())
+    ahead = {rank for rank, report in reports.items() if report.progress == most}
     if len(ahead) < len(reports):
         return _verdict(ahead, "is past the collective in which the others wait")
     fewest = min(report.issued for report in reports.values())

@@ -97,8 +97,7 @@ class Watchdog:
 
     def ended(self) -> list[int]:
         """The ranks of this host whose processes have ended."""
-        here = self.identity.host
-        return [rank for rank, each in enumerate(self._all) if each.host == here and each.state == ENDED]
+        return [rank for rank, each in enumerate(self._all) if self.identity.is_near(each) and each.state == ENDED]
 
     def end(self) -> None:
         """Stop watching."""
@@ -120,7 +119,7 @@ class Watchdog:
             stood += passed
             stopping += passed if self._stop.arrived() else 0.0
             if stopping and phase is START and stopping > STOP_SECONDS:
-                os._exit(75)  # nothing has been trained, and the main thread does not come back from where it is
+                _leave(75)  # there is nothing to save, and the main thread does not come back from where it is
             if stood > self._limit(phase, stopping, longest):
                 self._stuck(phase, stood)
                 return
@@ -154,13 +153,14 @@ class Watchdog:
 
     def _report(self, phase: Phase, stood: float) -> StandReport:
         place = place_of_main_thread()
-        here = {rank: each.describe() for rank, each in enumerate(self._all) if each.host == self.identity.host}
+        here = {rank: each.describe() for rank, each in enumerate(self._all) if self.identity.is_near(each)}
         return StandReport(
             rank=self._rank,
             host=self.identity.host,
             seconds=stood,
             phase=phase.name,
             step=PROGRESS.step,
+            rounds=PROGRESS.rounds,
             beats=PROGRESS.beats,
             place=str(place),
             collective=place.collective,
@@ -207,7 +207,7 @@ class Watchdog:
         return found, [rank for rank in ranks if rank not in found]
 
     def _cannot_run(self, process: Identity) -> bool:
-        return process.host == self.identity.host and process.state in {*STOPPED, ENDED}
+        return self.identity.is_near(process) and process.state in {*STOPPED, ENDED}
 
     def _message(self, reports: dict[int, StandReport], silent: Sequence[int]) -> str:
         states = {rank: self._state(rank, reports.values()) for rank in silent}
@@ -220,7 +220,7 @@ class Watchdog:
     def _state(self, rank: int, reports: Iterable[StandReport]) -> str:
         """What is known of a rank that has not reported: its place, or its state as the system shows it."""
         process = self._all[rank]
-        if process.host == self.identity.host:
+        if self.identity.is_near(process):
             text = stacks_of(process)
             if text:
                 self._write_stacks(rank, text)
@@ -231,7 +231,7 @@ class Watchdog:
     def _end_silent(self, silent: Sequence[int]) -> None:
         """Kill ranks of this host that cannot run: no signal reaches them."""
         for rank in silent:
-            if self._all[rank].host == self.identity.host:
+            if self.identity.is_near(self._all[rank]):
                 if not (self._folder / f"rank_{rank}.txt").exists():
                     text = stacks_of(self._all[rank])
                     self._write_stacks(rank, text or f"rank {rank} {self._all[rank].describe()}\n")
@@ -253,9 +253,9 @@ class Watchdog:
             _leave()
 
 
-def _leave() -> NoReturn:
-    note_exit_code(RanksStuck.exit_code)
-    os._exit(RanksStuck.exit_code)
+def _leave(code: int = RanksStuck.exit_code) -> NoReturn:
+    note_exit_code(code)
+    os._exit(code)
 
 
 def _connect(seconds: float) -> dist.Store:

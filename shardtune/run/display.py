@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from shardtune.batch import Sample
 from shardtune.data.images.images import IMAGE_FIELDS, SIZES, SPANS
+from shardtune.launch.signals import outlive_output
 from shardtune.training.run_summary import RunSummary
 
 PLAIN_SECONDS = 10.0
@@ -126,6 +127,13 @@ def field_text(name: str, values: np.ndarray) -> str:
     return f"{name} {values.dtype} {list(values.shape)}{spread}"
 
 
+class LastingConsole(Console):
+    """An output whose reader may end before the run does (a pipe into another program, a killed launcher)."""
+
+    def on_broken_pipe(self) -> None:
+        outlive_output()
+
+
 class Display:
     """Prints the progress of a run; created on rank 0 only.
 
@@ -134,7 +142,7 @@ class Display:
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+        self.console = console or LastingConsole(stderr=True, highlight=False, soft_wrap=True)
         self._live = self.console.is_terminal
         self._color = self._live and not self.console.no_color
         self._progress: Progress | None = None

@@ -262,6 +262,7 @@ class SFTRunner:
         elif self._line:  # stopped in the middle of the evaluation after this step
             self._after_step(epoch_ended=position.state.rows_consumed == 0, advanced=True)
         while not (position.finished(model.step) or self._watches.stop or Ask.STOP in self._requested):
+            PROGRESS.rounds += 1
             self._poll()
             if self._saver.unfinished is not None:
                 self._saver.finish_if_written()

@@ -191,6 +191,18 @@ def test_torchrun_with_one_rank_is_signalled(tiny: Tiny, number: signal.Signals)
         ]
 
 
+def test_a_terminal_that_is_gone_does_not_keep_a_run_from_saving(tiny: Tiny) -> None:
+    process = start(tiny, "hangup", environment=SLOW, runner__save_interval=-1)
+    wait_until(has_logged(tiny, "hangup", 2), process)
+    assert process.stderr is not None
+    process.stderr.close()
+    time.sleep(0.5)  # a step is printed meanwhile
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == EXIT_STOPPED
+    saved = len(lines(tiny.run("hangup")))
+    assert (tiny.run("hangup") / "checkpoints/latest").read_text() == f"global_step_{saved}\n"
+
+
 @pytest.mark.own_start
 def test_a_signal_while_torch_is_imported(tiny: Tiny) -> None:
     """From a few tenths of a second on, long before there is anything to save."""
