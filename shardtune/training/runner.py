@@ -10,7 +10,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from shardtune.checkpoint.store import CheckpointStore, read_state, saved_step
+from shardtune.checkpoint.state_file import read_state, saved_step
+from shardtune.checkpoint.store import CheckpointStore
 from shardtune.config import Recipe, load_recipe
 from shardtune.errors import CheckpointError, Interrupted, ModelError
 from shardtune.evaluate.loss import check_monitors

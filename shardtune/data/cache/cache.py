@@ -13,8 +13,9 @@ from typing import Literal
 
 from shardtune.data.cache.build import BuildTask, build_entry, too_many_bad
 from shardtune.data.cache.dataset import Part, TokenDataset
-from shardtune.data.cache.entry import LAYOUT_VERSION, Entry, sync_folder
+from shardtune.data.cache.entry import LAYOUT_VERSION, Entry
 from shardtune.data.cache_directory import cache_error, cache_root, print_line, writable
+from shardtune.data.durable import sync_folder
 from shardtune.data.encoder import Encoder, bad_row
 from shardtune.data.file_lock import FileLock
 from shardtune.data.progress import show_progress

@@ -15,6 +15,7 @@ import numpy as np
 
 from shardtune.batch import Sample
 from shardtune.data.cache.fields import FieldColumn, FieldsReader, FieldsWriter, Kinds, pack_fields
+from shardtune.data.durable import sync_folder
 
 LAYOUT_VERSION = 3
 _KEPT_NOTES = 100
@@ -295,15 +296,6 @@ class EntryWriter:
         if name not in self._files:
             self._files[name] = (self._folder / f"{name}.part").open("wb")
         self._files[name].write(np.ascontiguousarray(values).data)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a directory durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class Entry:
