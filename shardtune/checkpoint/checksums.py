@@ -11,6 +11,7 @@ from shardtune.errors import CheckpointError
 
 CHECKSUMS = "checksums.json"
 FILES = "files"
+SMALL_BYTES = 64 << 20
 
 
 def add_checksums(folder: Path, files: Mapping[str, Parts]) -> None:
@@ -70,6 +71,20 @@ def directory_faults(folder: Path, *, content: bool) -> dict[str, str]:
     fault_of = content_fault if content else size_fault
     faults = {name: fault_of(folder / name, parts) for name, parts in (files or {}).items()}
     return {name: fault for name, fault in faults.items() if fault is not None}
+
+
+def was_changed(folder: Path) -> bool:
+    """Whether a directory holds anything besides what was written into it; of large files the size is compared."""
+    known = read_checksums(folder) if folder.is_dir() else None
+    if known is None:
+        return folder.is_dir() and any(folder.iterdir())
+    files = relative_files(folder)
+    small = (name for name in files if name in known and (folder / name).stat().st_size <= SMALL_BYTES)
+    return bool(
+        set(files) - known.keys()
+        or directory_faults(folder, content=False)
+        or any(content_fault(folder / name, known[name]) for name in small)
+    )
 
 
 def relative_files(folder: Path) -> list[str]:

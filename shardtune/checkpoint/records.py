@@ -7,6 +7,9 @@ import uuid
 from pathlib import Path
 
 from shardtune.checkpoint.atomic import write_text
+from shardtune.checkpoint.state_file import StateFile
+from shardtune.data.checksum import content_fault
+from shardtune.errors import CheckpointError
 
 RUN_ID = "run_id"
 """A file beside the checkpoints: the id that each of them records. Those with another id, or none, are not removed."""
@@ -23,10 +26,16 @@ def copy_records(run_dir: Path, checkpoint: Path) -> None:
             shutil.copyfile(run_dir / name, checkpoint / RECORDS / name)
 
 
-def restore_records(checkpoint: Path, run_dir: Path, names: list[str]) -> None:
-    """Copy files of a run back from a checkpoint."""
-    for name in names:
-        write_text(run_dir / name, (checkpoint / RECORDS / name).read_text(encoding="utf-8"))
+def intact_copy(checkpoint: Path, name: str) -> Path | None:
+    """The copy of a run's file in a checkpoint, None if there is none or it is damaged."""
+    try:
+        known = StateFile.read(checkpoint)
+    except CheckpointError:
+        return None
+    inside = f"{RECORDS}/{name}"
+    if inside not in known.files or content_fault(checkpoint / inside, known.files[inside]) is not None:
+        return None
+    return checkpoint / inside
 
 
 def read_run_id(folder: Path) -> str | None:

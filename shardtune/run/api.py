@@ -8,14 +8,18 @@ import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.checkpoint.atomic import publish, read_json
+from shardtune.checkpoint.checksums import complete_checksums, directory_faults
 from shardtune.checkpoint.export_check import check_reload
 from shardtune.checkpoint.store import CheckpointStore
+from shardtune.checkpoint.training_state import STATE_FILE
+from shardtune.checkpoint.verified import damaged_file
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.config.user_code import import_plugins
@@ -28,15 +32,15 @@ from shardtune.models.find_adapter import check_in_memory
 from shardtune.parallel.ranks import choose_device, leave_ranks
 from shardtune.run.choose_worker import Objects, check_worker, make_worker, worker_class
 from shardtune.run.directory import (
-    FINAL,
-    MANIFEST,
     RunPlan,
     check_unlocked,
     check_writable,
     load_config,
     plan_run,
+    without_final,
 )
 from shardtune.run.display import Display
+from shardtune.run.identity import FINAL, MANIFEST, read_manifest
 from shardtune.run.preflight import check_same_rows, is_one_of_several, read_together
 from shardtune.run.prompts import PromptBuilder
 from shardtune.run.resume_check import check_same_data
@@ -91,6 +95,8 @@ def train(
     plan = plan_run(loaded)
     check_unlocked(plan.run_dir)
     if plan.finished:
+        plan = without_final(plan, partial(directory_faults, content=True))
+    if plan.finished:
         report_finished(plan, loaded, objects, display.report)
         return Run(plan.run_dir)
     by_ray = loaded.runner.launcher == "ray"
@@ -127,8 +133,10 @@ def _launch(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal) -
     else:
         worker = make_worker(recipe, report=display.report)
         worker.task.check()
-        if plan.resume_from is not None:
-            check_same_data(plan.resume_from, worker.task.data_files(), recipe.runner.allow_changes)
+        candidates = () if plan.resume_from is None else (plan.resume_from, *plan.older)
+        readable = [path for path in candidates if damaged_file(path, STATE_FILE) is None]
+        if readable:  # the ranks choose a checkpoint; each is of the same data
+            check_same_data(readable[0], worker.task.data_files(), recipe.runner.allow_changes)
         del worker
     with tempfile.TemporaryDirectory(prefix="shardtune-") as folder:
         file = Path(folder) / "recipe.yaml"
@@ -345,6 +353,7 @@ class Run:
             if check:
                 worker.weights.restore_model()
                 report(f"{target}: {check_reload(worker.inner_model, temporary)}")
+            complete_checksums(temporary, {})
             if target.exists():
                 target.rmdir()
             publish(temporary, target)
@@ -444,7 +453,7 @@ def _require_same_worker(run: Run) -> None:
     Raises:
         ConfigError: a script trained it with a trainer of its own.
     """
-    trained_by, chosen = str(read_json(run.dir / MANIFEST)["worker"]), worker_class(run.recipe).__qualname__
+    trained_by, chosen = str(read_manifest(run.dir)["worker"]), worker_class(run.recipe).__qualname__
     if trained_by != chosen:
         raise ConfigError(
             f"the run was trained by {trained_by}, which its recipe does not name; {chosen} would evaluate it",

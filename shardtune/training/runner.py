@@ -50,6 +50,7 @@ class SFTRunner:
         observer: receives progress events, on rank 0.
         stop: polled between steps and evaluation batches.
         resume_from: the checkpoint to continue from.
+        older: earlier ones, newest first, for the case that it cannot be loaded.
         notes: lines for the first screen, besides the worker's own.
         on_start: called once everything is built, before the first step.
 
@@ -66,6 +67,7 @@ class SFTRunner:
         observer: Observer | None = None,
         stop: StopSignal | None = None,
         resume_from: Path | None = None,
+        older: Sequence[Path] = (),
         notes: Sequence[str] = (),
         on_start: Callable[[], None] | None = None,
     ) -> None:
@@ -82,7 +84,7 @@ class SFTRunner:
             notes=notes,
         )
         self._stop = stop or StopSignal()
-        self._resume_from = resume_from
+        self._resume_from, self._older = resume_from, older
         self.store = CheckpointStore(
             self.run_dir / "checkpoints", keep_last=runner.keep_last, keep_every=runner.keep_every
         )
@@ -117,6 +119,7 @@ class SFTRunner:
         self._saver.require_space()
         self._callbacks.make()
         if self._resume_from is not None:
+            self._resume_from = self._load([self._resume_from, *self._older])
             self._resume(self._resume_from)
         self._prepared = True
 
@@ -142,11 +145,29 @@ class SFTRunner:
                 self._tracker.close()
         return self._last_eval
 
+    def _load(self, candidates: Sequence[Path]) -> Path:
+        """Load the first checkpoint that can be loaded, on all ranks the same one; raises the first error otherwise."""
+        first: Exception | None = None
+        for checkpoint in candidates:
+            failed: Exception | None = None
+            try:
+                self._actor.load_checkpoint(checkpoint)
+                self._require_loaded(checkpoint)
+                read_state(checkpoint)
+            except Exception as error:  # whatever the reason is, an older checkpoint may not have it
+                failed = error
+            told = None if failed is None else f"{type(failed).__name__}: {failed}"
+            problems = [problem for problem in self._ranks.gather(told) if problem is not None]
+            if not problems:
+                return checkpoint
+            first = first or failed or CheckpointError(problems[0], where=str(checkpoint))
+            if checkpoint != candidates[-1]:
+                self._observer.log(f"passed over the checkpoint {checkpoint.name}: {problems[0]}")
+        assert first is not None
+        raise first
+
     def _resume(self, checkpoint: Path) -> None:
-        actor = self._actor
-        actor.load_checkpoint(checkpoint)
-        self._require_loaded(checkpoint)
-        state = read_state(checkpoint)
+        actor, state = self._actor, read_state(checkpoint)
         self._watches.restore({"early": state.get("early"), "best": state.get("best")})
         self._evaluated_at = int(state["evaluated_at"])
         self._last_eval = dict(state["last_eval"])
