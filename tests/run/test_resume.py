@@ -19,6 +19,7 @@ from shardtune.training.loggers import JsonLines
 from shardtune.training.saver import Saver
 from tests.support.tiny_run import (
     Tiny,
+    as_saved_before_checksums,
     assert_same_tensors,
     lines,
     make_tiny,
@@ -68,7 +69,10 @@ def test_stopped_and_continued(tiny: Tiny, whole: list[list[int]], step: int) ->
     assert_same_run(tiny, f"stopped{step}")
 
 
-def test_without_the_optimizer_state_it_would_be_another_run(tiny: Tiny, whole: list[list[int]]) -> None:
+def test_without_the_optimizer_state_it_would_be_another_run(
+    tiny: Tiny, whole: list[list[int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also: a checkpoint of earlier versions, without checksums, is loaded with a line, and is not removed."""
     recipe = tiny.recipe("broken", runner__save_interval=-1)
     with signal_after(4), pytest.raises(Interrupted):
         shardtune.train(recipe)
@@ -78,7 +82,15 @@ def test_without_the_optimizer_state_it_would_be_another_run(tiny: Tiny, whole: 
     assert len(changed) == len(state_file.read_text())
     assert state["data"] == {"epoch": 1, "rows_consumed": 0}
     state_file.write_text(changed)
-    shardtune.train(recipe)
+    as_saved_before_checksums(state_file.parent)
+    (tiny.run("broken") / "checkpoints/run_id").unlink()
+    capsys.readouterr()
+    shardtune.train({**recipe, "runner": {**recipe["runner"], "keep_last": 1, "save_interval": 1}})
+    told = capsys.readouterr().err
+    assert "global_step_4 was saved by an earlier version and has no checksums" in told
+    assert "global_step_4: saved by an earlier version, without the id of the run; never removed" in told
+    left = sorted(path.name for path in state_file.parents[1].glob("global_step_*"))
+    assert left == ["global_step_4", "global_step_7"], "of the steps that were done now, the last stays"
     with pytest.raises(AssertionError):
         assert_same_run(tiny, "broken")
 
