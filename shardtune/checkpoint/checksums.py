@@ -50,6 +50,14 @@ def read_checksums(folder: Path) -> dict[str, Parts] | None:
         raise CheckpointError(f"{CHECKSUMS} is damaged: {problem}", where=str(path)) from problem
 
 
+def sum_of_checksums(folder: Path) -> str | None:
+    """The checksum of a directory's `checksums.json`, by which another directory's is told apart; None without one."""
+    try:
+        return file_parts(folder / CHECKSUMS)[0][1]
+    except OSError:
+        return None
+
+
 def take_checksums(folder: Path) -> dict[str, Parts]:
     """The checksums of a directory, whose own file is removed; none if it has none."""
     known = read_checksums(folder)

@@ -55,11 +55,15 @@ class CheckpointStore:
         self.keep_last = keep_last
         self.keep_every = keep_every
         self._begun: set[str] = set()
-        self._begun_before = False
+        self._opened = False
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of `step` is, or would be."""
         return self.folder / f"global_step_{step}"
+
+    def all(self) -> list[Path]:
+        """Every folder with the name of a checkpoint, whatever is in it, by step."""
+        return [path for _, path in sorted(self._folders().items())]
 
     def run(self) -> str | None:
         """The id of the run that these are the checkpoints of: as recorded beside them, or else in the newest.
@@ -98,6 +102,13 @@ class CheckpointStore:
         best = pointed_to(self.folder / "best")
         return best if best is not None and fault_of(best) is None else None
 
+    def open(self) -> None:
+        """Make the folder, with an id of the run; from now on it is not made again if it disappears (rank 0)."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if read_run_id(self.folder) is None:
+            write_run_id(self.folder, self.run())
+        self._opened = True
+
     def begin(self, step: int, *, needed_bytes: int = 0) -> Path:
         """A fresh folder to write the checkpoint of `step` into (rank 0). Removes what an interrupted save left.
 
@@ -107,16 +118,10 @@ class CheckpointStore:
         require_space(self.folder, needed_bytes)
         temporary = self.folder / f".global_step_{step}.tmp-{uuid.uuid4().hex[:8]}"
         try:
-            if self._begun_before and not self.folder.is_dir():
-                raise CheckpointError(
-                    f"{self.folder} is gone: it was deleted or moved during training",
-                    where=str(self.folder.parent),
-                    remedy="put it back, or start again in a directory that nothing else changes",
-                )
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if read_run_id(self.folder) is None:
-                write_run_id(self.folder, self.run())
-            self._begun_before = True
+            if not self._opened:
+                self.open()
+            elif not self.folder.is_dir():
+                raise directory_is_gone(self.folder if self.folder.parent.is_dir() else self.folder.parent)
             self.clean()
             temporary.mkdir()
             self._begun.add(temporary.name)
@@ -199,13 +204,13 @@ class CheckpointStore:
     def faults(self) -> dict[str, str]:
         """The incomplete checkpoints and those of other runs: name to what is wrong, without reading contents."""
         run = self.run()
-        faults = {path.name: fault_of(path, run) for _, path in sorted(self._folders().items())}
+        faults = {path.name: fault_of(path, run) for path in self.all()}
         return {name: fault for name, fault in faults.items() if fault is not None}
 
     def not_provably_own(self) -> list[str]:
         """The checkpoints that do not record this run's id; they are never removed."""
         run = self.run()
-        return [path.name for _, path in sorted(self._folders().items()) if not written_by(path, run)]
+        return [path.name for path in self.all() if not written_by(path, run)]
 
     def abandon(self, temporary: Path) -> None:
         """Removes a checkpoint that was begun and will not be committed."""
@@ -310,6 +315,15 @@ def open_checkpoint(path: str | Path) -> Path:
             remedy="continue from another checkpoint of the run",
         )
     return folder.resolve()
+
+
+def directory_is_gone(folder: Path) -> CheckpointError:
+    """The error for a directory of a run that disappears while the run is trained."""
+    return CheckpointError(
+        f"{folder} is gone: it was deleted or moved during training, which ends here",
+        where=str(folder),
+        remedy="put it back and run the same command, or train again under another runner.logger.experiment_name",
+    )
 
 
 def _run_of(checkpoint: Path) -> str | None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -40,6 +38,7 @@ from shardtune.run.directory import (
     without_final,
 )
 from shardtune.run.display import Display
+from shardtune.run.exporting import exporting
 from shardtune.run.identity import FINAL, MANIFEST, read_manifest
 from shardtune.run.preflight import check_same_rows, is_one_of_several, read_together
 from shardtune.run.prompts import PromptBuilder
@@ -347,8 +346,7 @@ class Run:
         exactly = (f"actor.model.precision={full}", "actor.model.lora.base_dtype=auto") if config.is_lora else ()
         worker = self.worker(checkpoint, *NO_EVALUATION, *exactly)
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.tmp-{uuid.uuid4().hex[:8]}")
-        try:
+        with exporting(target) as temporary:
             worker.export(temporary, dtype, merge=merge)
             if check:
                 worker.weights.restore_model()
@@ -357,8 +355,6 @@ class Run:
             if target.exists():
                 target.rmdir()
             publish(temporary, target)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
         return target
 
 

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from shardtune.checkpoint.atomic import read_json, recover, write_json, write_text
-from shardtune.checkpoint.checksums import CHECKSUMS, directory_faults
+from shardtune.checkpoint.checksums import CHECKSUMS, directory_faults, sum_of_checksums
 from shardtune.checkpoint.state_file import fault_of
 from shardtune.checkpoint.store import CheckpointStore, open_checkpoint
 from shardtune.checkpoint.verified import described, none_is_sound
@@ -120,7 +120,8 @@ def _continue(run_dir: Path, recipe: Recipe, began_from: str | None) -> RunPlan:
     if kept:
         notes.append(f"{', '.join(kept)}: saved by an earlier version, without the id of the run; never removed")
     grown = any(has_grown(key, load_config(run_dir), recipe) for key in LARGER)
-    plan = RunPlan(run_dir, *(candidates[:1] or [None]), tuple(candidates[1:]), began_from, notes=tuple(notes))
+    newest = candidates[0] if candidates else None
+    plan = RunPlan(run_dir, newest, tuple(candidates[1:]), began_from, notes=tuple(notes))
     if not was_finished or grown:
         return plan
     return without_final(replace(plan, finished=True), partial(directory_faults, content=False))
@@ -137,19 +138,22 @@ def without_final(plan: RunPlan, damage_of: Callable[[Path], Mapping[str, str]])
         CheckpointError: it has to be written again, and no checkpoint is left.
     """
     final = plan.run_dir / FINAL
-    if not any(final.glob("*")):
+    recorded = read_manifest(plan.run_dir)["finished"].get(FINAL)
+    what = None
+    if not any(path.is_file() for path in final.rglob("*")):
         what = "is empty" if final.is_dir() else "is gone"
-    else:
-        faults = damage_of(final)
-        what = f"is not what was written: {described(faults)}" if faults else None
+    elif recorded is not None and recorded != sum_of_checksums(final):
+        what = f"is not what was written: its {CHECKSUMS} is another one, or gone"
+    elif faults := damage_of(final):
+        what = f"is not what was written: {described(faults)}"
     if what is None:
         return plan
     if plan.resume_from is None:
         raise CheckpointError(
             f"the run is finished, but {final} {what}, and no checkpoint is left to write it from",
             where=str(plan.run_dir),
-            remedy=f"put back the files; to accept {FINAL}/ as it is, delete {CHECKSUMS} in it; or train again: "
-            "runner.overwrite=true, or another runner.logger.experiment_name",
+            remedy=f"put back the files of {FINAL}/, or train again: runner.overwrite=true, or another "
+            "runner.logger.experiment_name",
         )
     note = f"{final} {what}; it is written again from {plan.resume_from.name}"
     return replace(plan, finished=False, notes=(*plan.notes, note))
@@ -226,6 +230,11 @@ class RunLock:
     @property
     def held(self) -> bool:
         return self._lock.held
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the directory, held by this lock, was deleted or moved; noticed within a second or two."""
+        return self._lock.is_gone
 
     def acquire(self) -> None:
         """Create and lock the directory; waits some seconds for another process to release it.

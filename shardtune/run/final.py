@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardtune.checkpoint.atomic import publish, write_json
-from shardtune.checkpoint.checksums import add_checksums, complete_checksums, was_changed
+from shardtune.checkpoint.checksums import add_checksums, complete_checksums, sum_of_checksums, was_changed
 from shardtune.checkpoint.state_file import StateFile
 from shardtune.checkpoint.store import CheckpointStore
 from shardtune.checkpoint.training_state import OPTIMIZER, STATE_FILE
@@ -127,7 +127,8 @@ def _finish(run_dir: Path, trained: Mapping[str, float], measured: Mapping[str, 
     if measured:
         write_json(run_dir / FINAL / METRICS, {**trained, **measured})
         add_checksums(run_dir / FINAL, {METRICS: file_parts(run_dir / FINAL / METRICS)})
-    finish_run(run_dir, {"step": trained["step"], "ended": ended, "metrics": dict(measured)})
+    final = sum_of_checksums(run_dir / FINAL)
+    finish_run(run_dir, {"step": trained["step"], "ended": ended, "metrics": dict(measured), FINAL: final})
 
 
 def _keep_training_state(checkpoint: Path, target: Path) -> None:

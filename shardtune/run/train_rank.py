@@ -166,7 +166,7 @@ def _train(
     lock: RunLock,
 ) -> RunLock:
     """Train to the end of the recipe; returns the lock on the run directory, which is held on rank 0."""
-    notes: list[str] = []
+    notes, current_lock = list[str](), [lock]
     inputs = run_inputs(recipe, objects, in_memory) if worker.ranks.is_main else Inputs()
     if plan.resume_from is not None:
         report = silent if display is None else display.report
@@ -184,10 +184,10 @@ def _train(
         older=plan.older,
         notes=[*notes, *recipe.notes, *unused_workers(recipe, worker), *contradicted_settings(recipe, os.environ)],
         on_start=None if display is None else partial(_show_start, display, plan, worker),
+        is_gone=lambda: current_lock[0].is_gone,
     )
     runner.prepare()
     check_final(recipe, worker)
-    current_lock = [lock]
 
     def begin() -> None:
         known = known_models(plan.run_dir if plan.resume_from else None, in_memory)

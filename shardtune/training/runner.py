@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from shardtune.checkpoint.state_file import read_state, saved_step
-from shardtune.checkpoint.store import CheckpointStore
+from shardtune.checkpoint.store import CheckpointStore, directory_is_gone
 from shardtune.config import Recipe, load_recipe
 from shardtune.errors import CheckpointError, Interrupted, ModelError
 from shardtune.evaluate.loss import check_monitors
@@ -53,6 +53,7 @@ class SFTRunner:
         older: earlier ones, newest first, for the case that it cannot be loaded.
         notes: lines for the first screen, besides the worker's own.
         on_start: called once everything is built, before the first step.
+        is_gone: polled on rank 0: whether the run directory has disappeared.
 
     Attributes:
         ended: why training ended; "" until then.
@@ -70,6 +71,7 @@ class SFTRunner:
         older: Sequence[Path] = (),
         notes: Sequence[str] = (),
         on_start: Callable[[], None] | None = None,
+        is_gone: Callable[[], bool] | None = None,
     ) -> None:
         self._recipe = cfg if isinstance(cfg, Recipe) else load_recipe(cfg)
         self._actor = actor
@@ -92,7 +94,12 @@ class SFTRunner:
         self._listens_to_steps = self._callbacks.listen_to(StepEnd)
         self._requested = NOTHING  # by callbacks, still to be carried out
         self._saver = Saver(
-            self.store, actor, background=runner.async_save, observer=self._observer, on_saved=self._saved
+            self.store,
+            actor,
+            background=runner.async_save,
+            observer=self._observer,
+            on_saved=self._saved,
+            sync_logs=lambda: self._tracker.sync(),
         )
         self._watches = Watches(runner)
         window = ProfileWindow(runner.profile_steps, self.run_dir / FOLDER, self._ranks.rank)
@@ -101,7 +108,7 @@ class SFTRunner:
         self._last_eval: dict[str, float] = {}
         self._line: dict[str, float] = {}  # metrics of the step that is not logged yet
         self._tracker = Tracker([])
-        self._on_start = on_start
+        self._on_start, self._is_gone = on_start, is_gone
         self._prepared = False
         self.ended = ""
 
@@ -210,6 +217,7 @@ class SFTRunner:
 
     def _open_files(self, done: int) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.store.open()
         logger = self._recipe.runner.logger
         self._tracker = open_tracker(
             self.run_dir,
@@ -368,9 +376,13 @@ class SFTRunner:
         self._notify(Evaluated, metrics=metrics)
 
     def _poll(self) -> None:
-        """Once any rank has received a stop signal, save and stop on all ranks."""
-        if not self._ranks.largest(float(self._stop.requested)):
+        """Once any rank has received a stop signal, save and stop on all ranks; without a run directory, only stop."""
+        gone = self._is_gone is not None and self._is_gone()
+        reason = self._ranks.largest(2.0 if gone else float(self._stop.requested))
+        if not reason:
             return
+        if reason == 2.0:
+            raise directory_is_gone(self.run_dir)
         self._save_now("stopping: saving a checkpoint first")
         raise Interrupted(f"stopped after step {self._actor.step}; the same command continues", together=True)
 
