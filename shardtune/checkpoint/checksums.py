@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from shardtune.errors import CheckpointError
 CHECKSUMS = "checksums.json"
 FILES = "files"
 SMALL_BYTES = 64 << 20
+_SHARD = re.compile(r"shard-(\d+)-.*")
 
 
 def add_checksums(folder: Path, files: Mapping[str, Parts]) -> None:
@@ -93,6 +95,17 @@ def was_changed(folder: Path) -> bool:
         or directory_faults(folder, content=False)
         or any(content_fault(folder / name, known[name]) for name in small)
     )
+
+
+def share(files: Mapping[str, Parts], rank: int, num_ranks: int) -> dict[str, Parts]:
+    """The files that a rank verifies: those of its shard number, the others dealt out."""
+    found: dict[str, Parts] = {}
+    for place, (name, parts) in enumerate(sorted(files.items())):
+        shard = _SHARD.fullmatch(Path(name).name)
+        owner = int(shard.group(1)) - 1 if shard else place
+        if owner % num_ranks == rank:
+            found[name] = parts
+    return found
 
 
 def relative_files(folder: Path) -> list[str]:

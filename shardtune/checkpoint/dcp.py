@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future as TorchFuture
 
-from shardtune.checkpoint.checksums import add_checksums
+from shardtune.checkpoint.checksums import add_checksums, read_checksums, share
 from shardtune.checkpoint.safetensors_file import StoredTensor, read_header
-from shardtune.data.checksum import checksum
+from shardtune.data.checksum import checksum, content_fault
 from shardtune.errors import CheckpointError, ShardtuneError
 
 # The writer holds one file's bytes in memory, twice, while it writes them.
@@ -107,8 +107,8 @@ def load_tensors(
     """Fills `tensors` in place from the folder `path`; all ranks call it with the same names.
 
     Raises:
-        CheckpointError: names, shapes or dtypes are not exactly those saved (nothing is changed then), or a file is
-            damaged.
+        CheckpointError: names, shapes or dtypes are not exactly those saved, or a file is damaged (nothing is changed
+            then).
     """
     folder = Path(path)
     if not tensors:
@@ -153,6 +153,8 @@ class _Reader(dcp.HuggingFaceStorageReader):
         try:
             for file in sorted(Path(self.path).glob("*.safetensors")):
                 self._tensors[file] = read_header(file, CheckpointError)[0]
+            if self._expected is not None:
+                _verify(Path(self.path))
         except CheckpointError as problem:
             if self._expected is None:
                 raise
@@ -237,6 +239,16 @@ def _writer(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dcp.HuggingFac
             number, size = number + 1, 0
         files[name], size = number, size + local.nbytes
     return _Writer(folder, files)
+
+
+def _verify(folder: Path) -> None:
+    """Compare this rank's share of the files with `checksums.json`; a run's checkpoint has them elsewhere, verified."""
+    together = dist.is_available() and dist.is_initialized()
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+    for name, parts in share(read_checksums(folder) or {}, rank, num_ranks).items():
+        fault = content_fault(folder / name, parts)
+        if fault is not None:
+            raise CheckpointError(f"{name} {fault}", where=str(folder), remedy="continue from another checkpoint")
 
 
 def _contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

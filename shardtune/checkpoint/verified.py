@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from shardtune.checkpoint.checksums import CHECKSUMS, read_checksums
+from shardtune.checkpoint.checksums import CHECKSUMS, read_checksums, share
 from shardtune.checkpoint.safetensors_file import read_header
 from shardtune.checkpoint.state_file import StateFile, fault_of
 from shardtune.data.checksum import Parts, content_fault, size_fault
 from shardtune.errors import CheckpointError, ShardtuneError
 from shardtune.parallel.ranks import Ranks
 
-_SHARD = re.compile(r"shard-(\d+)-.*")
 _SHOWN = 3
 THREADS = 4
 
@@ -37,7 +35,7 @@ def damage(checkpoint: Path, rank: int = 0, num_ranks: int = 1) -> dict[str, str
         return {checkpoint.name: fault}
     known = StateFile.read(checkpoint)
     check = content_fault if known.has_checksums else _unreadable
-    return _faults(checkpoint, _share(known.files, rank, num_ranks), check)
+    return _faults(checkpoint, share(known.files, rank, num_ranks), check)
 
 
 def damaged_file(checkpoint: Path, name: str) -> str | None:
@@ -59,7 +57,7 @@ def directory_damage(folder: Path, ranks: Ranks) -> dict[str, str]:
     except CheckpointError as problem:
         files, mine = {}, {CHECKSUMS: problem.what}
     else:
-        mine = _faults(folder, _share(files, ranks.rank, ranks.world_size), content_fault)
+        mine = _faults(folder, share(files, ranks.rank, ranks.world_size), content_fault)
     return _gathered(mine, ranks)
 
 
@@ -111,22 +109,21 @@ def none_is_sound(folder: Path, faults: Mapping[str, str]) -> CheckpointError:
     )
 
 
+def require_sound(found: Mapping[str, str], where: Path, remedy: str) -> None:
+    """Refuse a directory with damaged files.
+
+    Raises:
+        CheckpointError: there are any.
+    """
+    if found:
+        raise CheckpointError(f"{where.name} is damaged: {described(found)}", where=str(where), remedy=remedy)
+
+
 def described(found: Mapping[str, str]) -> str:
     """Damaged files as one line."""
     shown = [f"{name} {fault}" for name, fault in sorted(found.items())]
     more = f"; and {len(shown) - _SHOWN} more files" if len(shown) > _SHOWN else ""
     return "; ".join(shown[:_SHOWN]) + more
-
-
-def _share(files: Mapping[str, Parts], rank: int, num_ranks: int) -> dict[str, Parts]:
-    """The files that a rank reads: those of its shard number, the others dealt out."""
-    found: dict[str, Parts] = {}
-    for place, (name, parts) in enumerate(sorted(files.items())):
-        shard = _SHARD.fullmatch(Path(name).name)
-        owner = int(shard.group(1)) - 1 if shard else place
-        if owner % num_ranks == rank:
-            found[name] = parts
-    return found
 
 
 def _unreadable(file: Path, parts: Parts) -> str | None:

@@ -36,7 +36,7 @@ class FileLock:
 
     Attributes:
         holder_alive: whether the last `acquire` found a heartbeat of another holder.
-        is_gone: whether the file has been removed while it was held, as with its folder; noticed by a heartbeat.
+        is_gone: whether its folder has been removed or renamed while it was held; noticed by a heartbeat.
     """
 
     def __init__(self, path: Path, stale_after: float = STALE_SECONDS, beat_every: float = BEAT_SECONDS) -> None:
@@ -169,7 +169,7 @@ class FileLock:
             try:
                 os.utime(self._path)
             except FileNotFoundError:
-                self.is_gone = True
+                self.is_gone = not self._path.parent.is_dir()
             except OSError:  # the file system does not answer now; the next one may reach it
                 continue
 

@@ -17,7 +17,7 @@ from shardtune.checkpoint.checksums import complete_checksums, directory_faults
 from shardtune.checkpoint.export_check import check_reload
 from shardtune.checkpoint.store import CheckpointStore
 from shardtune.checkpoint.training_state import STATE_FILE
-from shardtune.checkpoint.verified import damaged_file
+from shardtune.checkpoint.verified import damage_on_ranks, damaged_file, directory_damage, require_sound
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.config.user_code import import_plugins
@@ -226,6 +226,7 @@ class Run:
         if path is None:
             weights = CheckpointStore(self.dir / "checkpoints").resolve(checkpoint)
             worker = make_worker(recipe, Objects(eval_data=eval_data), training=False, report=silent)
+            require_sound(damage_on_ranks(weights, worker.ranks), weights, "take another: --checkpoint N")
             worker.setup_evaluation(weights, context)
             return worker
         if not path.is_dir():
@@ -235,6 +236,11 @@ class Run:
                 remedy="finish the run, or take a checkpoint of it: --checkpoint latest",
             )
         worker = make_worker(over_directory(recipe, path), Objects(eval_data=eval_data), training=False, report=silent)
+        found = directory_damage(path, worker.ranks)
+        weights = {
+            name: fault for name, fault in found.items() if name.endswith(".safetensors")
+        }  # a user may edit others
+        require_sound(weights, path, "the command that trained the run writes it again from the last checkpoint")
         worker.setup_evaluation(context=replace(context, weights_directory=path))
         return worker
 

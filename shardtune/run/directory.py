@@ -284,7 +284,9 @@ def tidy(run_dir: Path) -> None:
     for left in run_dir.glob(".*"):
         if re.fullmatch(rf"\.{FINAL}(\.(tmp|old)-[0-9a-f]{{8}})*\.(tmp|removed)-[0-9a-f]{{8}}", left.name):
             shutil.rmtree(left, ignore_errors=True)
-        elif re.fullmatch(rf"\.({re.escape(MANIFEST)}|{re.escape(CONFIG)}|{DROPPED_ROWS})\.[0-9a-f]{{8}}", left.name):
+        elif re.fullmatch(
+            rf"\.(lock-probe|{re.escape(MANIFEST)}|{re.escape(CONFIG)}|{DROPPED_ROWS})[.-][0-9a-f]{{8}}", left.name
+        ):
             left.unlink(missing_ok=True)
 
 

@@ -164,6 +164,11 @@ def test_a_changed_final_is_written_again_also_without_links_and_without_durable
     written = tree(stopped / "final")
     flip_bit(stopped / "final/adapter_model.safetensors")
     assert run_cli("verify", "checkpoint", str(stopped)).code == 1
+    for damaged in ("final", "3"):
+        if damaged == "3":
+            flip_bit(next((stopped / "checkpoints/global_step_3/model").iterdir()))
+        outcome = run_cli("eval", str(stopped), "--checkpoint", damaged)
+        assert (outcome.code, "is damaged: " in outcome.err) == (2, True), outcome.err
     capsys.readouterr()
     shardtune.train(recipe(made, "stopped", **best))
     told = capsys.readouterr().err
