@@ -10,13 +10,14 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from shardtune.data.durable import sync_folder
 from shardtune.errors import CheckpointError
 
 _ASIDE = re.compile(r"\.(.+)\.old-[0-9a-f]{8}")
 
 
 def sync_file(path: Path) -> None:
-    """Waits until a file's bytes, or a folder's entries, are on the disk."""
+    """Waits until a file's bytes are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -29,7 +30,7 @@ def sync_tree(folder: Path) -> None:
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
             sync_file(Path(parent) / name)
-        sync_file(Path(parent))
+        sync_folder(Path(parent))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -44,7 +45,7 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_file(path.parent)
+    sync_folder(path.parent)
 
 
 def write_json(path: Path, value: object) -> None:
@@ -68,16 +69,33 @@ def read_json(path: Path) -> Any:
         ) from problem
 
 
-def swap_link(link: Path, target: str) -> None:
-    """Points a symbolic link elsewhere in one step. What is in the way must be a link, or nothing."""
-    temporary = link.with_name(f".{link.name}.{uuid.uuid4().hex[:8]}")
-    temporary.symlink_to(target)
+def point_to(pointer: Path, target: str) -> None:
+    """Makes `pointer` name another folder beside it in one step: as a symbolic link, or else as a text file.
+
+    What is in the way must be a pointer, or nothing. `pointed_to` reads both forms.
+    """
+    temporary = pointer.with_name(f".{pointer.name}.{uuid.uuid4().hex[:8]}")
     try:
-        os.replace(temporary, link)
+        temporary.symlink_to(target)
+    except OSError:  # a file system without links; where nothing can be written, this fails as well
+        write_text(pointer, target + "\n")
+        return
+    try:
+        os.replace(temporary, pointer)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_file(link.parent)
+    sync_folder(pointer.parent)
+
+
+def pointed_to(pointer: Path) -> Path | None:
+    """The folder that a pointer names; None where there is no pointer."""
+    if pointer.is_symlink():
+        return pointer.resolve()
+    try:
+        return pointer.parent / pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def publish(temporary: Path, target: Path) -> None:
@@ -92,7 +110,7 @@ def publish(temporary: Path, target: Path) -> None:
         aside = target.with_name(f".{target.name}.old-{uuid.uuid4().hex[:8]}")
         target.rename(aside)
     temporary.rename(target)
-    sync_file(target.parent)
+    sync_folder(target.parent)
     if aside is not None:
         remove_tree(aside)
 

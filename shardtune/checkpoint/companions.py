@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from transformers import PreTrainedTokenizerBase
 
+from shardtune.checkpoint.checksums import CHECKSUMS
 from shardtune.errors import CheckpointError
 from shardtune.models.pretrained import SETTINGS
 
@@ -18,8 +19,11 @@ MODULES = "modules.json"
 """Of sentence-transformers: the modules after the model, such as pooling, each in a folder of its own."""
 WRITTEN = ("config.json", "generation_config.json", "adapter_config.json")
 """Written from the trained model; of another model they would be wrong."""
-RESULTS = ("metrics.json", "trainer_state.json", "train_results.json", "eval_results.json", "all_results.json")
-"""Of the training that the directory comes from."""
+RESULTS = (
+    *("metrics.json", "trainer_state.json", "train_results.json", "eval_results.json", "all_results.json"),
+    CHECKSUMS,
+)
+"""Of the training that the directory comes from, and the checksums of its files."""
 CODE = "*.py"
 SIGNS = ("config.json", "tokenizer_config.json", *PROCESSOR_FILES, MODULES, "*.safetensors", "*.bin", "*.pt", "*.pth")
 """Files by which a directory is taken for a model's, and not for one of other work."""

@@ -6,22 +6,29 @@ into named tensors and a JSON description that is enough to rebuild it before a 
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedWriter, FileIO, IOBase
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future as TorchFuture
 
+from shardtune.checkpoint.checksums import add_checksums, read_checksums, share
 from shardtune.checkpoint.safetensors_file import StoredTensor, read_header
+from shardtune.data.checksum import checksum, content_fault
 from shardtune.errors import CheckpointError, ShardtuneError
 
 # The writer holds one file's bytes in memory, twice, while it writes them.
@@ -37,7 +44,7 @@ def save_tensors(
     """Writes `tensors` into the folder `path`, durably; all ranks call it with the same names in the same order.
 
     A plain tensor is the same on all ranks and is written by one of them; of a DTensor each rank writes its shard.
-    Returns when the files of all ranks are on the disk.
+    Returns when the files of all ranks are on the disk, with their checksums in `checksums.json`.
 
     Raises:
         CheckpointError: the disk is full or cannot be written; on every rank.
@@ -100,18 +107,22 @@ def load_tensors(
     """Fills `tensors` in place from the folder `path`; all ranks call it with the same names.
 
     Raises:
-        CheckpointError: names, shapes or dtypes are not exactly those saved (nothing is changed then), or a file is
-            damaged.
+        CheckpointError: names, shapes or dtypes are not exactly those saved, or a file is damaged (nothing is changed
+            then).
     """
     folder = Path(path)
-    reader = _Reader(str(folder))
-    _check_same(folder, reader.read_metadata(), tensors)
     if not tensors:
+        _check_same(folder, _Reader(str(folder)).read_metadata(), tensors)
         return
     planner = dcp.DefaultLoadPlanner(allow_partial_load=False)
     try:
+        # The reader checks inside this call, in which the ranks exchange their errors: none waits for one that failed.
+        reader = _Reader(str(folder), tensors)
         dcp.load(dict(tensors), storage_reader=reader, planner=planner, process_group=process_group)
     except (CheckpointException, OSError) as problem:
+        for error, _ in problem.failures.values() if isinstance(problem, CheckpointException) else ():
+            if isinstance(error, ShardtuneError):
+                raise error from problem
         raise CheckpointError(
             f"the checkpoint cannot be read: {_cause(problem)}",
             where=str(folder),
@@ -125,14 +136,39 @@ def stored_names(path: str | Path) -> list[str]:
 
 
 class _Reader(dcp.HuggingFaceStorageReader):
-    """Reads with `pread` into the shards instead of mapping whole files, and damaged files are named."""
+    """Reads with `pread` into the shards instead of mapping whole files, and damaged files are named.
+
+    Args:
+        path: the folder.
+        expected: tensors that must be exactly those stored; None: whatever is stored.
+    """
+
+    def __init__(self, path: str, expected: Mapping[str, torch.Tensor] | None = None) -> None:
+        super().__init__(path)
+        self._expected = expected
+        self._problem: CheckpointError | None = None
 
     def read_metadata(self) -> Metadata:
-        folder = Path(self.path)
-        self._tensors = {file: read_header(file, CheckpointError)[0] for file in sorted(folder.glob("*.safetensors"))}
+        self._tensors = {}
+        try:
+            for file in sorted(Path(self.path).glob("*.safetensors")):
+                self._tensors[file] = read_header(file, CheckpointError)[0]
+            if self._expected is not None:
+                _verify(Path(self.path))
+        except CheckpointError as problem:
+            if self._expected is None:
+                raise
+            self._tensors, self._problem = {}, problem  # torch would go on without metadata if it were raised here
         if not self._tensors:
             return Metadata(state_dict_metadata={}, storage_data={})
         return super().read_metadata()
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: object, **__: object) -> None:
+        if self._problem is not None:
+            raise self._problem
+        if self._expected is not None:
+            _check_same(Path(self.path), metadata, self._expected)
+        super().set_up_storage_reader(metadata, is_coordinator)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
         for item in plan.items:
@@ -149,6 +185,51 @@ class _Reader(dcp.HuggingFaceStorageReader):
         return self._tensors[Path(self.storage_data[index].relative_path)][index.fqn]
 
 
+class _SummedStream(BufferedWriter):
+    """A new file, and the checksum of what is written into it; the writer writes each file as one piece."""
+
+    def __init__(self, path: Path, sums: dict[str, tuple[int, str]]) -> None:
+        super().__init__(FileIO(path, "wb"))
+        self._path, self._sums = path, sums
+
+    def write(self, data: bytes, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self._sums[self._path.name] = len(data), checksum(data)
+        return super().write(data)
+
+
+class _SummedFiles(FileSystem):
+    """Files of which the size and checksum are noted, by name, from the bytes in memory."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, tuple[int, str]] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[IOBase]:
+        with _SummedStream(Path(path), self.sums) as stream:
+            yield stream
+
+
+class _Writer(dcp.HuggingFaceStorageWriter):
+    """Writes the checksums of the files of all ranks into `checksums.json`; they go the way of the write results."""
+
+    def __init__(self, folder: Path, files: dict[str, int]) -> None:
+        super().__init__(str(folder), fqn_to_index_mapping=files, save_distributed=True)
+        self._folder = folder
+        self.fs = self._files = _SummedFiles()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
+        super().write_data(plan, planner).wait()
+        written: TorchFuture[list[WriteResult]] = TorchFuture()
+        written.set_result(
+            [WriteResult(MetadataIndex(name), size, digest) for name, (size, digest) in self._files.sums.items()]
+        )
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        files = [file for of_rank in results for file in of_rank]
+        add_checksums(self._folder, {file.index.fqn: [(file.size_in_bytes, file.storage_data)] for file in files})
+
+
 def _writer(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dcp.HuggingFaceStorageWriter:
     files: dict[str, int] = {}
     number, size = 1, 0
@@ -157,7 +238,17 @@ def _writer(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dcp.HuggingFac
         if size and size + local.nbytes > _FILE_BYTES:
             number, size = number + 1, 0
         files[name], size = number, size + local.nbytes
-    return dcp.HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
+    return _Writer(folder, files)
+
+
+def _verify(folder: Path) -> None:
+    """Compare this rank's share of the files with `checksums.json`; a run's checkpoint has them elsewhere, verified."""
+    together = dist.is_available() and dist.is_initialized()
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+    for name, parts in share(read_checksums(folder) or {}, rank, num_ranks).items():
+        fault = content_fault(folder / name, parts)
+        if fault is not None:
+            raise CheckpointError(f"{name} {fault}", where=str(folder), remedy="continue from another checkpoint")
 
 
 def _contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from shardtune.checkpoint.checksums import CHECKSUMS, add_checksums
 from shardtune.checkpoint.hf_conversion import disk_groups, to_disk
 from shardtune.checkpoint.safetensors_file import SafetensorsWriter, TensorPlan
 from shardtune.errors import CheckpointError
@@ -130,6 +131,8 @@ def write_weights(
 ) -> None:
     """Gathers group after group; every rank calls it, and the one with `max_shard_bytes` writes the files.
 
+    Their checksums are written beside them.
+
     Args:
         path: a directory; weights in it are replaced.
         tensors: by name.
@@ -151,8 +154,8 @@ def write_weights(
         cast = {name: tensor.to(_disk_dtype(tensors[name], dtype)) for name, tensor in whole.items()}
         for name, tensor in convert(cast).items():
             place[name].write(name, tensor)
-    for writer in writers:
-        writer.close()
+    if writers:
+        add_checksums(path, {writer.file.name: writer.close() for writer in writers})
 
 
 def _plan(
@@ -194,7 +197,7 @@ def _open_files(
 
 def _remove_weights(path: Path) -> None:
     """Remove the weights of an earlier save, which would be loaded beside or instead of the new ones."""
-    for file in [*path.glob("model*.safetensors"), path / f"{_FILE}.index.json"]:
+    for file in [*path.glob("model*.safetensors"), path / f"{_FILE}.index.json", path / CHECKSUMS]:
         file.unlink(missing_ok=True)
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardtune.checkpoint.checksums import add_checksums
 from shardtune.checkpoint.hf_save import gather_full, save_error
 from shardtune.checkpoint.safetensors_file import SafetensorsWriter, TensorPlan
 from shardtune.checkpoint.weight_files import WeightTensor, find_weights
@@ -148,7 +149,7 @@ def save_adapter(
             if writer is not None:
                 writer.write(key, whole)
         if writer is not None:
-            writer.close()
+            add_checksums(path, {WEIGHTS: writer.close()})
     except OSError as problem:
         raise save_error(path, problem) from problem
 

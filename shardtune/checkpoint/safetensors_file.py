@@ -13,6 +13,7 @@ from typing import TypedDict
 
 import torch
 
+from shardtune.data.checksum import Parts, checksum
 from shardtune.errors import ModelError, ShardtuneError
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -206,13 +207,16 @@ class SafetensorsWriter:
             offset += tensor.nbytes
         raw = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":")).encode()
         raw += b" " * (-len(raw) % 8)
+        start = struct.pack("<Q", len(raw)) + raw
         self.file = file
+        self._header: tuple[int, str] = len(start), checksum(start)
+        self._sums = {tensor.name: (tensor.nbytes, "") for tensor in tensors}
         self._plans = {tensor.name: tensor for tensor in tensors}
         self._starts = {t.name: 8 + len(raw) + header[t.name]["data_offsets"][0] for t in tensors}
         self._missing = set(self._plans)
         self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.ftruncate(self._descriptor, 8 + len(raw) + offset)
-        self._write(0, memoryview(struct.pack("<Q", len(raw)) + raw))
+        os.ftruncate(self._descriptor, len(start) + offset)
+        self._write(0, memoryview(start))
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Writes one tensor, cast to the planned dtype."""
@@ -220,16 +224,22 @@ class SafetensorsWriter:
         if tuple(tensor.shape) != plan.shape:
             raise ValueError(f"'{name}' was planned with shape {plan.shape}, not {tuple(tensor.shape)}")
         data = tensor.detach().to("cpu", plan.dtype).contiguous().reshape(-1)
-        if data.numel():
-            self._write(self._starts[name], data.view(torch.uint8).numpy().data)
+        content = data.view(torch.uint8).numpy().data if data.numel() else memoryview(b"")
+        self._sums[name] = len(content), checksum(content)
+        self._write(self._starts[name], content)
         self._missing.discard(name)
 
-    def close(self) -> None:
-        """Makes the file durable. Every planned tensor must have been written."""
+    def close(self) -> Parts:
+        """Makes the file durable. Every planned tensor must have been written.
+
+        Returns:
+            The checksums of the header and of each tensor.
+        """
         os.fsync(self._descriptor)
         os.close(self._descriptor)
         if self._missing:
             raise ValueError(f"{self.file.name}: never written: {sorted(self._missing)[:5]}")
+        return [self._header, *self._sums.values()]
 
     def _write(self, position: int, data: memoryview) -> None:
         while data:

@@ -1,9 +1,11 @@
 """The checkpoints of a run: complete or absent, the last few of them, the newest and the best by name.
 
     checkpoints/
-      global_step_10/  ... state.json     written last, with the size of every file, which reveals a torn folder
+      global_step_10/  ... state.json     written last, with the size and checksum of every file
+      global_step_10/run/                 the recipe and the manifest of the run, of which a copy is in each
       latest                              a text file with the newest one's name
-      best -> global_step_10              a link, never a copy, so it always is a complete checkpoint
+      best -> global_step_10              a link (or a text file), never a copy, so it always is a complete checkpoint
+      run_id                              the id of the run; only checkpoints that record the same one are ever removed
       .global_step_20.tmp-1a2b3c4d/       being written
 
 Rank 0 calls `begin` and sends the folder to all ranks; all write into it; when all are done, rank 0 calls
@@ -17,30 +19,33 @@ import shutil
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from shardtune.checkpoint.atomic import (
+    point_to,
+    pointed_to,
     publish,
-    read_json,
     recover,
     remove_tree,
     require_space,
-    swap_link,
-    sync_file,
-    write_json,
     write_text,
 )
+from shardtune.checkpoint.checksums import CHECKSUMS, relative_files, take_checksums
+from shardtune.checkpoint.records import copy_records, read_run_id, write_run_id
+from shardtune.checkpoint.state_file import FOLDER, STATE, StateFile, fault_of, written_by
+from shardtune.data.checksum import Parts, file_parts
+from shardtune.data.durable import sync_folder
 from shardtune.errors import CheckpointError
 
-STATE = "state.json"
-_FOLDER = re.compile(r"global_step_(\d+)")
+_LEFT = re.compile(r"\.global_step_\d+(\.(tmp|old|removed)-[0-9a-f]{8})*\.(tmp|removed)-[0-9a-f]{8}")
+_POINTERS = ("latest", "best")
 
 
 class CheckpointStore:
     """The checkpoints in one folder.
 
     Args:
-        folder: `checkpoints` of a run directory; made when the first checkpoint begins.
+        folder: `checkpoints` of a run directory; made when the first checkpoint begins. The recipe and the manifest
+            beside it are copied into each checkpoint.
         keep_last: how many of the newest stay.
         keep_every: those at multiples of this many steps stay too.
     """
@@ -50,27 +55,59 @@ class CheckpointStore:
         self.keep_last = keep_last
         self.keep_every = keep_every
         self._begun: set[str] = set()
+        self._opened = False
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of `step` is, or would be."""
         return self.folder / f"global_step_{step}"
 
+    def all(self) -> list[Path]:
+        """Every folder with the name of a checkpoint, whatever is in it, by step."""
+        return [path for _, path in sorted(self._folders().items())]
+
+    def run(self) -> str | None:
+        """The id of the run that these are the checkpoints of: as recorded beside them, or else in the newest.
+
+        None if none is recorded, or if the id is gone and they have different ones.
+        """
+        known = read_run_id(self.folder)
+        if known is not None:
+            return known
+        found = {_run_of(path) for path in self._folders().values()} - {None}
+        return found.pop() if len(found) == 1 else None
+
     def steps(self) -> list[int]:
-        """The steps with a complete checkpoint, ascending."""
-        return [step for step, path in sorted(self._folders().items()) if _fault(path) is None]
+        """The steps with a complete checkpoint of this run, ascending; file contents are not read."""
+        run = self.run()
+        return [step for step, path in sorted(self._folders().items()) if fault_of(path, run) is None]
 
     def latest(self) -> Path | None:
-        """The checkpoint that `latest` names; where that is gone or torn, the complete one of most steps."""
-        named = self._pointed()
-        if named is not None and _fault(named) is None:
-            return named
-        steps = self.steps()
-        return self.path(steps[-1]) if steps else None
+        """The first of `newest_first`."""
+        return next(iter(self.newest_first()), None)
+
+    def newest_first(self) -> list[Path]:
+        """The complete checkpoints that the run can be continued from.
+
+        First the one that `latest` names, then those before it. Later ones belong to a course that was given up; they
+        count only where `latest` is gone or names none that is there.
+        """
+        named, steps = self._pointed(), self.steps()
+        if named is not None and named.is_dir():
+            before = [step for step in steps if step <= _step_of(named)]
+            steps = before or steps
+        return [self.path(step) for step in reversed(steps)]
 
     def best(self) -> Path | None:
         """The best checkpoint under its own name, None where none was marked."""
-        link = self.folder / "best"
-        return link.resolve() if link.is_symlink() and _fault(link) is None else None
+        best = pointed_to(self.folder / "best")
+        return best if best is not None and fault_of(best) is None else None
+
+    def open(self) -> None:
+        """Make the folder, with an id of the run; from now on it is not made again if it disappears (rank 0)."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if read_run_id(self.folder) is None:
+            write_run_id(self.folder, self.run())
+        self._opened = True
 
     def begin(self, step: int, *, needed_bytes: int = 0) -> Path:
         """A fresh folder to write the checkpoint of `step` into (rank 0). Removes what an interrupted save left.
@@ -81,7 +118,10 @@ class CheckpointStore:
         require_space(self.folder, needed_bytes)
         temporary = self.folder / f".global_step_{step}.tmp-{uuid.uuid4().hex[:8]}"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            if not self._opened:
+                self.open()
+            elif not self.folder.is_dir():
+                raise directory_is_gone(self.folder if self.folder.parent.is_dir() else self.folder.parent)
             self.clean()
             temporary.mkdir()
             self._begun.add(temporary.name)
@@ -102,8 +142,9 @@ class CheckpointStore:
         """
         target = self.path(step)
         try:
-            files = {path.relative_to(temporary).as_posix(): path.stat().st_size for path in _files(temporary)}
-            write_json(temporary / STATE, {"step": step, "state": dict(state), "files": files})
+            copy_records(self.folder.parent, temporary)
+            StateFile(step, dict(state), _checksums(temporary), self.run()).write(temporary)
+            self._step_aside(target)
             publish(temporary, target)
             self._begun.discard(temporary.name)
             write_text(self.folder / "latest", target.name + "\n")
@@ -113,6 +154,11 @@ class CheckpointStore:
         except OSError as problem:
             raise _unwritable(temporary, problem) from problem
         return target
+
+    def _step_aside(self, target: Path) -> None:
+        """Rename what has the name of a new checkpoint and was not provably written by this run."""
+        if target.exists() and not written_by(target, self.run()):
+            target.rename(target.with_name(f"{target.name}.kept-{uuid.uuid4().hex[:8]}"))
 
     def update(self, step: int, state: Mapping[str, object], *, best: bool = False) -> Path:
         """Replaces the state in a complete checkpoint; its tensors remain (rank 0).
@@ -126,9 +172,9 @@ class CheckpointStore:
             CheckpointError: there is none of `step`.
         """
         target = open_checkpoint(self.path(step))
-        known = read_json(target / STATE)
-        if known["state"] != dict(state):
-            write_json(target / STATE, {**known, "state": dict(state)})
+        known = StateFile.read(target)
+        if known.state != dict(state):
+            known.with_state(state).write(target)
         if best:
             self.mark_best(step)
         return target
@@ -140,7 +186,7 @@ class CheckpointStore:
             CheckpointError: there is none of `step`.
         """
         target = open_checkpoint(self.path(step))
-        swap_link(self.folder / "best", target.name)
+        point_to(self.folder / "best", target.name)
 
     def go_back_to(self, step: int) -> None:
         """Makes the checkpoint of `step` the latest; later ones are abandoned, and removed at the next save.
@@ -155,10 +201,16 @@ class CheckpointStore:
         if best is not None and _step_of(best) > step:
             (self.folder / "best").unlink()
 
-    def torn(self) -> dict[str, str]:
-        """The incomplete checkpoints: name to what is missing."""
-        faults = {path.name: _fault(path) for _, path in sorted(self._folders().items())}
+    def faults(self) -> dict[str, str]:
+        """The incomplete checkpoints and those of other runs: name to what is wrong, without reading contents."""
+        run = self.run()
+        faults = {path.name: fault_of(path, run) for path in self.all()}
         return {name: fault for name, fault in faults.items() if fault is not None}
+
+    def not_provably_own(self) -> list[str]:
+        """The checkpoints that do not record this run's id; they are never removed."""
+        run = self.run()
+        return [path.name for path in self.all() if not written_by(path, run)]
 
     def abandon(self, temporary: Path) -> None:
         """Removes a checkpoint that was begun and will not be committed."""
@@ -173,16 +225,17 @@ class CheckpointStore:
         for left in self.folder.glob(".*"):
             if left.name in self._begun:
                 continue
-            if re.search(r"\.(tmp|removed)-\w+$", left.name):
+            if _LEFT.fullmatch(left.name):
                 shutil.rmtree(left, ignore_errors=True)
-            elif re.match(r"\.(latest|best)\.\w+$", left.name):
+            elif re.fullmatch(r"\.(latest|best|run_id)\.[0-9a-f]{8}", left.name):
                 left.unlink(missing_ok=True)
 
     def prune(self) -> None:
         """Removes checkpoints beyond `keep_last` and `keep_every`, torn ones, and abandoned ones.
 
-        The latest and the best stay in any case.
+        The latest and the best stay in any case, and so does whatever does not record the id of this run.
         """
+        run = self.run()
         latest = self.latest()
         steps = [step for step in self.steps() if latest is None or step <= _step_of(latest)]
         protected = {path.name for path in (latest, self.best()) if path is not None}
@@ -190,9 +243,9 @@ class CheckpointStore:
         if self.keep_every:
             kept |= {step for step in steps if step % self.keep_every == 0}
         for step, path in self._folders().items():
-            if step not in kept and path.name not in protected:
+            if step not in kept and path.name not in protected and written_by(path, run):
                 remove_tree(path)
-        sync_file(self.folder)
+        sync_folder(self.folder)
 
     def resolve(self, which: str | int | Path) -> Path:
         """The checkpoint a user means: "latest", "best", a step, or a path (also to a run directory).
@@ -229,16 +282,13 @@ class CheckpointStore:
         )
 
     def _pointed(self) -> Path | None:
-        try:
-            name = (self.folder / "latest").read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError):
-            return None
-        return self.folder / name if _FOLDER.fullmatch(name) else None
+        named = pointed_to(self.folder / "latest")
+        return named if named is not None and FOLDER.fullmatch(named.name) else None
 
     def _folders(self) -> dict[int, Path]:
         if not self.folder.is_dir():
             return {}
-        matches = ((_FOLDER.fullmatch(path.name), path) for path in self.folder.iterdir() if path.is_dir())
+        matches = ((FOLDER.fullmatch(path.name), path) for path in self.folder.iterdir() if path.is_dir())
         return {int(match.group(1)): path for match, path in matches if match}
 
 
@@ -249,13 +299,15 @@ def open_checkpoint(path: str | Path) -> Path:
         CheckpointError: there is none, or it is torn (names the file).
     """
     folder = Path(path)
+    if folder.name in _POINTERS and folder.is_file():
+        folder = pointed_to(folder) or folder
     for candidate in (folder, folder / "checkpoints"):
         if not (candidate / STATE).exists() and CheckpointStore(candidate)._folders():
             latest = CheckpointStore(candidate).latest()
             if latest is not None:
                 return latest
             raise CheckpointError(f"none of the checkpoints in '{candidate}' is complete", where=str(candidate))
-    fault = _fault(folder)
+    fault = fault_of(folder)
     if fault is not None:
         raise CheckpointError(
             f"'{folder.name}' is not a complete checkpoint: {fault}",
@@ -265,49 +317,34 @@ def open_checkpoint(path: str | Path) -> Path:
     return folder.resolve()
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The state that `commit` saved, from a complete checkpoint.
-
-    Raises:
-        CheckpointError: state.json is gone or damaged.
-    """
-    return read_json(checkpoint / STATE)["state"]
-
-
-def saved_step(checkpoint: Path) -> int:
-    """The step of a complete checkpoint.
-
-    Raises:
-        CheckpointError: state.json is gone or damaged.
-    """
-    return int(read_json(checkpoint / STATE)["step"])
+def directory_is_gone(folder: Path) -> CheckpointError:
+    """The error for a directory of a run that disappears while the run is trained."""
+    return CheckpointError(
+        f"{folder} is gone: it was deleted or moved during training, which ends here",
+        where=str(folder),
+        remedy="put it back and run the same command, or train again under another runner.logger.experiment_name",
+    )
 
 
-def _fault(checkpoint: Path) -> str | None:
-    """What is missing in a checkpoint, None for a complete one. Reads only state.json and file sizes."""
-    if not checkpoint.is_dir():
-        return "there is no such folder"
+def _run_of(checkpoint: Path) -> str | None:
     try:
-        manifest = read_json(checkpoint / STATE)
-        files = dict(manifest["files"])
-        _ = manifest["step"], manifest["state"]
-    except (CheckpointError, KeyError, TypeError, ValueError):
-        return f"it has no valid {STATE}"
-    for name, size in files.items():
-        file = checkpoint / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} bytes instead of {size}: it is torn"
-    return None
+        return StateFile.read(checkpoint).run
+    except CheckpointError:
+        return None
 
 
 def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("_")[2])
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / STATE)
+def _checksums(folder: Path) -> dict[str, Parts]:
+    """The checksums of all files of a checkpoint: known of tensors since they were written; others are read."""
+    known: dict[str, Parts] = {}
+    for noted in sorted(folder.rglob(CHECKSUMS)):
+        parent = noted.parent.relative_to(folder)
+        known |= {(parent / name).as_posix(): parts for name, parts in take_checksums(noted.parent).items()}
+    names = (name for name in relative_files(folder) if name != STATE)
+    return {name: known.get(name) or file_parts(folder / name) for name in names}
 
 
 def _unwritable(folder: Path, problem: OSError) -> CheckpointError:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from shardtune.data.checksum import is_sealed, sealed
 from shardtune.errors import DataError
 
 # A file changed this recently may change again without its time stamp moving, so its hash is not remembered.
@@ -59,14 +60,14 @@ def file_digest(path: Path, root: Path) -> str:
     memo = root / "hashes" / (hashlib.blake2b(str(path.absolute()).encode(), digest_size=20).hexdigest() + ".json")
     with suppress(OSError, ValueError, KeyError, TypeError):
         remembered = json.loads(memo.read_text())
-        if remembered["seen"] == seen:
+        if is_sealed(remembered) and remembered["seen"] == seen:
             return remembered["digest"]
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
     if time.time() - max(status.st_mtime, status.st_ctime) > _SETTLED_SECONDS:
         with suppress(OSError):
             memo.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(memo, json.dumps({"seen": seen, "digest": digest}).encode())
+            write_atomically(memo, json.dumps(sealed({"seen": seen, "digest": digest})).encode())
     return digest
 
 

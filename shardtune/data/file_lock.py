@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -25,8 +24,9 @@ class FileLock:
 
     Between processes of one machine `flock` decides, which the kernel releases with the holder's death. Not every
     network file system passes it on to other machines, so the holder also touches the file every second: one on another
-    machine counts as dead when its file has not changed for a while. Two holders are possible only on such a file
-    system, if one makes no heartbeat for `stale_after` seconds and is still alive.
+    machine counts as dead when its file has not changed for a while. Where `flock` does not exclude anybody (tried when
+    the lock is acquired: it may fail, always refuse, or be granted to all), that holds on one machine too. Two holders
+    are possible only on such file systems, if one makes no heartbeat for `stale_after` seconds and is still alive.
 
     Args:
         path: the lock file; its directory exists and is writable.
@@ -36,6 +36,7 @@ class FileLock:
 
     Attributes:
         holder_alive: whether the last `acquire` found a heartbeat of another holder.
+        is_gone: whether its folder has been removed or renamed while it was held; noticed by a heartbeat.
     """
 
     def __init__(self, path: Path, stale_after: float = STALE_SECONDS, beat_every: float = BEAT_SECONDS) -> None:
@@ -47,7 +48,9 @@ class FileLock:
         self._stop = threading.Event()
         self._beat_thread: threading.Thread | None = None
         self._seen: tuple[int | None, float] = None, 0.0  # the last heartbeat of another, and when it was first seen
+        self._excludes = True
         self.holder_alive = False
+        self.is_gone = False
 
     @property
     def held(self) -> bool:
@@ -66,7 +69,8 @@ class FileLock:
             OSError: the file cannot be written.
         """
         began = time.monotonic()
-        self._seen, self.holder_alive = (None, began), False
+        self._seen, self.holder_alive, self.is_gone = (None, began), False, False
+        self._excludes = _flock_excludes(self._path.parent)
         while not self._try():
             if until(self.holder(), time.monotonic() - began):
                 return False
@@ -114,7 +118,7 @@ class FileLock:
         return self.held
 
     def _claim(self, descriptor: int, is_new: bool) -> bool:
-        granted = _flock(descriptor)
+        granted = _flock(descriptor) if self._excludes else None
         if granted is False:
             self.holder_alive = True
             return False
@@ -162,18 +166,33 @@ class FileLock:
 
     def _beat(self) -> None:
         while not self._stop.wait(self._beat_every):
-            with suppress(OSError):
+            try:
                 os.utime(self._path)
+            except FileNotFoundError:
+                self.is_gone = not self._path.parent.is_dir()
+            except OSError:  # the file system does not answer now; the next one may reach it
+                continue
 
 
-def _flock(descriptor: int) -> bool | None:
-    """Whether this process has the file's `flock` now; None on file systems without it."""
+def _flock(descriptor: int) -> bool:
+    """Whether this process has the file's `flock` now."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError:
         return False
-    except OSError as error:
-        if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-            return None
-        raise
     return True
+
+
+def _flock_excludes(folder: Path) -> bool:
+    """Whether the file system's `flock` works: granted once, and refused to a second opener of the same file."""
+    probe = folder / f".lock-probe-{uuid.uuid4().hex[:8]}"
+    first = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
+    try:
+        second = os.open(probe, os.O_RDWR)
+        try:
+            return _flock(first) and not _flock(second)
+        finally:
+            os.close(second)
+    finally:
+        os.close(first)
+        probe.unlink(missing_ok=True)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
+import os
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import nn
@@ -15,6 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from shardtune.errors import ParallelError
 from shardtune.parallel.torch_private import storage_identity
+
+PREFIX = "shardtune-offloaded-"
+YOUNG_SECONDS = 60.0
+"""A file may not be locked yet so soon after it was made."""
 
 
 def optimizers_of(module: nn.Module) -> dict[str, torch.optim.Optimizer]:
@@ -34,6 +42,23 @@ def _optimizers(name: str, value: object) -> Iterator[tuple[str, torch.optim.Opt
             yield from _optimizers(f"{name}.{number}", item)
 
 
+def remove_left_files() -> None:
+    """Remove offloaded memory of killed processes: the kernel has released the lock that each held on its file."""
+    for file in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError), file.open("rb") as stream:  # another user's
+            young = time.time() - os.fstat(stream.fileno()).st_mtime < YOUNG_SECONDS
+            if not young and not _is_locked(stream):
+                file.unlink()
+
+
+def _is_locked(stream: IO[bytes]) -> bool:
+    try:
+        fcntl.flock(stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # by a live process; or the file system has no locks, and then nothing is known
+        return True
+    return False
+
+
 class Memory:
     """The memory of a module on one rank.
 
@@ -46,6 +71,8 @@ class Memory:
         self._module, self._device = module, device
         self._away: list[tuple[torch.UntypedStorage, int, int, torch.Tensor | None]] = []
         self._file: Path | None = None
+        self._stream: IO[bytes] | None = None  # open and locked as long as the file is needed
+        remove_left_files()
 
     @property
     def is_away(self) -> bool:
@@ -97,24 +124,32 @@ class Memory:
                 storage.resize_(size)
                 stream.seek(offset)
                 stream.readinto(_buffer(storage))
-        self._file.unlink()
-        self._file = None
+        self._remove_file()
 
     def forget(self) -> None:
         """Discard what is offloaded."""
         self._away = []
+        self._remove_file()
+
+    def _remove_file(self) -> None:
         if self._file is not None:
             self._file.unlink(missing_ok=True)
             self._file = None
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
     def _write(self, storages: list[torch.UntypedStorage]) -> None:
         offset = 0
-        with tempfile.NamedTemporaryFile(prefix="shardtune-asleep-", delete=False) as stream:
-            self._file = Path(stream.name)
-            for storage in storages:
-                stream.write(_buffer(storage))
-                self._away.append((storage, storage.nbytes(), offset, None))
-                offset += storage.nbytes()
+        self._stream = stream = tempfile.NamedTemporaryFile(prefix=PREFIX, delete=False)  # noqa: SIM115
+        with suppress(OSError):  # without locks the file is not removed by others, if this process is killed
+            fcntl.flock(stream.fileno(), fcntl.LOCK_EX)
+        self._file = Path(stream.name)
+        for storage in storages:
+            stream.write(_buffer(storage))
+            self._away.append((storage, storage.nbytes(), offset, None))
+            offset += storage.nbytes()
+        stream.flush()
 
     def _storages(self) -> Iterator[torch.UntypedStorage]:
         """The storages on this rank's device, each once."""

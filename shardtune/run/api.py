@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.checkpoint.atomic import publish, read_json
+from shardtune.checkpoint.checksums import complete_checksums, directory_faults
 from shardtune.checkpoint.export_check import check_reload
 from shardtune.checkpoint.store import CheckpointStore
+from shardtune.checkpoint.training_state import STATE_FILE
+from shardtune.checkpoint.verified import damage_on_ranks, damaged_file, directory_damage, require_sound
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.config.user_code import import_plugins
@@ -28,15 +30,16 @@ from shardtune.models.find_adapter import check_in_memory
 from shardtune.parallel.ranks import choose_device, leave_ranks
 from shardtune.run.choose_worker import Objects, check_worker, make_worker, worker_class
 from shardtune.run.directory import (
-    FINAL,
-    MANIFEST,
     RunPlan,
     check_unlocked,
     check_writable,
     load_config,
     plan_run,
+    without_final,
 )
 from shardtune.run.display import Display
+from shardtune.run.exporting import exporting
+from shardtune.run.identity import FINAL, MANIFEST, read_manifest
 from shardtune.run.preflight import check_same_rows, is_one_of_several, read_together
 from shardtune.run.prompts import PromptBuilder
 from shardtune.run.resume_check import check_same_data
@@ -91,6 +94,8 @@ def train(
     plan = plan_run(loaded)
     check_unlocked(plan.run_dir)
     if plan.finished:
+        plan = without_final(plan, partial(directory_faults, content=True))
+    if plan.finished:
         report_finished(plan, loaded, objects, display.report)
         return Run(plan.run_dir)
     by_ray = loaded.runner.launcher == "ray"
@@ -127,8 +132,10 @@ def _launch(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal) -
     else:
         worker = make_worker(recipe, report=display.report)
         worker.task.check()
-        if plan.resume_from is not None:
-            check_same_data(plan.resume_from, worker.task.data_files(), recipe.runner.allow_changes)
+        candidates = () if plan.resume_from is None else (plan.resume_from, *plan.older)
+        readable = [path for path in candidates if damaged_file(path, STATE_FILE) is None]
+        if readable:  # the ranks choose a checkpoint; each is of the same data
+            check_same_data(readable[0], worker.task.data_files(), recipe.runner.allow_changes)
         del worker
     with tempfile.TemporaryDirectory(prefix="shardtune-") as folder:
         file = Path(folder) / "recipe.yaml"
@@ -219,6 +226,7 @@ class Run:
         if path is None:
             weights = CheckpointStore(self.dir / "checkpoints").resolve(checkpoint)
             worker = make_worker(recipe, Objects(eval_data=eval_data), training=False, report=silent)
+            require_sound(damage_on_ranks(weights, worker.ranks), weights, "take another: --checkpoint N")
             worker.setup_evaluation(weights, context)
             return worker
         if not path.is_dir():
@@ -228,6 +236,11 @@ class Run:
                 remedy="finish the run, or take a checkpoint of it: --checkpoint latest",
             )
         worker = make_worker(over_directory(recipe, path), Objects(eval_data=eval_data), training=False, report=silent)
+        found = directory_damage(path, worker.ranks)
+        weights = {
+            name: fault for name, fault in found.items() if name.endswith(".safetensors")
+        }  # a user may edit others
+        require_sound(weights, path, "the command that trained the run writes it again from the last checkpoint")
         worker.setup_evaluation(context=replace(context, weights_directory=path))
         return worker
 
@@ -339,17 +352,15 @@ class Run:
         exactly = (f"actor.model.precision={full}", "actor.model.lora.base_dtype=auto") if config.is_lora else ()
         worker = self.worker(checkpoint, *NO_EVALUATION, *exactly)
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.tmp-{uuid.uuid4().hex[:8]}")
-        try:
+        with exporting(target) as temporary:
             worker.export(temporary, dtype, merge=merge)
             if check:
                 worker.weights.restore_model()
                 report(f"{target}: {check_reload(worker.inner_model, temporary)}")
+            complete_checksums(temporary, {})
             if target.exists():
                 target.rmdir()
             publish(temporary, target)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
         return target
 
 
@@ -444,7 +455,7 @@ def _require_same_worker(run: Run) -> None:
     Raises:
         ConfigError: a script trained it with a trainer of its own.
     """
-    trained_by, chosen = str(read_json(run.dir / MANIFEST)["worker"]), worker_class(run.recipe).__qualname__
+    trained_by, chosen = str(read_manifest(run.dir)["worker"]), worker_class(run.recipe).__qualname__
     if trained_by != chosen:
         raise ConfigError(
             f"the run was trained by {trained_by}, which its recipe does not name; {chosen} would evaluate it",

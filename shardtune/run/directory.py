@@ -9,23 +9,36 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 from shardtune.checkpoint.atomic import read_json, recover, write_json, write_text
+from shardtune.checkpoint.checksums import CHECKSUMS, directory_faults, sum_of_checksums
+from shardtune.checkpoint.state_file import fault_of
 from shardtune.checkpoint.store import CheckpointStore, open_checkpoint
+from shardtune.checkpoint.verified import described, none_is_sound
 from shardtune.config import Recipe, load_recipe
 from shardtune.data.file_lock import FileLock
 from shardtune.errors import CheckpointError, ConfigError
 from shardtune.launch.local import launch_id, restarted_launch
+from shardtune.run.identity import (
+    CHECKPOINTS,
+    CONFIG,
+    FINAL,
+    MANIFEST,
+    holds_results,
+    holds_run,
+    read_manifest,
+    record_file,
+    replaced_records,
+    require_identity,
+)
 from shardtune.run.resume_check import LARGER, check_changes, has_grown
 
-MANIFEST = "manifest.json"
 DROPPED_ROWS = "dropped_rows.jsonl"
-CONFIG = "config.yaml"
-FINAL = "final"
 LOCK = ".lock"
 LOCK_WAIT_SECONDS = 5.0
 """Orphaned ranks of a killed run end within a second or two."""
@@ -38,6 +51,7 @@ class RunPlan:
     Attributes:
         run_dir: the run directory.
         resume_from: the checkpoint to continue from; None: start from scratch.
+        older: earlier ones, newest first, for the case that it cannot be loaded.
         finished: the run is complete and there is nothing to do.
         resumed_from: the checkpoint of `runner.resume_dir`, of this run or another, if any.
         move_aside: an older run is renamed first.
@@ -46,6 +60,7 @@ class RunPlan:
 
     run_dir: Path
     resume_from: Path | None = None
+    older: tuple[Path, ...] = ()
     resumed_from: str | None = None
     finished: bool = False
     move_aside: bool = False
@@ -57,27 +72,23 @@ def run_directory(recipe: Recipe) -> Path:
     return Path(logger.log_path) / str(logger.experiment_name)
 
 
-def holds_run(run_dir: Path) -> bool:
-    """Whether a directory holds a run, finished or not."""
-    return (run_dir / MANIFEST).exists() and (run_dir / CONFIG).exists()
-
-
 def plan_run(recipe: Recipe) -> RunPlan:
     """Plan a run; writes nothing. Raises `CheckpointError` or `ConfigError` if the directory cannot be used."""
     run_dir = run_directory(recipe)
     check_writable(run_dir, "runner.logger.log_path")
     runner = recipe.runner
     if _begun_before(run_dir):  # the existing run belongs to this launch: it is continued, not moved aside
-        return _continue(run_dir, recipe, read_json(run_dir / MANIFEST).get("resumed_from"))
+        return _continue(run_dir, recipe, read_manifest(run_dir).get("resumed_from"))
     if runner.overwrite:
-        return RunPlan(run_dir, move_aside=holds_run(run_dir))
+        return RunPlan(run_dir, move_aside=holds_run(run_dir) or holds_results(run_dir))
+    require_identity(run_dir)
     requested = None if runner.resume_dir in (None, "auto") else open_checkpoint(str(runner.resume_dir))
     if not holds_run(run_dir):
         notes = () if requested is None else _check_changes(_run_of(requested), recipe)
         return RunPlan(run_dir, resume_from=requested, resumed_from=str(requested) if requested else None, notes=notes)
     if runner.resume_dir is None:
         raise _occupied(run_dir)
-    began_from = read_json(run_dir / MANIFEST).get("resumed_from")
+    began_from = read_manifest(run_dir).get("resumed_from")
     if requested is None or str(requested) == began_from or requested == _newest(run_dir):
         return _continue(run_dir, recipe, began_from)
     if _run_of(requested) != run_dir.resolve():
@@ -89,24 +100,63 @@ def plan_run(recipe: Recipe) -> RunPlan:
 def _begun_before(run_dir: Path) -> bool:
     """Whether this is a restart of the ranks, of the same launch that created the run."""
     launch = restarted_launch()
-    return launch is not None and holds_run(run_dir) and read_json(run_dir / MANIFEST).get("launch") == launch
+    return launch is not None and read_manifest(run_dir).get("launch") == launch
 
 
 def _continue(run_dir: Path, recipe: Recipe, began_from: str | None) -> RunPlan:
-    """Continue a run from its newest checkpoint; without one, start it again."""
-    store = CheckpointStore(run_dir / "checkpoints")
-    notes = [f"passed over the checkpoint {name}: {fault}" for name, fault in store.torn().items()]
-    checkpoint = _newest(run_dir)
-    if checkpoint is None and began_from is not None:
-        checkpoint = open_checkpoint(began_from)
-    if checkpoint is None and not notes:
+    """Continue a run from its newest checkpoint; one that has saved nothing yet begins again."""
+    store = CheckpointStore(run_dir / CHECKPOINTS)
+    faults, candidates = store.faults(), [path.resolve() for path in store.newest_first()]
+    notes = [*replaced_records(run_dir), *(f"passed over the checkpoint {name}: {why}" for name, why in faults.items())]
+    if began_from is not None and (not candidates or fault_of(Path(began_from)) is None):
+        candidates.append(open_checkpoint(began_from))
+    was_finished = "finished" in read_manifest(run_dir)
+    if not candidates and faults:
+        raise none_is_sound(store.folder, faults)
+    if not candidates and not was_finished:
         return RunPlan(run_dir, notes=("the run in this directory had saved nothing yet: it begins again",))
     notes += _check_changes(run_dir, recipe)
-    if checkpoint is None:
-        notes.append("no checkpoint is complete: the run begins again")
+    kept = [name for name in store.not_provably_own() if name not in faults]
+    if kept:
+        notes.append(f"{', '.join(kept)}: saved by an earlier version, without the id of the run; never removed")
     grown = any(has_grown(key, load_config(run_dir), recipe) for key in LARGER)
-    finished = "finished" in read_json(run_dir / MANIFEST) and (run_dir / FINAL).is_dir() and not grown
-    return RunPlan(run_dir, resume_from=checkpoint, resumed_from=began_from, finished=finished, notes=tuple(notes))
+    newest = candidates[0] if candidates else None
+    plan = RunPlan(run_dir, newest, tuple(candidates[1:]), began_from, notes=tuple(notes))
+    if not was_finished or grown:
+        return plan
+    return without_final(replace(plan, finished=True), partial(directory_faults, content=False))
+
+
+def without_final(plan: RunPlan, damage_of: Callable[[Path], Mapping[str, str]]) -> RunPlan:
+    """A finished run's plan, as it is if `final/` is what was written; otherwise to write it again.
+
+    Args:
+        plan: of a finished run.
+        damage_of: the damaged files of a directory, with what is wrong.
+
+    Raises:
+        CheckpointError: it has to be written again, and no checkpoint is left.
+    """
+    final = plan.run_dir / FINAL
+    recorded = read_manifest(plan.run_dir)["finished"].get(FINAL)
+    what = None
+    if not any(path.is_file() for path in final.rglob("*")):
+        what = "is empty" if final.is_dir() else "is gone"
+    elif recorded is not None and recorded != sum_of_checksums(final):
+        what = f"is not what was written: its {CHECKSUMS} is another one, or gone"
+    elif faults := damage_of(final):
+        what = f"is not what was written: {described(faults)}"
+    if what is None:
+        return plan
+    if plan.resume_from is None:
+        raise CheckpointError(
+            f"the run is finished, but {final} {what}, and no checkpoint is left to write it from",
+            where=str(plan.run_dir),
+            remedy=f"put back the files of {FINAL}/, or train again: runner.overwrite=true, or another "
+            "runner.logger.experiment_name",
+        )
+    note = f"{final} {what}; it is written again from {plan.resume_from.name}"
+    return replace(plan, finished=False, notes=(*plan.notes, note))
 
 
 def _check_changes(run_dir: Path | None, recipe: Recipe) -> tuple[str, ...]:
@@ -116,7 +166,7 @@ def _check_changes(run_dir: Path | None, recipe: Recipe) -> tuple[str, ...]:
 
 def _newest(run_dir: Path) -> Path | None:
     """The newest checkpoint of a run, as `open_checkpoint` returns it."""
-    latest = CheckpointStore(run_dir / "checkpoints").latest()
+    latest = CheckpointStore(run_dir / CHECKPOINTS).latest()
     return None if latest is None else latest.resolve()
 
 
@@ -157,14 +207,17 @@ def check_writable(folder: Path, key: str) -> None:
 
 def load_config(run_dir: Path) -> Recipe:
     """The recipe a run was made with."""
-    if not (run_dir / CONFIG).is_file():
+    config = record_file(run_dir, CONFIG)
+    if config is None and (run_dir / CONFIG).is_file():
+        config = run_dir / CONFIG  # damaged; reading it says how
+    if config is None:
         raise CheckpointError(
             f"{run_dir} is not a run directory: it has no {CONFIG}",
             where=str(run_dir),
             remedy="give the directory that shardtune train made (runs/<experiment_name>)",
         )
-    in_memory = read_json(run_dir / MANIFEST).get("in_memory", []) if (run_dir / MANIFEST).exists() else []
-    return load_recipe(run_dir / CONFIG, in_memory=in_memory, files_must_exist=False)
+    in_memory = read_manifest(run_dir).get("in_memory", [])
+    return load_recipe(config, in_memory=in_memory, files_must_exist=False)
 
 
 class RunLock:
@@ -177,6 +230,11 @@ class RunLock:
     @property
     def held(self) -> bool:
         return self._lock.held
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the directory, held by this lock, was deleted or moved; noticed within a second or two."""
+        return self._lock.is_gone
 
     def acquire(self) -> None:
         """Create and lock the directory; waits some seconds for another process to release it.
@@ -202,7 +260,8 @@ class RunLock:
 
     def acquire_existing(self) -> None:
         """Lock the directory if it already holds a run."""
-        if self._path.exists() or holds_run(self._path.parent):
+        run_dir = self._path.parent
+        if self._path.exists() or holds_run(run_dir) or holds_results(run_dir):
             self.acquire()
 
     def release(self) -> None:
@@ -220,12 +279,14 @@ def tidy(run_dir: Path) -> None:
     """Clean up after a killed process; the directory must be locked."""
     if not run_dir.is_dir():
         return
-    CheckpointStore(run_dir / "checkpoints").clean()
+    CheckpointStore(run_dir / CHECKPOINTS).clean()
     recover(run_dir)
     for left in run_dir.glob(".*"):
-        if re.fullmatch(rf"\.{FINAL}\.(tmp|removed)-\w+", left.name) or ".removed-" in left.name:
+        if re.fullmatch(rf"\.{FINAL}(\.(tmp|old)-[0-9a-f]{{8}})*\.(tmp|removed)-[0-9a-f]{{8}}", left.name):
             shutil.rmtree(left, ignore_errors=True)
-        elif re.fullmatch(rf"\.({re.escape(MANIFEST)}|{re.escape(CONFIG)})\.\w+", left.name):
+        elif re.fullmatch(
+            rf"\.(lock-probe|{re.escape(MANIFEST)}|{re.escape(CONFIG)}|{DROPPED_ROWS})[.-][0-9a-f]{{8}}", left.name
+        ):
             left.unlink(missing_ok=True)
 
 

@@ -5,17 +5,23 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardtune.checkpoint.atomic import publish, write_json
+from shardtune.checkpoint.checksums import add_checksums, complete_checksums, sum_of_checksums, was_changed
+from shardtune.checkpoint.state_file import StateFile
 from shardtune.checkpoint.store import CheckpointStore
 from shardtune.checkpoint.training_state import OPTIMIZER, STATE_FILE
 from shardtune.config import Recipe
+from shardtune.data.checksum import Parts, file_parts
 from shardtune.errors import ShardtuneError
-from shardtune.run.directory import FINAL, finish_run
+from shardtune.run.directory import finish_run
+from shardtune.run.identity import CHECKPOINTS, FINAL
 from shardtune.training.loggers import read_metrics
 from shardtune.training.saver import on_main
 from shardtune.training.worker.base import FSDPSftWorker
@@ -23,6 +29,7 @@ from shardtune.training.worker.reported import evaluation_method
 from shardtune.training.worker.run_context import RunContext, silent
 
 METRICS = "metrics.json"
+TRAINING_STATE = "training_state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,7 @@ def write_final(recipe: Recipe, run_dir: Path, worker: FSDPSftWorker, *, ended: 
     step, measured = worker.step, worker.evaluates
     worker.release()
     gc.collect()
-    metrics = on_main(ranks, lambda: _publish(run_dir, temporary, step))
+    metrics = on_main(ranks, lambda: _publish(run_dir, temporary, step, worker.report))
     score = _evaluate(worker, run_dir / FINAL) if measured else FinalScore()
     on_main(ranks, lambda: _finish(run_dir, metrics, score.metrics, ended))
     return score
@@ -87,26 +94,41 @@ def _evaluate(worker: FSDPSftWorker, directory: Path) -> FinalScore:
     return score
 
 
-def _publish(run_dir: Path, temporary: Path, step: int) -> dict[str, float]:
+def _publish(run_dir: Path, temporary: Path, step: int, report: Callable[[str], None]) -> dict[str, float]:
     """Rename the directory to `final/`; returns the metrics in it: those of the last step."""
-    store, lines = CheckpointStore(run_dir / "checkpoints"), read_metrics(run_dir)
+    store, lines = CheckpointStore(run_dir / CHECKPOINTS), read_metrics(run_dir)
     last = store.latest()
     trained = {key: value for key, value in (lines[-1] if lines else {}).items() if not key.startswith("eval/")}
     metrics = {**trained, "step": step}
     write_json(temporary / METRICS, metrics)
+    known: dict[str, Parts] = {}
     if last is not None:
-        _keep_training_state(last, temporary / "training_state")
+        _keep_training_state(last, temporary / TRAINING_STATE)
+        known = {f"{TRAINING_STATE}/{name}": parts for name, parts in _checksums_of(last).items()}
+    complete_checksums(temporary, known)
+    if was_changed(run_dir / FINAL):  # by somebody else, or on the disk: it is not ours to remove
+        kept = run_dir / f"{FINAL}.kept-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+        (run_dir / FINAL).rename(kept)
+        report(f"what was in {run_dir / FINAL} is not what was written there: it is kept as {kept.name}")
     publish(temporary, run_dir / FINAL)
     if not (run_dir / "FINAL").exists():
-        (run_dir / "FINAL").symlink_to(FINAL)
+        with suppress(OSError):  # a file system without links; everything is found without it
+            (run_dir / "FINAL").symlink_to(FINAL)
     return metrics
+
+
+def _checksums_of(checkpoint: Path) -> dict[str, Parts]:
+    known = StateFile.read(checkpoint)
+    return known.files if known.has_checksums else {}
 
 
 def _finish(run_dir: Path, trained: Mapping[str, float], measured: Mapping[str, float], ended: str) -> None:
     """Add the evaluation to the metrics of `final/`, and record that the run is complete."""
     if measured:
         write_json(run_dir / FINAL / METRICS, {**trained, **measured})
-    finish_run(run_dir, {"step": trained["step"], "ended": ended, "metrics": dict(measured)})
+        add_checksums(run_dir / FINAL, {METRICS: file_parts(run_dir / FINAL / METRICS)})
+    final = sum_of_checksums(run_dir / FINAL)
+    finish_run(run_dir, {"step": trained["step"], "ended": ended, "metrics": dict(measured), FINAL: final})
 
 
 def _keep_training_state(checkpoint: Path, target: Path) -> None:

@@ -6,14 +6,13 @@ import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from shardtune.checkpoint.atomic import read_json, write_json
+from shardtune.checkpoint.atomic import write_json
 from shardtune.config import Recipe
 from shardtune.config.model_names import registered
 from shardtune.config.paths import MODEL_KEYS, named_files
@@ -24,7 +23,7 @@ from shardtune.data.sources.fingerprint import contents
 from shardtune.data.sources.resolve import data_fingerprints, named_sets
 from shardtune.errors import CheckpointError, DataError
 from shardtune.run.choose_worker import Objects
-from shardtune.run.directory import MANIFEST
+from shardtune.run.identity import MANIFEST, read_manifest
 from shardtune.run.resume_check import is_free
 
 MODEL, MODEL_TYPE = "actor.model.model_path", "actor.model.model_type"
@@ -96,23 +95,19 @@ def known_models(run_dir: Path | None, in_memory: Inputs) -> list[str]:
 
     A caller's model is trained in place, so the one that comes with the same command later is any of these.
     """
-    before = [] if run_dir is None else _manifest(run_dir).get(KNOWN, [])
+    before = [] if run_dir is None else read_manifest(run_dir).get(KNOWN, [])
     return list(dict.fromkeys([*before, *(content for _, content in in_memory.get(MODEL, []))]))
 
 
 def record_models(run_dir: Path, in_memory: Inputs) -> None:
     """Add the caller's model, as training left it, to the manifest."""
     if MODEL in in_memory:
-        write_json(run_dir / MANIFEST, {**_manifest(run_dir), KNOWN: known_models(run_dir, in_memory)})
-
-
-def _manifest(run_dir: Path) -> dict[str, Any]:
-    return read_json(run_dir / MANIFEST) if (run_dir / MANIFEST).is_file() else {}
+        write_json(run_dir / MANIFEST, {**read_manifest(run_dir), KNOWN: known_models(run_dir, in_memory)})
 
 
 def changed_inputs(run_dir: Path, now: Inputs) -> dict[str, list[str]]:
     """How the inputs differ from those that the manifest of a run records, by recipe key; a sentence each."""
-    manifest = _manifest(run_dir)
+    manifest = read_manifest(run_dir)
     if "inputs" not in manifest:  # of an earlier version
         return {}
     recorded: Mapping[str, Sequence[Sequence[str]]] = manifest["inputs"]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from shardtune.checkpoint.checksums import CHECKSUMS
+from shardtune.checkpoint.verified import directory_damage, sound_first
 from shardtune.config import Recipe
 from shardtune.errors import Interrupted
 from shardtune.launch.heartbeat import PeerWatch
@@ -26,7 +29,6 @@ from shardtune.run.accelerate_settings import contradicted_settings
 from shardtune.run.choose_worker import NOTHING, Objects, make_worker, unused_workers, user_code
 from shardtune.run.directory import (
     DROPPED_ROWS,
-    FINAL,
     RunLock,
     RunPlan,
     begin_run,
@@ -34,10 +36,12 @@ from shardtune.run.directory import (
     plan_run,
     run_directory,
     tidy,
+    without_final,
     write_dropped_rows,
 )
 from shardtune.run.display import Display
 from shardtune.run.final import FinalScore, check_final, write_final
+from shardtune.run.identity import FINAL
 from shardtune.run.inputs import (
     KNOWN,
     Inputs,
@@ -101,6 +105,8 @@ def train_rank(
             with _together(worker):
                 plan = worker.ranks.broadcast(plan)
                 if plan.finished:
+                    plan = without_final(plan, partial(directory_damage, ranks=worker.ranks))
+                if plan.finished:
                     on_main(worker.ranks, partial(report_finished, plan, recipe, objects, report))
                 else:
                     lock = _train(recipe, objects, in_memory, plan, worker, display, stop, lock)
@@ -141,6 +147,8 @@ def report_finished(plan: RunPlan, recipe: Recipe, objects: Objects, report: Cal
     """
     for note in (*plan.notes, *check_finished(plan.run_dir, recipe, objects)):
         report(note)
+    if not (plan.run_dir / FINAL / CHECKSUMS).exists():
+        report(f"{plan.run_dir / FINAL} was written by an earlier version and has no checksums: it is not verified")
     report(f"{plan.run_dir} is finished; its result is {plan.run_dir / FINAL}")
 
 
@@ -189,11 +197,14 @@ def _train(
     lock: RunLock,
 ) -> RunLock:
     """Train to the end of the recipe; returns the lock on the run directory, which is held on rank 0."""
-    notes: list[str] = []
+    notes, current_lock = list[str](), [lock]
     inputs = run_inputs(recipe, objects, in_memory) if worker.ranks.is_main else Inputs()
     if plan.resume_from is not None:
-        check_same_data(plan.resume_from, worker.task.data_files(), recipe.runner.allow_changes)
-        notes = worker.ranks.broadcast(input_notes(plan.resume_from.resolve().parent.parent, inputs))
+        report = silent if display is None else display.report
+        sound = sound_first((plan.resume_from, *plan.older), worker.ranks, report)
+        plan = replace(plan, resume_from=sound[0], older=tuple(sound[1:]))
+        check_same_data(sound[0], worker.task.data_files(), recipe.runner.allow_changes)
+        notes = worker.ranks.broadcast(input_notes(sound[0].resolve().parent.parent, inputs))
     runner = SFTRunner(
         recipe,
         worker,
@@ -201,12 +212,13 @@ def _train(
         observer=display,
         stop=stop,
         resume_from=plan.resume_from,
+        older=plan.older,
         notes=[*notes, *recipe.notes, *unused_workers(recipe, worker), *contradicted_settings(recipe, os.environ)],
         on_start=None if display is None else partial(_show_start, display, plan, worker),
+        is_gone=lambda: current_lock[0].is_gone,
     )
     runner.prepare()
     check_final(recipe, worker)
-    current_lock = [lock]
 
     def begin() -> None:
         known = known_models(plan.run_dir if plan.resume_from else None, in_memory)

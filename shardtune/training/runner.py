@@ -10,7 +10,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from shardtune.checkpoint.store import CheckpointStore, read_state, saved_step
+from shardtune.checkpoint.state_file import read_state, saved_step
+from shardtune.checkpoint.store import CheckpointStore, directory_is_gone
 from shardtune.config import Recipe, load_recipe
 from shardtune.errors import CheckpointError, Interrupted, ModelError
 from shardtune.evaluate.loss import check_monitors
@@ -50,8 +51,10 @@ class SFTRunner:
         observer: receives progress events, on rank 0.
         stop: polled between steps and evaluation batches.
         resume_from: the checkpoint to continue from.
+        older: earlier ones, newest first, for the case that it cannot be loaded.
         notes: lines for the first screen, besides the worker's own.
         on_start: called once everything is built, before the first step.
+        is_gone: polled on rank 0: whether the run directory has disappeared.
 
     Attributes:
         ended: why training ended; "" until then.
@@ -66,8 +69,10 @@ class SFTRunner:
         observer: Observer | None = None,
         stop: StopSignal | None = None,
         resume_from: Path | None = None,
+        older: Sequence[Path] = (),
         notes: Sequence[str] = (),
         on_start: Callable[[], None] | None = None,
+        is_gone: Callable[[], bool] | None = None,
     ) -> None:
         self._recipe = cfg if isinstance(cfg, Recipe) else load_recipe(cfg)
         self._actor = actor
@@ -82,7 +87,7 @@ class SFTRunner:
             notes=notes,
         )
         self._stop = stop or StopSignal()
-        self._resume_from = resume_from
+        self._resume_from, self._older = resume_from, older
         self.store = CheckpointStore(
             self.run_dir / "checkpoints", keep_last=runner.keep_last, keep_every=runner.keep_every
         )
@@ -90,7 +95,12 @@ class SFTRunner:
         self._listens_to_steps = self._callbacks.listen_to(StepEnd)
         self._requested = NOTHING  # by callbacks, still to be carried out
         self._saver = Saver(
-            self.store, actor, background=runner.async_save, observer=self._observer, on_saved=self._saved
+            self.store,
+            actor,
+            background=runner.async_save,
+            observer=self._observer,
+            on_saved=self._saved,
+            sync_logs=lambda: self._tracker.sync(),
         )
         self._watches = Watches(runner)
         window = ProfileWindow(runner.profile_steps, self.run_dir / FOLDER, self._ranks.rank)
@@ -99,7 +109,7 @@ class SFTRunner:
         self._last_eval: dict[str, float] = {}
         self._line: dict[str, float] = {}  # metrics of the step that is not logged yet
         self._tracker = Tracker([])
-        self._on_start = on_start
+        self._on_start, self._is_gone = on_start, is_gone
         self._prepared = False
         self.ended = ""
 
@@ -117,6 +127,7 @@ class SFTRunner:
         self._saver.require_space()
         self._callbacks.make()
         if self._resume_from is not None:
+            self._resume_from = self._load([self._resume_from, *self._older])
             self._resume(self._resume_from)
         self._prepared = True
 
@@ -143,11 +154,29 @@ class SFTRunner:
                 self._tracker.close()
         return self._last_eval
 
+    def _load(self, candidates: Sequence[Path]) -> Path:
+        """Load the first checkpoint that can be loaded, on all ranks the same one; raises the first error otherwise."""
+        first: Exception | None = None
+        for checkpoint in candidates:
+            failed: Exception | None = None
+            try:
+                self._actor.load_checkpoint(checkpoint)
+                self._require_loaded(checkpoint)
+                read_state(checkpoint)
+            except Exception as error:  # whatever the reason is, an older checkpoint may not have it
+                failed = error
+            told = None if failed is None else f"{type(failed).__name__}: {failed}"
+            problems = [problem for problem in self._ranks.gather(told) if problem is not None]
+            if not problems:
+                return checkpoint
+            first = first or failed or CheckpointError(problems[0], where=str(checkpoint))
+            if checkpoint != candidates[-1]:
+                self._observer.log(f"passed over the checkpoint {checkpoint.name}: {problems[0]}")
+        assert first is not None
+        raise first
+
     def _resume(self, checkpoint: Path) -> None:
-        actor = self._actor
-        actor.load_checkpoint(checkpoint)
-        self._require_loaded(checkpoint)
-        state = read_state(checkpoint)
+        actor, state = self._actor, read_state(checkpoint)
         self._watches.restore({"early": state.get("early"), "best": state.get("best")})
         self._evaluated_at = int(state["evaluated_at"])
         self._last_eval = dict(state["last_eval"])
@@ -190,6 +219,7 @@ class SFTRunner:
 
     def _open_files(self, done: int) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.store.open()
         logger = self._recipe.runner.logger
         self._tracker = open_tracker(
             self.run_dir,
@@ -353,10 +383,14 @@ class SFTRunner:
         self._notify(Evaluated, metrics=metrics)
 
     def _poll(self) -> None:
-        """Once any rank has received a stop signal, save and stop on all ranks."""
+        """Once any rank has received a stop signal, save and stop on all ranks; without a run directory, only stop."""
         PROGRESS.beats += 1
-        if not self._ranks.largest(float(self._stop.requested)):
+        gone = self._is_gone is not None and self._is_gone()
+        reason = self._ranks.largest(2.0 if gone else float(self._stop.requested))
+        if not reason:
             return
+        if reason == 2.0:
+            raise directory_is_gone(self.run_dir)
         self._save_now("stopping: saving a checkpoint first")
         raise Interrupted(f"stopped after step {self._actor.step}; the same command continues", together=True)
 

@@ -54,6 +54,7 @@ class Saver:
         background: write while training continues.
         observer: its `saved` is called for each checkpoint.
         on_saved: called on every rank once a checkpoint is complete, with its step, path and whether it is best.
+        sync_logs: makes the logs durable; called on rank 0 before a checkpoint counts.
 
     Attributes:
         saved_at: the step of the last checkpoint, -1 before the first.
@@ -68,6 +69,7 @@ class Saver:
         background: bool,
         observer: Observer,
         on_saved: Callable[[int, Path, bool], None],
+        sync_logs: Callable[[], None],
     ) -> None:
         self._store = store
         self._worker = worker
@@ -75,6 +77,7 @@ class Saver:
         self._background = background
         self._observer = observer
         self._on_saved = on_saved
+        self._sync_logs = sync_logs
         self.unfinished: Unfinished | None = None
         self._unannounced: tuple[int, Path] | None = None  # complete, without a notification so far
         self.saved_at = -1
@@ -99,7 +102,7 @@ class Saver:
         step = self._worker.step
         self.finish()
         if self.saved_at == step:
-            on_main(self._ranks, lambda: self._store.update(step, state, best=best))
+            on_main(self._ranks, lambda: self._update(step, state, best))
             if notify and self._unannounced is not None:
                 (_, path), self._unannounced = self._unannounced, None
                 self._notify(step, path, best)
@@ -147,11 +150,19 @@ class Saver:
             for write in done.writes:
                 write.wait()
             self._ranks.barrier()
-            path = on_main(self._ranks, lambda: self._store.commit(done.folder, done.step, done.state, best=done.best))
+            path = on_main(self._ranks, lambda: self._commit(done))
         if done.notify:
             self._notify(done.step, path, done.best)
         else:
             self._unannounced = done.step, path
+
+    def _commit(self, done: Unfinished) -> Path:
+        self._sync_logs()
+        return self._store.commit(done.folder, done.step, done.state, best=done.best)
+
+    def _update(self, step: int, state: dict[str, object], best: bool) -> None:
+        self._sync_logs()
+        self._store.update(step, state, best=best)
 
     def _notify(self, step: int, path: Path, best: bool) -> None:
         self._observer.saved(step, path)

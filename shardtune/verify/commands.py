@@ -56,6 +56,29 @@ def adapter(
     raise typer.Exit(0 if report.passed else 1)
 
 
+@verify_app.command("checkpoint")
+def checkpoint(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run directory, one checkpoint, or an exported directory.")
+    ],
+) -> None:
+    """Read every file of a run's checkpoints and of final/ and compare it with its checksum.
+
+    **Examples**
+
+    ```text
+    shardtune verify checkpoint runs/my-run
+    shardtune verify checkpoint runs/my-run/checkpoints/global_step_500
+    ```
+    """
+    from shardtune.verify.checkpoint import Finding, verify_checkpoints
+
+    def report(finding: Finding) -> None:
+        typer.echo(f"{'ok ' if finding.sound else 'BAD'}  {finding.name}  {finding.what}")
+
+    raise typer.Exit(0 if verify_checkpoints(run.expanduser().absolute(), report) else 1)
+
+
 def _split(words: list[str]) -> tuple[str, str | None, list[str]]:
     """The adapter, the recipe if one is named, and the overrides."""
     names = [word for word in words if "=" not in word or Path(word).is_file()]

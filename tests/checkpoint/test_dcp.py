@@ -181,7 +181,7 @@ class Trap:
 def test_nothing_on_disk_is_unpickled(tmp_path: Path) -> None:
     """Neither `.metadata`, which torch's default reader trusts, nor any other pickle in the folder is opened."""
     save_tensors(tmp_path, values())
-    assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors"}
+    assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors", ".json"}
     for name in (".metadata", "__0_0.distcp", "pytorch_model.bin"):
         (tmp_path / name).write_bytes(pickle.dumps(Trap()))
     tensors = zeros()

@@ -88,7 +88,7 @@ def test_a_dtype_is_for_parameters_and_an_earlier_save_is_replaced(tmp_path: Pat
     save_plain(made("perceptron"), tmp_path, max_shard_bytes=100)
     model = made("convolutions")
     save_plain(model, tmp_path, dtype=torch.bfloat16)
-    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["checksums.json", "model.safetensors"]
     found = load_file(tmp_path / "model.safetensors")
     assert {str(found[name].dtype) for name, _ in model.named_parameters()} == {"torch.bfloat16"}
     assert found["layers.1.running_var"].dtype == torch.float32

@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from shardtune.checkpoint import atomic
-from shardtune.checkpoint.store import CheckpointStore, open_checkpoint, read_state
+from shardtune.checkpoint.state_file import read_state
+from shardtune.checkpoint.store import CheckpointStore, open_checkpoint
 from shardtune.errors import CheckpointError
 
 
@@ -34,7 +36,7 @@ def test_a_committed_checkpoint_is_found_with_its_state(tmp_path: Path) -> None:
     made = save(store, 10)
     assert store.latest() == made == store.path(10)
     assert read_state(made) == {"step": 10, "rows": 30}
-    assert entries(store.folder) == {"global_step_10", "latest"}
+    assert entries(store.folder) == {"global_step_10", "latest", "run_id"}
 
 
 def test_state_floats_come_back_bitwise(tmp_path: Path) -> None:
@@ -84,8 +86,8 @@ def test_torn_checkpoints_are_named_with_what_they_lack(tmp_path: Path) -> None:
     save(store, 1)
     save(store, 2)
     (store.path(2) / "model" / "weights.bin").write_bytes(b"")
-    assert list(store.torn()) == ["global_step_2"]
-    assert "torn" in store.torn()["global_step_2"]
+    assert list(store.faults()) == ["global_step_2"]
+    assert "torn" in store.faults()["global_step_2"]
 
 
 def test_best_is_swapped_and_never_written_in_place(tmp_path: Path) -> None:
@@ -134,7 +136,7 @@ def test_a_truncated_file_makes_a_checkpoint_torn(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"weights\.bin has 60 bytes instead of 100: it is torn"):
         store.resolve(2)
     save(store, 3)
-    assert entries(tmp_path) == {"global_step_1", "global_step_3", "latest"}
+    assert entries(tmp_path) == {"global_step_1", "global_step_3", "latest", "run_id"}
 
 
 @pytest.mark.parametrize("damage", ["state.json", "model/weights.bin"])
@@ -156,7 +158,7 @@ def test_temporary_folders_are_ignored_and_removed_by_the_next_save(tmp_path: Pa
     CheckpointStore(tmp_path).begin(2)
     assert store.steps() == [1]
     save(store, 3)
-    assert entries(tmp_path) == {"global_step_1", "global_step_3", "latest"}
+    assert entries(tmp_path) == {"global_step_1", "global_step_3", "latest", "run_id"}
 
 
 def test_two_saves_of_one_store_may_overlap(tmp_path: Path) -> None:
@@ -168,7 +170,7 @@ def test_two_saves_of_one_store_may_overlap(tmp_path: Path) -> None:
     store.commit(first, 1, {})
     store.abandon(second)
     assert store.steps() == [1]
-    assert entries(tmp_path) == {"global_step_1", "latest"}
+    assert entries(tmp_path) == {"global_step_1", "latest", "run_id"}
 
 
 def test_the_same_step_is_replaced(tmp_path: Path) -> None:
@@ -179,7 +181,7 @@ def test_the_same_step_is_replaced(tmp_path: Path) -> None:
     store.commit(folder, 1, {"again": True})
     assert read_state(store.path(1)) == {"again": True}
     assert entries(store.path(1)) == {"new", "state.json"}
-    assert entries(tmp_path) == {"global_step_1", "latest"}
+    assert entries(tmp_path) == {"global_step_1", "latest", "run_id"}
 
 
 def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path) -> None:
@@ -199,7 +201,7 @@ def test_a_folder_that_cannot_be_made_is_the_users_error(tmp_path: Path) -> None
 # Commits steps 1 (twice) and 2 over older ones and dies at the n-th change to the file system.
 CRASH = """
 import os, signal, sys
-sys.path.insert(0, {root!r})
+sys.path[:0] = [{root!r}, {packages!r}]
 from pathlib import Path
 from shardtune.checkpoint.store import CheckpointStore
 left = int(sys.argv[2])
@@ -222,7 +224,7 @@ for step, best in ((1, True), (1, False), (2, True), (3, False)):
 
 
 def test_killed_at_any_change_to_the_disk_a_complete_checkpoint_remains(tmp_path: Path) -> None:
-    script = CRASH.format(root=str(Path(__file__).parents[2]))
+    script = CRASH.format(root=str(Path(__file__).parents[2]), packages=str(Path(xxhash.__file__).parents[1]))
     killed = 0
     for moment in range(1, 200):
         folder = tmp_path / str(moment)
@@ -253,5 +255,5 @@ def check_survivor(folder: Path, committed: int) -> None:
         assert store.best() is not None
     marked = store.best()
     save(store, 9)
-    expected = {"global_step_9", "latest"} | ({"best", marked.name} if marked is not None else set())
+    expected = {"global_step_9", "latest", "run_id"} | ({"best", marked.name} if marked is not None else set())
     assert entries(folder) == expected

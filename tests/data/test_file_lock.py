@@ -159,17 +159,42 @@ def test_a_lock_is_free_though_forked_processes_live_on(path):
     os.waitpid(child, 0)
 
 
-def test_without_flock_the_heartbeat_decides(path, monkeypatch):
-    def refused(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOTSUP, "not supported")
+def failing(number: int) -> Callable[[int, int], None]:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(fcntl, "flock", refused)
-    options = {"stale_after": 0.6, "beat_every": 0.1}
-    with hold(path, **options), hold(path, lambda _, seconds: seconds > 1.5, **options) as second:
+    return flock
+
+
+@pytest.mark.parametrize("kind", ["fails", "is invalid", "always refuses", "is granted to all"])
+def test_where_flock_excludes_nobody_the_heartbeat_decides(path, monkeypatch, kind):
+    broken = {
+        "fails": failing(errno.ENOTSUP),
+        "is invalid": failing(errno.EINVAL),
+        "always refuses": failing(errno.EAGAIN),
+        "is granted to all": lambda descriptor, operation: None,
+    }
+    monkeypatch.setattr(fcntl, "flock", broken[kind])
+    options = {"stale_after": 0.4, "beat_every": 0.1}
+    with hold(path, **options), hold(path, lambda _, seconds: seconds > 0.8, **options) as second:
         assert not second
     path.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "token": "x"}))
     with hold(path, **options) as held:
         assert held
+    assert list(path.parent.iterdir()) == [], "no probe is left"
+
+
+def test_a_held_lock_notices_that_its_folder_is_gone(tmp_path):
+    (tmp_path / "run").mkdir()
+    lock = FileLock(tmp_path / "run/lock", beat_every=0.02)
+    assert lock.acquire(never)
+    assert not lock.is_gone
+    (tmp_path / "run").rename(tmp_path / "moved")
+    until = time.monotonic() + 5
+    while not lock.is_gone and time.monotonic() < until:
+        time.sleep(0.01)
+    assert lock.is_gone
+    lock.release()
 
 
 def test_a_lock_whose_directory_has_moved_leaves_the_next_one_alone(tmp_path):

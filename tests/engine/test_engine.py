@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import shardtune
 from shardtune import NeedParallel, TrainEngine, nn
+from shardtune.engine import offload
 from shardtune.errors import CheckpointError, ModelError, ParallelError
 from tests.support.engine_modules import SAMPLES, Trained, apart, make, plain, steps
 from tests.support.vision import save_vision_model
@@ -423,6 +427,25 @@ def test_the_process_itself_becomes_smaller():
     awake, asleep = map(float, outcome.stdout.split())
     assert awake > 390
     assert asleep < 0.05 * awake
+
+
+def test_offloaded_memory_of_killed_processes_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, alive, young = (tmp_path / f"{offload.PREFIX}{name}" for name in ("left", "alive", "young"))
+    for file in (left, alive, young):
+        file.write_bytes(b"weights")
+    for file in (left, alive):
+        os.utime(file, (0, 0))
+    with alive.open("rb") as stream:
+        fcntl.flock(stream.fileno(), fcntl.LOCK_EX)
+        memory = offload.Memory(torch.nn.Linear(2, 2), torch.device("cpu"))
+        memory.leave()
+        (own,) = set(tmp_path.iterdir()) - {alive, young}
+        os.utime(own, (0, 0))
+        offload.remove_left_files()
+        assert own.exists()
+    memory.come_back()
+    assert set(tmp_path.iterdir()) == {alive, young}
 
 
 def test_sizes_that_do_not_fit(model: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Mapping
 from itertools import chain
@@ -19,7 +20,9 @@ from shardtune.training.loggers import JsonLines
 from shardtune.training.saver import Saver
 from tests.support.tiny_run import (
     Tiny,
+    as_saved_before_checksums,
     assert_same_tensors,
+    flip_bit,
     lines,
     make_tiny,
     recorded_rows,
@@ -68,7 +71,10 @@ def test_stopped_and_continued(tiny: Tiny, whole: list[list[int]], step: int) ->
     assert_same_run(tiny, f"stopped{step}")
 
 
-def test_without_the_optimizer_state_it_would_be_another_run(tiny: Tiny, whole: list[list[int]]) -> None:
+def test_without_the_optimizer_state_it_would_be_another_run(
+    tiny: Tiny, whole: list[list[int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also: a checkpoint of earlier versions, without checksums, is loaded with a line, and is not removed."""
     recipe = tiny.recipe("broken", runner__save_interval=-1)
     with signal_after(4), pytest.raises(Interrupted):
         shardtune.train(recipe)
@@ -78,7 +84,15 @@ def test_without_the_optimizer_state_it_would_be_another_run(tiny: Tiny, whole: 
     assert len(changed) == len(state_file.read_text())
     assert state["data"] == {"epoch": 1, "rows_consumed": 0}
     state_file.write_text(changed)
-    shardtune.train(recipe)
+    as_saved_before_checksums(state_file.parent)
+    (tiny.run("broken") / "checkpoints/run_id").unlink()
+    capsys.readouterr()
+    shardtune.train({**recipe, "runner": {**recipe["runner"], "keep_last": 1, "save_interval": 1}})
+    told = capsys.readouterr().err
+    assert "global_step_4 was saved by an earlier version and has no checksums" in told
+    assert "global_step_4: saved by an earlier version, without the id of the run; never removed" in told
+    left = sorted(path.name for path in state_file.parents[1].glob("global_step_*"))
+    assert left == ["global_step_4", "global_step_7"], "of the steps that were done now, the last stays"
     with pytest.raises(AssertionError):
         assert_same_run(tiny, "broken")
 
@@ -108,7 +122,13 @@ def test_two_ranks_resume_bitwise_and_change_their_number_exactly(tiny: Tiny, tm
         exact.recipe("two", runner__nproc_per_node=2, **fp64),
         exact.recipe("one_then_two", runner__resume_dir=str(one / "global_step_3"), **fp64),
     ]
-    seen = train_on_ranks(2, [*dropout, *elastic])
+    # The newest two are damaged, in files that different ranks read: both pass over them, and go on from step 6.
+    damaged = shutil.copytree(exact.run("one"), exact.run("flipped"), symlinks=True) / "checkpoints"
+    flip_bit(next((damaged / "global_step_8/model").iterdir()))
+    flip_bit(damaged / "global_step_7/worker.json")
+    shutil.rmtree(exact.run("flipped") / "final")
+    seen = train_on_ranks(2, [*dropout, *elastic, exact.recipe("flipped", **fp64)])
+    assert seen[5][:2] == rows[6:]
     assert seen[3][:STEPS] == rows
     assert seen[0][:STEPS][4:] == seen[1][:4]
     for name, step in (("two_resumed", 4), ("two_resumed_5", 5)):
@@ -119,7 +139,7 @@ def test_two_ranks_resume_bitwise_and_change_their_number_exactly(tiny: Tiny, tm
         source = exact.run("two") / "checkpoints/global_step_3"
         shardtune.train(exact.recipe("two_then_one", runner__resume_dir=str(source), **fp64))
     assert seen[4][:5] == after[:5] == rows[3:]
-    for name in ("two", "one_then_two", "two_then_one"):
+    for name in ("two", "one_then_two", "two_then_one", "flipped"):
         for line in lines(exact.run(name)):
             expected = lines(exact.run("one"))[line["step"] - 1]
             assert line["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-10)

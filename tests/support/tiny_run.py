@@ -156,6 +156,22 @@ def assert_same_tensors(first: Path, second: Path) -> None:
     assert not different, f"{len(different)} tensors differ, the first is {different[0]}"
 
 
+def flip_bit(file: Path, place: float = 0.5, bit: int = 0) -> None:
+    """Flip a bit of the byte at a fraction of a file's length; a hard link to the file elsewhere stays as it is."""
+    content = bytearray(file.read_bytes())
+    content[min(int(place * len(content)), len(content) - 1)] ^= 1 << bit
+    file.unlink()
+    file.write_bytes(content)
+
+
+def as_saved_before_checksums(checkpoint: Path) -> None:
+    """Give a checkpoint the `state.json` of versions without checksums and run ids."""
+    file = checkpoint / "state.json"
+    known = json.loads(file.read_text())
+    sizes = {name: sum(size for size, _ in parts) for name, parts in known["files"].items()}
+    file.write_text(json.dumps({"step": known["step"], "state": known["state"], "files": sizes}))
+
+
 def lines(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without what depends on the clock."""
     found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

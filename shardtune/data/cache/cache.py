@@ -13,8 +13,10 @@ from typing import Literal
 
 from shardtune.data.cache.build import BuildTask, build_entry, too_many_bad
 from shardtune.data.cache.dataset import Part, TokenDataset
-from shardtune.data.cache.entry import LAYOUT_VERSION, Entry, sync_folder
+from shardtune.data.cache.entry import LAYOUT_VERSION, Entry
+from shardtune.data.cache.verified import check_rows, trust_rows
 from shardtune.data.cache_directory import cache_error, cache_root, print_line, writable
+from shardtune.data.durable import sync_folder
 from shardtune.data.encoder import Encoder, bad_row
 from shardtune.data.file_lock import FileLock
 from shardtune.data.progress import show_progress
@@ -93,7 +95,9 @@ class EntryCache:
                 f"the data file cannot be read: {error.strerror}", where=file.label, remedy="check its permissions"
             ) from error
         folder = self._root / "entries" / key[:2] / key
-        entry = _open_entry(folder)
+        entry, fault = _open_entry(folder)
+        if fault is not None:
+            self._report(f"data: the cached rows of {file.label} are damaged ({fault}): they are made again")
         if entry is None:
             task = BuildTask(source, file, encoder, self._bad_left is not None, self._bad_left or 0, limit)
             try:
@@ -121,14 +125,14 @@ class EntryCache:
 
         def is_built(holder: str, seconds: float) -> bool:
             waiting(holder, seconds)
-            return _open_entry(folder) is not None
+            return _open_entry(folder)[0] is not None
 
         try:
-            if lock.acquire(is_built) and _open_entry(folder) is None:
+            if lock.acquire(is_built) and _open_entry(folder)[0] is None:
                 self._build_locked(task, folder)
         finally:
             lock.release()
-        entry = _open_entry(folder)
+        entry, _ = _open_entry(folder)
         if entry is None:
             raise DataError(
                 "the cache entry vanished as soon as it was built", where=str(folder), remedy="set data.cache_dir"
@@ -143,6 +147,7 @@ class EntryCache:
         try:
             with show_progress(Path(task.file.label).name, self._report) as progress:
                 build_entry(task, partial, self._num_workers, progress)
+            trust_rows(partial)
             with suppress(FileExistsError):
                 partial.rename(folder)
             sync_folder(folder.parent)
@@ -186,9 +191,12 @@ def entry_key(source: Source, file: SourceFile, encoder: Encoder, limit: int | N
     return hashlib.blake2b(json.dumps(depends, sort_keys=True).encode(), digest_size=20).hexdigest()
 
 
-def _open_entry(folder: Path) -> Entry | None:
-    """The entry, or None where there is none that is whole."""
+def _open_entry(folder: Path) -> tuple[Entry | None, str | None]:
+    """The entry if it is whole, and what is wrong with one that is there and is not."""
     try:
-        return Entry(folder)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        check_rows(folder)
+        return Entry(folder), None
+    except FileNotFoundError as error:
+        return None, f"{Path(error.filename).name} is missing" if folder.is_dir() else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return None, str(error)

@@ -9,14 +9,18 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, TypedDict
+from typing import IO, Any, TypedDict
 
 import numpy as np
+import xxhash
 
 from shardtune.batch import Sample
 from shardtune.data.cache.fields import FieldColumn, FieldsReader, FieldsWriter, Kinds, pack_fields
+from shardtune.data.checksum import is_sealed, sealed
+from shardtune.data.durable import sync_folder
 
 LAYOUT_VERSION = 3
+ROWS, DESCRIPTION = "rows.bin", "entry.json"
 _KEPT_NOTES = 100
 _ALIGNMENT = 64
 # Array -> element type. Loss weights are stored as runs of equal values, of which most rows have two or three: the
@@ -220,6 +224,20 @@ def _runs(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return weights[starts], np.diff(starts, append=len(weights)).astype(np.int32)
 
 
+class _Summed:
+    """A stream with the checksum of what is written into it."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self._sum = stream, xxhash.xxh3_128()
+
+    def write(self, content: bytes, /) -> int:
+        self._sum.update(content)
+        return self._stream.write(content)
+
+    def checksum(self) -> str:
+        return self._sum.hexdigest()
+
+
 class EntryWriter:
     """Writes an entry into a new directory, piece by piece, in bounded memory."""
 
@@ -268,12 +286,13 @@ class EntryWriter:
             self._append(f"term{place}", np.concatenate(self._terms[name]).astype(_WEIGHT))
         self.close()
         places: dict[str, tuple[int, int]] = {}
-        with (self._folder / "rows.bin").open("wb") as rows:
+        with (self._folder / ROWS).open("wb") as rows:
+            summed = _Summed(rows)
             for name in self._files:
-                rows.write(bytes(-rows.tell() % _ALIGNMENT))  # behind 70 bytes, 58 zeros up to 128
+                summed.write(bytes(-rows.tell() % _ALIGNMENT))  # behind 70 bytes, 58 zeros up to 128
                 start, piece = rows.tell(), self._folder / f"{name}.part"
                 with piece.open("rb") as file:
-                    shutil.copyfileobj(file, rows, 1 << 20)
+                    shutil.copyfileobj(file, summed, 1 << 20)
                 piece.unlink()
                 places[name] = (start, rows.tell() - start)
             size = rows.tell()
@@ -281,8 +300,9 @@ class EntryWriter:
             os.fsync(rows.fileno())
         content = {"layout": LAYOUT_VERSION, "size": size, "arrays": places, "terms": terms}
         content |= {"fields": self._fields.about(), "tally": asdict(self.tally), **about}
-        with (self._folder / "entry.json").open("w", encoding="utf-8") as file:
-            json.dump(content, file)
+        content |= {ROWS: summed.checksum()}
+        with (self._folder / DESCRIPTION).open("w", encoding="utf-8") as file:
+            json.dump(sealed(content), file)
             file.flush()
             os.fsync(file.fileno())
         sync_folder(self._folder)
@@ -295,15 +315,6 @@ class EntryWriter:
         if name not in self._files:
             self._files[name] = (self._folder / f"{name}.part").open("wb")
         self._files[name].write(np.ascontiguousarray(values).data)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a directory durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class Entry:
@@ -319,10 +330,10 @@ class Entry:
 
     def __init__(self, folder: Path) -> None:
         """Raises `ValueError` or `OSError` for an entry that is torn or of another layout."""
-        content = json.loads((folder / "entry.json").read_text(encoding="utf-8"))
+        content = read_description(folder)
         if content["layout"] != LAYOUT_VERSION:
             raise ValueError(f"layout {content['layout']}")
-        whole = _map(folder / "rows.bin", content["size"])
+        whole = _map(folder / ROWS, content["size"])
         places: dict[str, tuple[int, int]] = content["arrays"]
 
         def array(name: str, dtype: np.dtype) -> np.ndarray:
@@ -380,6 +391,14 @@ class Entry:
             return None, None
         begin, end = arrays["reference_offsets"][index : index + 2]
         return arrays["prompts"][start:stop], arrays["references"][begin:end].tobytes().decode()
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """What `entry.json` says of an entry. Raises `ValueError` or `OSError` if it is damaged or gone."""
+    content = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+    if is_sealed(content) != (ROWS in content):  # entries of earlier versions have no checksums
+        raise ValueError("its checksum is gone")
+    return content
 
 
 def _map(path: Path, size: int) -> np.ndarray:

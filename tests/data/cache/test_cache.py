@@ -20,10 +20,12 @@ import pytest
 from shardtune.batch import Sample
 from shardtune.data import progress
 from shardtune.data.cache import build as build_module
+from shardtune.data.cache import verified
 from shardtune.data.cache.cache import build_dataset
 from shardtune.data.encoder import Encoder, LengthLimit, Row, RowError
 from shardtune.data.sources.resolve import resolve_sources
 from shardtune.errors import DataError
+from tests.support.tiny_run import flip_bit
 
 FORK = multiprocessing.get_context("fork")
 
@@ -473,6 +475,39 @@ class TestTornEntries:
                 entry.write_text('{"layout": 1')
         assert rows_of(build(path)) == expected
         assert entry.exists()
+
+    def test_a_flipped_bit_is_found_with_a_line_and_without_reading_untouched_files_again(
+        self, tmp_path, build, data, said, monkeypatch
+    ):
+        path = write(tmp_path / "a.jsonl", ROWS[:20])
+        expected = rows_of(build(path))
+        (entry,) = Path(data.cache_dir).glob("entries/*/*/entry.json")
+        rows, memo = entry.with_name("rows.bin"), next(Path(data.cache_dir).glob("hashes/*"), None)
+        for file in (rows, entry):
+            for place in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
+                for bit in (0, 6):
+                    flip_bit(file, place, bit)
+                    said.clear()
+                    assert rows_of(build(path)) == expected
+                    assert any("rows of" in line and "damaged" in line for line in said), f"{file.name} {place} {bit}"
+        if memo is not None:
+            flip_bit(memo)
+            assert rows_of(build(path)) == expected
+        monkeypatch.setattr(verified, "content_fault", None)  # nothing is hashed
+        assert rows_of(build(path)) == expected
+        monkeypatch.setattr(verified, "TRUSTED_SECONDS", 0.0)
+        with pytest.raises(TypeError):
+            verified.check_rows(entry.parent)
+
+    def test_entries_of_earlier_versions_without_checksums_are_read(self, tmp_path, build, data, said):
+        path = write(tmp_path / "a.jsonl", ROWS[:20])
+        expected = rows_of(build(path))
+        (entry,) = Path(data.cache_dir).glob("entries/*/*/entry.json")
+        known = json.loads(entry.read_text())
+        entry.write_text(json.dumps({key: known[key] for key in known if key not in ("rows.bin", "checksum")}))
+        said.clear()
+        assert rows_of(build(path)) == expected
+        assert not any("damaged" in line for line in said)
 
 
 class TestPlace:
