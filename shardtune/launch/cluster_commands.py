@@ -5,10 +5,20 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.errors import ConfigError
+from shardtune.launch.slurm_script import (
+    JOB_ID,
+    JOB_PORT,
+    SlurmJob,
+    check_array,
+    first_task,
+    slurm_script,
+    task_overrides,
+)
 
 PORT = 29400
 """The rendezvous port unless runner.master_port sets one: torchrun's default."""
@@ -45,6 +55,7 @@ def launch_commands(
     *,
     fewest: int | None = None,
     restarts: int = 0,
+    array: str | None = None,
 ) -> str:
     """The commands for each host; nothing is run.
 
@@ -56,16 +67,20 @@ def launch_commands(
         launchers: the ones to show, of torchrun, slurm and ray.
         fewest: hosts needed to continue after one was lost; None: all of them.
         restarts: how often the ranks are restarted.
+        array: the numbers of the tasks of a job array of Slurm; `$SLURM_ARRAY_TASK_ID` in overrides is the task's.
 
     Raises:
         ConfigError: the recipe cannot be used, or has no layout for this number of ranks.
     """
-    loaded = load_recipe(recipe, overrides, files_must_exist=False)
+    if array is None:
+        loaded = load_recipe(recipe, overrides, files_must_exist=False)
+    else:
+        loaded, overrides = _of_tasks(recipe, overrides, array, launchers)
     hosts = Hosts(nodes, per_node or _per_node(loaded, nodes), fewest or nodes, restarts)
     _check_fewest(hosts)
     layout = Layout.of(loaded.actor, hosts.ranks)
     command = ["train", recipe, *overrides]
-    shown = {"torchrun": _torchrun, "slurm": _slurm, "ray": _ray}
+    shown = {"torchrun": _torchrun, "slurm": partial(_slurm, array=array), "ray": _ray}
     parts = [shown[name](loaded, hosts, command) for name in launchers]
     several = hosts.nodes > 1
     head = [
@@ -76,6 +91,19 @@ def launch_commands(
     if tuple(launchers) == ("slurm",):  # to be redirected into a file, whose first line has to be the script's
         return "\n".join([*parts, *head])
     return "\n\n".join(["\n".join(head), *parts])
+
+
+def _of_tasks(
+    recipe: str, overrides: Sequence[str], array: str, launchers: Sequence[str]
+) -> tuple[Recipe, Sequence[str]]:
+    """The recipe of a job array without the tasks' names of runs, and the overrides of each task."""
+    if tuple(launchers) != ("slurm",):
+        raise ConfigError("only Slurm has job arrays", where="--array", remedy="add --by slurm")
+    check_array(array)
+    loaded = load_recipe(recipe, first_task(overrides, array), files_must_exist=False)
+    of_task = task_overrides(overrides, str(loaded.runner.logger.experiment_name))
+    load_recipe(recipe, first_task(of_task, array), files_must_exist=False)
+    return loaded, of_task
 
 
 def _per_node(recipe: Recipe, nodes: int) -> int:
@@ -116,16 +144,18 @@ def _shape(hosts: Hosts) -> list[str]:
     return [f"--nnodes={nodes}", f"--nproc-per-node={hosts.per_node}", *again]
 
 
-def _meeting(recipe: Recipe) -> str:
-    name = shlex.quote(str(recipe.runner.logger.experiment_name))
-    port = recipe.runner.master_port or PORT
+def _meeting(recipe: Recipe, name: str | None = None, port: int | str = PORT) -> str:
+    name = name or shlex.quote(str(recipe.runner.logger.experiment_name))
+    port = recipe.runner.master_port or port
     return f'--rdzv-backend=c10d --rdzv-endpoint="$HEAD:{port}" --rdzv-id={name}'
 
 
 def _environment(hosts: Hosts) -> str:
     """The environment variables to set before the command, as text to copy."""
+    n = hosts.per_node
+    cores = f"$(( $(nproc) > {n} ? $(nproc) / {n} : 1 ))" if n > 1 else "$(nproc)"
     lines = ["export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600   # seconds to save in after SIGTERM; 30 otherwise"]
-    lines += [f"export OMP_NUM_THREADS=$(( $(nproc) / {hosts.per_node} ))"]
+    lines += [f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{cores}}}"']
     if hosts.nodes > 1 and hosts.restarts:
         lines.append("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # ranks that start again meet anew")
     if hosts.nodes > 1:
@@ -133,26 +163,13 @@ def _environment(hosts: Hosts) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _slurm(recipe: Recipe, hosts: Hosts, command: list[str]) -> str:
-    name = shlex.quote(str(recipe.runner.logger.experiment_name))
-    gpus = [] if recipe.runner.device == "cpu" else [f"#SBATCH --gpus-per-node={hosts.per_node}"]
-    lines = [
-        "#!/bin/bash",
-        "# Slurm: save as job.sh (the line above is its first), then: sbatch job.sh",
-        "# TERM comes two minutes before the time is up: the run saves, and the same job goes on from there.",
-        f"#SBATCH --job-name={name}",
-        f"#SBATCH --nodes={hosts.nodes}",
-        "#SBATCH --ntasks-per-node=1",
-        "#SBATCH --exclusive",
-        *gpus,
-        "#SBATCH --signal=TERM@120",
-        'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        _environment(hosts).rstrip(),
-        f"srun {shlex.join(['torchrun', *_shape(hosts)])} \\",
-        f"  {_meeting(recipe)} \\",
-        f"  -m shardtune {shlex.join(command)}",
-    ]
-    return "\n".join(lines)
+def _slurm(recipe: Recipe, hosts: Hosts, command: list[str], array: str | None) -> str:
+    job = SlurmJob(hosts.nodes, hosts.per_node, hosts.fewest < hosts.nodes, array)
+    if hosts.nodes == 1:
+        torchrun = [shlex.join(["torchrun", "--standalone", *_shape(hosts)[1:]])]
+    else:
+        torchrun = [shlex.join(["torchrun", *_shape(hosts)]), _meeting(recipe, JOB_ID, JOB_PORT)]
+    return slurm_script(recipe, job, environment=_environment(hosts).splitlines(), torchrun=torchrun, command=command)
 
 
 def _ray(recipe: Recipe, hosts: Hosts, command: list[str]) -> str:
