@@ -164,7 +164,7 @@ def _environment(hosts: Hosts) -> str:
 
 
 def _slurm(recipe: Recipe, hosts: Hosts, command: list[str], array: str | None) -> str:
-    job = SlurmJob(hosts.nodes, hosts.per_node, hosts.fewest < hosts.nodes, array)
+    job = SlurmJob(hosts.nodes, hosts.per_node, hosts.fewest, array)
     if hosts.nodes == 1:
         torchrun = [shlex.join(["torchrun", "--standalone", *_shape(hosts)[1:]])]
     else:

@@ -45,7 +45,7 @@ preempted() {{ scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; 
 finished_before=$(finished) saved_before=$(saved) warned='' cancelled=''
 trap 'warned=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1   # the time is nearly up: the ranks save and end
 trap 'cancelled=yes' TERM   # by scancel, which ends the ranks too
-
+{node}
 srun {srun} \\
   {torchrun} \\
   -m shardtune {command} &
@@ -58,6 +58,13 @@ if [[ ! $cancelled ]]; then
   if [[ $warned ]]; then echo "not requeued: no new checkpoint in $RUN; more --time, or an earlier --signal" >&2; fi
 fi
 exit $code"""
+NODE = """
+# With --no-kill Slurm keeps the job without the node of this script, where nothing ends it: another node requeues it.
+NODE='trap : TERM; "$@"; code=$?
+  alive() { timeout 10 bash -c "< /dev/tcp/$SLURM_SRUN_COMM_HOST/$SLURM_SRUN_COMM_PORT"; }
+  if ((code)) && ! alive; then scontrol requeue "$SLURM_JOB_ID"; fi
+  exit $code'
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +74,19 @@ class SlurmJob:
     Attributes:
         nodes: hosts.
         per_node: ranks on each.
-        spare: whether the job continues after a node was lost.
+        fewest: hosts needed to continue after one was lost.
         array: the numbers of the tasks of a job array, as `sbatch --array` takes them; None: one job.
     """
 
     nodes: int
     per_node: int
-    spare: bool = False
+    fewest: int
     array: str | None = None
+
+    @property
+    def spare(self) -> bool:
+        """Whether the job continues after a node was lost."""
+        return self.fewest < self.nodes
 
 
 def check_array(array: str) -> None:
@@ -129,7 +141,8 @@ def slurm_script(
         environment="\n".join([*_head(job), *environment]),
         run_dir=_quoted(str(log_path / name)),
         srun=" ".join(_srun(job)),
-        torchrun=" \\\n  ".join(torchrun),
+        node=NODE if job.spare else "",
+        torchrun=" \\\n  ".join(['bash -c "$NODE" node', *torchrun] if job.spare else torchrun),
         command=" ".join(_quoted(word) for word in command),
     )
 
@@ -144,7 +157,7 @@ def _options(recipe: Recipe, job: SlurmJob) -> list[str]:
     name = str(recipe.runner.logger.experiment_name)
     used = [
         f"--job-name={shlex.quote(name)}",
-        f"--nodes={job.nodes}",
+        f"--nodes={job.fewest}-{job.nodes}" if job.spare else f"--nodes={job.nodes}",
         "--ntasks-per-node=1",
         "--exclusive",
         *_gpus(recipe, job),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 from pathlib import Path
 
@@ -117,8 +118,20 @@ def test_a_requeued_job_continues_its_own_run_and_cores_are_passed_on(here: Path
 def test_a_node_to_spare_keeps_the_job(here: Path) -> None:
     spare = script(nodes=3, fewest=2, restarts=1)
     assert "#SBATCH --no-kill\n" in spare
+    assert "#SBATCH --nodes=2-3\n" in spare
     assert "\nsrun --no-kill " in spare
     assert "--no-kill" not in script(nodes=3)
+    torchrun = here / "bin/torchrun"
+    torchrun.write_text("#!/bin/bash\nexit 3\n")
+    torchrun.chmod(0o755)
+    on_node = 'while [[ $1 != bash ]]; do shift; done; "$@"'
+    with socket.create_server(("127.0.0.1", 0)) as script_node:
+        port = str(script_node.getsockname()[1])
+        environment = {"SLURM_SRUN_COMM_HOST": "127.0.0.1", "SLURM_SRUN_COMM_PORT": port}
+        code, _, calls = run(here, on_node, text=spare, **environment)
+        assert (code, REQUEUE in calls) == (3, False)
+    code, _, calls = run(here, on_node, text=spare, **environment)
+    assert (code, REQUEUE in calls) == (3, True), "nothing ends a job whose first node is gone"
 
 
 def test_each_task_of_an_array_has_its_own_run(here: Path) -> None:
