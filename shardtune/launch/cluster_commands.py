@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.rank_layout import Layout
@@ -22,6 +23,8 @@ from shardtune.launch.slurm_script import (
 
 PORT = 29400
 """The rendezvous port unless runner.master_port sets one: torchrun's default."""
+STOP_SECONDS = 600
+"""How long ranks may take to save after a stop signal."""
 LAUNCHERS = ("torchrun", "slurm", "ray")
 
 
@@ -154,7 +157,7 @@ def _environment(hosts: Hosts) -> str:
     """The environment variables to set before the command, as text to copy."""
     n = hosts.per_node
     cores = f"$(( $(nproc) > {n} ? $(nproc) / {n} : 1 ))" if n > 1 else "$(nproc)"
-    lines = ["export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600   # seconds to save in after SIGTERM; 30 otherwise"]
+    lines = [f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={STOP_SECONDS}   # seconds to save in after SIGTERM; 30 otherwise"]
     lines += [f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{cores}}}"']
     if hosts.nodes > 1 and hosts.restarts:
         lines.append("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # ranks that start again meet anew")
@@ -184,11 +187,20 @@ def _ray(recipe: Recipe, hosts: Hosts, command: list[str]) -> str:
         words = shlex.join([*command, *keys])
         return f"# Ray: a cluster of this machine alone, started and ended with the run\nshardtune {words}"
     keys.append("runner.ray.address=auto")
+    train, recipe_file, *overrides = command
+    log_path = f"runner.logger.log_path={recipe.runner.logger.log_path}"
+    job = [train, str(Path(recipe_file).absolute()), *overrides, *keys, log_path]
     return "\n".join([
-        "# Ray, on the first host:",
-        "ray start --head --port=6379   # where Ray requires a token, give every host the same RAY_AUTH_TOKEN_PATH",
+        "# Ray, on the first host. The token keeps others out; every host needs a copy of ~/.ray/auth_token.",
+        "export RAY_AUTH_MODE=token",
+        "ray get-auth-token --generate > /dev/null",
+        f"export RAY_JOB_STOP_WAIT_TIME_S={STOP_SECONDS}   # seconds to save in after ray job stop; 3 otherwise",
+        "ray start --head --port=6379",
         "# on every other host:",
+        "export RAY_AUTH_MODE=token",
         "ray start --address=first-host:6379",
         "# then on the first host; ray stop on each host ends the cluster",
         f"shardtune {shlex.join([*command, *keys])}",
+        "# or as a job, on the first host too; paths are absolute, because a job has a directory of its own",
+        f"ray job submit --address=http://127.0.0.1:8265 -- shardtune {shlex.join(job)}",
     ])  # fmt: skip

@@ -72,6 +72,16 @@ def test_what_ray_is_given_is_a_recipe(recipe: str) -> None:
     from shardtune.config import load_recipe
 
     assert load_recipe(recipe, given[3:], files_must_exist=False).runner.workers == 16
+    job = words(text, "ray job submit")
+    job = job[job.index("--") + 1 :]
+    assert job[:3] == ["shardtune", "train", str(Path(recipe).absolute())]
+    of_job = load_recipe(recipe, job[3:], files_must_exist=False)
+    assert of_job.runner.workers == 16
+    assert f"runner.logger.log_path={of_job.runner.logger.log_path}" in job
+    assert Path(of_job.runner.logger.log_path).is_absolute()  # a job's directory is Ray's, and is deleted
+    before_start, _, _ = text.partition("ray start --head")
+    assert "ray get-auth-token --generate" in before_start
+    assert text.count("export RAY_AUTH_MODE=token") == 2  # on the first host, and on every other
 
 
 def test_sizes_that_do_not_fit_are_refused(recipe: str) -> None:
