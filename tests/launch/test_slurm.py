@@ -10,8 +10,7 @@ from tests.support.dist.slurm import Slurm, slurm, why_no_slurm
 from tests.support.dist.slurm_scenarios import NODES, SCENARIOS, Outcome, train_whole
 from tests.support.tiny_run import Tiny, make_tiny
 
-SKIP = why_no_slurm()
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(SKIP is not None, reason=str(SKIP))]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +22,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    if (reason := why_no_slurm()) is not None:
+        pytest.skip(reason)
     with slurm(NODES, tmp_path_factory.mktemp("cluster")) as made:
         yield made
 

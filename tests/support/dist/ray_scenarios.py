@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from shardtune.launch.cluster_commands import launch_commands
 from tests.support.dist.hosts import Host, hosts, lines_of, why_not
-from tests.support.dist.slurm_scenarios import SLOW, STEPS, Outcome
+from tests.support.dist.slurm_scenarios import LOST_AFTER, SLOW, STEPS, Outcome
 from tests.support.tiny_run import Tiny, assert_same_tensors, lines
 
 STOP_SECONDS = 60
@@ -26,6 +27,10 @@ STOP_SECONDS = 60
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
     "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS),
     "PYTHONDONTWRITEBYTECODE": "",
 }
@@ -80,6 +85,12 @@ class RayCluster:
         said, _ = process.communicate(timeout=240)
         assert fails or process.returncode == 0, f"{' '.join(command)} ended with {process.returncode}: {said}"
         return said
+
+    def train(self, *words: str, **environment: str) -> subprocess.Popen[str]:
+        """`shardtune train` on the head."""
+        given = {**self._environment, "RAY_ADDRESS": f"{self.hosts[0].address}:6379", **environment}
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return self.hosts[0].start(("shardtune", "train", *words), given, **output)
 
     @property
     def jobs(self) -> str:
@@ -158,4 +169,49 @@ def _wait(condition: Any, cluster: RayCluster, job: str, seconds: float = 240) -
         time.sleep(0.5)
 
 
-SCENARIOS = (job_submit,)
+def dead_address(cluster: RayCluster, tiny: Tiny) -> Outcome:
+    """`address: auto` with a RAY_ADDRESS at which nothing listens."""
+    recipe, _ = _recipe(tiny, "nowhere", 0.0)
+    began = time.monotonic()
+    process = cluster.train(str(recipe), *_keys(), RAY_ADDRESS=f"{cluster.hosts[0].address}:1")
+    said, _ = process.communicate(timeout=240)
+    seconds = time.monotonic() - began
+    assert process.returncode == 2, said
+    assert f"RAY_ADDRESS={cluster.hosts[0].address}:1 does not answer" in said
+    return Outcome("Ray: `address: auto`, nothing listens at RAY_ADDRESS", f"a message after {seconds:.0f} s", "code 2")
+
+
+def host_lost(cluster: RayCluster, tiny: Tiny) -> Outcome:
+    """The cable of one of two hosts is pulled; the other continues alone."""
+    recipe, go = _recipe(tiny, "lost", 1.0, runner__lost_after=LOST_AFTER)
+    process = cluster.train(str(recipe), *_keys(), "runner.max_restarts=1", "runner.min_workers=1")
+    latest = tiny.run("lost") / "checkpoints/latest"
+    _wait(lambda: latest.exists() or process.poll() is not None, cluster, "none")
+    cluster.hosts[1].cut_off()
+    began, said = time.monotonic(), ""
+    assert process.stdout is not None
+    while "restart 1 of 1" not in said:
+        line = process.stdout.readline()
+        assert line, said
+        said += line
+    again = time.monotonic() - began
+    go.touch()
+    rest, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, said + rest
+    here, there = lines(tiny.run("lost")), lines(tiny.run("whole"))
+    assert [line["step"] for line in here] == list(range(1, STEPS + 1))
+    losses = [line["train/loss"] for line in there]
+    assert [line["train/loss"] for line in here] == pytest.approx(losses, rel=1e-5)
+    return Outcome(
+        f"Ray: a host of 2 is cut off, `min_workers: 1` (`lost_after` {LOST_AFTER} s)",
+        f"the other starts again after {again:.0f} s",
+        "code 0; the numbers of two ranks",
+    )
+
+
+def _keys() -> list[str]:
+    cluster = ["runner.launcher=ray", "runner.num_workers=2", "runner.ray.address=auto"]
+    return [*cluster, "runner.ray.placement=strict_spread"]
+
+
+SCENARIOS = (job_submit, dead_address, host_lost)
