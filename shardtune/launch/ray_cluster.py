@@ -162,7 +162,7 @@ def _check_head(address: str | None, where: str, remedy: str) -> None:
         reason = f"{source}{address} is not host:port of the head (of a ray:// address, the host and 6379)"
         raise no_cluster(reason, where, remedy)
     try:
-        socket.create_connection((host, int(port)), timeout=HEAD_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=HEAD_SECONDS).close()
     except OSError as error:
         raise no_cluster(f"{source}{address} does not answer ({error})", where, remedy) from error
 

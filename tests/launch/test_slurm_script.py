@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from shardtune.checkpoint.atomic import write_json
 from shardtune.errors import ConfigError
 from shardtune.launch import slurm_script
 from shardtune.launch.cluster_commands import launch_commands
+from shardtune.run.directory import MANIFEST, finish_run
 
 RECIPE = {
     "actor": {"model": {"model_path": "model"}},
@@ -43,7 +45,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def script(*overrides: str, nodes: int = 2, **options: object) -> str:
-    return launch_commands("recipe.yaml", overrides, nodes, 1, ("slurm",), **options)  # pyright: ignore
+    return launch_commands("recipe.yaml", overrides, nodes, 1, ("slurm",), **options)
 
 
 def run(here: Path, srun: str, *, text: str = "", **environment: str) -> tuple[int, str, str]:
@@ -96,6 +98,18 @@ def test_how_a_job_ends(here: Path, before: str, srun: str, code: int, requeued:
     assert ("not requeued: no new checkpoint in runs/mine" in errors) == (
         srun == f"{WARN}exit 1" or bool(before == SAVE)
     )
+
+
+def test_the_script_reads_what_a_run_writes(here: Path) -> None:
+    manifest = here / "runs/mine" / MANIFEST
+    manifest.parent.mkdir(parents=True)
+    write_json(manifest, {"packages": {}, "launch": "slurm-123"})
+    assert run(here, "exit 1")[0] == 1
+    begun = manifest.read_text()
+    finish_run(manifest.parent, {"step": 8, "metrics": {"eval/loss": 1.0}})
+    finished = manifest.rename(here / "finished")
+    manifest.write_text(begun)
+    assert run(here, f"cp {finished} {manifest}; exit 1")[0] == 0
 
 
 def test_a_preempted_job_is_requeued(here: Path) -> None:

@@ -120,7 +120,9 @@ def _recipe(tiny: Tiny, name: str, seconds: float, **changes: Any) -> tuple[Path
     folder.mkdir()
     go, plugin, recipe = folder / "go", folder / "slow.py", folder / "recipe.yaml"
     plugin.write_text(SLOW.format(go=str(go), seconds=seconds, hang=False))
-    keys = {"runner__save_interval": 2, "runner__device": "cpu", **changes}
+    ray = {"address": "auto", "placement": "strict_spread"}
+    keys = {"runner__launcher": "ray", "runner__num_workers": 2, "runner__ray": ray, **changes}
+    keys = {"runner__save_interval": 2, "runner__device": "cpu", **keys}
     recipe.write_text(yaml.safe_dump(tiny.recipe(name, plugins=[str(plugin)], **keys)))
     return recipe, go
 
@@ -128,7 +130,7 @@ def _recipe(tiny: Tiny, name: str, seconds: float, **changes: Any) -> tuple[Path
 def job_submit(cluster: RayCluster, tiny: Tiny) -> Outcome:
     """`ray job submit` on two hosts with a token; `ray job stop` saves, and the next job continues."""
     recipe, go = _recipe(tiny, "submitted", 3.0)
-    printed = launch_commands(str(recipe), ["runner.ray.placement=strict_spread"], 2, 1, ("ray",))
+    printed = launch_commands(str(recipe), [], 2, 1, ("ray",))
     _, *job = shlex.split(next(line for line in printed.splitlines() if line.startswith("ray job submit")))
     options, run = job[: job.index("--")], job[job.index("--") :]
     submit = (*options, "--no-wait", "--submission-id")
@@ -173,7 +175,7 @@ def dead_address(cluster: RayCluster, tiny: Tiny) -> Outcome:
     """`address: auto` with a RAY_ADDRESS at which nothing listens."""
     recipe, _ = _recipe(tiny, "nowhere", 0.0)
     began = time.monotonic()
-    process = cluster.train(str(recipe), *_keys(), RAY_ADDRESS=f"{cluster.hosts[0].address}:1")
+    process = cluster.train(str(recipe), RAY_ADDRESS=f"{cluster.hosts[0].address}:1")
     said, _ = process.communicate(timeout=240)
     seconds = time.monotonic() - began
     assert process.returncode == 2, said
@@ -184,7 +186,7 @@ def dead_address(cluster: RayCluster, tiny: Tiny) -> Outcome:
 def host_lost(cluster: RayCluster, tiny: Tiny) -> Outcome:
     """The cable of one of two hosts is pulled; the other continues alone."""
     recipe, go = _recipe(tiny, "lost", 1.0, runner__lost_after=LOST_AFTER)
-    process = cluster.train(str(recipe), *_keys(), "runner.max_restarts=1", "runner.min_workers=1")
+    process = cluster.train(str(recipe), "runner.max_restarts=1", "runner.min_workers=1")
     latest = tiny.run("lost") / "checkpoints/latest"
     _wait(lambda: latest.exists() or process.poll() is not None, cluster, "none")
     cluster.hosts[1].cut_off()
@@ -207,11 +209,6 @@ def host_lost(cluster: RayCluster, tiny: Tiny) -> Outcome:
         f"the other starts again after {again:.0f} s",
         "code 0; the numbers of two ranks",
     )
-
-
-def _keys() -> list[str]:
-    cluster = ["runner.launcher=ray", "runner.num_workers=2", "runner.ray.address=auto"]
-    return [*cluster, "runner.ray.placement=strict_spread"]
 
 
 SCENARIOS = (job_submit, dead_address, host_lost)
