@@ -62,7 +62,8 @@ NODE = """
 # With --no-kill Slurm keeps the job without the node of this script, where nothing ends it: another node requeues it.
 NODE='trap : TERM; "$@"; code=$?
   alive() { timeout 10 bash -c "< /dev/tcp/$SLURM_SRUN_COMM_HOST/$SLURM_SRUN_COMM_PORT"; }
-  if ((code)) && ! alive; then scontrol requeue "$SLURM_JOB_ID"; fi
+  running() { scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; }
+  if ((code)) && ! alive && running; then scontrol requeue "$SLURM_JOB_ID"; fi
   exit $code'
 """
 

@@ -24,7 +24,7 @@ RECIPE = {
 PROGRAMS = {
     "srun": '[[ $CALLS ]] && echo "srun $*" >> "$CALLS"; eval "$SRUN"',
     "scancel": 'echo "scancel $*" >> "$CALLS"',
-    "scontrol": '[[ $1 = show && $2 = job ]] && echo "PreemptTime=$PREEMPT_TIME" || echo "scontrol $*" >> "$CALLS"',
+    "scontrol": '[[ $1 = show && $2 = job ]] && echo "JobState=$STATE PreemptTime=$PREEMPT_TIME" || echo "scontrol $*" >> "$CALLS"',
 }
 SAVE = "mkdir -p runs/mine/checkpoints; echo global_step_8 > runs/mine/checkpoints/latest; "
 FINISH = """mkdir -p runs/mine; echo '{\n "finished": {\n  "step": 8\n }\n}' > runs/mine/manifest.json; """
@@ -142,10 +142,11 @@ def test_a_node_to_spare_keeps_the_job(here: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as script_node:
         port = str(script_node.getsockname()[1])
         environment = {"SLURM_SRUN_COMM_HOST": "127.0.0.1", "SLURM_SRUN_COMM_PORT": port}
-        code, _, calls = run(here, on_node, text=spare, **environment)
+        code, _, calls = run(here, on_node, text=spare, STATE="RUNNING", **environment)
         assert (code, REQUEUE in calls) == (3, False)
-    code, _, calls = run(here, on_node, text=spare, **environment)
-    assert (code, REQUEUE in calls) == (3, True), "nothing ends a job whose first node is gone"
+    for state, requeued in (("RUNNING", True), ("CANCELLED", False)):
+        code, _, calls = run(here, on_node, text=spare, STATE=state, **environment)
+        assert (code, REQUEUE in calls) == (3, requeued), "nothing else ends a job whose first node is gone"
 
 
 def test_each_task_of_an_array_has_its_own_run(here: Path) -> None:
