@@ -24,7 +24,8 @@ RECIPE = {
 PROGRAMS = {
     "srun": '[[ $CALLS ]] && echo "srun $*" >> "$CALLS"; eval "$SRUN"',
     "scancel": 'echo "scancel $*" >> "$CALLS"',
-    "scontrol": '[[ $1 = show && $2 = job ]] && echo "JobState=$STATE PreemptTime=$PREEMPT_TIME" || echo "scontrol $*" >> "$CALLS"',
+    "scontrol": 'case "$*" in "show job "*) echo "JobState=$STATE PreemptTime=$PREEMPT_TIME";; '
+    '*) echo "scontrol $*" >> "$CALLS";; esac',
 }
 SAVE = "mkdir -p runs/mine/checkpoints; echo global_step_8 > runs/mine/checkpoints/latest; "
 FINISH = """mkdir -p runs/mine; echo '{\n "finished": {\n  "step": 8\n }\n}' > runs/mine/manifest.json; """
