@@ -5,14 +5,27 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.errors import ConfigError
+from shardtune.launch.slurm_script import (
+    JOB_ID,
+    JOB_PORT,
+    SlurmJob,
+    check_array,
+    first_task,
+    slurm_script,
+    task_overrides,
+)
 from shardtune.launch.torchrun import JOIN_SECONDS, TORCHRUN
 
 PORT = 29400
 """The rendezvous port unless runner.master_port sets one: torchrun's default."""
+STOP_SECONDS = 600
+"""How long ranks may take to save after a stop signal."""
 LAUNCHERS = ("torchrun", "slurm", "ray")
 
 
@@ -46,6 +59,7 @@ def launch_commands(
     *,
     fewest: int | None = None,
     restarts: int = 0,
+    array: str | None = None,
 ) -> str:
     """The commands for each host; nothing is run.
 
@@ -57,16 +71,20 @@ def launch_commands(
         launchers: the ones to show, of torchrun, slurm and ray.
         fewest: hosts needed to continue after one was lost; None: all of them.
         restarts: how often the ranks are restarted.
+        array: the numbers of the tasks of a job array of Slurm; `$SLURM_ARRAY_TASK_ID` in overrides is the task's.
 
     Raises:
         ConfigError: the recipe cannot be used, or has no layout for this number of ranks.
     """
-    loaded = load_recipe(recipe, overrides, files_must_exist=False)
+    if array is None:
+        loaded = load_recipe(recipe, overrides, files_must_exist=False)
+    else:
+        loaded, overrides = _of_tasks(recipe, overrides, array, launchers)
     hosts = Hosts(nodes, per_node or _per_node(loaded, nodes), fewest or nodes, restarts)
     _check_fewest(hosts)
     layout = Layout.of(loaded.actor, hosts.ranks)
     command = ["train", recipe, *overrides]
-    shown = {"torchrun": _torchrun, "slurm": _slurm, "ray": _ray}
+    shown = {"torchrun": _torchrun, "slurm": partial(_slurm, array=array), "ray": _ray}
     parts = [shown[name](loaded, hosts, command) for name in launchers]
     several = hosts.nodes > 1
     head = [
@@ -77,6 +95,19 @@ def launch_commands(
     if tuple(launchers) == ("slurm",):  # to be redirected into a file, whose first line has to be the script's
         return "\n".join([*parts, *head])
     return "\n\n".join(["\n".join(head), *parts])
+
+
+def _of_tasks(
+    recipe: str, overrides: Sequence[str], array: str, launchers: Sequence[str]
+) -> tuple[Recipe, Sequence[str]]:
+    """The recipe of a job array without the tasks' names of runs, and the overrides of each task."""
+    if tuple(launchers) != ("slurm",):
+        raise ConfigError("only Slurm has job arrays", where="--array", remedy="add --by slurm")
+    check_array(array)
+    loaded = load_recipe(recipe, first_task(overrides, array), files_must_exist=False)
+    of_task = task_overrides(overrides, str(loaded.runner.logger.experiment_name))
+    load_recipe(recipe, first_task(of_task, array), files_must_exist=False)
+    return loaded, of_task
 
 
 def _per_node(recipe: Recipe, nodes: int) -> int:
@@ -117,17 +148,19 @@ def _shape(hosts: Hosts) -> list[str]:
     return [f"--nnodes={nodes}", f"--nproc-per-node={hosts.per_node}", *again]
 
 
-def _meeting(recipe: Recipe) -> str:
-    name = shlex.quote(str(recipe.runner.logger.experiment_name))
-    port = recipe.runner.master_port or PORT
+def _meeting(recipe: Recipe, name: str | None = None, port: int | str = PORT) -> str:
+    name = name or shlex.quote(str(recipe.runner.logger.experiment_name))
+    port = recipe.runner.master_port or port
     waits = f"--rdzv-conf=join_timeout={JOIN_SECONDS},read_timeout={JOIN_SECONDS}"
     return f'--rdzv-backend=c10d --rdzv-endpoint="$HEAD:{port}" --rdzv-id={name} {waits}'
 
 
 def _environment(hosts: Hosts) -> str:
     """The environment variables to set before the command, as text to copy."""
-    lines = ["export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600   # seconds to save in after SIGTERM; 30 otherwise"]
-    lines += [f"export OMP_NUM_THREADS=$(( $(nproc) / {hosts.per_node} ))"]
+    n = hosts.per_node
+    cores = f"$(( $(nproc) > {n} ? $(nproc) / {n} : 1 ))" if n > 1 else "$(nproc)"
+    lines = [f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={STOP_SECONDS}   # seconds to save in after SIGTERM; 30 otherwise"]
+    lines += [f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{cores}}}"']
     if hosts.nodes > 1 and hosts.restarts:
         lines.append("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # ranks that start again meet anew")
     if hosts.nodes > 1:
@@ -135,26 +168,13 @@ def _environment(hosts: Hosts) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _slurm(recipe: Recipe, hosts: Hosts, command: list[str]) -> str:
-    name = shlex.quote(str(recipe.runner.logger.experiment_name))
-    gpus = [] if recipe.runner.device == "cpu" else [f"#SBATCH --gpus-per-node={hosts.per_node}"]
-    lines = [
-        "#!/bin/bash",
-        "# Slurm: save as job.sh (the line above is its first), then: sbatch job.sh",
-        "# TERM comes two minutes before the time is up: the run saves, and the same job goes on from there.",
-        f"#SBATCH --job-name={name}",
-        f"#SBATCH --nodes={hosts.nodes}",
-        "#SBATCH --ntasks-per-node=1",
-        "#SBATCH --exclusive",
-        *gpus,
-        "#SBATCH --signal=TERM@120",
-        'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        _environment(hosts).rstrip(),
-        f"srun {shlex.join(['torchrun', *_shape(hosts)])} \\",
-        f"  {_meeting(recipe)} \\",
-        f"  -m shardtune {shlex.join(command)}",
-    ]
-    return "\n".join(lines)
+def _slurm(recipe: Recipe, hosts: Hosts, command: list[str], array: str | None) -> str:
+    job = SlurmJob(hosts.nodes, hosts.per_node, hosts.fewest, array)
+    if hosts.nodes == 1:
+        torchrun = [shlex.join([*TORCHRUN, "--standalone", *_shape(hosts)[1:]])]
+    else:
+        torchrun = [shlex.join([*TORCHRUN, *_shape(hosts)]), _meeting(recipe, JOB_ID, JOB_PORT)]
+    return slurm_script(recipe, job, environment=_environment(hosts).splitlines(), torchrun=torchrun, command=command)
 
 
 def _ray(recipe: Recipe, hosts: Hosts, command: list[str]) -> str:
@@ -169,11 +189,20 @@ def _ray(recipe: Recipe, hosts: Hosts, command: list[str]) -> str:
         words = shlex.join([*command, *keys])
         return f"# Ray: a cluster of this machine alone, started and ended with the run\nshardtune {words}"
     keys.append("runner.ray.address=auto")
+    train, recipe_file, *overrides = command
+    log_path = f"runner.logger.log_path={recipe.runner.logger.log_path}"
+    job = [train, str(Path(recipe_file).absolute()), *overrides, *keys, log_path]
     return "\n".join([
-        "# Ray, on the first host:",
-        "ray start --head --port=6379   # where Ray requires a token, give every host the same RAY_AUTH_TOKEN_PATH",
+        "# Ray, on the first host. The token keeps others out; every host needs a copy of ~/.ray/auth_token.",
+        "export RAY_AUTH_MODE=token",
+        "ray get-auth-token --generate > /dev/null",
+        f"export RAY_JOB_STOP_WAIT_TIME_S={STOP_SECONDS}   # seconds to save in after ray job stop; 3 otherwise",
+        "ray start --head --port=6379",
         "# on every other host:",
+        "export RAY_AUTH_MODE=token",
         "ray start --address=first-host:6379",
         "# then on the first host; ray stop on each host ends the cluster",
         f"shardtune {shlex.join([*command, *keys])}",
+        "# or as a job, on the first host too; paths are absolute, because a job has a directory of its own",
+        f"ray job submit --address=http://127.0.0.1:8265 -- shardtune {shlex.join(job)}",
     ])  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,24 +41,8 @@ END_SECONDS = 10.0
 """How long actors may take to kill their ranks before they are killed."""
 RESERVE_SECONDS = 3.0
 """How long to wait for resources for a number of workers before trying a smaller one."""
-HEAD_SECONDS = 10.0
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NO_CLUSTER = f"{ray_cluster.NO_CLUSTER}; null: one of this machine's own"
-
-
-def _check_head(address: str) -> None:
-    """Check that something listens at a cluster's head: Ray itself tries for minutes."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise _no_cluster(address, "an address is host:port of the head (of a ray:// address, the host and 6379)")
-    try:
-        socket.create_connection((host, int(port)), timeout=HEAD_SECONDS).close()
-    except OSError as error:
-        raise _no_cluster(address, f"{address} does not answer ({error})") from error
-
-
-def _no_cluster(address: str, reason: str) -> ParallelError:
-    return ray_cluster.no_cluster(reason, _where(address), NO_CLUSTER)
 
 
 def _where(address: str | None) -> str:
@@ -120,8 +103,6 @@ def _connect(runner: RunnerConfig) -> bool:
     if ray_cluster.is_connected():
         return False
     address = runner.ray.address
-    if address not in (None, "auto"):
-        _check_head(str(address))
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         return ray_cluster.connect(

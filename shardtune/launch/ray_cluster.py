@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, Generic, TypedDict, TypeVar, cast
+
+import psutil
 
 from shardtune.errors import ParallelError
 
@@ -26,6 +30,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 POLL_SECONDS = 0.25
+HEAD_SECONDS = 10.0
+"""How long to try to connect to the head of a cluster: Ray itself tries for minutes, without a message."""
+ADDRESS = "RAY_ADDRESS"
 NO_CLUSTER = "ray status shows a running cluster, ray start --head begins one"
 
 
@@ -120,6 +127,7 @@ def connect(
 
     if ray.is_initialized():
         return False
+    _check_head(address, where, remedy)
     local = {}
     if address is None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # the prompt for it contacts the network
@@ -135,6 +143,36 @@ def connect(
     except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
         raise no_cluster(str(error).strip().splitlines()[0], where, remedy) from error
     return True
+
+
+def _check_head(address: str | None, where: str, remedy: str) -> None:
+    """Check that something listens at the head of a cluster, also where Ray looks for the address (`auto`)."""
+    source = ""
+    if address == "auto" and os.environ.get(ADDRESS):
+        address = os.environ[ADDRESS]
+        source = f"{ADDRESS}="
+        remedy = f"set {ADDRESS} to a running head, or unset it; {remedy}"
+    if address == "auto":
+        address = _last_started()
+        source = "the cluster of the last ray start, "
+    if address in (None, "local", "auto"):
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        reason = f"{source}{address} is not host:port of the head (of a ray:// address, the host and 6379)"
+        raise no_cluster(reason, where, remedy)
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=HEAD_SECONDS).close()
+    except OSError as error:
+        raise no_cluster(f"{source}{address} does not answer ({error})", where, remedy) from error
+
+
+def _last_started() -> str | None:
+    """The address in the file that `ray start` leaves, if no process of Ray that is on this machine names another."""
+    file = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+    if any(process.info["name"] == "raylet" for process in psutil.process_iter(["name"])) or not file.is_file():
+        return None
+    return file.read_text().strip() or None
 
 
 def no_cluster(reason: str, where: str, remedy: str) -> ParallelError:

@@ -210,3 +210,27 @@ def test_a_cluster_that_is_not_there(tiny: Tiny, address: str) -> None:
     with pytest.raises(ParallelError, match=rf"the Ray cluster cannot be used(?s:.*)runner.ray.address = {address}"):
         shardtune.train(recipe(tiny, "nowhere", runner__ray={"address": address}))
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("source", ["RAY_ADDRESS=", "the cluster of the last ray start, "])
+def test_a_dead_cluster_is_named_where_ray_looks_for_the_address(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """Ray itself tries to reach it for minutes, without a message; an engine's cluster is checked alike."""
+    import ray
+
+    ray.shutdown()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if source == "RAY_ADDRESS=":
+        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    else:
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray/ray_current_cluster").write_text("127.0.0.1:1\n")
+        monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+        monkeypatch.setattr(psutil, "process_iter", lambda attributes: [])  # another cluster of this machine is found
+    began = time.monotonic()
+    with pytest.raises(ParallelError, match=rf"{source}127.0.0.1:1 does not answer"):
+        shardtune.train(recipe(tiny, "nowhere", runner__ray={"address": "auto"}))
+    with pytest.raises(ParallelError, match=r"127.0.0.1:1 does not answer(?s:.*)shardtune.init"):
+        shardtune.init("ray", address="127.0.0.1:1")
+    assert time.monotonic() - began < 10
