@@ -19,6 +19,7 @@ from shardtune.checkpoint.store import CheckpointStore, open_checkpoint
 from shardtune.config import Recipe, load_recipe
 from shardtune.data.file_lock import FileLock
 from shardtune.errors import CheckpointError, ConfigError
+from shardtune.launch.events import ALIVE
 from shardtune.launch.local import launch_id, restarted_launch
 from shardtune.run.resume_check import LARGER, check_changes, has_grown
 
@@ -222,6 +223,7 @@ def tidy(run_dir: Path) -> None:
         return
     CheckpointStore(run_dir / "checkpoints").clean()
     recover(run_dir)
+    (run_dir / ALIVE).unlink(missing_ok=True)
     for left in run_dir.glob(".*"):
         if re.fullmatch(rf"\.{FINAL}\.(tmp|removed)-\w+", left.name) or ".removed-" in left.name:
             shutil.rmtree(left, ignore_errors=True)

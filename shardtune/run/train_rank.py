@@ -12,6 +12,7 @@ import torch
 
 from shardtune.config import Recipe
 from shardtune.errors import Interrupted
+from shardtune.launch.events import recorded_end, write_event
 from shardtune.launch.heartbeat import PeerWatch
 from shardtune.launch.local import is_launched
 from shardtune.launch.signals import StopSignal, end_with_parent, listening
@@ -190,8 +191,12 @@ def _train(
         runner.run()
         if display is not None:
             display.report(f"writing {plan.run_dir / 'final'}")
-        score = write_final(recipe, plan.run_dir, worker, ended=runner.ended)
-        on_main(worker.ranks, partial(record_models, plan.run_dir, object_inputs(recipe, objects)))
+        ranks, step = worker.ranks, worker.step
+        with recorded_end(plan.run_dir, lambda: step, ranks=ranks.world_size, is_main=ranks.is_main):
+            score = write_final(recipe, plan.run_dir, worker, ended=runner.ended)
+            on_main(ranks, partial(record_models, plan.run_dir, object_inputs(recipe, objects)))
+        if ranks.is_main:
+            write_event(plan.run_dir, "end", step=step, ranks=ranks.world_size, reason=runner.ended)
     except BaseException:
         current_lock[0].release()
         worker.release()

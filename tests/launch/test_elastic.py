@@ -40,6 +40,7 @@ def run(start: Start, restarts: Restarts, *, multiple_of: int = 1, stop: StopSig
         fits=lambda workers: workers % multiple_of == 0,
         stop=stop or StopSignal(),
         report=said.append,
+        run_dir=Path("no run"),
     )
     return said
 

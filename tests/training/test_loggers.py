@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from shardtune.config.schema.runner import LoggerConfig
 from shardtune.errors import ConfigError
 from shardtune.training.loggers import check_backends, cut_back, open_tracker, read_metrics
 
 
 def tracker(run_dir: Path, *names: str, done: int = -1) -> Any:
-    return open_tracker(run_dir, names, project="p", name="n", config={"a": 1}, done=done)
+    logger = LoggerConfig(logger_backends=list(names), project_name="p", experiment_name="n")  # pyright: ignore
+    return open_tracker(run_dir, logger, config={"a": 1}, done=done)
 
 
 def write_steps(run_dir: Path, steps: range, *names: str, done: int = -1) -> None:
