@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardtune.launch.events import write_event
-from shardtune.launch.local import LAUNCH_ID, RESTARTS, RankFailed, RankLost
+from shardtune.launch.local import LAUNCH_ID, RESTARTS, RankLost
+from shardtune.launch.outcome import recorded_failure
 from shardtune.launch.signals import StopSignal
 
 Start = Callable[[int, Mapping[str, str]], None]
@@ -54,10 +54,9 @@ def run_elastic(
 
     Raises:
         RankLost: the restarts are used up, or too few ranks are left.
-        RankFailed: a rank failed.
     """
     workers, launch = restarts.workers, uuid.uuid4().hex
-    with _recorded_failure(run_dir):
+    with recorded_failure(run_dir):
         for again in range(restarts.most + 1):
             stop.check()
             try:
@@ -79,16 +78,6 @@ def run_elastic(
                 what = f"restart {again + 1} of {restarts.most}, from the last checkpoint, on {workers} {noun}"
                 write_event(run_dir, "restart", ranks=workers, reason=what)
                 report(f"{lost}; {what}")
-
-
-@contextmanager
-def _recorded_failure(run_dir: Path) -> Iterator[None]:
-    """Record as an event that the ranks failed."""
-    try:
-        yield
-    except RankFailed as failed:
-        write_event(run_dir, "failed", reason=str(failed))
-        raise
 
 
 def _exhausted(lost: RankLost, restarts: Restarts) -> RankLost:

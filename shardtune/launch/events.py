@@ -11,14 +11,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
-
-from shardtune.errors import Interrupted
-from shardtune.launch.local import is_launched, lost_a_peer
 
 EVENTS = "events.jsonl"
 ALIVE = "alive"
@@ -101,30 +96,6 @@ def _restarts(tail: bytes) -> int:
         except (ValueError, KeyError, TypeError):  # torn, or cut by the beginning of the tail
             continue
     return -1
-
-
-@contextmanager
-def recorded_end(run_dir: Path, step: Callable[[], int], *, ranks: int, is_main: bool) -> Iterator[None]:
-    """Record as an event, on rank 0, that the code inside was stopped or failed.
-
-    What only follows from the end of another rank is left to the launcher, which knows that rank.
-
-    Args:
-        run_dir: of the run.
-        step: returns the optimizer steps done.
-        ranks: of the run.
-        is_main: whether this is rank 0.
-    """
-    try:
-        yield
-    except Interrupted as stopped:
-        if is_main:
-            write_event(run_dir, "stop", step=step(), ranks=ranks, reason=str(stopped))
-        raise
-    except BaseException as error:
-        if is_main and not (is_launched() and lost_a_peer(error)):
-            write_event(run_dir, "failed", step=step(), ranks=ranks, reason=f"{type(error).__name__}: {error}")
-        raise
 
 
 class Alive:

@@ -22,6 +22,8 @@ from shardtune.launch.events import write_event
 from shardtune.launch.local import is_launched
 
 BEATS_PER_LIMIT = 6
+RECORD_SECONDS = 2.0
+"""How long to wait until the loss is recorded."""
 
 
 class PeerWatch:
@@ -103,9 +105,15 @@ class PeerWatch:
                 self._leave(lost)
 
     def _record(self, lost: str, lost_ranks: Sequence[int]) -> None:
-        if not self._done.is_set():
-            ranks = sum(len(ranks) for _, ranks in self._nodes)
-            write_event(self._run_dir, "lost", ranks=ranks, reason=lost, lost_ranks=list(lost_ranks))
+        """Record the loss as an event, in a thread: the disk may be behind the network that was lost."""
+        if self._done.is_set():
+            return
+        facts = {"ranks": sum(len(ranks) for _, ranks in self._nodes), "lost_ranks": list(lost_ranks)}
+        writer = threading.Thread(
+            target=write_event, args=(self._run_dir, "lost"), kwargs={"reason": lost, **facts}, daemon=True
+        )
+        writer.start()
+        writer.join(RECORD_SECONDS)
 
     def _leave(self, lost: str) -> None:
         if self._done.is_set():

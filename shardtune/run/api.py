@@ -135,8 +135,12 @@ def _launch(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal) -
         file = Path(folder) / "recipe.yaml"
         file.write_text(recipe.to_yaml())
 
+        runner = recipe.runner
+        logs_in = plan.run_dir if runner.logger.rank_logs else None
+
         def start(workers: int, environment: Mapping[str, str]) -> None:
-            run_ranks(["train", str(file)], workers, master_port=recipe.runner.master_port, environment=environment)
+            command, port = ["train", str(file)], runner.master_port
+            run_ranks(command, workers, master_port=port, environment=environment, logs_in=logs_in)
 
         def left(numbers: Sequence[int], survivors: int) -> int:
             return next((number for number in numbers if number <= survivors), min(numbers, default=0))

@@ -12,9 +12,10 @@ import torch
 
 from shardtune.config import Recipe
 from shardtune.errors import Interrupted
-from shardtune.launch.events import recorded_end, write_event
+from shardtune.launch.events import write_event
 from shardtune.launch.heartbeat import PeerWatch
-from shardtune.launch.local import is_launched
+from shardtune.launch.local import is_launched, report_begun
+from shardtune.launch.outcome import recorded_end
 from shardtune.launch.signals import StopSignal, end_with_parent, listening
 from shardtune.models.lora.attach import trainable_patterns
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
@@ -182,6 +183,7 @@ def _train(
         known = known_models(plan.run_dir if plan.resume_from else None, in_memory)
         manifest = {**_manifest(recipe, objects, worker), "inputs": inputs, KNOWN: known}
         current_lock[0] = begin_run(plan, recipe, manifest, lock)
+        report_begun()
         dropped = write_dropped_rows(plan.run_dir, worker.task.dropped_rows())
         if dropped and display is not None:
             display.report(f"data: {dropped:,} rows are not trained or evaluated on: {plan.run_dir / DROPPED_ROWS}")

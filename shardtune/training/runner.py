@@ -15,7 +15,8 @@ from shardtune.checkpoint.store import CheckpointStore, read_state, saved_step
 from shardtune.config import Recipe, load_recipe
 from shardtune.errors import CheckpointError, Interrupted, ModelError
 from shardtune.evaluate.loss import check_monitors
-from shardtune.launch.events import Alive, recorded_end, write_event
+from shardtune.launch.events import Alive, write_event
+from shardtune.launch.outcome import recorded_end
 from shardtune.launch.signals import StopSignal
 from shardtune.training.callbacks import (
     NOTHING,
