@@ -10,7 +10,8 @@ import json
 import os
 import socket
 import sys
-import time
+import threading
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,9 @@ from typing import Any, Literal
 EVENTS = "events.jsonl"
 ALIVE = "alive"
 TOUCH_SECONDS = 1.0
-"""The shortest time between two writes of `alive`."""
+"""The time between two writes of `alive`."""
+END_SECONDS = 5.0
+"""How long the end of a run waits for such a write."""
 TAIL_BYTES = 1 << 14
 """How much of `events.jsonl` is read to find its last line."""
 REASON_CHARACTERS = 2000
@@ -52,23 +55,20 @@ def write_event(
     if not run_dir.is_dir():
         return
     try:
-        with open(run_dir / EVENTS, "a+b", buffering=0) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
-            tail = file.read(TAIL_BYTES)
-            restart = _restarts(tail) + (event in BEGINS)
-            line = {
-                "time": now(),
-                "event": event,
-                "step": last_step(run_dir) if step is None else step,
-                "restart": restart,
-                "host": socket.gethostname(),
-                "ranks": ranks,
-                "reason": reason[:REASON_CHARACTERS],
-                **facts,
-            }
-            torn = tail and not tail.endswith(b"\n")
-            file.write(b"\n" * bool(torn) + json.dumps(line).encode() + b"\n")
+        tail = _tail(run_dir)
+        line = {
+            "time": now(),
+            "event": event,
+            "step": last_step(run_dir) if step is None else step,
+            "restart": _restarts(tail) + (event in BEGINS),
+            "host": socket.gethostname(),
+            "ranks": ranks,
+            "reason": reason[:REASON_CHARACTERS],
+            **facts,
+        }
+        torn = bool(tail) and not tail.endswith(b"\n")
+        with open(run_dir / EVENTS, "ab", buffering=0) as file:  # one write, so that lines of processes do not mix
+            file.write(b"\n" * torn + json.dumps(line).encode() + b"\n")
     except OSError as error:
         _report_unwritable(run_dir / EVENTS, error)
 
@@ -80,44 +80,78 @@ def now() -> str:
 
 def restart_count(run_dir: Path) -> int:
     """How often the run was started again in this directory, by a launcher or by the same command: 0 at first."""
-    file = run_dir / EVENTS
-    if not file.exists():
-        return 0
-    with open(file, "rb") as lines:
-        lines.seek(max(0, lines.seek(0, os.SEEK_END) - TAIL_BYTES))
-        return max(0, _restarts(lines.read()))
+    return max(0, _restarts(_tail(run_dir)))
+
+
+def last_event(run_dir: Path) -> str | None:
+    """The name of the last event; None without one."""
+    line = _last_line(_tail(run_dir))
+    return None if line is None else str(line["event"])
+
+
+def _tail(run_dir: Path) -> bytes:
+    try:
+        with open(run_dir / EVENTS, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            return file.read()
+    except FileNotFoundError:
+        return b""
 
 
 def _restarts(tail: bytes) -> int:
     """The `restart` of the last complete line; -1 without one."""
+    line = _last_line(tail)
+    return -1 if line is None else int(line["restart"])
+
+
+def _last_line(tail: bytes) -> dict[str, Any] | None:
     for line in reversed(tail.splitlines()):
         try:
-            return int(json.loads(line)["restart"])
+            found = json.loads(line)
+            return {**found, "event": str(found["event"]), "restart": int(found["restart"])}
         except (ValueError, KeyError, TypeError):  # torn, or cut by the beginning of the tail
             continue
-    return -1
+    return None
 
 
 class Alive:
     """The file `alive`: there while steps and evaluations are computed, its time of change that of the last progress.
 
+    A thread writes it, so that training never waits for the disk.
+
     Args:
         run_dir: of the run.
+        step: returns the optimizer steps done, which the file holds.
+
+    Attributes:
+        progress: a number that training changes with each step and each batch of an evaluation.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, step: Callable[[], int]) -> None:
+        self.progress = 0
         self._file = run_dir / ALIVE
-        self._next = 0.0
+        self._step = step
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
         self._reported = False
 
-    def touch(self, step: int) -> None:
-        """Write the step, at most once a second."""
-        seconds = time.monotonic()
-        if seconds < self._next:
-            return
-        self._next = seconds + TOUCH_SECONDS
+    def begin(self) -> None:
+        """Write the file, and from now on at most once a second where there was progress."""
+        self._write()
+        self._thread = threading.Thread(target=self._watch, name="shardtune-alive", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        seen = 0
+        while not self._ended.wait(TOUCH_SECONDS):
+            now = self.progress
+            if now != seen:
+                seen = now
+                self._write()
+
+    def _write(self) -> None:
         try:
-            self._file.write_text(f"{step}\n")
+            self._file.write_text(f"{self._step()}\n")
         except OSError as error:
             if not self._reported:
                 self._reported = True
@@ -125,6 +159,9 @@ class Alive:
 
     def end(self) -> None:
         """Remove the file: nothing is computed that a probe could wait for."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(END_SECONDS)
         try:
             self._file.unlink(missing_ok=True)
         except OSError as error:

@@ -188,8 +188,9 @@ def run_ranks(
                 if rank.poll() is None:
                     rank.kill()
                 rank.wait()
-            for log in logs:
-                log.close()
+            errors = {report.rank: report.message for report in _reports(Path(folder))}
+            for rank, log in enumerate(logs):
+                log.close(errors.get(rank, ""))
         raise_outcome(codes, _reports(Path(folder)), stop_sent=stop.requested)
 
 

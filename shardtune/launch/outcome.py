@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shardtune.errors import Interrupted
-from shardtune.launch.events import write_event
-from shardtune.launch.local import RankFailed, is_launched, lost_a_peer
+from shardtune.launch.events import last_event, write_event
+from shardtune.launch.local import RankFailed, ReportedError, is_launched, lost_a_peer
 
 
 @contextmanager
@@ -37,9 +37,10 @@ def recorded_end(run_dir: Path, step: Callable[[], int], *, ranks: int, is_main:
 
 @contextmanager
 def recorded_failure(run_dir: Path) -> Iterator[None]:
-    """Record as an event, in their launcher, that the ranks failed."""
+    """Record as an event, in their launcher, that the ranks failed, unless rank 0 has done so."""
     try:
         yield
-    except RankFailed as failed:
-        write_event(run_dir, "failed", reason=str(failed))
+    except (RankFailed, ReportedError) as failed:
+        if last_event(run_dir) not in ("failed", "stop", "end"):
+            write_event(run_dir, "failed", reason=str(failed))
         raise

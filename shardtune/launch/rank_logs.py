@@ -52,14 +52,15 @@ class RankLog:
             thread.start()
 
     def _copy(self, source: IO[bytes], terminal: int | None) -> None:
-        while block := os.read(source.fileno(), BLOCK):
-            with self._lock:
-                self._keep(block)
-            if terminal is not None:
-                try:
-                    _write_all(terminal, block)
-                except OSError:  # it is closed, as after a lost connection; the file has what follows
-                    terminal = None
+        with source:
+            while block := os.read(source.fileno(), BLOCK):
+                with self._lock:
+                    self._keep(block)
+                if terminal is not None:
+                    try:
+                        _write_all(terminal, block)
+                    except OSError:  # it is closed, as after a lost connection; the file has what follows
+                        terminal = None
 
     def _keep(self, block: bytes) -> None:
         if self._lost:
@@ -76,12 +77,16 @@ class RankLog:
             self._lost = True
             print(f"{self._file} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
 
-    def close(self) -> None:
-        """Wait for the last output of the rank, which has ended; a process that it left behind may hold its streams."""
+    def close(self, error: str) -> None:
+        """Wait for the last output of the rank, which has ended; a process that it left behind may hold its streams.
+
+        Args:
+            error: the one that the rank ended with, for the file; the launcher shows the first rank's.
+        """
         for thread in self._threads:
             thread.join(DRAIN_SECONDS)
         with self._lock:
-            self._keep(b"")
+            self._keep(f"error: {error}\n".encode() if error else b"")
             if self._open is not None:
                 self._open.close()
             self._lost = True

@@ -103,7 +103,7 @@ class SFTRunner:
         self._saves_logged = 0.0  # seconds of waiting for checkpoints that are in logged lines
         self._seconds: dict[str, float] = {}  # of the parts of that step, and of evaluations and saves since the last
         self._tracker = Tracker([])
-        self._alive = Alive(self.run_dir) if self._ranks.is_main else None
+        self._alive = Alive(self.run_dir, lambda: actor.step)  # on rank 0
         self._on_start = on_start
         self._prepared = False
         self.ended = ""
@@ -141,10 +141,12 @@ class SFTRunner:
         with self._stop.deferred():
             self._open()
             try:
+                if ranks.is_main:
+                    self._alive.begin()
                 with recorded:
                     self._train()
             finally:
-                if self._alive is not None:
+                if ranks.is_main:
                     self._alive.end()
                 if self._profile is not None:
                     self._profile.close()
@@ -362,8 +364,7 @@ class SFTRunner:
 
     def _poll(self) -> None:
         """Once any rank has received a stop signal, save and stop on all ranks."""
-        if self._alive is not None:
-            self._alive.touch(self._actor.step)
+        self._alive.progress += 1
         if not self._ranks.largest(float(self._stop.requested)):
             return
         self._save_now("stopping: saving a checkpoint first")
