@@ -172,7 +172,13 @@ def _train(
         observer=display,
         stop=stop,
         resume_from=plan.resume_from,
-        notes=[*notes, *recipe.notes, *unused_workers(recipe, worker), *contradicted_settings(recipe, os.environ)],
+        notes=[
+            *notes,
+            *recipe.notes,
+            *_unused_rank_logs(recipe),
+            *unused_workers(recipe, worker),
+            *contradicted_settings(recipe, os.environ),
+        ],
         on_start=None if display is None else partial(_show_start, display, plan, worker),
     )
     runner.prepare()
@@ -206,6 +212,12 @@ def _train(
     if display is not None:
         _show_end(display, plan.run_dir, score, answers=worker.task.can_generate)
     return current_lock[0]
+
+
+def _unused_rank_logs(recipe: Recipe) -> list[str]:
+    if not recipe.runner.logger.rank_logs or is_launched():
+        return []
+    return ["runner.logger.rank_logs has no effect under torchrun, which keeps logs with --log-dir=DIR --tee=3"]
 
 
 def _manifest(recipe: Recipe, objects: Objects, worker: FSDPSftWorker) -> dict[str, object]:
