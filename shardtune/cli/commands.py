@@ -299,13 +299,15 @@ def launch(
         int | None, typer.Option(min=1, help="The fewest hosts to continue with after a loss; by default all.")
     ] = None,
     max_restarts: Annotated[int, typer.Option(min=0, help="How often to restart after a loss.")] = 0,
-    by: Annotated[str, typer.Option(help="torchrun | slurm | ray | all")] = "all",
+    by: Annotated[
+        str, typer.Option(help="torchrun | slurm | ray | docker | kuberay | jobset | skypilot | all")
+    ] = "all",
     array: Annotated[
         str | None,
         typer.Option(help="Slurm: numbers of a job array, one run each; overrides may use $SLURM_ARRAY_TASK_ID."),
     ] = None,
 ) -> None:
-    """Print how to start a recipe on several hosts: commands and environment for torchrun, Slurm and Ray.
+    """Print how to start a recipe on several hosts: commands for torchrun, Slurm and Ray, files for containers.
 
     **Examples**
 
@@ -313,6 +315,7 @@ def launch(
     shardtune launch recipe.yaml --print --nodes 4 --nproc-per-node 8
     shardtune launch recipe.yaml --print --nodes 2 --nproc-per-node 8 --by slurm > job.sh
     shardtune launch recipe.yaml --print --by slurm --array 0-3 'actor.seed=$SLURM_ARRAY_TASK_ID' > job.sh
+    shardtune launch recipe.yaml --print --nodes 2 --nproc-per-node 8 --by jobset > jobset.yaml
     ```
     """
     from shardtune.launch.cluster_commands import LAUNCHERS, launch_commands
@@ -325,7 +328,7 @@ def launch(
             remedy=f"shardtune launch {path or 'recipe.yaml'} --print, or shardtune train {path or 'recipe.yaml'}",
         )
     if by not in (*LAUNCHERS, "all"):
-        raise ConfigError(f"{by} is not a known launcher", where="--by", remedy="torchrun, slurm, ray or all")
+        raise ConfigError(f"{by} is not a known launcher", where="--by", remedy=f"{', '.join(LAUNCHERS)} or all")
     launchers = LAUNCHERS if by == "all" else (by,)
     again = {"fewest": min_nodes, "restarts": max_restarts}
     typer.echo(launch_commands(path, overrides, nodes, nproc_per_node, launchers, **again, array=array))

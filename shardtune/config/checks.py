@@ -40,7 +40,7 @@ def check(recipe: Recipe, given: Merged, in_memory: Collection[str]) -> list[Con
     """All contradictions within the recipe."""
     context = Context(recipe, given, in_memory)
     rules = (
-        *(_launcher, _required, _batches, _length, _schedule),
+        *(_launcher, _logger, _required, _batches, _length, _schedule),
         *(_duration, _evaluation, _episodes, _watching, _losses, _lora),
         *(_execution, _optimizer_states, _actions, _pixels),
     )
@@ -86,6 +86,24 @@ def _launcher(context: Context) -> Iterator[ConfigError]:
             "runner.min_workers",
             f"runner.min_workers ({fewest}) is more than the {runner.workers} ranks that are started",
             "lower it",
+        )
+
+
+def _logger(context: Context) -> Iterator[ConfigError]:
+    runner, logger = context.recipe.runner, context.recipe.runner.logger
+    for name in [] if "prometheus" in logger.logger_backends else logger.prometheus.model_dump(exclude_defaults=True):
+        yield context.problem(
+            f"runner.logger.prometheus.{name}",
+            f"runner.logger.prometheus.{name} has no effect without prometheus in runner.logger.logger_backends",
+            "add it there, or leave the key out",
+        )
+    if logger.rank_logs and (runner.launcher == "ray" or runner.nproc_per_node == 1):
+        one = "with runner.launcher: ray" if runner.launcher == "ray" else "on a single process"
+        yield context.problem(
+            "runner.logger.rank_logs",
+            f"runner.logger.rank_logs has no effect {one}",
+            "leave it out: Ray keeps its workers' logs itself, torchrun with --log-dir and --tee, and the output of a "
+            "single process can be redirected",
         )
 
 

@@ -1,9 +1,10 @@
-"""The commands that start a recipe on several hosts, by torchrun, Slurm or Ray, as text to copy."""
+"""The commands and files that start a recipe on several hosts, as text to copy."""
 
 from __future__ import annotations
 
+import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.errors import ConfigError
+from shardtune.launch.container_files import Job, dockerfile, job_set, ray_job, sky_task
+from shardtune.launch.rank_logs import LOGS
 from shardtune.launch.slurm_script import (
     JOB_ID,
     JOB_PORT,
@@ -26,7 +29,8 @@ PORT = 29400
 """The rendezvous port unless runner.master_port sets one: torchrun's default."""
 STOP_SECONDS = 600
 """How long ranks may take to save after a stop signal."""
-LAUNCHERS = ("torchrun", "slurm", "ray")
+CONTAINER_FILES = {"docker": dockerfile, "kuberay": ray_job, "jobset": job_set, "skypilot": sky_task}
+LAUNCHERS = ("torchrun", "slurm", "ray", *CONTAINER_FILES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,7 @@ def launch_commands(
         overrides: `key=value` on top of it.
         nodes: hosts.
         per_node: ranks on each; None: as in the recipe.
-        launchers: the ones to show, of torchrun, slurm and ray.
+        launchers: the ones to show, of `LAUNCHERS`.
         fewest: hosts needed to continue after one was lost; None: all of them.
         restarts: how often the ranks are restarted.
         array: the numbers of the tasks of a job array of Slurm; `$SLURM_ARRAY_TASK_ID` in overrides is the task's.
@@ -85,7 +89,8 @@ def launch_commands(
     layout = Layout.of(loaded.actor, hosts.ranks)
     command = ["train", recipe, *overrides]
     shown = {"torchrun": _torchrun, "slurm": partial(_slurm, array=array), "ray": _ray}
-    parts = [shown[name](loaded, hosts, command) for name in launchers]
+    files = {name: partial(_container_file, write) for name, write in CONTAINER_FILES.items()}
+    parts = [{**shown, **files}[name](loaded, hosts, command) for name in launchers]
     several = hosts.nodes > 1
     head = [
         f"# {hosts.ranks} ranks: {hosts.nodes} host{'s' if several else ''} x {hosts.per_node}; layout: {layout}",
@@ -133,11 +138,14 @@ def _check_fewest(hosts: Hosts) -> None:
 def _torchrun(recipe: Recipe, hosts: Hosts, command: list[str]) -> str:
     if hosts.nodes == 1:
         words = [*TORCHRUN, "--standalone", *_shape(hosts)[1:]]
-        return f"# torchrun\n{_environment(hosts)}{shlex.join(words)} \\\n  -m shardtune {shlex.join(command)}"
+        return (
+            f"# torchrun\n{_environment(hosts)}{shlex.join(words)} \\\n  {_logs(recipe)} \\\n"
+            f"  -m shardtune {shlex.join(command)}"
+        )
     return (
         "# torchrun: the same on every host, HEAD being the first one's name or address\n"
         f"HEAD=first-host\n{_environment(hosts)}{shlex.join([*TORCHRUN, *_shape(hosts)])} \\\n"
-        f'  {_meeting(recipe)} \\\n  -m shardtune {shlex.join(command)}'
+        f'  {_meeting(recipe)} \\\n  {_logs(recipe)} \\\n  -m shardtune {shlex.join(command)}'
     )  # fmt: skip
 
 
@@ -153,6 +161,13 @@ def _meeting(recipe: Recipe, name: str | None = None, port: int | str = PORT) ->
     port = recipe.runner.master_port or port
     waits = f"--rdzv-conf=join_timeout={JOIN_SECONDS},read_timeout={JOIN_SECONDS}"
     return f'--rdzv-backend=c10d --rdzv-endpoint="$HEAD:{port}" --rdzv-id={name} {waits}'
+
+
+def _logs(recipe: Recipe) -> str:
+    """Options by which torchrun keeps the output of each rank and passes it on."""
+    logger = recipe.runner.logger
+    folder = Path(logger.log_path) / str(logger.experiment_name) / LOGS
+    return f"--log-dir={shlex.quote(os.path.relpath(folder))} --tee=3"
 
 
 def _environment(hosts: Hosts) -> str:
@@ -177,14 +192,15 @@ def _slurm(recipe: Recipe, hosts: Hosts, command: list[str], array: str | None) 
     return slurm_script(recipe, job, environment=_environment(hosts).splitlines(), torchrun=torchrun, command=command)
 
 
+def _container_file(write: Callable[[Job], str], recipe: Recipe, hosts: Hosts, command: list[str]) -> str:
+    keys = [*_ray_keys(recipe, hosts), "runner.ray.address=auto", "runner.ray.wait_seconds=600"]
+    shape = _shape(hosts)[1:] if hosts.nodes == 1 else _shape(hosts)
+    port = recipe.runner.master_port or PORT
+    return write(Job(recipe, command, keys, hosts.nodes, hosts.per_node, shape, hosts.restarts, port))
+
+
 def _ray(recipe: Recipe, hosts: Hosts, command: list[str]) -> str:
-    keys = [
-        "runner.launcher=ray",
-        f"runner.num_workers={hosts.ranks}",
-        *(["runner.nproc_per_node=1"] if recipe.runner.nproc_per_node != 1 else []),
-        *([f"runner.max_restarts={hosts.restarts}"] if hosts.restarts else []),
-        *([f"runner.min_workers={hosts.fewest * hosts.per_node}"] if hosts.fewest < hosts.nodes else []),
-    ]
+    keys = _ray_keys(recipe, hosts)
     if hosts.nodes == 1:
         words = shlex.join([*command, *keys])
         return f"# Ray: a cluster of this machine alone, started and ended with the run\nshardtune {words}"
@@ -206,3 +222,13 @@ def _ray(recipe: Recipe, hosts: Hosts, command: list[str]) -> str:
         "# or as a job, on the first host too; paths are absolute, because a job has a directory of its own",
         f"ray job submit --address=http://127.0.0.1:8265 -- shardtune {shlex.join(job)}",
     ])  # fmt: skip
+
+
+def _ray_keys(recipe: Recipe, hosts: Hosts) -> list[str]:
+    return [
+        "runner.launcher=ray",
+        f"runner.num_workers={hosts.ranks}",
+        *(["runner.nproc_per_node=1"] if recipe.runner.nproc_per_node != 1 else []),
+        *([f"runner.max_restarts={hosts.restarts}"] if hosts.restarts else []),
+        *([f"runner.min_workers={hosts.fewest * hosts.per_node}"] if hosts.fewest < hosts.nodes else []),
+    ]

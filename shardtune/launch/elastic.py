@@ -5,8 +5,11 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from shardtune.launch.events import write_event
 from shardtune.launch.local import LAUNCH_ID, RESTARTS, RankLost
+from shardtune.launch.outcome import recorded_failure
 from shardtune.launch.signals import StopSignal
 
 Start = Callable[[int, Mapping[str, str]], None]
@@ -36,6 +39,7 @@ def run_elastic(
     fits: Callable[[int], bool],
     stop: StopSignal,
     report: Callable[[str], None],
+    run_dir: Path,
 ) -> None:
     """Start ranks; after a loss restart the remaining ones from the last checkpoint, within the limits.
 
@@ -46,29 +50,34 @@ def run_elastic(
         fits: whether a number of ranks can have the layout of the recipe.
         stop: checked between two starts.
         report: receives messages for the user.
+        run_dir: where losses, restarts and failures are recorded as events.
 
     Raises:
         RankLost: the restarts are used up, or too few ranks are left.
     """
     workers, launch = restarts.workers, uuid.uuid4().hex
-    for again in range(restarts.most + 1):
-        stop.check()
-        try:
-            start(workers, {LAUNCH_ID: launch, RESTARTS: str(again)})
-            return
-        except RankLost as lost:
-            if again == restarts.most:
-                raise _exhausted(lost, restarts) from None
+    with recorded_failure(run_dir):
+        for again in range(restarts.most + 1):
             stop.check()
-            numbers = [number for number in range(restarts.workers, restarts.fewest - 1, -1) if fits(number)]
-            before, workers = workers, left(numbers, workers - len(lost.ranks))
-            if not workers:
-                few = f"of {before} workers fewer than runner.min_workers ({restarts.fewest}) are left"
-                raise RankLost(
-                    f"{lost}\n{few}; the same command goes on from the last checkpoint", lost.ranks
-                ) from None
-            noun = "worker" if workers == 1 else "workers"
-            report(f"{lost}; restart {again + 1} of {restarts.most}, from the last checkpoint, on {workers} {noun}")
+            try:
+                start(workers, {LAUNCH_ID: launch, RESTARTS: str(again)})
+                return
+            except RankLost as lost:
+                write_event(run_dir, "lost", ranks=workers, reason=str(lost), lost_ranks=list(lost.ranks))
+                if again == restarts.most:
+                    raise _exhausted(lost, restarts) from None
+                stop.check()
+                numbers = [number for number in range(restarts.workers, restarts.fewest - 1, -1) if fits(number)]
+                before, workers = workers, left(numbers, workers - len(lost.ranks))
+                if not workers:
+                    few = f"of {before} workers fewer than runner.min_workers ({restarts.fewest}) are left"
+                    raise RankLost(
+                        f"{lost}\n{few}; the same command goes on from the last checkpoint", lost.ranks
+                    ) from None
+                noun = "worker" if workers == 1 else "workers"
+                what = f"restart {again + 1} of {restarts.most}, from the last checkpoint, on {workers} {noun}"
+                write_event(run_dir, "restart", ranks=workers, reason=what)
+                report(f"{lost}; {what}")
 
 
 def _exhausted(lost: RankLost, restarts: Restarts) -> RankLost:

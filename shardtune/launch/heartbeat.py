@@ -14,9 +14,11 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
+from shardtune.launch.events import write_last_event
 from shardtune.launch.local import is_launched
 
 BEATS_PER_LIMIT = 6
@@ -29,21 +31,23 @@ class PeerWatch:
         nodes: the hosts, each with its ranks.
         rank: of this process.
         limit: seconds without a heartbeat.
+        run_dir: where the loss of a host is recorded as an event.
     """
 
-    def __init__(self, nodes: Mapping[str, Sequence[int]], rank: int, limit: float) -> None:
+    def __init__(self, nodes: Mapping[str, Sequence[int]], rank: int, limit: float, run_dir: Path) -> None:
         self._nodes = [(node.partition("/")[0], list(ranks)) for node, ranks in nodes.items()]
         self._rank = rank
         self._limit = limit
+        self._run_dir = run_dir
         self._done = threading.Event()
         self._heard = time.monotonic()  # of the store
         for work in (self._beat, self._judge):
             threading.Thread(target=work, name="shardtune-peer-watch", daemon=True).start()
 
     @classmethod
-    def over(cls, nodes: Mapping[str, Sequence[int]], rank: int, limit: float) -> PeerWatch | None:
+    def over(cls, nodes: Mapping[str, Sequence[int]], rank: int, limit: float, run_dir: Path) -> PeerWatch | None:
         """A watch if there are several hosts and no launcher of this package that watches them."""
-        return cls(nodes, rank, limit) if len(nodes) > 1 and not is_launched() else None
+        return cls(nodes, rank, limit, run_dir) if len(nodes) > 1 and not is_launched() else None
 
     def end(self) -> None:
         """Stop watching: all ranks end together."""
@@ -85,14 +89,23 @@ class PeerWatch:
             elif now - seen[number][1] > self._limit:
                 lost = f"{host} ({_ranks(ranks)}) is lost: nothing was heard of it for {self._limit:g} s"
                 store.set(f"{prefix}/lost", lost)
+                self._record(lost, ranks)
                 self._done.wait(2 * self._limit / BEATS_PER_LIMIT)  # for the others to read it
                 self._leave(lost)
 
     def _judge(self) -> None:
         while not self._done.wait(self._limit / BEATS_PER_LIMIT):
             if time.monotonic() - self._heard > self._limit:
-                first = self._nodes[0][0]
-                self._leave(f"{first} (rank 0), where the ranks meet, is lost: no answer for {self._limit:g} s")
+                first, ranks = self._nodes[0]
+                lost = f"{first} (rank 0), where the ranks meet, is lost: no answer for {self._limit:g} s"
+                if self._rank == self._nodes[1][1][0]:  # one of the ranks that are left
+                    self._record(lost, ranks)
+                self._leave(lost)
+
+    def _record(self, lost: str, lost_ranks: Sequence[int]) -> None:
+        if not self._done.is_set():
+            ranks = sum(len(ranks) for _, ranks in self._nodes)
+            write_last_event(self._run_dir, "lost", ranks=ranks, reason=lost, lost_ranks=list(lost_ranks))
 
     def _leave(self, lost: str) -> None:
         if self._done.is_set():

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from shardtune.errors import Interrupted, ParallelError, ShardtuneError
 from shardtune.launch.exit_codes import EXIT_DIR, read_exit_codes
+from shardtune.launch.rank_logs import BEGUN, RankLog, log_file
 from shardtune.launch.signals import LAUNCHER_PID, SIGNALS, StopSignal, listening
 
 REPORT_DIR = "SHARDTUNE_REPORT_DIR"
@@ -140,6 +141,12 @@ def write_report(rank: int, error: BaseException, message: str) -> None:
     partial.replace(file)
 
 
+def report_begun() -> None:
+    """Report to the launcher, if there is one, that the run directory is made."""
+    if REPORT_DIR in os.environ:
+        Path(os.environ[REPORT_DIR], BEGUN).touch()
+
+
 def free_port(preferred: int | None) -> int:
     """A free port, or the preferred one; raises if that is taken."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -161,6 +168,7 @@ def run_ranks(
     *,
     master_port: int | None = None,
     environment: Mapping[str, str] | None = None,
+    logs_in: Path | None = None,
 ) -> None:
     """Run `python -m shardtune <arguments>` once per rank and wait for all of them.
 
@@ -169,6 +177,7 @@ def run_ranks(
         num_ranks: the number of ranks.
         master_port: the rendezvous port; None: a free one.
         environment: additional variables of the ranks.
+        logs_in: the run directory in which the output of each rank is kept; None: it goes to the terminal alone.
 
     Raises:
         Interrupted: the ranks were stopped by a signal, after saving.
@@ -180,20 +189,32 @@ def run_ranks(
     port = free_port(master_port)
     with listening() as stop, tempfile.TemporaryDirectory(prefix="shardtune-ranks-") as folder, stop.deferred():
         ranks: list[subprocess.Popen[bytes]] = []
+        logs: list[RankLog] = []
         try:
             for rank in range(num_ranks):
-                ranks.append(_start(arguments, rank, num_ranks, port, folder, environment or {}))
+                ranks.append(_start(arguments, rank, num_ranks, port, folder, environment or {}, logs_in is not None))
+                if logs_in is not None:
+                    logs.append(RankLog(ranks[rank], log_file(logs_in, rank), Path(folder, BEGUN)))
             codes = _watch(ranks, stop, Path(folder))
         finally:
             for rank in ranks:
                 if rank.poll() is None:
                     rank.kill()
                 rank.wait()
+            errors = {report.rank: report.message for report in _reports(Path(folder))}
+            for rank, log in enumerate(logs):
+                log.close(errors.get(rank, ""))
         raise_outcome(codes, _reports(Path(folder)), stop_sent=stop.requested)
 
 
 def _start(
-    arguments: Sequence[str], rank: int, num_ranks: int, port: int, folder: str, further: Mapping[str, str]
+    arguments: Sequence[str],
+    rank: int,
+    num_ranks: int,
+    port: int,
+    folder: str,
+    further: Mapping[str, str],
+    piped: bool,
 ) -> subprocess.Popen[bytes]:
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     environment = {
@@ -210,8 +231,17 @@ def _start(
         EXIT_DIR: folder,
         LAUNCHER_PID: str(os.getpid()),
     }
+    if piped:
+        environment.setdefault("PYTHONUNBUFFERED", "1")  # what was printed is kept, however the rank ends
+    stream = subprocess.PIPE if piped else None
     # A process group of their own: Ctrl-C reaches this process alone, which passes it on once.
-    return subprocess.Popen([sys.executable, "-m", "shardtune", *arguments], env=environment, start_new_session=True)
+    return subprocess.Popen(
+        [sys.executable, "-m", "shardtune", *arguments],
+        env=environment,
+        start_new_session=True,
+        stdout=stream,
+        stderr=stream,
+    )
 
 
 def _watch(ranks: Sequence[subprocess.Popen[bytes]], stop: StopSignal, folder: Path) -> list[int | None]:

@@ -20,6 +20,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from shardtune.launch.events import write_last_event
 from shardtune.launch.exit_codes import note_exit_code
 from shardtune.launch.local import RanksStuck, is_launched, write_report
 from shardtune.launch.processes import ENDED, STOPPED, Identity, own_identity
@@ -144,6 +145,7 @@ class Watchdog:
         message, silent, is_judge = agreed[0] if agreed else self._alone(own)
         self._end_silent(silent)
         if is_judge:
+            self._record(message)
             error = RanksStuck(message, silent)
             if is_launched():
                 write_report(self._rank, error, message)
@@ -237,6 +239,9 @@ class Watchdog:
                     self._write_stacks(rank, text or f"rank {rank} {self._all[rank].describe()}\n")
                 self._all[rank].kill()
 
+    def _record(self, message: str) -> None:
+        write_last_event(self._folder.parent, "stuck", step=PROGRESS.step, ranks=len(self._all), reason=message)
+
     def _write_stacks(self, rank: int, text: str) -> None:
         with suppress(OSError):  # a disk that hangs or is full may be the cause
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -244,6 +249,7 @@ class Watchdog:
 
     def _raise(self, message: str) -> None:
         """Raise the error in the main thread of this only process; end the process where that does not work."""
+        self._record(message)
         for _ in range(3):
             self._stop.fail(RanksStuck(message, ()))
             if self._done.wait(RAISED_SECONDS):

@@ -45,7 +45,7 @@ from shardtune.run.prompts import PromptBuilder
 from shardtune.run.resume_check import check_same_data
 from shardtune.run.train_rank import report_finished, train_rank
 from shardtune.training.callbacks import load_callbacks
-from shardtune.training.loggers import SAMPLES, read_metrics
+from shardtune.training.loggers import SAMPLES, check_logger, read_metrics
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.training.worker.model_state import over_directory
@@ -124,6 +124,7 @@ def _refuse_objects(recipe: Recipe, objects: Objects) -> None:
 def _launch(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal) -> None:
     """Run all checks that need no ranks, tokenise, then start the ranks on this machine."""
     free_port(recipe.runner.master_port)
+    check_logger(recipe.runner.logger)
     choose_device(recipe.runner.device, recipe.runner.nproc_per_node - 1)
     # A user-defined worker is created in the ranks only: it may hold resources that cannot be shared.
     kind = worker_class(recipe)
@@ -141,13 +142,18 @@ def _launch(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal) -
         file = Path(folder) / "recipe.yaml"
         file.write_text(recipe.to_yaml())
 
+        runner = recipe.runner
+        logs_in = plan.run_dir if runner.logger.rank_logs else None
+
         def start(workers: int, environment: Mapping[str, str]) -> None:
-            run_ranks(["train", str(file)], workers, master_port=recipe.runner.master_port, environment=environment)
+            command, port = ["train", str(file)], runner.master_port
+            run_ranks(command, workers, master_port=port, environment=environment, logs_in=logs_in)
 
         def left(numbers: Sequence[int], survivors: int) -> int:
             return next((number for number in numbers if number <= survivors), min(numbers, default=0))
 
-        run_elastic(start, _restarts(recipe), left=left, fits=_fits(recipe), stop=stop, report=display.report)
+        limits, fits, report = _restarts(recipe), _fits(recipe), display.report
+        run_elastic(start, limits, left=left, fits=fits, stop=stop, report=report, run_dir=plan.run_dir)
 
 
 def _launch_on_ray(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal) -> None:
@@ -164,7 +170,8 @@ def _launch_on_ray(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSi
         def left(numbers: Sequence[int], survivors: int) -> int:
             return reserve_for_the_rest(cluster, numbers, stop)
 
-        run_elastic(start, _restarts(recipe), left=left, fits=_fits(recipe), stop=stop, report=display.report)
+        limits, fits, report = _restarts(recipe), _fits(recipe), display.report
+        run_elastic(start, limits, left=left, fits=fits, stop=stop, report=report, run_dir=plan.run_dir)
 
 
 def _restarts(recipe: Recipe) -> Restarts:

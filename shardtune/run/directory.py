@@ -23,6 +23,7 @@ from shardtune.checkpoint.verified import described, none_is_sound
 from shardtune.config import Recipe, load_recipe
 from shardtune.data.file_lock import FileLock
 from shardtune.errors import CheckpointError, ConfigError
+from shardtune.launch.events import ALIVE
 from shardtune.launch.local import launch_id, restarted_launch
 from shardtune.run.identity import (
     CHECKPOINTS,
@@ -281,6 +282,7 @@ def tidy(run_dir: Path) -> None:
         return
     CheckpointStore(run_dir / CHECKPOINTS).clean()
     recover(run_dir)
+    (run_dir / ALIVE).unlink(missing_ok=True)
     for left in run_dir.glob(".*"):
         if re.fullmatch(rf"\.{FINAL}(\.(tmp|old)-[0-9a-f]{{8}})*\.(tmp|removed)-[0-9a-f]{{8}}", left.name):
             shutil.rmtree(left, ignore_errors=True)

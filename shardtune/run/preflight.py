@@ -110,7 +110,7 @@ def read_together(read: Callable[[], Recipe]) -> tuple[Recipe, PeerWatch | None]
     if problem is not None:
         raise problem
     assert recipe is not None
-    return recipe, PeerWatch.over(nodes, rank, recipe.runner.lost_after)
+    return recipe, PeerWatch.over(nodes, rank, recipe.runner.lost_after, run_directory(recipe))
 
 
 def take_inventory(recipe: Recipe | None, mark: str | None = None, error: str | None = None) -> Inventory:

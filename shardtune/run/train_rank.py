@@ -15,8 +15,10 @@ from shardtune.checkpoint.checksums import CHECKSUMS
 from shardtune.checkpoint.verified import directory_damage, sound_first
 from shardtune.config import Recipe
 from shardtune.errors import Interrupted
+from shardtune.launch.events import write_event
 from shardtune.launch.heartbeat import PeerWatch
-from shardtune.launch.local import is_launched
+from shardtune.launch.local import is_launched, report_begun
+from shardtune.launch.outcome import recorded_end
 from shardtune.launch.progress import FINAL as WRITING_FINAL
 from shardtune.launch.progress import PROGRESS, START
 from shardtune.launch.signals import StopSignal, end_with_parent, is_supervised, listening
@@ -213,7 +215,13 @@ def _train(
         stop=stop,
         resume_from=plan.resume_from,
         older=plan.older,
-        notes=[*notes, *recipe.notes, *unused_workers(recipe, worker), *contradicted_settings(recipe, os.environ)],
+        notes=[
+            *notes,
+            *recipe.notes,
+            *_unused_rank_logs(recipe),
+            *unused_workers(recipe, worker),
+            *contradicted_settings(recipe, os.environ),
+        ],
         on_start=None if display is None else partial(_show_start, display, plan, worker),
         is_gone=lambda: current_lock[0].is_gone,
     )
@@ -224,6 +232,7 @@ def _train(
         known = known_models(plan.run_dir if plan.resume_from else None, in_memory)
         manifest = {**_manifest(recipe, objects, worker), "inputs": inputs, KNOWN: known}
         current_lock[0] = begin_run(plan, recipe, manifest, lock)
+        report_begun()
         dropped = write_dropped_rows(plan.run_dir, worker.task.dropped_rows())
         if dropped and display is not None:
             display.report(f"data: {dropped:,} rows are not trained or evaluated on: {plan.run_dir / DROPPED_ROWS}")
@@ -233,9 +242,15 @@ def _train(
         runner.run()
         if display is not None:
             display.report(f"writing {plan.run_dir / 'final'}")
-        with PROGRESS.during(WRITING_FINAL):
+        ranks, step = worker.ranks, worker.step
+        with (
+            PROGRESS.during(WRITING_FINAL),
+            recorded_end(plan.run_dir, lambda: step, ranks=ranks.world_size, is_main=ranks.is_main),
+        ):
             score = write_final(recipe, plan.run_dir, worker, ended=runner.ended)
-        on_main(worker.ranks, partial(record_models, plan.run_dir, object_inputs(recipe, objects)))
+            on_main(ranks, partial(record_models, plan.run_dir, object_inputs(recipe, objects)))
+        if ranks.is_main:
+            write_event(plan.run_dir, "end", step=step, ranks=ranks.world_size, reason=runner.ended)
     except BaseException:
         current_lock[0].release()
         worker.release()
@@ -243,6 +258,12 @@ def _train(
     if display is not None:
         _show_end(display, plan.run_dir, score, answers=worker.task.can_generate)
     return current_lock[0]
+
+
+def _unused_rank_logs(recipe: Recipe) -> list[str]:
+    if not recipe.runner.logger.rank_logs or is_launched():
+        return []
+    return ["runner.logger.rank_logs has no effect under torchrun, which keeps logs with --log-dir=DIR --tee=3"]
 
 
 def _manifest(recipe: Recipe, objects: Objects, worker: FSDPSftWorker) -> dict[str, object]:

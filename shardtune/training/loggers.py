@@ -1,4 +1,4 @@
-"""Backends for metrics: metrics.jsonl, TensorBoard, Weights & Biases. Only rank 0 writes."""
+"""Backends for metrics: metrics.jsonl, TensorBoard, Weights & Biases, timings, Prometheus. Only rank 0 has them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,27 @@ import shutil
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
+from shardtune.config.schema.runner import LoggerConfig
 from shardtune.data.durable import sync_folder
 from shardtune.errors import ConfigError
+from shardtune.launch.events import restart_count
+from shardtune.training.prometheus import Prometheus, check_port
+from shardtune.training.timings import Timings
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES = "samples"
+EXTRAS = {"wandb": "wandb", "prometheus": "prometheus_client"}
+"""The extra of a backend that needs one, by the name of both, and the package it installs."""
+NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 class Backend(Protocol):
-    """A destination of metrics."""
+    """A destination of metrics, and of the seconds that the parts of a step took."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None: ...
     def sync(self) -> None: ...
     def close(self) -> None: ...
 
@@ -37,7 +45,7 @@ class JsonLines:
         self._file = open(run_dir / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
         sync_folder(run_dir)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
         finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
         self._file.flush()
@@ -60,7 +68,7 @@ class TensorBoard:
             shutil.rmtree(folder, ignore_errors=True)
         self._writer = SummaryWriter(str(folder), purge_step=done + 1 if done >= 0 else None)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
         for key, value in metrics.items():
             self._writer.add_scalar(key, value, step)
         self._writer.flush()
@@ -74,12 +82,25 @@ class TensorBoard:
 
 def check_backends(names: Sequence[str]) -> None:
     """Refuse a backend whose package is not installed."""
-    if "wandb" in names and find_spec("wandb") is None:
-        raise ConfigError(
-            "runner.logger.logger_backends names wandb, which is not installed",
-            where="runner.logger.logger_backends",
-            remedy="pip install 'shardtune[wandb]', or leave it out",
-        )
+    for name in names:
+        if name in EXTRAS and find_spec(EXTRAS[name]) is None:
+            raise ConfigError(
+                f"runner.logger.logger_backends names {name}, but {EXTRAS[name]} is not installed",
+                where="runner.logger.logger_backends",
+                remedy=f"pip install 'shardtune[{name}]', or leave it out",
+            )
+
+
+def check_logger(logger: LoggerConfig) -> None:
+    """Refuse, before training, backends that cannot be opened on this host.
+
+    Raises:
+        ConfigError: a package is not installed.
+        ParallelError: the port for Prometheus is in use.
+    """
+    check_backends(logger.logger_backends)
+    if "prometheus" in logger.logger_backends:
+        check_port(logger.prometheus)
 
 
 class WeightsAndBiases:
@@ -100,7 +121,7 @@ class WeightsAndBiases:
         )
         id_file.write_text(self._run.id)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
     def sync(self) -> None:
@@ -116,9 +137,9 @@ class Tracker:
     def __init__(self, backends: Sequence[Backend]) -> None:
         self._backends = list(backends)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float] = NOTHING) -> None:
         for backend in self._backends:
-            backend.log(step, metrics)
+            backend.log(step, metrics, seconds)
 
     def sync(self) -> None:
         """Bring what is logged to the disk."""
@@ -131,28 +152,35 @@ class Tracker:
 
 
 def open_tracker(
-    run_dir: Path, names: Sequence[str], *, project: str, name: str, config: Mapping[str, object], done: int
+    run_dir: Path, logger: LoggerConfig, *, config: Mapping[str, object], done: int, ranks: int = 1
 ) -> Tracker:
     """Open the backends of `runner.logger.logger_backends` and truncate their logs.
 
     Args:
         run_dir: the run directory.
-        names: of the backends.
-        project: of Weights & Biases.
-        name: of the run.
+        logger: the recipe's settings.
         config: the recipe, for Weights & Biases.
         done: the last step whose line is kept; -1: the run starts.
+        ranks: of the run.
+
+    Raises:
+        ParallelError: the port for Prometheus is in use.
     """
     cut_back(run_dir / METRICS_FILE, done)
     cut_samples(run_dir / SAMPLES, done)
+    name, restart = str(logger.experiment_name), restart_count(run_dir)
     backends: list[Backend] = []
-    for backend in names:
+    for backend in logger.logger_backends:
         if backend == "jsonl":
             backends.append(JsonLines(run_dir))
         elif backend == "tensorboard":
             backends.append(TensorBoard(run_dir, done))
+        elif backend == "timings":
+            backends.append(Timings(run_dir, restart=restart, ranks=ranks))
+        elif backend == "prometheus":
+            backends.append(Prometheus(logger.prometheus, run=name, restart=restart))
         else:
-            backends.append(WeightsAndBiases(run_dir, project, name, config, resumed=done >= 0))
+            backends.append(WeightsAndBiases(run_dir, logger.project_name, name, config, resumed=done >= 0))
     return Tracker(backends)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +16,8 @@ from shardtune.checkpoint.store import CheckpointStore, directory_is_gone
 from shardtune.config import Recipe, load_recipe
 from shardtune.errors import CheckpointError, Interrupted, ModelError
 from shardtune.evaluate.loss import check_monitors
+from shardtune.launch.events import Alive, write_event
+from shardtune.launch.outcome import recorded_end
 from shardtune.launch.progress import CALLBACK, EVALUATION, FIRST_STEP, PROGRESS, START, STEP
 from shardtune.launch.signals import StopSignal
 from shardtune.training.callbacks import (
@@ -31,7 +34,7 @@ from shardtune.training.callbacks import (
     load_callbacks,
 )
 from shardtune.training.early_stopping import Watches
-from shardtune.training.loggers import SAMPLES, Tracker, check_backends, open_tracker
+from shardtune.training.loggers import SAMPLES, Tracker, check_logger, open_tracker
 from shardtune.training.observer import Observer, Silent
 from shardtune.training.profiler import FOLDER, ProfileWindow
 from shardtune.training.saver import Saver, on_main
@@ -108,7 +111,10 @@ class SFTRunner:
         self._evaluated_at = -1
         self._last_eval: dict[str, float] = {}
         self._line: dict[str, float] = {}  # metrics of the step that is not logged yet
+        self._saves_logged = 0.0  # seconds of waiting for checkpoints that are in logged lines
+        self._seconds: dict[str, float] = {}  # of the parts of that step, and of evaluations and saves since the last
         self._tracker = Tracker([])
+        self._alive = Alive(self.run_dir, lambda: actor.step)  # on rank 0
         self._on_start, self._is_gone = on_start, is_gone
         self._prepared = False
         self.ended = ""
@@ -118,7 +124,7 @@ class SFTRunner:
         if self._prepared:
             return
         actor = self._actor
-        check_backends(self._recipe.runner.logger.logger_backends)
+        on_main(self._ranks, lambda: check_logger(self._recipe.runner.logger))
         actor.setup(self._context)
         self._model, self._position, self._evaluates = actor.state, actor.position, actor.evaluates
         self._run_training, self._run_eval = training_method(actor), evaluation_method(actor)
@@ -142,12 +148,19 @@ class SFTRunner:
             CallbackError: a callback failed; raised after writing a checkpoint.
         """
         self.prepare()
+        ranks, actor = self._ranks, self._actor
+        recorded = recorded_end(self.run_dir, lambda: actor.step, ranks=ranks.world_size, is_main=ranks.is_main)
         with self._stop.deferred():
             self._open()
             try:
-                self._train()
+                if ranks.is_main:
+                    self._alive.begin()
+                with recorded:
+                    self._train()
             finally:
                 PROGRESS.phase = START  # what follows has no steps that could be counted
+                if ranks.is_main:
+                    self._alive.end()
                 if self._profile is not None:
                     self._profile.close()
                 self._observer.finished()
@@ -220,14 +233,12 @@ class SFTRunner:
     def _open_files(self, done: int) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.store.open()
-        logger = self._recipe.runner.logger
+        step, ranks = self._actor.step, self._ranks.world_size
+        began, source = ("resume", str(self._resume_from)) if self._resume_from else ("start", "")
+        write_event(self.run_dir, began, step=step, ranks=ranks, reason=source)
+        recipe = self._recipe
         self._tracker = open_tracker(
-            self.run_dir,
-            logger.logger_backends,
-            project=logger.project_name,
-            name=str(logger.experiment_name),
-            config=self._recipe.to_dict(),
-            done=done,
+            self.run_dir, recipe.runner.logger, config=recipe.to_dict(), done=done, ranks=ranks
         )
         if self._resume_from is not None and self._is_own(self._resume_from):
             self.store.go_back_to(self._actor.step)
@@ -244,7 +255,7 @@ class SFTRunner:
 
     def _train(self) -> None:
         """Train, with the first and last events; a checkpoint is written when a callback fails."""
-        PROGRESS.phase = FIRST_STEP if self._recipe.actor.model.compile else STEP
+        PROGRESS.phase, PROGRESS.step = FIRST_STEP if self._recipe.actor.model.compile else STEP, self._actor.step
         try:
             self._notify(TrainStart, resumed_from=self._resume_from)
             self._loop()
@@ -320,8 +331,10 @@ class SFTRunner:
         step, epoch = model.step, position.state.epoch
         if self._profile is not None:
             self._profile.before(step + 1)
+        began = time.perf_counter()
         metrics = self._run_training()
         PROGRESS.phase, PROGRESS.step = STEP, model.step
+        self._seconds |= {"step": time.perf_counter() - began, **self._actor.step_seconds}
         advanced = model.step != step
         if advanced:
             self._line = metrics
@@ -368,13 +381,17 @@ class SFTRunner:
     def _log(self) -> None:
         """Write the metrics of the step; a skipped step has none."""
         if self._line:
-            self._tracker.log(self._model.step, self._line)
+            waited, self._saves_logged = self._saver.waited - self._saves_logged, self._saver.waited
+            self._tracker.log(self._model.step, self._line, {**self._seconds, "save": waited})
+            self._seconds = {}
         self._line = {}
 
     def _evaluate(self) -> None:
         """Evaluate all sets and add the metrics to the step's."""
+        began = time.perf_counter()
         with PROGRESS.during(EVALUATION):
             metrics = self._run_eval()
+        self._seconds["evaluate"] = time.perf_counter() - began
         check_monitors(self._recipe.runner, [*metrics, *TRAIN_METRICS])
         self._evaluated_at, self._last_eval = self._actor.step, metrics
         self._line = {"epoch": self._actor.position.epoch, **self._line, **metrics}

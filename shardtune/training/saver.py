@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TypeVar, cast
 from shardtune.checkpoint.atomic import require_space
 from shardtune.checkpoint.dcp import PendingSave
 from shardtune.checkpoint.store import CheckpointStore
+from shardtune.launch.events import write_event
 from shardtune.launch.progress import PROGRESS, SAVING
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.observer import Observer
@@ -39,6 +41,7 @@ class Unfinished:
 
     folder: Path
     step: int
+    began: float  # time.perf_counter()
     state: dict[str, object]
     best: bool
     notify: bool
@@ -59,6 +62,7 @@ class Saver:
     Attributes:
         saved_at: the step of the last checkpoint, -1 before the first.
         unfinished: the checkpoint that is being written, if any.
+        waited: seconds that training has waited for checkpoints so far.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class Saver:
         self.unfinished: Unfinished | None = None
         self._unannounced: tuple[int, Path] | None = None  # complete, without a notification so far
         self.saved_at = -1
+        self.waited = 0.0
 
     def require_space(self) -> None:
         """Check, before training, that the disk has room for a checkpoint and for the model in `final/`."""
@@ -101,6 +106,7 @@ class Saver:
     def _save(self, state: dict[str, object], *, best: bool, notify: bool) -> None:
         step = self._worker.step
         self.finish()
+        began = time.perf_counter()
         if self.saved_at == step:
             on_main(self._ranks, lambda: self._update(step, state, best))
             if notify and self._unannounced is not None:
@@ -110,8 +116,9 @@ class Saver:
         needed = self._worker.state.checkpoint_bytes()
         folder = on_main(self._ranks, lambda: self._store.begin(step, needed_bytes=needed))
         writes = self._write(folder, step)
-        self.unfinished = Unfinished(folder, step, state, best, notify, writes)
+        self.unfinished = Unfinished(folder, step, began, state, best, notify, writes)
         self.saved_at = step
+        self.waited += time.perf_counter() - began
         if not self._background:
             self.finish()
 
@@ -145,12 +152,14 @@ class Saver:
         """Wait until the pending checkpoint is written, then commit it."""
         if self.unfinished is None:
             return
+        began = time.perf_counter()
         done, self.unfinished = self.unfinished, None
         with PROGRESS.during(SAVING):
             for write in done.writes:
                 write.wait()
             self._ranks.barrier()
             path = on_main(self._ranks, lambda: self._commit(done))
+        self.waited += time.perf_counter() - began
         if done.notify:
             self._notify(done.step, path, done.best)
         else:
@@ -158,7 +167,10 @@ class Saver:
 
     def _commit(self, done: Unfinished) -> Path:
         self._sync_logs()
-        return self._store.commit(done.folder, done.step, done.state, best=done.best)
+        path = self._store.commit(done.folder, done.step, done.state, best=done.best)
+        facts = {"seconds": round(time.perf_counter() - done.began, 3), **({"best": True} if done.best else {})}
+        write_event(self._store.folder.parent, "save", step=done.step, ranks=self._ranks.world_size, **facts)
+        return path
 
     def _update(self, step: int, state: dict[str, object], best: bool) -> None:
         self._sync_logs()

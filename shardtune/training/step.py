@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -89,6 +90,8 @@ class StepResult:
         updated: False if no weight, optimizer state or learning rate has changed.
         problem: the reason for that.
         metrics: returned beside the losses, over all ranks.
+        gradient_at: the time (`time.perf_counter()`) at which the norm was known, and so the gradient complete, on a
+            GPU too; 0 where none was computed.
     """
 
     losses: dict[str, float]
@@ -96,6 +99,7 @@ class StepResult:
     updated: bool
     problem: str = ""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+    gradient_at: float = 0.0
 
     @property
     def loss(self) -> float:
@@ -224,6 +228,7 @@ def optimizer_step(
         loss_scale.halve()
     else:
         raise ModelError("fp16 gradients overflow at any loss scale", remedy="use actor.model.precision: bf16")
+    known_at = time.perf_counter()
     reached = norm != 0.0 or weights.have_gradient()
     *sums, measured, reached = ranks.sum(
         [*(float(total) for total in totals.losses.values()), float(len(totals.metrics)), float(reached)]
@@ -241,7 +246,7 @@ def optimizer_step(
     metrics = ranks.reduce_metrics(totals.metrics) if measured else {}
     if not math.isfinite(norm):
         weights.zero_gradients()
-        return StepResult(losses, norm, updated=False, problem="the gradient was not finite", metrics=metrics)
+        return StepResult(losses, norm, False, "the gradient was not finite", metrics, known_at)
     factor = 1.0 if clip is None else min(1.0, clip / (norm + CLIP_EPSILON))
     weights.scale_gradients(factor / scale)
     optimizer.step()
@@ -249,7 +254,7 @@ def optimizer_step(
     weights.zero_gradients()
     if loss_scale:
         loss_scale.adjust()
-    return StepResult(losses, norm, updated=True, metrics=metrics)
+    return StepResult(losses, norm, updated=True, metrics=metrics, gradient_at=known_at)
 
 
 def peak_memory_gb(device: torch.device) -> float:

@@ -25,6 +25,8 @@ EVAL = "data.eval_data_paths=eval.jsonl"
         (["actor.optim.lr_scheduler=constant", "actor.optim.min_lr=1e-6"], "has no effect"),
         (["actor.optim.decay_ratio=0.2"], "has no effect with actor.optim.lr_scheduler: cosine"),
         (["runner.max_epochs=-1"], "training would not end"),
+        (["runner.logger.prometheus.port=9000"], "without prometheus in runner.logger.logger_backends"),
+        (["runner.logger.rank_logs=true"], "runner.logger.rank_logs has no effect on a single process"),
         (["eval.generate=true"], "eval.generate: True needs evaluation data"),
         (["runner.val_check_interval=10"], "runner.val_check_interval: 10 needs evaluation data"),
         (["runner.val_check_interval=epoch"], "runner.val_check_interval: 'epoch' needs evaluation data"),

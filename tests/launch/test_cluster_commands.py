@@ -45,6 +45,8 @@ def test_torchrun_takes_what_is_printed(recipe: str, launcher: str) -> None:
     assert "join_timeout=300" in taken.rdzv_conf
     assert taken.training_script == "shardtune"
     assert taken.training_script_args == ["train", recipe, "actor.optim.lr=1e-4"]
+    if launcher == "torchrun":
+        assert (taken.log_dir, taken.tee) == ("runs/my recipe/logs", "3")
     assert "24 ranks: 3 hosts x 8; layout: shard 6 x tensor 4" in text
 
 
@@ -96,7 +98,15 @@ def test_sizes_that_do_not_fit_are_refused(recipe: str) -> None:
 def test_the_command(recipe: str) -> None:
     shown = run_cli("launch", recipe, "--print", "--nodes", "2", "--nproc-per-node", "8")
     assert shown.code == 0
-    for program in ("torchrun ", "#SBATCH", "ray start --head"):
+    for program in (
+        "torchrun ",
+        "#SBATCH",
+        "ray start --head",
+        "FROM ",
+        "kind: RayJob",
+        "kind: JobSet",
+        "num_nodes: 2",
+    ):
         assert program in shown.out
     refused = run_cli("launch", recipe)
     assert refused.code == 2

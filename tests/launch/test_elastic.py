@@ -13,7 +13,7 @@ from shardtune.errors import ConfigError, Interrupted
 from shardtune.launch.elastic import Restarts, run_elastic
 from shardtune.launch.local import LAUNCH_ID, RESTARTS, RankFailed, RankLost
 from shardtune.launch.signals import StopSignal
-from tests.support.tiny_run import Tiny, lines, make_tiny
+from tests.support.tiny_run import Tiny, events, lines, make_tiny
 
 
 class Start:
@@ -40,6 +40,7 @@ def run(start: Start, restarts: Restarts, *, multiple_of: int = 1, stop: StopSig
         fits=lambda workers: workers % multiple_of == 0,
         stop=stop or StopSignal(),
         report=said.append,
+        run_dir=Path("no run"),
     )
     return said
 
@@ -115,9 +116,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return make_tiny(tmp_path_factory.mktemp("elastic"))
 
 
-def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
-    tiny: Tiny, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tiny: Tiny, capfd: pytest.CaptureFixture[str]) -> None:
     """Two ranks, one is killed in step 4: one goes on after step 2. The older run in the directory moves aside once."""
     plugin = tiny.folder / "killed.py"
     plugin.write_text(PLUGIN)
@@ -131,15 +130,25 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
             runner__nproc_per_node=2,
             runner__max_restarts=1,
             runner__min_workers=1,
+            runner__logger__rank_logs=True,
         )
     )
-    said = capsys.readouterr().err
+    said = capfd.readouterr().err
     assert "rank 1 was ended by SIGKILL (out of memory?)" in said
     assert "restart 1 of 1, from the last checkpoint, on 1 worker" in said
     assert [line["step"] for line in lines(tiny.run("lost"))] == list(range(1, 9))
     shardtune.train(tiny.recipe("whole"))
     there, here = lines(tiny.run("whole")), lines(tiny.run("lost"))
     assert [line["train/loss"] for line in here] == pytest.approx([line["train/loss"] for line in there], rel=1e-5)
+    happened = [(event["event"], event["restart"], event["ranks"]) for event in events(tiny.run("lost"))]
+    first, second = [("start", 0, 2), ("save", 0, 2)], [("resume", 1, 1), *[("save", 1, 1)] * 3, ("end", 1, 1)]
+    assert happened == [*first, ("lost", 0, 2), ("restart", 0, 1), *second]
+    assert events(tiny.run("lost"))[2]["lost_ranks"] == [1]
+    logs = {file.name: file.read_text() for file in (tiny.run("lost") / "logs").iterdir()}
+    assert logs.keys() == {"rank_0.log", "rank_1.log"}
+    assert "step 8: saved" in logs["rank_0.log"]
+    assert "step 8: saved" in said, "besides the terminal"
+    assert logs["rank_0.log"].count(": process ") == 2, "a line for each start"
     moved = [path for path in tiny.runs.iterdir() if path.name.startswith("lost.old-")]
     assert len(moved) == 1
     assert len(lines(moved[0])) == 1

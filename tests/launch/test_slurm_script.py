@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -45,7 +46,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def script(*overrides: str, nodes: int = 2, **options: object) -> str:
+def script(*overrides: str, nodes: int = 2, **options: Any) -> str:
     return launch_commands("recipe.yaml", overrides, nodes, 1, ("slurm",), **options)
 
 

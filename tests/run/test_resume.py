@@ -22,6 +22,7 @@ from tests.support.tiny_run import (
     Tiny,
     as_saved_before_checksums,
     assert_same_tensors,
+    events,
     flip_bit,
     lines,
     make_tiny,
@@ -62,12 +63,22 @@ def test_the_whole_run_is_two_epochs_of_all_rows(tiny: Tiny, whole: list[list[in
 # After the first step, in an epoch, at its end, at the other's beginning; bench/resume.py goes through all of them.
 @pytest.mark.parametrize("step", [1, 4, 5])
 def test_stopped_and_continued(tiny: Tiny, whole: list[list[int]], step: int) -> None:
-    recipe = tiny.recipe(f"stopped{step}", runner__save_interval=-1)
+    backends = {"runner__logger__logger_backends": ["jsonl", "timings"]}
+    recipe = tiny.recipe(f"stopped{step}", runner__save_interval=-1, **backends)
     with signal_after(step), recorded_rows() as before, pytest.raises(Interrupted, match=f"after step {step}"):
         shardtune.train(recipe)
     with recorded_rows() as after:
         shardtune.train(recipe)
     assert before[:step] + after[: STEPS - step] == whole
+    happened = [(event["event"], event["step"], event["restart"]) for event in events(tiny.run(f"stopped{step}"))]
+    first, second = [("save", step, 0), ("stop", step, 0)], [("save", STEPS, 1), ("end", STEPS, 1)]
+    assert happened == [("start", 0, 0), *first, ("resume", step, 1), *second]
+    assert not (tiny.run(f"stopped{step}") / "alive").exists()
+    timings = [json.loads(line) for line in (tiny.run(f"stopped{step}") / "timings.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["restart"]) for line in timings] == [(n, int(n > step)) for n in range(1, STEPS + 1)]
+    for seconds in (line["seconds"] for line in timings):
+        parts = seconds["data"] + seconds["forward_backward"] + seconds["optimizer"]
+        assert 0 < parts <= seconds["step"] + 1e-5
     assert_same_run(tiny, f"stopped{step}")
 
 

@@ -178,6 +178,11 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in found]
 
 
+def events(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of events.jsonl."""
+    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
 @contextmanager
 def recorded_rows() -> Iterator[list[list[int]]]:
     """The rows of every step that the loader hands out meanwhile."""

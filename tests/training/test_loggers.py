@@ -7,16 +7,21 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from shardtune.errors import ConfigError
-from shardtune.training.loggers import check_backends, cut_back, open_tracker, read_metrics
+from shardtune.config.schema.runner import LoggerConfig, PrometheusConfig
+from shardtune.errors import ConfigError, ParallelError
+from shardtune.launch.events import write_event
+from shardtune.training.loggers import check_backends, check_logger, cut_back, open_tracker, read_metrics
+from tests.support.tiny_run import free_ports
 
 
 def tracker(run_dir: Path, *names: str, done: int = -1) -> Any:
-    return open_tracker(run_dir, names, project="p", name="n", config={"a": 1}, done=done)
+    logger = LoggerConfig(logger_backends=list(names), project_name="p", experiment_name="n")  # pyright: ignore
+    return open_tracker(run_dir, logger, config={"a": 1}, done=done)
 
 
 def write_steps(run_dir: Path, steps: range, *names: str, done: int = -1) -> None:
@@ -99,6 +104,49 @@ def test_a_resumed_run_keeps_its_wandb_id(tmp_path: Path, monkeypatch: pytest.Mo
     assert fake.started[0]["config"] == {"a": 1}
     assert [step for step, _ in fake.logged] == [1, 2, 2, 3, 1]
     assert fake.finished == 3
+
+
+def test_timings_have_the_time_the_place_and_the_parts_and_are_never_cut_back(tmp_path: Path) -> None:
+    write_event(tmp_path, "start", step=0)
+    opened = tracker(tmp_path, "timings")
+    metrics = {"train/loss": 1.0, "perf/tokens_per_second": 50.0, "perf/mfu": 0.4}
+    opened.log(1, metrics, {"step": 2.0, "data": 0.5, "forward_backward": 1.0, "optimizer": 0.5, "save": 0.0})
+    opened.close()
+    write_event(tmp_path, "resume", step=0)
+    write_steps(tmp_path, range(1, 2), "timings", done=0)
+    first, second = [json.loads(line) for line in (tmp_path / "timings.jsonl").read_text().splitlines()]
+    assert first.pop("time") <= second.pop("time")
+    assert first.pop("host")
+    assert first == {
+        **{"step": 1, "restart": 0, "ranks": 1, "tokens_per_second": 50.0, "mfu": 0.4},
+        "seconds": {"step": 2.0, "data": 0.5, "forward_backward": 1.0, "optimizer": 0.5, "save": 0.0},
+    }
+    assert (second["step"], second["restart"], second["mfu"]) == (1, 1, None)
+
+
+def test_prometheus_reads_the_last_logged_step(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    port = free_ports(1)[0]
+    chosen = PrometheusConfig(port=port)
+    logger = LoggerConfig(logger_backends=["prometheus"], experiment_name="my-run", prometheus=chosen)
+    opened = open_tracker(tmp_path, logger, config={}, done=-1)
+    with pytest.raises(ParallelError, match=rf"127.0.0.1:{port}: Address already in use(?s:.*)prometheus.port"):
+        check_logger(logger)
+    for step, line in ((1, {"eval/a-b/loss": 2.0, "eval/a_b/loss": 3.0}), (2, {"train/loss": 0.5})):
+        opened.log(step, line, {"step": 1.5, "save": 0.25})
+    with urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        text = answer.read().decode()
+    opened.close()
+    check_logger(logger)
+    for line in (
+        'shardtune_step{metric="step",run="my-run"} 2.0',
+        'shardtune_restarts{metric="restarts",run="my-run"} 0.0',
+        'shardtune_train_loss{metric="train/loss",run="my-run"} 0.5',
+        'shardtune_eval_a_b_loss{metric="eval/a-b/loss",run="my-run"} 2.0',
+        'shardtune_eval_a_b_loss{metric="eval/a_b/loss",run="my-run"} 3.0',
+        'shardtune_seconds{part="save",run="my-run"} 0.25',
+    ):
+        assert line in text
 
 
 def test_wandb_that_is_not_installed_is_an_error_with_the_way_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,16 +41,33 @@ class BestConfig(Section):
     )
 
 
+class PrometheusConfig(Section):
+    address: Text = key(
+        "127.0.0.1",
+        "The address to listen on, of the host of rank 0; 0.0.0.0: all of its addresses, without a password.",
+    )
+    port: Annotated[int, Field(ge=1, le=65535)] = key(9464, "The TCP port.")
+
+
 class LoggerConfig(Section):
     log_path: Text = key("runs", "The directory of all run directories; relative to the working directory.")
     project_name: Text = key("shardtune", "The project name in Weights & Biases.")
     experiment_name: RunName | None = key(
         None, "The name of the run directory in `log_path`; null: the recipe file's name without its suffix."
     )
-    logger_backends: Annotated[list[Literal["jsonl", "tensorboard", "wandb"]], Distinct] = key(
-        ["jsonl", "tensorboard"], "Where metrics are logged; wandb needs the extra `wandb`."
+    logger_backends: Annotated[list[Literal["jsonl", "tensorboard", "wandb", "timings", "prometheus"]], Distinct] = key(
+        ["jsonl", "tensorboard"],
+        "Where metrics are logged; wandb and prometheus need the extra of that name; timings: `timings.jsonl`, with "
+        "wall time, host, restarts and the seconds of each part of a step.",
     )
     log_interval: Count = key(1, "Optimizer steps between two logged lines of metrics.")
+    rank_logs: bool = key(
+        False,
+        "With several ranks on this machine: also write what each prints to `logs/rank_N.log` in the run directory.",
+    )
+    prometheus: PrometheusConfig = section(
+        PrometheusConfig, "Where Prometheus reads the newest metrics, with prometheus in `logger_backends`."
+    )
 
 
 class RayConfig(Section):

@@ -76,6 +76,8 @@ class FSDPSftWorker(ABC):
         amp_context: the context to call the model in; half precision is the sharded model's own, so it does nothing.
         report: prints a line for the user, on rank 0 alone.
         samples: answers of the last evaluation, if the task generates any.
+        step_seconds: seconds of this rank in the parts of the last step: waiting for data, forward and backward, and
+            the update of the weights.
         context: passed by the run at set-up.
         task: model, rows and evaluation, in one of three forms.
         state: the model with its weights and its optimizer.
@@ -115,6 +117,7 @@ class FSDPSftWorker(ABC):
         self.end_of_turn_ids: tuple[int, ...] = ()
         self.notes: list[str] = []
         self.samples: list[Mapping[str, object]] = []
+        self.step_seconds: Mapping[str, float] = {}
         self.eval_loaders: dict[str, tuple[Iterable[object], Mapping[str, object]]] = {}
         self.report: Callable[[str], None] = print if self.ranks.is_main else silent
         self.context = RunContext()
@@ -220,6 +223,10 @@ class FSDPSftWorker(ABC):
             accumulate=self._accumulate,
         )
         state.in_step = False
+        if result.gradient_at:
+            computed = result.gradient_at - began - waited
+            updated = time.perf_counter() - result.gradient_at
+            self.step_seconds = {"data": waited, "forward_backward": computed, "optimizer": updated}
         position.advance(step, result, state.step)
         state.step += result.updated
         found = step_metrics(

@@ -1,0 +1,47 @@
+"""`timings.jsonl`: when each logged step was done, where, and what its time went into."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from shardtune.launch.events import now
+
+TIMINGS_FILE = "timings.jsonl"
+
+
+class Timings:
+    """A line per logged step, flushed at once.
+
+    It records what happened, so it is never cut back: a step that is repeated after a restart has a second line, with a
+    larger `restart`.
+
+    Args:
+        run_dir: of the run.
+        restart: how often the run was started again.
+        ranks: of the run.
+    """
+
+    def __init__(self, run_dir: Path, *, restart: int, ranks: int) -> None:
+        self._file = open(run_dir / TIMINGS_FILE, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
+        self._facts = {"host": socket.gethostname(), "restart": restart, "ranks": ranks}
+
+    def log(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
+        line = {
+            "time": now(),
+            "step": step,
+            **self._facts,
+            "seconds": {part: round(value, 6) for part, value in seconds.items()},
+            "tokens_per_second": metrics.get("perf/tokens_per_second"),
+            "mfu": metrics.get("perf/mfu"),
+        }
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Nothing: no run depends on these lines."""
+
+    def close(self) -> None:
+        self._file.close()
