@@ -28,7 +28,14 @@ NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 class Backend(Protocol):
-    """A destination of metrics, and of the seconds that the parts of a step took."""
+    """A destination of metrics."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class TimedBackend(Protocol):
+    """A destination of metrics and of the seconds that the parts of a step took."""
 
     def log(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None: ...
     def sync(self) -> None: ...
@@ -45,7 +52,7 @@ class JsonLines:
         self._file = open(run_dir / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
         sync_folder(run_dir)
 
-    def log(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
         finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
         self._file.flush()
@@ -68,7 +75,7 @@ class TensorBoard:
             shutil.rmtree(folder, ignore_errors=True)
         self._writer = SummaryWriter(str(folder), purge_step=done + 1 if done >= 0 else None)
 
-    def log(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for key, value in metrics.items():
             self._writer.add_scalar(key, value, step)
         self._writer.flush()
@@ -121,7 +128,7 @@ class WeightsAndBiases:
         )
         id_file.write_text(self._run.id)
 
-    def log(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
     def sync(self) -> None:
@@ -134,11 +141,14 @@ class WeightsAndBiases:
 class Tracker:
     """Writes to all chosen backends."""
 
-    def __init__(self, backends: Sequence[Backend]) -> None:
+    def __init__(self, backends: Sequence[Backend], timed: Sequence[TimedBackend] = ()) -> None:
         self._backends = list(backends)
+        self._timed = list(timed)
 
     def log(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float] = NOTHING) -> None:
         for backend in self._backends:
+            backend.log(step, metrics)
+        for backend in self._timed:
             backend.log(step, metrics, seconds)
 
     def sync(self) -> None:
@@ -147,7 +157,7 @@ class Tracker:
             backend.sync()
 
     def close(self) -> None:
-        for backend in self._backends:
+        for backend in (*self._backends, *self._timed):
             backend.close()
 
 
@@ -170,18 +180,19 @@ def open_tracker(
     cut_samples(run_dir / SAMPLES, done)
     name, restart = str(logger.experiment_name), restart_count(run_dir)
     backends: list[Backend] = []
+    timed: list[TimedBackend] = []
     for backend in logger.logger_backends:
         if backend == "jsonl":
             backends.append(JsonLines(run_dir))
         elif backend == "tensorboard":
             backends.append(TensorBoard(run_dir, done))
         elif backend == "timings":
-            backends.append(Timings(run_dir, restart=restart, ranks=ranks))
+            timed.append(Timings(run_dir, restart=restart, ranks=ranks))
         elif backend == "prometheus":
-            backends.append(Prometheus(logger.prometheus, run=name, restart=restart))
+            timed.append(Prometheus(logger.prometheus, run=name, restart=restart))
         else:
             backends.append(WeightsAndBiases(run_dir, logger.project_name, name, config, resumed=done >= 0))
-    return Tracker(backends)
+    return Tracker(backends, timed)
 
 
 def cut_samples(folder: Path, done: int) -> None:
