@@ -40,6 +40,8 @@ from shardtune.run.resume_check import LARGER, check_changes, has_grown
 
 DROPPED_ROWS = "dropped_rows.jsonl"
 LOCK = ".lock"
+WRITTEN = (MANIFEST, CONFIG, DROPPED_ROWS, "lock-probe")
+"""Files that a killed process may leave under temporary names."""
 LOCK_WAIT_SECONDS = 5.0
 """Orphaned ranks of a killed run end within a second or two."""
 
