@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +55,32 @@ class StateFile:
         Raises:
             CheckpointError: it is gone or damaged.
         """
-        document = read_json(checkpoint / STATE)
         try:
-            files, has_checksums = dict(document["files"]), is_sealed(document)
-            if has_checksums:
-                parts = {name: read_parts(stored) for name, stored in files.items()}
-            else:
-                parts = {name: [(_size(size), "")] for name, size in files.items()}
-            return cls(int(document["step"]), dict(document["state"]), parts, document.get("run"), has_checksums)
-        except (KeyError, TypeError, ValueError, AttributeError) as problem:
+            status = (checkpoint / STATE).stat()
+        except OSError as problem:
             raise CheckpointError(
-                f"{STATE} is damaged: {problem}",
-                where=str(checkpoint / STATE),
-                remedy="continue from another checkpoint",
+                f"{STATE} cannot be read: {problem.strerror}", where=str(checkpoint / STATE)
             ) from problem
+        # Every save looks at each kept checkpoint several times; of many ranks the file has megabytes.
+        return _read(checkpoint, (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
+
+
+@lru_cache(maxsize=64)
+def _read(checkpoint: Path, stamps: tuple[int, ...]) -> StateFile:
+    document = read_json(checkpoint / STATE)
+    try:
+        files, has_checksums = dict(document["files"]), is_sealed(document)
+        if has_checksums:
+            parts = {name: read_parts(stored) for name, stored in files.items()}
+        else:
+            parts = {name: [(_size(size), "")] for name, size in files.items()}
+        return StateFile(int(document["step"]), dict(document["state"]), parts, document.get("run"), has_checksums)
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        raise CheckpointError(
+            f"{STATE} is damaged: {problem}",
+            where=str(checkpoint / STATE),
+            remedy="continue from another checkpoint",
+        ) from problem
 
 
 def _size(stored: object) -> int:
@@ -115,7 +129,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: state.json is gone or damaged.
     """
-    return StateFile.read(checkpoint).state
+    return deepcopy(StateFile.read(checkpoint).state)
 
 
 def saved_step(checkpoint: Path) -> int:

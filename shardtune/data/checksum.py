@@ -69,7 +69,8 @@ def read_parts(stored: Sequence[Sequence[object]]) -> Parts:
 
 def sealed(document: Mapping[str, object]) -> dict[str, object]:
     """A JSON document with its own checksum."""
-    content = {key: value for key, value in document.items() if key != SEAL}
+    # Through JSON once more, so that tuples and keys are what a reader of the file has.
+    content = json.loads(json.dumps({key: value for key, value in document.items() if key != SEAL}))
     return {**content, SEAL: checksum(_canonical(content))}
 
 
@@ -81,14 +82,13 @@ def is_sealed(document: Mapping[str, object]) -> bool:
     """
     if SEAL not in document:
         return False
-    if sealed(document) != document:
+    if checksum(_canonical({key: value for key, value in document.items() if key != SEAL})) != document[SEAL]:
         raise ValueError("its content has changed since it was written: its checksum differs")
     return True
 
 
 def _canonical(content: Mapping[str, object]) -> bytes:
-    # Through JSON once more, so that tuples and numbers are what a reader of the file has.
-    return json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode()
+    return json.dumps(content, sort_keys=True).encode()
 
 
 def _placed(parts: Parts) -> Iterator[tuple[int, int, str]]:

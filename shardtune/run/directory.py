@@ -41,6 +41,8 @@ from shardtune.run.resume_check import LARGER, check_changes, has_grown
 
 DROPPED_ROWS = "dropped_rows.jsonl"
 LOCK = ".lock"
+WRITTEN = (MANIFEST, CONFIG, DROPPED_ROWS, "lock-probe")
+"""Files that a killed process may leave under temporary names."""
 LOCK_WAIT_SECONDS = 5.0
 """Orphaned ranks of a killed run end within a second or two."""
 
@@ -110,7 +112,7 @@ def _continue(run_dir: Path, recipe: Recipe, began_from: str | None) -> RunPlan:
     faults, candidates = store.faults(), [path.resolve() for path in store.newest_first()]
     notes = [*replaced_records(run_dir), *(f"passed over the checkpoint {name}: {why}" for name, why in faults.items())]
     if began_from is not None and (not candidates or fault_of(Path(began_from)) is None):
-        candidates.append(open_checkpoint(began_from))
+        candidates = list(dict.fromkeys([*candidates, open_checkpoint(began_from)]))
     was_finished = "finished" in read_manifest(run_dir)
     if not candidates and faults:
         raise none_is_sound(store.folder, faults)
