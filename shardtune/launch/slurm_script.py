@@ -158,7 +158,7 @@ def _options(recipe: Recipe, job: SlurmJob) -> list[str]:
     name = str(recipe.runner.logger.experiment_name)
     used = [
         f"--job-name={shlex.quote(name)}",
-        f"--nodes={job.fewest}-{job.nodes}" if job.spare else f"--nodes={job.nodes}",
+        f"--nodes={job.nodes}",
         "--ntasks-per-node=1",
         "--exclusive",
         *_gpus(recipe, job),
