@@ -65,13 +65,13 @@ def start(argv: list[str], log: Path, *, own: bool = False) -> subprocess.Popen[
         return subprocess.Popen(argv, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
 
 
-def family(pid: int) -> list[int]:
-    """A process and those below it, servers aside."""
+def family(pid: int, log: Path) -> list[int]:
+    """A process and those below it that write into its log: not the servers that fork them, nor a fork on its way."""
     found = [pid]
     for each in found:
         with suppress(OSError):
             below = Path(f"/proc/{each}/task/{each}/children").read_text().split()
-            found += fork_server.without_servers([int(child) for child in below])
+            found += [int(child) for child in below if os.readlink(f"/proc/{child}/fd/2") == str(log)]
     return found
 
 
@@ -81,7 +81,7 @@ def to_the_end(argv: list[str], log: Path) -> float:
     try:
         code = process.wait(LIMIT)
     except subprocess.TimeoutExpired:
-        for pid in family(process.pid):
+        for pid in family(process.pid, log):
             os.kill(pid, signal.SIGKILL)
         code = None
     if code:
@@ -104,7 +104,7 @@ def trial(tiny: Tiny, number: int, seed: int, durations: dict[str, float]) -> di
         except subprocess.TimeoutExpired:
             break
         shutil.rmtree(run)  # it had ended before: another moment
-    processes = family(process.pid)
+    processes = family(process.pid, log)
     chosen = {"the command": [process.pid], "all": processes, "a rank": [draw.choice(processes[1:] or processes)]}
     ended = process.poll() is not None
     for pid in [] if ended else chosen[target]:
@@ -151,6 +151,7 @@ def main() -> None:
     options = parser.parse_args()
     began = time.monotonic()
     done = [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
+    done = [each for each in done if "failed" not in each]  # these are tried again
     left = [number for number in range(options.trials) if number not in {each["number"] for each in done}]
     undo = fork_server.install()
     with tempfile.TemporaryDirectory() as folder:

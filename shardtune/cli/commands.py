@@ -417,10 +417,10 @@ def main() -> None:
         end_with_parent()
     try:
         code = app(standalone_mode=False, prog_name="shardtune")
-        if code == CTRL_C:
-            end(KeyboardInterrupt())
     except UsageError as error:
         end(wrong_usage(error))
     except BaseException as error:
         end(error)
+    if code == CTRL_C:
+        end(KeyboardInterrupt())
     leave(code if isinstance(code, int) else 0)
