@@ -96,9 +96,6 @@ class Prometheus:
                 family.add_metric([self._run, distinguished], value)
             yield family
 
-    def sync(self) -> None:
-        """Nothing: there is no file."""
-
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()

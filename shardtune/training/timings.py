@@ -40,8 +40,5 @@ class Timings:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
-    def sync(self) -> None:
-        """Nothing: no run depends on these lines."""
-
     def close(self) -> None:
         self._file.close()
