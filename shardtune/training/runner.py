@@ -329,9 +329,8 @@ class SFTRunner:
             if trace is not None:
                 self._observer.log(f"the profile is in {trace}")
         else:
-            self._observer.log(
-                f"after step {step}: {position.problem}, its rows are passed over: {position.passed_over}"
-            )
+            self._saver.require_finite()
+            self._observer.log(f"after step {step}: {position.skipped}")
         self._observer.stepped(model.step, metrics)
         if self._listens_to_steps:
             self._notify(StepEnd, metrics=metrics, updated=advanced)
