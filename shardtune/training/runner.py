@@ -306,6 +306,13 @@ class SFTRunner:
                 where=f"the rows {position.passed_over}",
                 remedy="look at what the loss of these rows is, and whether they have targets and finite values",
             )
+        if position.none_finite:
+            raise ModelError(
+                f"after step {model.step} the loss or its gradient is finite for no row, so the model is not written",
+                where=f"the rows {position.passed_over}",
+                remedy="lower actor.optim.lr, or set actor.optim.clip_grad, and continue from a checkpoint before this "
+                "step (runner.resume_dir), or with another runner.logger.experiment_name",
+            )
         self._saver.save(self._state())
 
     def _why_ended(self) -> str:

@@ -1,4 +1,4 @@
-"""A row whose loss or gradient is not finite is named, alone, and nothing moves; on 1 and 2 ranks."""
+"""A row whose loss or gradient is not finite is named, alone, and nothing moves; so are weights; on 1 and 2 ranks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from shardtune import Adapter, Batch, LossSum, Sample
+from shardtune.errors import CheckpointError
+from shardtune.parallel.fsdp2 import local
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import quiet, whole
@@ -76,6 +78,13 @@ def steps(folder: str, kinds: tuple[str, ...], name: str, precision: str) -> dic
         told[kind] = (worker.position.skipped, moved, worker.step, scale.value if scale else None)
         worker.run_training()
         told[kind] += (worker.step,)
+        weights = {name: local(tensor.detach()) for name, tensor in worker.weights.parameters.items()}
+        if worker.ranks.rank == worker.ranks.world_size - 1:
+            weights["weight" if "weight" in weights else "0.weight"][-1] = torch.nan
+        told[f"weights {kind}"] = [str(one) for one in worker.state.finite.find()]
+        worker.save_checkpoint(Path(folder) / f"{kind}-{worker.ranks.world_size}", worker.step)
+        with pytest.raises(CheckpointError, match="weight holds NaN"):
+            worker.load_checkpoint(Path(folder) / f"{kind}-{worker.ranks.world_size}")
         worker.release()
     return told
 
@@ -111,7 +120,11 @@ def test_running_statistics_do_not_move_in_a_step_that_is_passed_over(folder: Pa
 
 
 def _expect(told: Mapping[str, Any], folder: Path) -> None:
-    for kind, (said, moved, step, scale, after) in told.items():
+    for kind in KINDS:
+        if kind not in told:
+            continue
+        assert told[f"weights {kind}"] == ["weight holds NaN"]
+        said, moved, step, scale, after = told[kind]
         what = "loss" if kind == "loss" else "gradient"
         assert said == f"the {what} was not finite for {folder / kind}.jsonl:6; the whole step is passed over"
         assert (moved, step, after) == ([], 0, 1)

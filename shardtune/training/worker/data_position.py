@@ -33,6 +33,7 @@ class DataPosition:
         horizon: optimizer steps until `max_epochs` or `max_steps`, whichever comes first.
         skipped_steps: the number of skipped steps.
         problem: why the last of them was skipped.
+        none_finite: whether each of its rows is not finite by itself; False once a step updates.
         passed_over: its rows; those that are not finite, where they were found.
         skipped: both, for a message.
     """
@@ -49,6 +50,7 @@ class DataPosition:
         self._skipped_in_a_row = 0
         self.problem = ""
         self.skipped = ""
+        self.none_finite = False
         self.passed_over = ""
         self.batches: Iterator[object] = self._batches()
 
@@ -89,6 +91,7 @@ class DataPosition:
             bad: its parts that are not finite, where they were found.
         """
         self.state = step.after
+        self.none_finite = len(bad) > 1 and len(bad) == len(step.rows)
         if result.updated:
             self._skipped_in_a_row = 0
             return
