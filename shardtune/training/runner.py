@@ -44,6 +44,11 @@ from shardtune.training.worker.run_context import RunContext
 class SFTRunner:
     """Runs a worker from its current step to the end of its recipe.
 
+    It writes checkpoints, metrics and answers into the run directory. What makes a run of that directory (the lock, the
+    resolved recipe, the manifest) and the model in `final/` are written by `shardtune.train`, which calls this class.
+    Used by hand, it is followed by `actor.export(Path("my-model"), "auto")`, which every rank calls and which writes
+    what `final/` would hold.
+
     Args:
         cfg: the recipe.
         actor: the worker; every rank has one.

@@ -14,7 +14,7 @@ from shardtune.batch import Batch, Sample
 from shardtune.data.loader.order import DataOrder
 from shardtune.data.loader.packing import NO_ROW, deal, deal_by_length, pack
 from shardtune.data.loader.prefetch import computed_ahead
-from shardtune.data.loader.protocol import DataState, Step
+from shardtune.data.loader.protocol import DataState, Step, supervised
 
 
 class Rows(Protocol):
@@ -173,7 +173,7 @@ class StepLoader:
         data: the encoded rows.
         order: cuts epochs into steps.
         maker: cuts steps into micro-batches.
-        token_term: the loss term whose weight counts supervised tokens.
+        token_term: the loss term whose weight counts supervised tokens, where there is one.
         num_processes: that prepare steps; 0: a thread of this one does.
     """
 
@@ -240,7 +240,7 @@ class StepLoader:
             micro_batches=self._maker.micro_batches(rows),
             denominators=denominators,
             num_tokens=int(np.asarray(self._data.lengths[rows]).sum()),
-            num_targets=denominators.get(self._token_term, 0.0) if self._token_term else 0.0,
+            num_targets=supervised(denominators, self._token_term),
         )
 
     @property

@@ -166,7 +166,8 @@ class CachedRowsTask(Task):
         )
         weighed = self.weighed(rows)
         maker = self.maker(weighed, actor.micro_batch_size, ranks)
-        return StepLoader(weighed, order, maker, token_term=TOKENS, num_processes=self.num_processes)
+        token_term = (self.adapter.token_term if isinstance(self.adapter, LanguageModel) else None) or TOKENS
+        return StepLoader(weighed, order, maker, token_term=token_term, num_processes=self.num_processes)
 
     def training_rows(self) -> TokenDataset:
         """The training rows.
