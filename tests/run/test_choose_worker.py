@@ -167,7 +167,7 @@ def test_a_worker_that_nothing_uses_is_mentioned(tmp_path: Path) -> None:
     [
         (
             REGISTERED + worker("Other") + worker(),
-            "my_net is that of Other, which nothing uses: actor.worker is",
+            "registered for Other, which nothing uses: actor.worker is",
         ),
         (NET + worker(), "my_net has no effect: model_provider_func of"),
     ],
@@ -175,7 +175,7 @@ def test_a_worker_that_nothing_uses_is_mentioned(tmp_path: Path) -> None:
 def test_a_model_type_that_the_named_worker_does_not_use_is_mentioned(tmp_path: Path, code: str, says: str) -> None:
     given = recipe(tmp_path, code, worker="Mine")
     kind = worker_class(given)
-    if "that of Other" not in says:
+    if "registered" not in says:
         assert unused_workers(given, object.__new__(kind)) == []
         kind = type("Own", (kind,), {"model_provider_func": lambda self: nn.Linear(1, 1)})
     (told,) = unused_workers(given, object.__new__(kind))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from shardtune import Adapter, Batch, LossSum, Sample
 from shardtune.errors import CheckpointError
@@ -18,6 +19,7 @@ from shardtune.parallel.fsdp2 import local
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import quiet, whole
+from tests.training.worker import test_base as own
 
 ROWS = 16
 KINDS = ("nan", "gradient", "loss")
@@ -117,6 +119,25 @@ def test_running_statistics_do_not_move_in_a_step_that_is_passed_over(folder: Pa
     assert (moved, step, after) == ([], 0, 1)
     assert said.startswith("the gradient was not finite for ")
     assert {int(name.rpartition(":")[2]) for name in said.partition(" for ")[2].partition(";")[0].split(", ")} >= {6}
+
+
+class Poisoned(own.Task):
+    """Its loader gives no numbers of rows; row 5 is in the third of its batches of two."""
+
+    form = "terms"
+
+    def build_dataloader(self, data_paths: list[str], eval_dataset: bool = False) -> tuple[Any, dict[str, Any]]:
+        rows: Any = own.data()
+        rows[5]["value"] = torch.tensor(torch.nan, dtype=torch.float64)
+        return DataLoader(rows, batch_size=own.MICRO), {"num_samples": own.ROWS}
+
+
+def test_of_a_loader_of_the_users_the_batch_is_named() -> None:
+    worker = Poisoned(own.recipe())
+    worker.setup()
+    worker.run_training()
+    named = "for micro-batch 3 of rank 0 among those after 0 of epoch 0; the whole step is passed over"
+    assert worker.position.skipped == f"the gradient was not finite {named}"
 
 
 def _expect(told: Mapping[str, Any], folder: Path) -> None:
