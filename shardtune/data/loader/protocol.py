@@ -45,7 +45,8 @@ def supervised(denominators: Mapping[str, float], token_term: str | None = None)
 
     Terms beside the main one weigh the same targets, or rows, of which there are fewer.
     """
-    return denominators[token_term] if token_term in denominators else max(denominators.values(), default=0.0)
+    largest = max(denominators.values(), default=0.0)
+    return largest if token_term is None else denominators.get(token_term, largest)
 
 
 @dataclass(frozen=True, slots=True)

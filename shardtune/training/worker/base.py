@@ -245,8 +245,9 @@ class FSDPSftWorker(ABC):
             return []
         loader, draws = self.loader, (self.recipe.runner.seed, self.state.step, self.ranks.draws_rank)
         # Where the numbers of a row depend on those beside it, a row alone shows nothing.
-        apart = isinstance(loader, StepLoader) and loader.takes_apart and not statistical_norms(self.state.inner)
-        alone = loader.alone if apart else None
+        alone = None
+        if isinstance(loader, StepLoader) and loader.takes_apart and not statistical_norms(self.state.inner):
+            alone = loader.alone
         return BadRows(self._forward, self.state.weights, self.ranks, draws=draws, alone=alone).find(step)
 
     def run_eval(self) -> dict[str, float]:
