@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.core_model_loading import build_glob_alternation
 
 from shardtune.checkpoint.checksums import CHECKSUMS, add_checksums
 from shardtune.checkpoint.hf_conversion import disk_groups, to_disk
@@ -23,6 +24,8 @@ from shardtune.models.action.policy import SETTINGS, ActionSettings
 from shardtune.parallel.meta_init import named_tensors
 
 _FILE = "model.safetensors"
+DiskDtype = Callable[[str, torch.Tensor], torch.dtype]
+"""The name of a tensor, and the tensor as it is in the model, to its dtype on disk."""
 
 
 class Processor(Protocol):
@@ -59,7 +62,8 @@ def save_pretrained(
     tensor (fused experts: one layer's, and its parts while they are written) beside its shards.
 
     Args:
-        dtype: of the floating parameters on disk. Buffers keep theirs.
+        dtype: of the floating parameters on disk; those that transformers keeps in fp32 stay so (see `disk_dtype`).
+            Buffers keep theirs.
         tokenizer: saved beside the weights, with `chat_template` where that is given.
         end_of_turn_ids: token ids the model was trained to end its turn with; generation stops at each of them.
         processor: of images and text, saved in place of its tokenizer.
@@ -96,10 +100,21 @@ def save_error(path: Path, problem: OSError) -> CheckpointError:
     )
 
 
-def _disk_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    if dtype is None or not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
-        return tensor.dtype
-    return dtype
+def disk_dtype(model: nn.Module, dtype: torch.dtype | None) -> DiskDtype:
+    """The dtype on disk of each tensor of a model that is written in a dtype; None: as in memory.
+
+    Buffers keep theirs, and so do whole numbers. What transformers keeps in fp32 where it loads the model in half
+    precision (`_keep_in_fp32_modules`, `_keep_in_fp32_modules_strict`) is written in fp32.
+    """
+    kept = [*model._get_dtype_plan(dtype)] if isinstance(model, PreTrainedModel) and dtype is not None else []
+    pattern = build_glob_alternation(kept)[0] if kept else None
+
+    def of(name: str, tensor: torch.Tensor) -> torch.dtype:
+        if dtype is None or not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
+            return tensor.dtype
+        return torch.float32 if pattern is not None and pattern.search(name) else dtype
+
+    return of
 
 
 def _save_weights(
@@ -116,7 +131,8 @@ def _save_weights(
         return to_disk(model, cast)
 
     groups = disk_groups(model, list(tensors))
-    write_weights(path, tensors, groups, convert, dtype=dtype, gather=gather, max_shard_bytes=max_shard_bytes)
+    on_disk = disk_dtype(model, dtype)
+    write_weights(path, tensors, groups, convert, dtype=on_disk, gather=gather, max_shard_bytes=max_shard_bytes)
 
 
 def write_weights(
@@ -125,7 +141,7 @@ def write_weights(
     groups: Sequence[Sequence[str]],
     convert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
     *,
-    dtype: torch.dtype | None,
+    dtype: DiskDtype,
     gather: Callable[[str, torch.Tensor], torch.Tensor],
     max_shard_bytes: int | None,
 ) -> None:
@@ -138,7 +154,7 @@ def write_weights(
         tensors: by name.
         groups: the names, in groups that are converted together.
         convert: one group to the names and layout on disk; called with tensors on the meta device as well.
-        dtype: of floating parameters on disk; None: their own.
+        dtype: of each tensor on disk.
         gather: makes a tensor whole.
         max_shard_bytes: of one file; None: another rank writes.
     """
@@ -151,7 +167,7 @@ def write_weights(
         whole = {name: gather(name, tensors[name]).detach() for name in names}
         if max_shard_bytes is None:
             continue
-        cast = {name: tensor.to(_disk_dtype(tensors[name], dtype)) for name, tensor in whole.items()}
+        cast = {name: tensor.to(dtype(name, tensors[name])) for name, tensor in whole.items()}
         for name, tensor in convert(cast).items():
             place[name].write(name, tensor)
     if writers:
@@ -162,12 +178,12 @@ def _plan(
     tensors: Mapping[str, torch.Tensor],
     groups: Sequence[Sequence[str]],
     convert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
-    dtype: torch.dtype | None,
+    dtype: DiskDtype,
 ) -> list[TensorPlan]:
     """Names, shapes and dtypes on disk, found by converting tensors without memory."""
     plan: list[TensorPlan] = []
     for names in groups:
-        empty = {n: torch.empty(tensors[n].shape, dtype=_disk_dtype(tensors[n], dtype), device="meta") for n in names}
+        empty = {n: torch.empty(tensors[n].shape, dtype=dtype(n, tensors[n]), device="meta") for n in names}
         plan += [TensorPlan(n, tuple(t.shape), t.dtype) for n, t in convert(empty).items()]
     return plan
 
@@ -207,6 +223,9 @@ def save_config(
     """Writes config.json: that of the model, with a dtype and other settings than those in memory."""
     config = deepcopy(model.config)
     config.dtype = dtype
+    for key in config.sub_configs:  # as from_pretrained does
+        if isinstance(part := getattr(config, key), PreTrainedConfig):
+            part.dtype = dtype
     for key, value in settings.items():
         setattr(config, key, value)
     # fully_shard gives the object a class of its own.

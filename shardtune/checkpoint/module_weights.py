@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardtune.checkpoint.base_weights import part_of
-from shardtune.checkpoint.hf_save import gather_full, save_error, write_weights
+from shardtune.checkpoint.hf_save import disk_dtype, gather_full, save_error, write_weights
 from shardtune.checkpoint.safetensors_file import read_header
 from shardtune.checkpoint.weight_files import WeightTensor, find_weights
 from shardtune.errors import ModelError
@@ -220,7 +220,7 @@ def save_plain(
             tensors,
             [[name] for name in tensors],
             dict,
-            dtype=dtype,
+            dtype=disk_dtype(model, dtype),
             gather=gather,
             max_shard_bytes=max_shard_bytes if writes else None,
         )

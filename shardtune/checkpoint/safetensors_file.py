@@ -39,6 +39,8 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.
 # never exists twice.
 _BUFFER_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 100_000_000
+_ALIGNMENT = 64
+"""Bytes; that of torch's own memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +200,9 @@ class SafetensorsWriter:
     def __init__(self, file: Path, tensors: Sequence[TensorPlan]) -> None:
         header: dict[str, _HeaderEntry] = {}
         offset = 0
+        # Readers map the file into memory, and torch's kernels may add in another order where a tensor is not aligned:
+        # the data begin aligned, and tensors that would move those after them come last.
+        tensors = sorted(tensors, key=lambda tensor: tensor.nbytes % _ALIGNMENT != 0)
         for tensor in tensors:
             header[tensor.name] = {
                 "dtype": DTYPE_NAMES[tensor.dtype],
@@ -206,7 +211,7 @@ class SafetensorsWriter:
             }
             offset += tensor.nbytes
         raw = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":")).encode()
-        raw += b" " * (-len(raw) % 8)
+        raw += b" " * (-(8 + len(raw)) % _ALIGNMENT)
         start = struct.pack("<Q", len(raw)) + raw
         self.file = file
         self._header: tuple[int, str] = len(start), checksum(start)

@@ -17,6 +17,9 @@ from shardtune.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
+FLOATS = {
+    str(kind).removeprefix("torch."): kind for kind in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+}
 _SAFETENSORS = "model.safetensors"
 _PICKLED = "pytorch_model.bin"
 
@@ -65,6 +68,23 @@ class PickledTensor:
     def read_into(self, target: torch.Tensor, offsets: Sequence[int]) -> None:
         """Fills `target` with the block of its shape that begins at `offsets`."""
         target.copy_(self.read_slice(offsets, target.shape))
+
+
+def stored_dtype(directory: Path) -> torch.dtype | None:
+    """The dtype in which transformers loads a model's directory with `dtype="auto"`.
+
+    It is that of its config.json, otherwise that of the first floating tensor; None for a directory without either.
+    """
+    file = directory / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    named = config.get("dtype") or config.get("torch_dtype")
+    if isinstance(named, str) and named.removeprefix("torch.") in FLOATS:
+        return FLOATS[named.removeprefix("torch.")]
+    try:
+        stored = find_weights(directory)
+    except ModelError:
+        return None
+    return next((tensor.dtype for tensor in stored.values() if tensor.dtype.is_floating_point), None)
 
 
 def find_weights(model_path: str | Path) -> dict[str, WeightTensor]:

@@ -10,7 +10,7 @@ from shardtune.config.layers import Merged
 from shardtune.config.model_names import BUILT_IN
 from shardtune.config.rank_layout import Layout
 from shardtune.config.schema import OptimConfig, Recipe
-from shardtune.config.values import WORKERS
+from shardtune.config.values import LARGEST, OUT_OF_RANGE, WORKERS
 from shardtune.errors import ConfigError, ParallelError
 
 
@@ -171,6 +171,14 @@ def _length(context: Context) -> Iterator[ConfigError]:
 
 def _schedule(context: Context) -> Iterator[ConfigError]:
     optim = context.recipe.actor.optim
+    for rate, decay in [(optim.lr, optim.weight_decay), *((group.lr, group.weight_decay) for group in optim.groups)]:
+        product = (optim.lr if rate is None else rate) * (optim.weight_decay if decay is None else decay)
+        if product > LARGEST:
+            yield context.problem(
+                "actor.optim.weight_decay",
+                f"the learning rate times the weight decay is {product:g}: {OUT_OF_RANGE}",
+                "lower one of them",
+            )
     if optim.min_lr > optim.lr:
         yield context.problem(
             "actor.optim.min_lr",

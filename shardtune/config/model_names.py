@@ -11,7 +11,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Literal, TypeAlias, TypeVar
 
-from shardtune.config.user_code import UserFunction
+from shardtune.config.user_code import UserFunction, import_users
 from shardtune.errors import ConfigError
 
 Registrable: TypeAlias = type | UserFunction
@@ -262,6 +262,7 @@ def _package(entry: EntryPoint) -> str:
 
 def _load(entry: EntryPoint) -> Registrable:
     try:
+        import_users(entry.module)
         return entry.load()
     except (Exception, SystemExit) as error:
         raise ConfigError(

@@ -23,6 +23,8 @@ UserFunction: TypeAlias = Callable[..., Any]
 """A function or class in a user's file, whose arguments and result are not checked yet."""
 USER_MODULE = "shardtune_user_"
 """The prefix of the module names under which a user's files are imported."""
+_packages: set[str] = set()
+"""Top-level packages of users, imported by name."""
 
 
 class _FromSource(SourceFileLoader):
@@ -166,7 +168,14 @@ def user_fault(error: BaseException) -> ConfigError | None:
 
 
 def _is_users(traced: TracebackType) -> bool:
-    return str(traced.tb_frame.f_globals.get("__name__", "")).startswith(USER_MODULE)
+    name = str(traced.tb_frame.f_globals.get("__name__", ""))
+    return name.startswith(USER_MODULE) or name.partition(".")[0] in _packages
+
+
+def import_users(module: str) -> ModuleType:
+    """Import a user's module by name; errors in its package count as the user's from now on."""
+    _packages.add(module.partition(".")[0])
+    return importlib.import_module(module)
 
 
 def load_function(spec: str, where: str) -> UserFunction:
@@ -198,7 +207,7 @@ def import_plugins(plugins: Sequence[str]) -> list[ModuleType]:
             modules.append(import_file(Path(plugin), "plugins"))
             continue
         try:
-            modules.append(importlib.import_module(plugin))
+            modules.append(import_users(plugin))
         except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"the plugin {plugin!r} cannot be imported: {type(error).__name__}: {error}",

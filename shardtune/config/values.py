@@ -19,6 +19,8 @@ ENVIRONMENTS = ("reach", "point2d")
 PISSA_STEPS = re.compile(r"pissa_niter_[0-9]+")
 LORA_INITS = ("gaussian", "orthogonal", "pissa", "olora", "mica")
 NEED_DATA = ("eva", "corda", "lora_ga")
+SMALLEST, LARGEST = 1e-30, 1e30
+OUT_OF_RANGE = "32-bit arithmetic needs 0 or a magnitude from 1e-30 to 1e30"
 _EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
 
 
@@ -35,6 +37,20 @@ def _number(value: object) -> object:
         value = float(value)
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError("not a finite number")
+    if isinstance(value, int | float) and not in_range(value):
+        raise ValueError(OUT_OF_RANGE)
+    return value
+
+
+def in_range(value: float) -> bool:
+    """Whether a number, and products of it with weights and gradients, can be computed with in fp32."""
+    return value == 0 or SMALLEST <= abs(value) <= LARGEST
+
+
+def _arguments(value: object) -> object:
+    for argument in value.values() if isinstance(value, Mapping) else ():
+        for number in argument if isinstance(argument, list) else [argument]:
+            _number(number)
     return value
 
 
@@ -144,6 +160,7 @@ def _regular_expression(value: object) -> object:
 
 Text = Annotated[str, Field(min_length=1), Allowed("text")]
 Number = Annotated[float, BeforeValidator(_number)]
+Arguments = Annotated[dict[str, object], BeforeValidator(_arguments)]
 Count = Annotated[int, Field(ge=1)]
 CountOrUnlimited = Annotated[int, BeforeValidator(_count_or_unlimited), Allowed("-1, or a whole number >= 1")]
 Interval = Annotated[int | str, BeforeValidator(_interval), Allowed('-1, a whole number >= 1, or "epoch"')]

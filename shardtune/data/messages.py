@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from shardtune.config.values import OUT_OF_RANGE, in_range
 from shardtune.data.encoder import RowError
 
 ROLES = {
@@ -205,6 +206,8 @@ def loss_weight_of(turn: Mapping[str, object]) -> float | None:
     value = turn[given[0]]
     if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
         raise RowError(f"{given[0]} is {value!r}; it must be a number of at least 0")
+    if not in_range(value):
+        raise RowError(f"{given[0]} is {value!r}: {OUT_OF_RANGE}")
     return float(value)
 
 

@@ -13,13 +13,15 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardtune.checkpoint.hf_conversion import disk_groups, to_disk
-from shardtune.checkpoint.hf_save import gather_full, save_pretrained
+from shardtune.checkpoint.hf_save import disk_dtype, gather_full, save_pretrained
 from shardtune.checkpoint.module_weights import save_plain
 from shardtune.checkpoint.peft_directory import merging, save_adapter
 from shardtune.engine.nn import BaseTrainModule
 from shardtune.errors import ModelError
 from shardtune.models.lora.attach import base_tensors, is_adapted
 from shardtune.parallel.fsdp2 import Weights
+from shardtune.parallel.ranks import Ranks
+from shardtune.training.worker.finite_weights import FiniteWeights
 
 POSTPROCESS = "postprocess_output_named_parameters"
 
@@ -85,12 +87,21 @@ def _as_on_disk(module: BaseTrainModule, weights: Weights) -> Iterator[tuple[str
 
 
 @torch.no_grad()
-def save_directory(module: BaseTrainModule, weights: Weights, directory: Path, dtype: torch.dtype | None) -> None:
+def save_directory(
+    module: BaseTrainModule, weights: Weights, directory: Path, dtype: torch.dtype | None, ranks: Ranks
+) -> None:
     """Write a directory that `from_pretrained` loads; for an adapted model PEFT's; every rank calls it.
 
     Args:
         dtype: of the weights; None: that of the model's config.
+
+    Raises:
+        CheckpointError: trained weights are not finite, or would not be in this dtype.
     """
+    if isinstance(module, PreTrainedModel) and not is_adapted(module):
+        dtype = dtype or (module.config.dtype if isinstance(module.config.dtype, torch.dtype) else torch.float32)
+    if trained := weights.trainable():
+        FiniteWeights(weights, ranks, torch.float32).check_written(directory, disk_dtype(module, dtype), trained)
     with weights.in_rows():
         tensors = weights.tensors()
         if is_adapted(module):
@@ -102,8 +113,7 @@ def save_directory(module: BaseTrainModule, weights: Weights, directory: Path, d
                 )
             save_adapter(module, directory, base=module.name_or_path or None, dtype=dtype, tensors=tensors)
         elif isinstance(module, PreTrainedModel):
-            own = module.config.dtype if isinstance(module.config.dtype, torch.dtype) else torch.float32
-            save_pretrained(module, directory, dtype=dtype or own, tensors=tensors)
+            save_pretrained(module, directory, dtype=dtype or torch.float32, tensors=tensors)
             _name_the_model(module, directory)
         else:
             save_plain(module, directory, dtype=dtype, tensors=tensors)

@@ -247,7 +247,7 @@ class RankModule:
 
     def save_pretrained(self, folder: str, dtype: torch.dtype | None) -> None:
         self.wake()
-        save_directory(self._module, self._weights, Path(folder), dtype)
+        save_directory(self._module, self._weights, Path(folder), dtype, self._ranks)
 
     def export(self, dtype: torch.dtype | None) -> None:
         """Start an export of all weights."""

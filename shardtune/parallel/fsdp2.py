@@ -143,6 +143,7 @@ class Weights:
         starts: of parameters of which this rank has a range of numbers, in the order of memory: the first, by name.
         on_ranks: whether there are several ranks; otherwise `begin_micro_batch` has nothing to do.
         stepping: whether a user's optimizer is in its step.
+        has_buffers: whether the model has persistent buffers, which forwards may change.
         replicates: whether ranks hold anything whole, parameters or buffers; otherwise `sync_replicated_gradients` has
             nothing to do.
     """
@@ -180,7 +181,8 @@ class Weights:
         self._whole = [name for name, parameter in self._computed.items() if self._is_whole(name, parameter)]
         self.on_ranks = ranks.mesh is not None
         shared = ranks.layout.tensor > 1 and bool(partial)
-        self.replicates = self.on_ranks and bool(self._whole or shared or self._buffers.tensors())
+        self.has_buffers = bool(self._buffers.tensors())
+        self.replicates = self.on_ranks and bool(self._whole or shared or self.has_buffers)
         self.parameters: dict[str, nn.Parameter] = dict(self._computed)
         self._apart: list[str] = []
         self._narrowed: list[str] = []
@@ -206,6 +208,20 @@ class Weights:
     def _own(self, left_out: Collection[str] = ()) -> dict[str, torch.Tensor]:
         everything = {**self.parameters, **self._buffers.tensors()}
         return {name: tensor for name, tensor in everything.items() if name not in left_out}
+
+    def own_parts(self) -> dict[str, torch.Tensor]:
+        """This rank's parts of parameters and persistent buffers by name, as they lie in memory."""
+        return {name: local(tensor.detach()) for name, tensor in self._own().items()}
+
+    def copy_buffers(self) -> dict[str, torch.Tensor]:
+        """Copies of the persistent buffers, for `restore_buffers`."""
+        return {name: buffer.clone() for name, buffer in self._buffers.tensors().items()}
+
+    @torch.no_grad()
+    def restore_buffers(self, copies: Mapping[str, torch.Tensor]) -> None:
+        """Give the buffers the values of `copy_buffers`: what forwards have changed since counts no longer."""
+        for name, buffer in self._buffers.tensors().items():
+            buffer.copy_(copies[name])
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers by name, as checkpoints hold them; all ranks call it."""

@@ -107,6 +107,12 @@ class Ranks:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return float(tensor)
 
+    def largest_of(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest of each of some values over ranks; every rank passes the same number."""
+        if self.mesh is not None:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
+
     def gather(self, value: T) -> list[T]:
         """The value of every rank, in rank order, on every rank (pickled: for small things, seldom)."""
         if self.mesh is None:

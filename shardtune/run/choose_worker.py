@@ -10,7 +10,7 @@ from types import ModuleType
 from pydantic import BaseModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from shardtune.config import Recipe
+from shardtune.config import ModelConfig, Recipe
 from shardtune.config.model_names import (
     BUILT_IN,
     is_declared,
@@ -20,16 +20,19 @@ from shardtune.config.model_names import (
     registered_adapter,
     registered_worker,
 )
-from shardtune.config.user_code import code_hashes, import_plugins, load_function
+from shardtune.config.user_code import code_hashes, import_plugins, load_function, names_in
 from shardtune.config.values import ENVIRONMENTS
 from shardtune.errors import ConfigError
 from shardtune.models.action.check_length import check_stored_length
+from shardtune.models.registered_functions import require_known
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.training.worker.build_dataloader import check_build_dataloader
 from shardtune.training.worker.sft_trainer import SFTTrainer
 
 MODEL_TYPE, WORKER = "actor.model.model_type", "actor.worker"
+READS_MODEL = {"get_model", "super", "cfg", "recipe"}
+"""Names by which a method of a worker's gets at the recipe's model."""
 BUILT_IN_WORKERS: Mapping[str, type[FSDPSftWorker]] = {"sft_trainer": SFTTrainer}
 """Names that a recipe may use in place of file.py:Class."""
 
@@ -101,9 +104,11 @@ def worker_class(recipe: Recipe) -> type[FSDPSftWorker]:
         ConfigError: the recipe names no worker, or the choice is ambiguous.
     """
     modules = import_plugins(recipe.plugins)
-    if recipe.actor.worker is not None:
-        return _named(recipe.actor.worker)
     name = recipe.actor.model.model_type
+    if recipe.actor.worker is not None:
+        kind = _named(recipe.actor.worker)
+        require_known(name)
+        return kind
     if name in BUILT_IN or recipe.actor.model.adapter is not None:
         return SFTWorker
     worker = registered_worker(name)
@@ -166,11 +171,19 @@ def unnamed_workers(modules: list[ModuleType]) -> list[type[FSDPSftWorker]]:
 
 
 def unused_workers(recipe: Recipe, worker: FSDPSftWorker) -> list[str]:
-    """A note for the user if the plugins define workers and the run uses none of them."""
+    """A note for the user if there are workers that nothing uses, or if the worker does not use `model_type`."""
+    name, named = recipe.actor.model.model_type, recipe.actor.worker
+    if named is not None and name != ModelConfig.model_fields["model_type"].default:
+        other = registered_worker(name)
+        if other is not None and other is not type(worker):
+            return [
+                f"{MODEL_TYPE} = {name} is registered for {other.__name__}, which nothing uses: {WORKER} is {named}"
+            ]
+        if not names_in(type(worker).model_provider_func) & READS_MODEL:
+            return [f"{MODEL_TYPE} = {name} has no effect: model_provider_func of {named} makes a model of its own"]
     found = [kind.__name__ for kind in unnamed_workers(import_plugins(recipe.plugins))]
     if not found or type(worker) is not SFTWorker:
         return []
-    name = recipe.actor.model.model_type
     return [f"the plugins define {', '.join(found)}, which nothing uses: {MODEL_TYPE} is {name} and {WORKER} is null"]
 
 

@@ -127,9 +127,9 @@ def checklist(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> list[str]:
 
 def _targets(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> str:
     """The denominator of the first step's loss."""
-    if metrics["train/supervised_tokens"] or not isinstance(worker.loader, StepLoader):
-        return f"{metrics['train/supervised_tokens'] or metrics['train/tokens']:,.0f} targets"
-    weights = worker.loader.step(DataState()).denominators
+    weights = worker.loader.step(DataState()).denominators if isinstance(worker.loader, StepLoader) else {}
+    if not weights or TOKENS in weights:
+        return f"{metrics['train/supervised_tokens']:,.0f} targets"
     if len(weights) == 1:
         return f"a weight of {next(iter(weights.values())):,.0f}"
     return f"the weights {', '.join(f'{weight:,.0f} in {term}' for term, weight in weights.items())}"

@@ -47,6 +47,11 @@ from shardtune.training.worker.run_context import RunContext
 class SFTRunner:
     """Runs a worker from its current step to the end of its recipe.
 
+    It writes checkpoints, metrics and answers into the run directory. What makes a run of that directory (the lock, the
+    resolved recipe, the manifest) and the model in `final/` are written by `shardtune.train`, which calls this class.
+    Used by hand, it is followed by `actor.export(Path("my-model"), "auto")`, which every rank calls and which writes
+    what `final/` would hold.
+
     Args:
         cfg: the recipe.
         actor: the worker; every rank has one.
@@ -317,6 +322,13 @@ class SFTRunner:
                 where=f"the rows {position.passed_over}",
                 remedy="look at what the loss of these rows is, and whether they have targets and finite values",
             )
+        if position.none_finite:
+            raise ModelError(
+                f"after step {model.step} the loss or its gradient is finite for no row, so the model is not written",
+                where=f"the rows {position.passed_over}",
+                remedy="lower actor.optim.lr, or set actor.optim.clip_grad, and continue from a checkpoint before this "
+                "step (runner.resume_dir), or with another runner.logger.experiment_name",
+            )
         self._saver.save(self._state())
 
     def _why_ended(self) -> str:
@@ -342,9 +354,8 @@ class SFTRunner:
             if trace is not None:
                 self._observer.log(f"the profile is in {trace}")
         else:
-            self._observer.log(
-                f"after step {step}: {position.problem}, its rows are passed over: {position.passed_over}"
-            )
+            self._saver.require_finite()
+            self._observer.log(f"after step {step}: {position.skipped}")
         self._observer.stepped(model.step, metrics)
         if self._listens_to_steps:
             self._notify(StepEnd, metrics=metrics, updated=advanced)

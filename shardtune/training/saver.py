@@ -12,8 +12,10 @@ from typing import TypeVar, cast
 from shardtune.checkpoint.atomic import require_space
 from shardtune.checkpoint.dcp import PendingSave
 from shardtune.checkpoint.store import CheckpointStore
+from shardtune.errors import ModelError
 from shardtune.launch.events import write_event
 from shardtune.launch.progress import PROGRESS, SAVING
+from shardtune.parallel.finite import some
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.observer import Observer
 from shardtune.training.worker.base import FSDPSftWorker
@@ -113,6 +115,7 @@ class Saver:
                 (_, path), self._unannounced = self._unannounced, None
                 self._notify(step, path, best)
             return
+        self.require_finite()
         needed = self._worker.state.checkpoint_bytes()
         folder = on_main(self._ranks, lambda: self._store.begin(step, needed_bytes=needed))
         writes = self._write(folder, step)
@@ -121,6 +124,32 @@ class Saver:
         self.waited += time.perf_counter() - began
         if not self._background:
             self.finish()
+
+    def require_finite(self) -> None:
+        """End training whose weights are not finite; every rank calls it.
+
+        Raises:
+            ModelError: names the first such tensor, the step, and the last checkpoint, whose weights are finite.
+        """
+        worker = self._worker
+        unfit = worker.state.finite.find()
+        if not unfit:
+            return
+        self.finish()
+        last, optim = on_main(self._ranks, self._store.latest), worker.recipe.actor.optim
+        steadier = "lower actor.optim.lr" + (", or set actor.optim.clip_grad" if optim.clip_grad is None else "")
+        steadier += ", or use actor.model.precision: bf16" if worker.state.loss_scale is not None else ""
+        raise ModelError(
+            f"the weights are not finite after step {worker.step:,}: {some(unfit)}",
+            where=f"step {worker.step:,}, actor.optim.lr = {optim.lr:g}",
+            remedy=f"{steadier}; "
+            + (
+                "there is no checkpoint before it, so the same command begins anew"
+                if last is None
+                else f"the last checkpoint is fine: the same command continues from {last} with "
+                "runner.allow_changes=[actor.optim]"
+            ),
+        )
 
     def _write(self, folder: Path, step: int) -> list[PendingSave]:
         """Call the worker's `save_checkpoint`; an override may accept only folder and step, and then training waits."""

@@ -106,6 +106,11 @@ class StepResult:
         """The quantity whose gradient was taken."""
         return sum(self.losses.values())
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether gradient and losses are."""
+        return all(map(math.isfinite, (self.gradient_norm, *self.losses.values())))
+
 
 def seed_rng(seed: int, step: int, micro_batch: int, rank: int, stage: str) -> None:
     """Seed a forward by its position in training, so that no generator state has to be saved.
@@ -207,15 +212,16 @@ def optimizer_step(
 ) -> StepResult:
     """One step of the optimizer on all ranks.
 
-    A non-finite gradient changes nothing, on any rank: with fp16 the same micro-batches are computed again at half the
-    loss scale, otherwise the result has `updated=False`. The same holds for a step without a target, in which momentum
-    and weight decay alone would change the weights.
+    A gradient or a loss that is not finite changes nothing, on any rank: where fp16 gradients overflow, the same
+    micro-batches are computed again at half the loss scale, otherwise the result has `updated=False`. The same holds
+    for a step without a target, in which momentum and weight decay alone would change the weights.
 
     Raises:
         ModelError: no parameter has a gradient, although there are targets; or fp16 overflows at any loss scale.
     """
     if not any(denominators.values()):
         return StepResult(dict.fromkeys(denominators, 0.0), 0.0, updated=False, problem="no row has a target")
+    buffers = weights.copy_buffers() if weights.has_buffers else {}
     for _ in range(MAX_HALVINGS):
         scale = loss_scale.value if loss_scale else 1.0
         weights.zero_gradients()
@@ -223,9 +229,11 @@ def optimizer_step(
         if weights.replicates:
             weights.sync_replicated_gradients()
         norm = weights.gradient_norm() / scale
-        if math.isfinite(norm) or loss_scale is None:
-            break
+        if math.isfinite(norm) or loss_scale is None or not _are_finite(totals, ranks):
+            break  # no scale mends a loss that is not finite
         loss_scale.halve()
+        if buffers:
+            weights.restore_buffers(buffers)
     else:
         raise ModelError("fp16 gradients overflow at any loss scale", remedy="use actor.model.precision: bf16")
     known_at = time.perf_counter()
@@ -244,9 +252,12 @@ def optimizer_step(
         for name, value in zip(totals.losses, sums, strict=True)
     }
     metrics = ranks.reduce_metrics(totals.metrics) if measured else {}
-    if not math.isfinite(norm):
+    if not all(map(math.isfinite, (norm, *losses.values()))):
         weights.zero_gradients()
-        return StepResult(losses, norm, False, "the gradient was not finite", metrics, known_at)
+        if buffers:
+            weights.restore_buffers(buffers)
+        problem = f"the {'loss' if math.isfinite(norm) else 'gradient'} was not finite"
+        return StepResult(losses, norm, updated=False, problem=problem, metrics=metrics, gradient_at=known_at)
     factor = 1.0 if clip is None else min(1.0, clip / (norm + CLIP_EPSILON))
     weights.scale_gradients(factor / scale)
     optimizer.step()
@@ -255,6 +266,11 @@ def optimizer_step(
     if loss_scale:
         loss_scale.adjust()
     return StepResult(losses, norm, updated=True, metrics=metrics, gradient_at=known_at)
+
+
+def _are_finite(totals: Totals, ranks: Ranks) -> bool:
+    """Whether the losses of all ranks are; every rank calls it."""
+    return not ranks.largest(float(not all(bool(total.isfinite()) for total in totals.losses.values())))
 
 
 def peak_memory_gb(device: torch.device) -> float:

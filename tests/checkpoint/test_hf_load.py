@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from shardtune.checkpoint import safetensors_file
 from shardtune.checkpoint.hf_load import init_empty_weights, initialise_weights, load_weights, save_pretrained
+from shardtune.checkpoint.weight_files import stored_dtype
 from shardtune.errors import ModelError
 from tests.support import tiny_checkpoint as tiny
 from tests.support.dist.ranks import run_ranks
@@ -341,6 +342,26 @@ def test_settings_beside_the_weights(tmp_path: Path) -> None:
     assert again.dtype == torch.bfloat16
     model.set_attn_implementation("sdpa")
     assert torch.equal(tiny.logits(again), tiny.logits(model.to(torch.bfloat16)))
+
+
+def test_modules_that_transformers_keeps_in_fp32_are_written_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny.model("llama")
+    monkeypatch.setattr(type(model), "_keep_in_fp32_modules_strict", {"input_layernorm"})
+    monkeypatch.setattr(type(model), "_keep_in_fp32_modules", {"mlp.up_proj"})
+    tiny.saved("llama", tmp_path / "in")
+    for dtype in (torch.bfloat16, torch.float16):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "in", dtype=dtype).save_pretrained(tmp_path / "wanted")
+        save_pretrained(loaded("llama", tmp_path / "in"), tmp_path / "out", dtype=dtype)
+        wanted, found = (load_file(tmp_path / name / "model.safetensors") for name in ("wanted", "out"))
+        assert {name: tensor.dtype for name, tensor in found.items()} == {n: t.dtype for n, t in wanted.items()}
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+        assert len({tensor.dtype for tensor in found.values()}) == 2
+        assert stored_dtype(tmp_path / "out") == dtype
+    (tmp_path / "out" / "config.json").unlink()
+    assert stored_dtype(tmp_path / "out") in (torch.float16, torch.float32)
+    assert stored_dtype(tmp_path) is None
 
 
 def test_generation_stops_at_the_trained_token(tmp_path: Path) -> None:

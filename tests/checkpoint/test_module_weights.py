@@ -17,6 +17,7 @@ from shardtune.checkpoint.export_check import check_reload
 from shardtune.checkpoint.hf_save import save_pretrained
 from shardtune.checkpoint.module_weights import in_files, load_plain, save_plain
 from shardtune.checkpoint.peft_directory import merging, save_adapter
+from shardtune.checkpoint.safetensors_file import read_header
 from shardtune.config import LoraConfig
 from shardtune.errors import CheckpointError, ModelError
 from shardtune.models.lora.attach import attach_adapter, base_tensors, keep_in_nf4
@@ -93,6 +94,10 @@ def test_a_dtype_is_for_parameters_and_an_earlier_save_is_replaced(tmp_path: Pat
     assert {str(found[name].dtype) for name, _ in model.named_parameters()} == {"torch.bfloat16"}
     assert found["layers.1.running_var"].dtype == torch.float32
     assert found["layers.1.num_batches_tracked"].dtype == torch.int64
+    places = {name: tensor.start % 64 for name, tensor in read_header(tmp_path / "model.safetensors")[0].items()}
+    assert {place for name, place in places.items() if found[name].nbytes % 64 == 0} <= {0}, (
+        "kernels need aligned memory"
+    )
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="the model cannot be saved"):
         save_plain(model, tmp_path / "file")

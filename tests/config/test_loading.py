@@ -73,6 +73,17 @@ def test_numbers_as_people_write_them(load_text, text, expected):
         ("actor: {optim: {lr: abc}}", "actor.optim.lr: 'abc'"),
         ("actor: {optim: {lr: .inf}}", "actor.optim.lr: inf"),
         ("actor: {optim: {lr: .nan}}", "actor.optim.lr: nan"),
+        (
+            "actor: {optim: {lr: 1e60}}",
+            "is not allowed (32-bit arithmetic needs 0 or",
+        ),
+        ("actor: {optim: {adam_eps: 1e-46}}", "actor.optim.adam_eps: 1e-46"),
+        (
+            "actor: {optim: {groups: [{pattern: a, weight_decay: 1.0e+31}]}}",
+            "actor.optim.groups[0].weight_decay: 1e+31",
+        ),
+        ("actor: {optim: {args: {amsgrad: true, momentum: 1.0e+39}}}", "actor.optim.args: {'amsgrad': True"),
+        ("actor: {optim: {lr: 1.0e+20, weight_decay: 1.0e+20}}", "the learning rate times the weight decay is 1e+40"),
         ("actor: {optim: {lr: true}}", "actor.optim.lr: True"),
         ("actor: {optim: {adam_beta2: 1.0}}", "actor.optim.adam_beta2: 1.0"),
         ("actor: {optim: {clip_grad: 0}}", "actor.optim.clip_grad: 0"),

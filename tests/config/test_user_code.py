@@ -70,10 +70,17 @@ def test_a_module_that_is_nowhere_is_no_matter_of_files_beside(tmp_path: Path) -
 
 
 def test_a_module_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "installed_plugin_of_mine.py").write_text("loaded = True\n")
+    file = tmp_path / "installed_plugin_of_mine.py"
+    file.write_text("loaded = True\ndef fails(): return {}['x']\n")
     monkeypatch.syspath_prepend(tmp_path)
     import_plugins(["installed_plugin_of_mine"])
-    assert sys.modules["installed_plugin_of_mine"].loaded
+    module = sys.modules["installed_plugin_of_mine"]
+    assert module.loaded
+    with pytest.raises(KeyError) as caught:
+        module.fails()
+    told = user_fault(caught.value)  # as a mistake in a file that the recipe names
+    assert told is not None
+    assert (told.what, told.where) == ("KeyError: 'x'", f"{file}:2, in fails")
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,7 @@ CHAT_FAULTS = [
     ([user("Hi"), assistant("a", loss_weight=-1)], "message 2: loss_weight is -1"),
     ([user("Hi"), assistant("a", loss_weight="much")], "loss_weight is 'much'"),
     ([user("Hi"), assistant("a", loss_weight=float("nan"))], "loss_weight is nan"),
+    ([user("Hi"), assistant("a", loss_weight=1e39)], "32-bit arithmetic needs"),
     ([user("Hi"), assistant("a", loss_weight=1, weight=1)], "both loss_weight and weight"),
     ([{**user("Hi"), "tool_calls": [{"name": "a"}]}, assistant("a")], "tool_calls in a user turn"),
     ([user("Hi"), assistant("", tool_calls=[{"arguments": {}}])], "a tool call without a name"),

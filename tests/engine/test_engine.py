@@ -362,6 +362,10 @@ def test_a_saved_directory_is_transformers_own(model: Path, tmp_path: Path):
     assert type(loaded) is Qwen2ForCausalLM
     assert loaded.config.architectures == ["Qwen2ForCausalLM"]
     assert torch.equal(loaded(torch.tensor(SAMPLES)).logits, engine.logits(SAMPLES)[0])
+    engine.grow(1e6)
+    with pytest.raises(CheckpointError, match=r"lm_head.weight holds values up to .*, beyond the range of float16"):
+        engine.save_pretrained(tmp_path / "half", torch.float16)
+    assert not (tmp_path / "half").exists()
 
 
 def test_sleep_gives_back_memory_and_loses_nothing(model: Path):

@@ -145,8 +145,9 @@ def test_a_worker_is_found(tmp_path: Path, code: str, model: dict[str, Any], nam
         (HALF, {"worker": "Half"}, "the worker Half lacks build_dataloader, get_eval_model_output"),
         (NET, {"worker": "my_net"}, "mine.py:my_net is no worker"),
         (NET, {"worker": "Nobody"}, "has no function or class 'Nobody'"),
+        (NET + worker(), {"worker": "Mine", "model_type": "my_nett"}, "actor.model.model_type = my_nett is not known"),
     ],
-    ids=["none", "an abstract one", "two", "two beside a function", "half", "a function", "nobody"],
+    ids=["none", "an abstract one", "two", "two beside a function", "half", "a function", "nobody", "a wrong type"],
 )
 def test_what_is_no_worker_is_said(tmp_path: Path, code: str, model: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as error:
@@ -159,6 +160,26 @@ def test_a_worker_that_nothing_uses_is_mentioned(tmp_path: Path) -> None:
     unused = object.__new__(SFTWorker)
     (told,) = unused_workers(given, unused)
     assert told.startswith("the plugins define Mine, which nothing uses: actor.model.model_type is causal_lm")
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (
+            REGISTERED + worker("Other") + worker(),
+            "registered for Other, which nothing uses: actor.worker is",
+        ),
+        (NET + worker(), "my_net has no effect: model_provider_func of"),
+    ],
+)
+def test_a_model_type_that_the_named_worker_does_not_use_is_mentioned(tmp_path: Path, code: str, says: str) -> None:
+    given = recipe(tmp_path, code, worker="Mine")
+    kind = worker_class(given)
+    if "registered" not in says:
+        assert unused_workers(given, object.__new__(kind)) == []
+        kind = type("Own", (kind,), {"model_provider_func": lambda self: nn.Linear(1, 1)})
+    (told,) = unused_workers(given, object.__new__(kind))
+    assert says in told
 
 
 # -- What it is refused ------------------------------------------------------------------------------------------------

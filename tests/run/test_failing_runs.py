@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import shardtune
-from shardtune.errors import ConfigError, ModelError
+from shardtune.errors import CheckpointError, ConfigError, ModelError
 from tests.support.tiny_run import Tiny, lines, make_tiny
 
 METRIC = "def half(outputs, targets, weights):\n    {}\n"
@@ -62,3 +66,58 @@ def test_a_run_that_trains_nothing_is_an_error_that_names_the_rows(tiny: Tiny, t
         shardtune.train(tiny.recipe("nothing", **keys))
     assert "train.jsonl:" in str(failed.value)
     assert not (tiny.run("nothing") / "final").exists()
+
+
+STEADY = {"actor__optim__lr_scheduler": "constant", "actor__optim__clip_grad": None}
+
+
+def test_weights_that_fp16_cannot_hold_end_training_at_the_last_good_checkpoint(tiny: Tiny) -> None:
+    keys = {"actor__model__precision": "fp16", **STEADY}
+    shardtune.train(tiny.recipe("beyond", **keys, runner__max_steps=2))
+    shutil.rmtree(tiny.run("beyond") / "final")
+    changed = {"actor__optim__lr": 1e6, "runner__allow_changes": ["actor.optim"], "runner__max_steps": 4}
+    with pytest.raises(ModelError, match=r"not finite after step 3: model.embed_tokens.weight holds") as over:
+        shardtune.train(tiny.recipe("beyond", **keys, **changed))
+    assert "beyond the range of float16" in str(over.value)
+    assert f"continues from {tiny.run('beyond') / 'checkpoints' / 'global_step_2'}" in str(over.value)
+    assert not (tiny.run("beyond") / "final").exists()
+    back = {**changed, "actor__optim__lr": 1e-3}
+    assert shardtune.train(tiny.recipe("beyond", **keys, **back)).metrics["step"] == 4
+
+
+def test_a_model_that_is_finite_for_no_row_is_not_written(tiny: Tiny) -> None:
+    keys = {**STEADY, "actor__optim__lr": 1e20, "runner__max_steps": 3, "runner__max_epochs": 1}
+    with pytest.raises(ModelError, match="after step 1 the loss or its gradient is finite for no row"):
+        shardtune.train(tiny.recipe("broken", **keys))
+    assert not (tiny.run("broken") / "final").exists()
+
+
+def test_nothing_is_written_that_its_dtype_cannot_hold(tiny: Tiny, tmp_path: Path) -> None:
+    """In fp32 all is finite; the factors of an adapter are so in fp16 too, and their product is not."""
+    keys = {**STEADY, "actor__optim__lr": 1e6, "runner__max_steps": 1, "runner__final_dtype": "fp16"}
+    with pytest.raises(CheckpointError, match=r"model.embed_tokens.weight holds values up to"):
+        shardtune.train(tiny.recipe("wide", **keys))
+    assert not (tiny.run("wide") / "final").exists()
+    keys |= {"actor__optim__lr": 5e4, "actor__model__is_lora": True}
+    run = shardtune.train(tiny.recipe("factors", **keys))
+    with pytest.raises(CheckpointError, match=r"q_proj.weight holds values up to .*, beyond the range of float16"):
+        run.export(tmp_path / "merged", merge=True, dtype="fp16")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_base_model_with_nan_is_named_at_the_start_and_its_dtype_stays(tmp_path: Path) -> None:
+    own = make_tiny(tmp_path)
+    file = tmp_path / "model" / "model.safetensors"
+    weights = {name: tensor.double() for name, tensor in load_file(file).items()}
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "dtype": "float64"}))
+    save_file(weights, file, {"format": "pt"})
+    run = shardtune.train(own.recipe("wide", runner__max_steps=1))
+    assert {tensor.dtype for tensor in load_file(run.dir / "final" / "model.safetensors").values()} == {torch.float64}
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights[name][3, 2] = torch.nan
+    save_file(weights, file, {"format": "pt"})
+    for is_lora in (False, True):
+        with pytest.raises(ModelError, match=r"not finite: model.layers.0.mlp.up_proj.(base_layer.)?weight holds NaN"):
+            shardtune.train(own.recipe("nan", actor__model__is_lora=is_lora))
+    assert not own.run("nan").exists()

@@ -9,6 +9,7 @@ from pydantic import Field
 from shardtune.config.schema.model import ModelConfig, TokenizerConfig, action_tokens
 from shardtune.config.schema.section import Section, key, section
 from shardtune.config.values import (
+    Arguments,
     Count,
     CountOrUnlimited,
     FunctionInFile,
@@ -41,7 +42,7 @@ class OptimConfig(Section):
     adam_beta2: Number = key(0.999, "Adam's decay rate of the second moment.", ge=0, lt=1)
     adam_eps: Number = key(1.0e-8, "Added to Adam's denominator.", gt=0)
     weight_decay: Number = key(0.01, "Decoupled weight decay; norms and biases are exempt.", ge=0)
-    args: dict[str, object] = key({}, "Further arguments of the optimizer's class, e.g. {momentum: 0.9}.")
+    args: Arguments = key({}, "Further arguments of the optimizer's class, e.g. {momentum: 0.9}.")
     state_dtype: Literal["fp32", "bf16", "int8"] = key(
         "fp32",
         "The storage of the moments of AdamW, Adam and SGD; fp32: as in torch; bf16 (stochastic rounding) or int8 (in "

@@ -115,7 +115,9 @@ class RunnerConfig(Section):
     )
     async_save: bool = key(False, "Write checkpoints in the background while training continues.")
     final_dtype: Literal["auto", "fp32", "bf16", "fp16"] = key(
-        "auto", "The dtype of the weights in `final/`; auto: that of the base model's files."
+        "auto",
+        "The dtype of the weights in `final/`; auto: that of the base model's files, of an adapter or a module of your "
+        "own that of training.",
     )
     seed: int = key(42, "The seed of the row order, of dropout and of new weights.", ge=0, lt=2**63)
     profile_steps: StepWindow = key([], "First and last optimizer step recorded by torch's profiler, e.g. [10, 12].")

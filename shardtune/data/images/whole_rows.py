@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,15 +17,10 @@ from PIL import Image
 from tokenizers import Encoding
 from transformers import BatchEncoding, PreTrainedTokenizerFast, ProcessorMixin
 
-from shardtune.batch import Prompt, Sample
-from shardtune.data.chat.encoder import no_end_token
-from shardtune.data.chat.template import missing_template
-from shardtune.data.encoder import RowDropped, RowError
-from shardtune.data.images.chat_encoder import ImageChatEncoder
-from shardtune.data.images.images import PROMPT_TEXT, ROW_TEXT, SUFFIX_START, StoredImage, read_image, to_fields
+from shardtune.data.encoder import RowError
+from shardtune.data.images.images import ROW_TEXT, SUFFIX_START
 from shardtune.data.images.placeholders import BLANK, OF_TEXT, AppliedImages, Expanded
-from shardtune.data.images.rows import IMAGE_MARK, mark_images
-from shardtune.data.row_formats import Chat, Completion, Text
+from shardtune.data.images.rows import IMAGE_MARK
 from shardtune.errors import ModelError
 
 _KEY_SIZES = ((32, 32), (640, 480))
@@ -283,139 +278,6 @@ class WholeRows(AppliedImages):
         return places
 
 
-class WholeRowEncoder(ImageChatEncoder):
-    """Encodes rows by their processor as wholes.
-
-    A row keeps its text, of which its inputs are made again when a micro-batch is: no row is cut.
-    """
-
-    images: WholeRows  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    def fit(self, sample: Sample) -> Sample:
-        if self.limit.on_too_long == "truncate" and sample.length > self.limit.max_length:
-            kind = type(self.images.processor).__name__
-            raise RowDropped(f"{sample.length:,} tokens: {kind} makes a row as a whole, so none is cut")
-        return super().fit(sample)
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        ids = super().stop_token_ids
-        return ids or tuple(self._ends)
-
-    @property
-    def _ends(self) -> list[int]:
-        """The tokens that end a text: of BERT's tokenizers the separator."""
-        return [
-            number for number in (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id) if isinstance(number, int)
-        ]
-
-    def prompt(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        tools: Sequence[dict[str, object]] | None = None,
-        images: Sequence[object] = (),
-    ) -> Prompt:
-        if self.template is None:
-            raise missing_template("data.chat_template")
-        turns, named = mark_images(messages, images)
-        stored = self._read(named)
-        return self._prompt(self.template.render(self._prepared(turns).messages, tools, prompt=True), stored)
-
-    def text_prompt(self, text: str, images: Sequence[object] = ()) -> Prompt:
-        chat, named = mark_images([{"role": "user", "content": text}], images)
-        whole = chat.messages[0]["content"].replace(IMAGE_MARK, self.images.image_token)
-        return self._prompt(whole, self._read(named))
-
-    def _prompt(self, text: str, stored: Sequence[StoredImage]) -> Prompt:
-        return Prompt(self._prompt_tokens(text, stored), {**to_fields(stored, len(stored)), **_texts("", -1, text)})
-
-    def _row(self, text: str, images: Sequence[StoredImage], suffix_start: int | None = None) -> WholeRow:
-        self.images.expand(text, [image.size for image in images])
-        return self.images.row(text, [Image.new("RGB", image.size) for image in images], suffix_start)
-
-    def _prompt_tokens(self, text: str, images: Sequence[StoredImage]) -> np.ndarray:
-        """The tokens of a prompt, without an end token that the processor writes after every text."""
-        made = self._row(text, images)
-        ends = bool(made.added) and int(made.ids[-1]) in self._ends
-        return made.ids[:-1] if ends else made.ids
-
-    def _encode_images_chat(self, chat: Chat, images: Sequence[StoredImage]) -> tuple[Sample, int, np.ndarray]:
-        if self.template is None:
-            raise missing_template("data.chat_template")
-        self._check_weights(chat)
-        chat, rendering, left_out = self._rendered(chat, self.template)
-        text, last = rendering.text, rendering.spans[-1] if rendering.spans else None
-        neutral = 1.0 if self.train_on == "all" else 0.0
-        characters = np.full(len(text), neutral, np.float32)
-        for span in rendering.spans:
-            assert last is not None
-            characters[span.start : span.stop] = self._span_weight(chat, span, last)
-        sample, spans = self._weighed(text, characters, images)
-        sample = replace(sample, left_out=left_out)
-        prompt, reference = self._question(chat, rendering) if self.with_prompts else (None, None)
-        if prompt is None:
-            return sample, 0, spans
-        count = prompt.count(self.images.image_token)
-        return self._asked(sample, prompt, (reference or "").replace(IMAGE_MARK, ""), images[:count]), count, spans
-
-    def _encode_images_text(
-        self, example: Completion | Text, images: Sequence[StoredImage]
-    ) -> tuple[Sample, int, np.ndarray]:
-        shown = ("", example.text) if isinstance(example, Text) else (example.prompt, example.completion)
-        prompt, answer = (part.replace(IMAGE_MARK, self.images.image_token) for part in shown)
-        text, count = prompt + answer, prompt.count(self.images.image_token)
-        characters = np.ones(len(text), np.float32)
-        if self.train_on != "all" or self.images.image_token in prompt:
-            characters[: len(prompt)] = 0.0
-        if isinstance(example, Text) and self.images.image_token in text:
-            characters[: text.rfind(self.images.image_token) + len(self.images.image_token)] = 0.0
-        if not self._closes(text, characters, images):
-            eos = self.tokenizer.eos_token
-            if not isinstance(eos, str):
-                raise no_end_token()
-            text, characters = text + eos, np.append(characters, np.ones(len(eos), np.float32))
-        sample, spans = self._weighed(text, characters, images)
-        if not self.with_prompts or isinstance(example, Text):
-            return sample, count, spans
-        return self._asked(sample, prompt, example.completion, images[:count]), count, spans
-
-    def _closes(self, text: str, characters: np.ndarray, images: Sequence[StoredImage]) -> bool:
-        """Whether the processor writes an end token after a row by itself."""
-        made = self._row(text, images, self._suffix_start(text, characters))
-        return bool(len(made.ids)) and int(made.ids[-1]) in self._ends
-
-    def _suffix_start(self, text: str, characters: np.ndarray) -> int:
-        targets = np.flatnonzero(characters)
-        return self.images.suffix_start(text, int(targets[0]) if len(targets) else len(text))
-
-    def _weighed(self, text: str, characters: np.ndarray, images: Sequence[StoredImage]) -> tuple[Sample, np.ndarray]:
-        """The tokens of a row, each with the largest weight of its characters, and where its images are.
-
-        What the processor adds at the end counts as the character before it.
-        """
-        start = self._suffix_start(text, characters)
-        made = self._row(text, images, start)
-        weights = np.array(
-            [characters[a:b].max(initial=0.0) for a, b in zip(made.starts, made.stops, strict=True)], np.float32
-        )
-        if made.added and len(weights) > made.added:
-            weights[-made.added :] = weights[-made.added - 1]
-        is_image = self.images.token_type_ids(made.ids).astype(bool)
-        weights[is_image] = 0.0
-        weights[:1] = 0.0
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], is_image, [0]]).astype(np.int8))).reshape(-1, 2)
-        spans = edges if len(edges) == len(images) else np.empty((0, 2))
-        return Sample(made.ids, weights, fields=_texts(text, start, "")), spans.astype(np.int32)
-
-    def _asked(self, sample: Sample, prompt: str, reference: str, images: Sequence[StoredImage]) -> Sample:
-        tokens = self._prompt_tokens(prompt, images)
-        fields = {**sample.fields, PROMPT_TEXT: _bytes(prompt)}
-        return replace(sample, prompt_ids=tokens, reference=reference, fields=fields)
-
-    def _read(self, named: Sequence[object]) -> list[StoredImage]:
-        return [read_image(value, self._folder) for value in named]
-
-
 class _Recorder:
     """In the place of a tokenizer: keeps what it was given and what it made of it."""
 
@@ -454,11 +316,3 @@ def _common(ids: np.ndarray, others: Sequence[int]) -> tuple[int, int]:
     first = next((place for place in range(fewest) if own[place] != other[place]), fewest)
     rest = fewest - first
     return first, next((place for place in range(rest) if own[-1 - place] != other[-1 - place]), rest)
-
-
-def _texts(row: str, suffix_start: int, prompt: str) -> dict[str, np.ndarray]:
-    return {ROW_TEXT: _bytes(row), SUFFIX_START: np.array(suffix_start, np.int32), PROMPT_TEXT: _bytes(prompt)}
-
-
-def _bytes(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode(), np.uint8)

@@ -40,6 +40,15 @@ class DataState:
     rows_consumed: int = 0
 
 
+def supervised(denominators: Mapping[str, float], token_term: str | None = None) -> float:
+    """The supervised weight of a step: that of the term of tokens; without one the largest of all terms.
+
+    Terms beside the main one weigh the same targets, or rows, of which there are fewer.
+    """
+    largest = max(denominators.values(), default=0.0)
+    return largest if token_term is None else denominators.get(token_term, largest)
+
+
 @dataclass(frozen=True, slots=True)
 class Step(Generic[B_co]):
     """One optimizer step as one rank sees it.
@@ -52,7 +61,7 @@ class Step(Generic[B_co]):
         micro_batches: this rank's share; as many on every rank.
         denominators: per loss term, the weight of all rows of the step.
         num_tokens: input tokens of the step on all ranks.
-        num_targets: the supervised weight of the step on all ranks, or 0 where no term counts tokens.
+        num_targets: the supervised weight of the step on all ranks, see `supervised`.
     """
 
     state: DataState

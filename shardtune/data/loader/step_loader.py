@@ -14,7 +14,7 @@ from shardtune.batch import Batch, Sample
 from shardtune.data.loader.order import DataOrder
 from shardtune.data.loader.packing import NO_ROW, deal, deal_by_length, pack
 from shardtune.data.loader.prefetch import computed_ahead
-from shardtune.data.loader.protocol import DataState, Step
+from shardtune.data.loader.protocol import DataState, Step, supervised
 
 
 class Rows(Protocol):
@@ -116,6 +116,17 @@ class BatchMaker:
         parts = [part for part in (rows[~calls_all], rows[calls_all]) if len(part)]
         return tuple(batch for part in parts for batch in self._cut(part, None))
 
+    @property
+    def takes_apart(self) -> bool:
+        """Whether any rank may have any single row: all rows can call the same parts of the model."""
+        companion = self._collator.companion()
+        return companion is None or companion.sample is not None
+
+    def alone(self, row: int | None) -> Batch:
+        """A micro-batch of one row; None: a filler, which calls the same parts of the model."""
+        rows = np.array([] if row is None else [row], dtype=np.int64)
+        return self._collate(rows, np.int64(0 if row is None else row), self._collator.companion())
+
     def _cut(self, rows: np.ndarray, companion: Companion | None) -> tuple[Batch, ...]:
         lengths = np.asarray(self._data.lengths[rows])
         # Rows 40 17 95 of the data set have the places 0 1 2 in this step; a rank that is dealt the places [0, 2] has
@@ -162,7 +173,7 @@ class StepLoader:
         data: the encoded rows.
         order: cuts epochs into steps.
         maker: cuts steps into micro-batches.
-        token_term: the loss term whose weight counts supervised tokens.
+        token_term: the loss term whose weight counts supervised tokens, where there is one.
         num_processes: that prepare steps; 0: a thread of this one does.
     """
 
@@ -229,8 +240,17 @@ class StepLoader:
             micro_batches=self._maker.micro_batches(rows),
             denominators=denominators,
             num_tokens=int(np.asarray(self._data.lengths[rows]).sum()),
-            num_targets=denominators.get(self._token_term, 0.0) if self._token_term else 0.0,
+            num_targets=supervised(denominators, self._token_term),
         )
+
+    @property
+    def takes_apart(self) -> bool:
+        """Whether `alone` can be called."""
+        return self._maker.takes_apart
+
+    def alone(self, row: int | None) -> Batch:
+        """A micro-batch of one row; None: a filler, which calls the same parts of the model."""
+        return self._maker.alone(row)
 
     def steps(self, state: DataState) -> Iterator[Step[Batch]]:
         """Steps without end from `state` on."""

@@ -62,6 +62,10 @@ def _lacking(error: KeyError, number: int) -> DataError:
     )
 
 
+KEYS = ("num_samples", "sharded")
+"""Of the dict that `build_dataloader` returns beside a loader."""
+
+
 def built(returned: Any) -> tuple[Any, dict[str, Any]]:
     """The loader and the dict that `build_dataloader` returned; raises `DataError` for anything else."""
     pair = isinstance(returned, (tuple, list)) and len(returned) == 2
@@ -71,6 +75,13 @@ def built(returned: Any) -> tuple[Any, dict[str, Any]]:
             f"{BUILD} returned {what}, not a loader and a dict",
             where=BUILD,
             remedy='return data_loader, {"num_samples": len(dataset)}',
+        )
+    unknown = [repr(key) for key in returned[1] if key not in KEYS]
+    if unknown:
+        raise DataError(
+            f"the dict beside the loader has {', '.join(unknown)}, which nothing reads",
+            where=BUILD,
+            remedy=f"it may hold {' and '.join(map(repr, KEYS))}; keep anything else as an attribute of the worker",
         )
     return returned[0], dict(returned[1])
 

@@ -11,7 +11,8 @@ import numpy as np
 from pydantic import JsonValue
 from torch.utils.data import DataLoader
 
-from shardtune.data.loader.protocol import DataState, Step
+from shardtune.batch import TOKENS
+from shardtune.data.loader.protocol import DataState, Step, supervised
 from shardtune.data.user_loader.batch import SameFields, UserBatch, fingerprint, rows_agreed, tokens_of
 from shardtune.data.user_loader.errors import (
     between_batches,
@@ -243,14 +244,15 @@ class BatchLoader:
         tokens = float(sum(tokens_of(batch) for batch in batches))
         if self._sharded:
             *sums, tokens = self._ranks.sum([*sums, tokens])
+        denominators = dict(zip(terms, sums, strict=True))
         return Step(
             state=state,
             after=after,
             rows=np.empty(0, dtype=np.int64),
             micro_batches=tuple(made),
-            denominators=dict(zip(terms, sums, strict=True)),
+            denominators=denominators,
             num_tokens=int(tokens),
-            num_targets=sums[0] if len(terms) == 1 else 0.0,
+            num_targets=supervised(denominators, TOKENS),
         )
 
     def _compare_ranks(self, batches: Sequence[object]) -> None:

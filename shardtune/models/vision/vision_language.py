@@ -37,7 +37,8 @@ from shardtune.data.images.images import (
 )
 from shardtune.data.images.pixel_cache import PixelCache, PixelReader, pixel_key
 from shardtune.data.images.placeholders import BLANK, AppliedImages, ImageText
-from shardtune.data.images.whole_rows import WholeRowEncoder, WholeRows
+from shardtune.data.images.whole_row_encoder import WholeRowEncoder
+from shardtune.data.images.whole_rows import WholeRows
 from shardtune.data.loader.packing import pack
 from shardtune.data.loader.step_loader import Companion
 from shardtune.errors import ConfigError, ModelError

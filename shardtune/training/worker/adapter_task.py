@@ -121,6 +121,10 @@ class AdapterTask(CachedRowsTask):
             return self._whole_step.accumulate
         return accumulate if self._source_losses is None else partial(_by_source, self._source_losses)
 
+    @property
+    def losses_add_up(self) -> bool:
+        return self._whole_step is None
+
     # Evaluation.
 
     def evaluate_set(

@@ -22,7 +22,8 @@ from shardtune.checkpoint.hf_save import Processor
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.model_names import registered_function, registered_processor
 from shardtune.data.loader.order import derive_seed
-from shardtune.data.loader.protocol import DataState, Loader, MicroBatch
+from shardtune.data.loader.protocol import DataState, Loader, MicroBatch, Step
+from shardtune.data.loader.step_loader import StepLoader
 from shardtune.data.user_loader.batch import UserBatch, with_names
 from shardtune.data.user_loader.errors import built
 from shardtune.data.user_loader.loader import BatchLoader
@@ -33,8 +34,10 @@ from shardtune.models.new_tokens import add_new_tokens
 from shardtune.models.options import NoOptions, read_options
 from shardtune.models.pretrained import has_tokenizer, recipe_tokenizer
 from shardtune.optim.build import check_optimizer, set_learning_rate
+from shardtune.parallel.buffers import statistical_norms
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks, join_ranks, leave_ranks, num_ranks
+from shardtune.training.bad_rows import BadPart, BadRows
 from shardtune.training.build.initial_weights import seeded
 from shardtune.training.run_summary import RunSummary
 from shardtune.training.step import ROW_DRAWS, optimizer_step, seed_rng, step_metrics
@@ -227,7 +230,7 @@ class FSDPSftWorker(ABC):
             computed = result.gradient_at - began - waited
             updated = time.perf_counter() - result.gradient_at
             self.step_seconds = {"data": waited, "forward_backward": computed, "optimizer": updated}
-        position.advance(step, result, state.step)
+        position.advance(step, result, state.step, () if result.updated or result.is_finite else self._bad_rows(step))
         state.step += result.updated
         found = step_metrics(
             step,
@@ -242,6 +245,17 @@ class FSDPSftWorker(ABC):
         if position.skipped_steps:
             metrics["train/skipped_steps"] = float(position.skipped_steps)
         return metrics | {self.task.metric_name(name): metric.mean for name, metric in result.metrics.items()}
+
+    def _bad_rows(self, step: Step[MicroBatch]) -> list[BadPart]:
+        """The rows of a step whose loss or gradient is not finite; none where the weights are at fault."""
+        if not self.task.losses_add_up or self.state.finite.find():
+            return []
+        loader, draws = self.loader, (self.recipe.runner.seed, self.state.step, self.ranks.draws_rank)
+        # Where the numbers of a row depend on those beside it, a row alone shows nothing.
+        alone = None
+        if isinstance(loader, StepLoader) and loader.takes_apart and not statistical_norms(self.state.inner):
+            alone = loader.alone
+        return BadRows(self._forward, self.state.weights, self.ranks, draws=draws, alone=alone).find(step)
 
     def run_eval(self) -> dict[str, float]:
         """Evaluate every set; `eval/<metric>`, with several sets `eval/<set>/<metric>`. The same on every rank."""

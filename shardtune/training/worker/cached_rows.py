@@ -34,6 +34,7 @@ from shardtune.models.pretrained import has_tokenizer, model_directory
 from shardtune.optim.build import build_optimizer
 from shardtune.parallel.model_parallel import ModelParallel
 from shardtune.parallel.ranks import Ranks, num_ranks
+from shardtune.training.bad_rows import BadPart
 from shardtune.training.build.lora import adapt, check_stored
 from shardtune.training.build.model import build_empty, check_read_values, freeze
 from shardtune.training.run_summary import RunSummary
@@ -165,7 +166,8 @@ class CachedRowsTask(Task):
         )
         weighed = self.weighed(rows)
         maker = self.maker(weighed, actor.micro_batch_size, ranks)
-        return StepLoader(weighed, order, maker, token_term=TOKENS, num_processes=self.num_processes)
+        token_term = (self.adapter.token_term if isinstance(self.adapter, LanguageModel) else None) or TOKENS
+        return StepLoader(weighed, order, maker, token_term=token_term, num_processes=self.num_processes)
 
     def training_rows(self) -> TokenDataset:
         """The training rows.
@@ -211,10 +213,13 @@ class CachedRowsTask(Task):
         digest = hashlib.sha256(template.encode()).hexdigest() if template else None
         return {**self.prepared.describe(), "template_hash": digest}
 
-    def name_rows(self, step: Step[MicroBatch]) -> str:
+    def name_rows(self, step: Step[MicroBatch], bad: Sequence[BadPart] = ()) -> str:
+        numbers = [part.row for part in bad] if bad else step.rows.tolist()
+        if not numbers or min(numbers) < 0:  # of a loader of the user's
+            return super().name_rows(step, bad)
         rows = self.training_rows()
-        named = [rows.locate(int(row)) for row in step.rows[:NAMED_ROWS]]
-        return ", ".join(named) + (f" and {len(step.rows) - NAMED_ROWS} more" if len(step.rows) > NAMED_ROWS else "")
+        named = [rows.locate(row) for row in numbers[:NAMED_ROWS]]
+        return ", ".join(named) + (f" and {len(numbers) - NAMED_ROWS} more" if len(numbers) > NAMED_ROWS else "")
 
     def loss_terms(self) -> set[str]:
         """The names of the loss terms that rows weigh in."""

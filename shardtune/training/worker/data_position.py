@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import final
 
@@ -10,10 +10,12 @@ from shardtune.config import RunnerConfig
 from shardtune.data.loader.protocol import DataState, Loader, MicroBatch, Step
 from shardtune.data.user_loader.batch import UserBatch, with_names
 from shardtune.errors import ModelError
+from shardtune.training.bad_rows import BadPart
 from shardtune.training.step import StepResult
 
+NameRows = Callable[[Step[MicroBatch], Sequence[BadPart]], str]
 MAX_SKIPPED = 10
-"""Steps in a row that may be skipped for a gradient that is not finite."""
+"""Steps in a row that may be skipped for a loss or gradient that is not finite."""
 
 
 @final
@@ -23,7 +25,7 @@ class DataPosition:
     Args:
         loader: yields steps from any position.
         runner: how long training lasts.
-        name_rows: maps a step to the names of its rows, for messages.
+        name_rows: maps a step, and its parts that are not finite, to the names of rows, for messages.
 
     Attributes:
         state: epoch and rows consumed.
@@ -31,12 +33,12 @@ class DataPosition:
         horizon: optimizer steps until `max_epochs` or `max_steps`, whichever comes first.
         skipped_steps: the number of skipped steps.
         problem: why the last of them was skipped.
-        passed_over: its rows.
+        none_finite: whether each of its rows is not finite by itself; False once a step updates.
+        passed_over: its rows; those that are not finite, where they were found.
+        skipped: both, for a message.
     """
 
-    def __init__(
-        self, loader: Loader[MicroBatch], runner: RunnerConfig, name_rows: Callable[[Step[MicroBatch]], str]
-    ) -> None:
+    def __init__(self, loader: Loader[MicroBatch], runner: RunnerConfig, name_rows: NameRows) -> None:
         self.loader = loader
         self._runner = runner
         self._name_rows = name_rows
@@ -47,6 +49,8 @@ class DataPosition:
         self.skipped_steps = 0
         self._skipped_in_a_row = 0
         self.problem = ""
+        self.skipped = ""
+        self.none_finite = False
         self.passed_over = ""
         self.batches: Iterator[object] = self._batches()
 
@@ -77,21 +81,28 @@ class DataPosition:
         before = f", which comes before runner.max_steps: {runner.max_steps:,}" if runner.max_steps > 0 else ""
         return f"runner.max_epochs: {runner.max_epochs:,}{before}"
 
-    def advance(self, step: Step[MicroBatch], result: StepResult, done: int) -> None:
+    def advance(self, step: Step[MicroBatch], result: StepResult, done: int, bad: Sequence[BadPart] = ()) -> None:
         """Advance past a step; one that updated nothing advances only the data.
 
         Args:
             step: the computed one.
             result: of it.
             done: optimizer steps before it.
+            bad: its parts that are not finite, where they were found.
         """
         self.state = step.after
+        self.none_finite = len(bad) > 1 and len(bad) == len(step.rows)
         if result.updated:
             self._skipped_in_a_row = 0
             return
         self.skipped_steps += 1
         self._skipped_in_a_row += 1
-        self.problem, self.passed_over = result.problem, self._name_rows(step)
+        self.problem, self.passed_over = result.problem, self._name_rows(step, bad)
+        self.skipped = (
+            f"{self.problem} for {self.passed_over}; the whole step is passed over"
+            if bad
+            else f"{self.problem}, its rows are passed over: {self.passed_over}"
+        )
         if self._skipped_in_a_row >= MAX_SKIPPED:
             raise ModelError(
                 f"{MAX_SKIPPED} steps in a row were passed over, the last as {result.problem}",

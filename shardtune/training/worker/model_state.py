@@ -17,7 +17,15 @@ from shardtune.checkpoint.atomic import read_json
 from shardtune.checkpoint.base_weights import fingerprint
 from shardtune.checkpoint.companions import copy_companions
 from shardtune.checkpoint.dcp import PendingSave
-from shardtune.checkpoint.hf_save import Processor, gather_full, save_config, save_pretrained, save_text_settings
+from shardtune.checkpoint.hf_save import (
+    DiskDtype,
+    Processor,
+    disk_dtype,
+    gather_full,
+    save_config,
+    save_pretrained,
+    save_text_settings,
+)
 from shardtune.checkpoint.module_weights import save_plain
 from shardtune.checkpoint.peft_directory import merging, save_adapter
 from shardtune.checkpoint.training_state import (
@@ -28,6 +36,7 @@ from shardtune.checkpoint.training_state import (
     save_training,
     training_bytes,
 )
+from shardtune.checkpoint.weight_files import stored_dtype
 from shardtune.config import ActorConfig, Recipe, load_recipe
 from shardtune.config.model_names import BUILT_IN
 from shardtune.config.values import WORKERS
@@ -50,6 +59,7 @@ from shardtune.training.build.model import check_read_values, freeze, load_initi
 from shardtune.training.build.unwritten import check_written, unwritten_is_nan
 from shardtune.training.step import LossScale
 from shardtune.training.utilisation import Utilisation
+from shardtune.training.worker.finite_weights import FiniteWeights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -105,6 +115,7 @@ class ModelState:
         step: optimizer steps applied to the weights.
         in_step: whether `run_training` is computing one.
         loss_scale: of fp16; None for any other precision.
+        finite: refuses weights that are not finite.
         utilisation: if the peak of the devices is known.
         notes: on how the model was built.
     """
@@ -153,6 +164,9 @@ class ModelState:
             self.step = int(state["step"])
         elif directory is not None:
             self._check_base(directory)
+        self.finite = FiniteWeights(self.weights, ranks, COMPUTE_DTYPE[recipe.actor.model.precision])
+        origin = checkpoint or directory or recipe.actor.model.model_path or type(self.inner).__name__
+        self.notes += self.finite.check_start(str(origin))
         if training:
             self._prepare_training()
         self.model.train(training)
@@ -285,6 +299,7 @@ class ModelState:
         """Continue from a folder that `save` wrote, on any number of ranks; returns the JSON part."""
         state = load_training(folder, self.weights, self.optimizer)
         self._check_excluded(folder, state)
+        self.finite.check_loaded(folder)
         self.step = int(state["step"])
         if self.loss_scale is not None and state["loss_scale"]:
             self.loss_scale = LossScale(**state["loss_scale"])
@@ -349,13 +364,18 @@ class ModelState:
             merge: merge a low-rank adapter into the base model and write the whole model; otherwise only the adapter is
                 written, in PEFT's format.
         """
+        only_adapter = is_adapted(self.inner) and not merge
+        if only_adapter:
+            self.finite.check_written(directory, disk_dtype(self.inner, DTYPES.get(dtype)), self.weights.trainable())
+        else:
+            self.finite.check_written(directory, self._on_disk(dtype))
         with self.weights.in_rows():
-            if is_adapted(self.inner) and not merge:
+            if only_adapter:
                 self._export_adapter(directory, dtype, text)
             else:
                 self._export_model(directory, dtype, text)
         if self._ranks.is_main:
-            self._copy_companions(directory, text, adapter=is_adapted(self.inner) and not merge)
+            self._copy_companions(directory, text, adapter=only_adapter)
 
     def check_export(self, dtype: str, text: TextParts) -> None:
         """Write everything of an export but the weights, into a folder that is removed, on the calling rank.
@@ -392,9 +412,21 @@ class ModelState:
         )
 
     def _disk_dtype(self, dtype: str, model: PreTrainedModel) -> torch.dtype:
-        """The dtype of the weights on disk."""
-        own = model.config.dtype if isinstance(model.config.dtype, torch.dtype) else torch.float32
-        return DTYPES.get(dtype, own)
+        """The dtype of the weights on disk; auto: that of the base model's directory, otherwise of the model made."""
+        if dtype in DTYPES:
+            return DTYPES[dtype]
+        config = self._recipe.actor.model
+        base = None if config.from_scratch else settings_directory(config.model_path)
+        stored = stored_dtype(base) if base is not None else None
+        made = model.config.dtype if isinstance(model.config.dtype, torch.dtype) else torch.float32
+        return stored or made
+
+    def _on_disk(self, dtype: str) -> DiskDtype:
+        """The dtype on disk of each tensor of the model, written as a whole."""
+        model = self.inner
+        return disk_dtype(
+            model, self._disk_dtype(dtype, model) if isinstance(model, PreTrainedModel) else DTYPES.get(dtype)
+        )
 
     def _export_adapter(self, directory: Path, dtype: str, text: TextParts) -> None:
         config = self._recipe.actor.model
@@ -407,7 +439,8 @@ class ModelState:
     def _export_model(self, directory: Path, dtype: str, text: TextParts) -> None:
         model, tensors, gather, unties = self.inner, self.weights.tensors(), gather_full, False
         if is_adapted(model):
-            tensors, gather, unties = merging(model, MASTER_DTYPE[self._recipe.actor.model.precision])
+            tensors, merge, unties = merging(model, MASTER_DTYPE[self._recipe.actor.model.precision])
+            gather = self.finite.checked(merge, directory, self._on_disk(dtype))
         if not isinstance(model, PreTrainedModel):
             save_plain(model, directory, dtype=DTYPES.get(dtype), tensors=tensors, gather=gather)
             if self._ranks.is_main:

@@ -16,6 +16,7 @@ from shardtune.data.loader.protocol import MicroBatch, Step
 from shardtune.models.adapter import WeightSource
 from shardtune.parallel.model_parallel import ModelParallel
 from shardtune.parallel.ranks import Ranks
+from shardtune.training.bad_rows import BadPart
 from shardtune.training.run_summary import RunSummary
 from shardtune.training.step import Accumulate, accumulate
 
@@ -161,9 +162,16 @@ class Task(ABC):
         """Every row of the data that is neither trained nor evaluated on, with its file, cause and reason."""
         return ()
 
-    def name_rows(self, step: Step[MicroBatch]) -> str:
-        """A short description of the rows of a step."""
-        return f"those after {step.state.rows_consumed:,} of epoch {step.state.epoch}"
+    def name_rows(self, step: Step[MicroBatch], bad: Sequence[BadPart] = ()) -> str:
+        """A short description of the rows of a step.
+
+        Args:
+            step: of the loader.
+            bad: the parts to name; empty: the whole step.
+        """
+        rows = f"those after {step.state.rows_consumed:,} of epoch {step.state.epoch}"
+        places = ", ".join(f"micro-batch {part.micro_batch + 1} of rank {part.rank}" for part in bad)
+        return f"{places} among {rows}" if bad else rows
 
     # Training.
 
@@ -171,6 +179,11 @@ class Task(ABC):
     def accumulate(self) -> Accumulate:
         """The function that accumulates gradients of micro-batches."""
         return accumulate
+
+    @property
+    def losses_add_up(self) -> bool:
+        """Whether the loss of a step is the sum of those of its micro-batches, each computed by itself."""
+        return True
 
     def metric_name(self, name: str) -> str:
         """The name under which a metric that a train method returns is logged."""

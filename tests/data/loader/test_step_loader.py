@@ -10,6 +10,7 @@ import pytest
 
 from shardtune.batch import Sample
 from shardtune.data.loader.order import DataOrder, OrderSource
+from shardtune.data.loader.protocol import supervised
 from shardtune.data.loader.step_loader import BatchMaker, DataState, Limits, Step, StepLoader
 
 
@@ -87,6 +88,7 @@ def test_steps_tell_their_tokens_and_targets() -> None:
     assert step.num_tokens == rows.lengths[step.rows].sum()
     assert step.num_targets == step.denominators["ce"] == (rows.lengths[step.rows] - 1).sum()
     assert step.denominators["balance"] == 8
+    assert supervised({"sign": 8.0, "value": 30.0}, "ce") == 30.0
 
 
 def test_a_rank_without_rows_gets_fillers() -> None:

@@ -14,7 +14,8 @@ from shardtune.batch import Prompt
 from shardtune.config import load_recipe
 from shardtune.data.encoder import RowDropped, RowError
 from shardtune.data.images.images import ENDS
-from shardtune.data.images.whole_rows import WholeRowEncoder, WholeRows
+from shardtune.data.images.whole_row_encoder import WholeRowEncoder
+from shardtune.data.images.whole_rows import WholeRows
 from shardtune.errors import DataError
 from shardtune.evaluate.generate import Sampling
 from shardtune.models.check_sizes import made_size

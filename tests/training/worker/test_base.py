@@ -160,6 +160,7 @@ def test_every_form_of_a_loss_trains_as_plain_pytorch_does() -> None:
             assert evaluated["eval/rows"] == 0.0
             assert ("train/loss/value" in steps[0]) == (form == "terms")
             assert ("train/value_error" in steps[0]) == (form == "pair")
+            assert steps[0]["train/supervised_tokens"] == sum((row["labels"] >= 0).sum() for row in data()[:GLOBAL])
 
 
 def test_the_data_iterator_gives_this_ranks_batches_and_counts_them() -> None:

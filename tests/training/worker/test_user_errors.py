@@ -306,6 +306,9 @@ def test_a_loader_without_the_dict_beside_it(tmp_path: Path) -> None:
     says = "build_dataloader returned a list, not a loader and a dict"
     told = refusal(DataError, says, lambda: task(tmp_path, build_dataloader=lambda *_, **__: [1, 2, 3]))
     assert 'return data_loader, {"num_samples": len(dataset)}' in told
+    says = "the dict beside the loader has 'shraded', which nothing reads"
+    told = refusal(DataError, says, lambda: task(tmp_path, build_dataloader=lambda *_, **__: ([], {"shraded": True})))
+    assert "it may hold 'num_samples' and 'sharded'" in told
 
 
 def used_directly() -> str:

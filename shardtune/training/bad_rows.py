@@ -1,0 +1,130 @@
+"""Which rows of a step have a loss or a gradient that is not finite; looked for only after such a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardtune.batch import Batch
+from shardtune.data.loader.protocol import MicroBatch, Step
+from shardtune.parallel.fsdp2 import Weights
+from shardtune.parallel.ranks import Ranks
+from shardtune.training.step import accumulate
+
+Alone = Callable[[int | None], MicroBatch]
+"""A row of the data set to a micro-batch of it alone; None to a filler, which calls the same parts of the model."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class BadPart:
+    """A part of a step that is not finite.
+
+    Attributes:
+        rank: the data-parallel rank that has it.
+        micro_batch: its place among that rank's micro-batches.
+        row: of the data set; -1: the micro-batch as a whole.
+    """
+
+    rank: int
+    micro_batch: int
+    row: int = -1
+
+
+class BadRows:
+    """Computes a step again, part by part; every rank calls it.
+
+    First its micro-batches, then the rows of those that are not finite, each alone. A loss is known to the rank that
+    has the row. A gradient is known only as the sum over ranks, so the ranks are halved until one is left. Nothing is
+    updated. Draws of dropout differ from those of the step, so that what they alone have caused is not found.
+
+    Args:
+        forward: maps a micro-batch to its loss.
+        weights: of the model.
+        ranks: of the run.
+        draws: (seed, step, rank), of the step.
+        alone: makes micro-batches of single rows; None: rows cannot be taken apart.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., object],
+        weights: Weights,
+        ranks: Ranks,
+        *,
+        draws: tuple[int, int, int],
+        alone: Alone | None,
+    ) -> None:
+        self._forward = forward
+        self._weights = weights
+        self._ranks = ranks
+        self._draws = draws
+        self._alone = alone
+
+    def find(self, step: Step[MicroBatch]) -> list[BadPart]:
+        """The parts of the step that are not finite by themselves, in order; the same on every rank."""
+        buffers = self._weights.copy_buffers()
+        try:
+            return self._find(step)
+        except Exception:
+            if self._ranks.mesh is not None:  # other ranks may be in a collective
+                raise
+            return []  # as of a model that does not take a row alone
+        finally:
+            self._weights.zero_gradients()
+            self._weights.restore_buffers(buffers)
+
+    def _find(self, step: Step[MicroBatch]) -> list[BadPart]:
+        own: list[BadPart] = []
+        for place, batch in enumerate(step.micro_batches):
+            for rank in self._culprits(batch, step):
+                own += self._rows(step, BadPart(rank, place), batch)
+        return sorted({part for parts in self._ranks.gather(own) for part in parts})
+
+    def _rows(self, step: Step[MicroBatch], part: BadPart, batch: MicroBatch) -> list[BadPart]:
+        """The rows of a rank's micro-batch that are not finite alone; if none is, all of them."""
+        mine = part.rank == self._ranks.data_rank
+        rows = [row for row in batch.rows if row >= 0] if mine and isinstance(batch, Batch) else []
+        number = int(self._ranks.largest(float(len(rows))))
+        whole = [BadPart(part.rank, part.micro_batch, row) for row in rows] or ([part] if mine else [])
+        if self._alone is None or number < 2:
+            return whole
+        found = []
+        for place in range(number):
+            batch_alone = self._alone(rows[place] if place < len(rows) else None)
+            if self._compute(batch_alone, step)[1]:
+                found += whole[place : place + 1] if rows else []
+        return found or whole
+
+    def _culprits(self, batch: MicroBatch, step: Step[MicroBatch]) -> list[int]:
+        """The data-parallel ranks whose micro-batch is not finite; the same on every rank."""
+        loss, gradient = self._compute(batch, step)
+        if not loss and not gradient:
+            return []
+        losses = sorted({rank for rank in self._ranks.gather(self._ranks.data_rank if loss else -1) if rank >= 0})
+        if losses or self._ranks.num_data_ranks == 1:
+            return losses or [0]
+        return self._halve(range(self._ranks.num_data_ranks), batch, step)
+
+    def _halve(self, ranks: range, batch: MicroBatch, step: Step[MicroBatch]) -> list[int]:
+        """Those of some ranks, of which at least one has a gradient that is not finite."""
+        if len(ranks) == 1 or self._alone is None:
+            return list(ranks)
+        found = []
+        for half in (ranks[: len(ranks) // 2], ranks[len(ranks) // 2 :]):
+            given = batch if self._ranks.data_rank in half else self._alone(None)
+            if self._compute(given, step)[1]:
+                found += self._halve(half, batch, step)
+        return found
+
+    def _compute(self, batch: MicroBatch, step: Step[MicroBatch]) -> tuple[bool, bool]:
+        """Whether this rank's loss of a micro-batch is not finite, and whether any rank's loss or gradient is not."""
+        weights = self._weights
+        weights.zero_gradients()
+        totals = accumulate(self._forward, [batch], step.denominators, weights, draws=self._draws, scale=1.0)
+        if weights.replicates:
+            weights.sync_replicated_gradients()
+        norm = weights.gradient_norm()
+        counted = [total for name, total in totals.losses.items() if step.denominators[name]]
+        loss = not all(bool(total.isfinite()) for total in counted)
+        return loss, bool(self._ranks.largest(float(loss or not math.isfinite(norm))))
