@@ -38,6 +38,11 @@ def _rebuild(kind: type[ShardtuneError], what: str, where: str | None, remedy: s
     return kind(what, where=where, remedy=remedy)
 
 
+def cut(text: str) -> str:
+    """Text for a message, without the middle of a long one."""
+    return text if len(text) <= 160 else f"{text[:120]} … {text[-30:]}"
+
+
 class ConfigError(ShardtuneError):
     """A key or value of the recipe is wrong, or two of them contradict each other."""
 

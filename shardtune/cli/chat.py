@@ -14,7 +14,6 @@ from transformers import TextStreamer
 from shardtune.data.chat.encoder import ChatEncoder
 from shardtune.data.encoder import RowError
 from shardtune.data.images.chat_encoder import ImageChatEncoder
-from shardtune.data.images.images import read_image
 from shardtune.data.images.rows import image_parts
 from shardtune.errors import DataError
 from shardtune.evaluate.generate import Sampling
@@ -117,7 +116,7 @@ def _check_image(path: str, encoder: ChatEncoder, console: Console) -> list[str]
         console.print("this model takes text and no images")
         return []
     try:
-        width, height = read_image(path, Path.cwd()).size
+        width, height = encoder.read_images([path])[0].size
     except RowError as error:
         console.print(error.reason, markup=False)
         return []

@@ -79,11 +79,18 @@ def shardtune(
 def _split(arguments: list[str] | None) -> tuple[str | None, list[str]]:
     """The recipe, if one is named, and the overrides; the recipe is the first word that is no `key=value`."""
     given = arguments or []
-    recipe = next((word for word in given if "=" not in word or Path(word).is_file()), None)
+    recipe = next((word for word in given if "=" not in word or _is_file(word)), None)
     if recipe is None:
         return None, given
     place = given.index(recipe)
     return recipe, [*given[:place], *given[place + 1 :]]
+
+
+def _is_file(word: str) -> bool:
+    try:
+        return Path(word).is_file()
+    except OSError:  # the value of a key is longer than a name can be
+        return False
 
 
 @app.command()

@@ -19,13 +19,13 @@ from shardtune.config.halos import translate
 from shardtune.config.keys import HALOS_DEFAULTS, KEYS, allowed
 from shardtune.config.layers import Layer, Merged, merge, raise_all
 from shardtune.config.overrides import GROUPS, read_overrides
-from shardtune.config.paths import make_absolute, named_files
+from shardtune.config.paths import make_absolute, named_files, user_path
 from shardtune.config.recipe_config import RecipeConfig
 from shardtune.config.recipe_file import read_file, read_mapping
 from shardtune.config.saved_lora import adopt_adapter
 from shardtune.config.schema import ALTERNATIVE_KEYS, DataEntry, ParameterGroup, Recipe, escape_interpolation
 from shardtune.config.tree import Tree, get_value, set_value
-from shardtune.errors import ConfigError
+from shardtune.errors import ConfigError, cut
 
 RecipeSource: TypeAlias = str | Path | Mapping[str, object] | DictConfig
 
@@ -90,7 +90,7 @@ def load_recipe(
 
 def _read(recipe: RecipeSource | None, overrides: Sequence[str]) -> Layer:
     if isinstance(recipe, str | Path):
-        return read_file(Path(recipe).expanduser())
+        return read_file(user_path(recipe, "RECIPE"))
     if isinstance(recipe, Mapping | DictConfig):
         layer = read_mapping(recipe)
         return replace(layer, places=recipe.places()) if isinstance(recipe, RecipeConfig) else layer
@@ -186,8 +186,10 @@ def _move_alternative_keys(tree: Tree, merged: Merged) -> list[ConfigError]:
 
 def _short(value: object) -> str:
     """A value for a message, without the middle of a long one."""
-    text = repr(value)
-    return text if len(text) <= 120 else f"{text[:80]} … {text[-30:]}"
+    try:
+        return cut(repr(value))
+    except ValueError:  # a number of thousands of digits
+        return "a number that is too large"
 
 
 def _unresolved(dotted: str, merged: Merged, reason: str) -> ConfigError:
@@ -256,7 +258,7 @@ def _field_inside(dotted: str, inside: tuple[int | str, ...]) -> FieldInfo:
 
 def _absolute(tree: Tree, base: Path, origins: Mapping[str, str]) -> Recipe:
     values = Recipe.model_validate(tree).to_dict()
-    make_absolute(values, base)
+    make_absolute(values, base, origins)
     result = Recipe.model_validate(values)
     result._origins.update(origins)
     return result

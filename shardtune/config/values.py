@@ -19,6 +19,7 @@ ENVIRONMENTS = ("reach", "point2d")
 PISSA_STEPS = re.compile(r"pissa_niter_[0-9]+")
 LORA_INITS = ("gaussian", "orthogonal", "pissa", "olora", "mica")
 NEED_DATA = ("eva", "corda", "lora_ga")
+_LONGEST_NAME = 200
 _EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
 
 
@@ -87,6 +88,8 @@ def _answer_pattern(value: object) -> object:
 
 def _run_name(value: object) -> object:
     if isinstance(value, str) and value.strip() and not value.startswith(("/", "~")) and ".." not in value.split("/"):
+        if "\0" in value or max(len(name.encode(errors="replace")) for name in value.split("/")) > _LONGEST_NAME:
+            raise ValueError("no file system has such a name")
         return value.rstrip("/")
     raise ValueError("not a directory name")
 
@@ -145,6 +148,7 @@ def _regular_expression(value: object) -> object:
 Text = Annotated[str, Field(min_length=1), Allowed("text")]
 Number = Annotated[float, BeforeValidator(_number)]
 Count = Annotated[int, Field(ge=1)]
+RankCount = Annotated[int, Field(ge=1, le=1_000_000)]
 CountOrUnlimited = Annotated[int, BeforeValidator(_count_or_unlimited), Allowed("-1, or a whole number >= 1")]
 Interval = Annotated[int | str, BeforeValidator(_interval), Allowed('-1, a whole number >= 1, or "epoch"')]
 StepWindow = Annotated[

@@ -32,6 +32,8 @@ _MESSAGE_KEYS |= set(REASONING_KEYS)
 _PASSED_KEYS = {"tool_call_id", "name"}
 _KNOWN_KEYS = _MESSAGE_KEYS | _PASSED_KEYS
 _CALL_KEYS = {"id", "type", "index"}
+_LARGEST_WEIGHT = 3.4028234663852886e38
+"""Weights are fp32."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 _REASONING_PARTS = ("thinking", "reasoning")
 # Keys of other formats and frequent mistakes -> what is written here instead.
@@ -203,9 +205,13 @@ def loss_weight_of(turn: Mapping[str, object]) -> float | None:
     if len(given) == 2:
         raise RowError("both loss_weight and weight are given; they mean the same")
     value = turn[given[0]]
-    if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise RowError(f"{given[0]} is {value!r}; it must be a number of at least 0")
-    return float(value)
+    try:
+        weight = float(value) if isinstance(value, (int, float)) else math.nan
+    except OverflowError:
+        weight = math.inf
+    if not 0 <= weight <= _LARGEST_WEIGHT:
+        raise RowError(f"{given[0]} is {excerpt(value)}; it must be a number from 0 to {_LARGEST_WEIGHT:.3g}")
+    return weight
 
 
 def _tool_calls(calls: Any) -> list[dict[str, Any]]:
@@ -238,6 +244,8 @@ def parsed(value: object, key: str) -> Any:
         return json.loads(value)
     except json.JSONDecodeError as error:
         raise RowError(f"{key} is text, but not JSON: {error.msg} at character {error.pos + 1}") from error
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"{key} is text, but not usable as JSON: {error}") from error
 
 
 def excerpt(value: object) -> str:

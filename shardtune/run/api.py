@@ -19,6 +19,7 @@ from shardtune.checkpoint.store import CheckpointStore
 from shardtune.checkpoint.training_state import STATE_FILE
 from shardtune.checkpoint.verified import damage_on_ranks, damaged_file, directory_damage, require_sound
 from shardtune.config import Recipe, load_recipe
+from shardtune.config.paths import user_path
 from shardtune.config.rank_layout import Layout
 from shardtune.config.user_code import import_plugins
 from shardtune.errors import CheckpointError, ConfigError, ParallelError
@@ -338,7 +339,7 @@ class Run:
         Raises:
             CheckpointError: the directory is not empty, or the written model differs from the trained one.
         """
-        target = Path(to).expanduser().absolute()
+        target = user_path(to, "--to").absolute()
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             what = "is not empty" if target.is_dir() else "is a file"
             raise CheckpointError(f"{target} {what}", where="--to", remedy="name a directory that does not exist yet")
@@ -509,7 +510,7 @@ def _images(given: object) -> Sequence[object]:
 
 def load_run(directory: str | Path) -> Run:
     """The run in a directory that `shardtune train` made."""
-    run_dir = Path(directory).expanduser().absolute()
+    run_dir = user_path(directory, "RUN").absolute()
     if run_dir.name in (FINAL, "FINAL") and (run_dir.parent / MANIFEST).exists():
         run_dir = run_dir.parent
     load_config(run_dir)

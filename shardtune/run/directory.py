@@ -37,6 +37,7 @@ from shardtune.run.identity import (
     require_identity,
 )
 from shardtune.run.resume_check import LARGER, check_changes, has_grown
+from shardtune.training.loggers import METRICS_FILE
 
 DROPPED_ROWS = "dropped_rows.jsonl"
 LOCK = ".lock"
@@ -76,6 +77,7 @@ def plan_run(recipe: Recipe) -> RunPlan:
     """Plan a run; writes nothing. Raises `CheckpointError` or `ConfigError` if the directory cannot be used."""
     run_dir = run_directory(recipe)
     check_writable(run_dir, "runner.logger.log_path")
+    _check_names(run_dir)
     runner = recipe.runner
     if _begun_before(run_dir):  # the existing run belongs to this launch: it is continued, not moved aside
         return _continue(run_dir, recipe, read_manifest(run_dir).get("resumed_from"))
@@ -95,6 +97,18 @@ def plan_run(recipe: Recipe) -> RunPlan:
         raise _occupied(run_dir)
     notes = (*_check_changes(run_dir, recipe), f"going back to {requested}; later checkpoints go with the next save")
     return RunPlan(run_dir, resume_from=requested, resumed_from=str(requested), notes=notes)
+
+
+def _check_names(run_dir: Path) -> None:
+    """Refuse a directory in the place of a file or link that the run will write."""
+    for name in ("checkpoints/latest", "checkpoints/best", CONFIG, MANIFEST, METRICS_FILE):
+        place = run_dir / name
+        if place.is_dir() and not place.is_symlink():
+            raise CheckpointError(
+                f"{place} is a directory, and the run keeps a file or link of this name there",
+                where=str(place),
+                remedy="move it away, or choose another runner.logger.experiment_name",
+            )
 
 
 def _begun_before(run_dir: Path) -> bool:
