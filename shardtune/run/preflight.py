@@ -31,6 +31,7 @@ from shardtune.config.paths import named_files
 from shardtune.data.sources.fingerprint import contents
 from shardtune.errors import ParallelError, ShardtuneError
 from shardtune.launch.heartbeat import PeerWatch
+from shardtune.parallel.rendezvous import GLOO_INTERFACE, meet
 from shardtune.run.directory import run_directory
 from shardtune.training.worker.base import FSDPSftWorker
 
@@ -47,7 +48,6 @@ MAY_DIFFER = ("runner.nproc_per_node", "runner.num_workers", "runner.launcher", 
               "data.num_workers", "data.cache_dir")  # fmt: skip
 """Keys that may differ between hosts."""
 PACKAGES = ("shardtune", "torch", "transformers", "tokenizers", "safetensors", "datasets", "numpy", "peft")
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 _meetings = 0
 
@@ -272,7 +272,8 @@ def _check_store() -> None:
 
 def _store(rank: int, world_size: int) -> dist.Store:
     try:
-        store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=MEET_SECONDS))))
+        address, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", ""))
+        return meet(address, port, rank, world_size, timedelta(seconds=MEET_SECONDS))
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).strip().splitlines()[0]
@@ -283,7 +284,6 @@ def _store(rank: int, world_size: int) -> dist.Store:
             where=f"MASTER_ADDR = {os.environ['MASTER_ADDR']}",
             remedy="check that the address is one by which the other hosts reach rank 0's, and that the port is open",
         ) from error
-    return store
 
 
 def _received(store: dist.Store, key: str, until: float, late: str) -> str:

@@ -232,7 +232,7 @@ def run_as_main(request: Request, tail: Sequence[str]) -> None:
     how, what = request.run
     first = {"-m": os.getcwd(), "-c": "", "": str(Path(what).resolve().parent)}[how]
     paths = filter(None, request.environment.get("PYTHONPATH", "").split(os.pathsep))
-    sys.path[:] = [first, *paths, *tail]
+    sys.path[:] = [*([] if "-P" in request.options else [first]), *paths, *tail]
     importlib.invalidate_caches()
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
@@ -418,7 +418,7 @@ def _understood(args: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, str], 
         return None
     options: list[str] = []
     rest = list(args[1:])
-    while rest and rest[0] in ("-u", "-B", "-W"):
+    while rest and rest[0] in ("-u", "-B", "-P", "-W"):
         options += [rest.pop(0)]
         if options[-1] == "-W":
             options += [rest.pop(0)]

@@ -102,7 +102,7 @@ def test_what_is_no_address(word: str) -> None:
 
 def test_addresses_that_are_not_of_the_internet() -> None:
     inside = """127.0.0.1 127.9.9.9 0.0.0.0 10.1.2.3 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.1 224.0.0.1
-    240.0.0.1 255.255.255.255 192.0.2.1 ::1 :: fe80::1 fe80::1%eth0 fc00::1 fd12::1 ff02::1 ::ffff:127.0.0.1 ::ffff:10.0.0.1
-    64:ff9b::7f00:1 2002:7f00:1:: 2001:0:7f00:1::"""
+    240.0.0.1 255.255.255.255 192.0.2.1 ::1 :: fe80::1 fe80::1%eth0 fc00::1 fd12::1 ff02::1 ::ffff:127.0.0.1
+    ::ffff:10.0.0.1 64:ff9b::7f00:1 2002:7f00:1:: 2001:0:7f00:1::"""
     assert [address for address in inside.split() if web.is_public(address)] == []
     assert all(map(web.is_public, ["1.1.1.1", "93.184.215.14", "2606:4700:4700::1111", "::ffff:1.1.1.1"]))
