@@ -21,6 +21,7 @@ from shardtune.checkpoint.state_file import fault_of
 from shardtune.checkpoint.store import CheckpointStore, open_checkpoint
 from shardtune.checkpoint.verified import described, none_is_sound
 from shardtune.config import Recipe, load_recipe
+from shardtune.config.own_code import record_own_code
 from shardtune.data.file_lock import FileLock
 from shardtune.errors import CheckpointError, ConfigError
 from shardtune.launch.local import launch_id, restarted_launch
@@ -337,6 +338,7 @@ def begin_run(plan: RunPlan, recipe: Recipe, manifest: Mapping[str, object], loc
                 where="runner.logger",
                 remedy="choose another runner.logger.experiment_name, or continue that run with the same command",
             )
+    record_own_code(recipe)
     try:
         # The manifest first: a directory without a recipe is not yet a run, and an old one loses its "finished" mark.
         write_json(plan.run_dir / MANIFEST, {**manifest, "resumed_from": plan.resumed_from, "launch": launch_id()})

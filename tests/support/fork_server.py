@@ -76,7 +76,7 @@ READ_BY_IMPORTS = (
     "MKL_",
 )
 """Beginnings of variables that count while modules are imported; where one differs, a process is started as usual."""
-NOT_READ = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONBREAKPOINT", "XDG_CACHE_HOME")
+NOT_READ = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONBREAKPOINT", "XDG_CACHE_HOME", "XDG_STATE_HOME")
 """Variables of such names that do not count: Ray sets the last but one, and no test reads the Hub's cache."""
 MODULES = ("shardtune", "shardtune.launch.torchrun", "pytest", "torch.distributed.run", "accelerate.commands.launch")
 """What `python -m` may run here."""

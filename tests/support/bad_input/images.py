@@ -67,9 +67,9 @@ def bad_image(name: str, file: str, content: bytes, *, says: str) -> Case:
     return with_keys(name, *EYES, says=told, prepare=seen(rows, **{file.replace(".", "_"): content}))
 
 
-def bad_row(name: str, bad: dict[str, Any], *, says: str) -> Case:
+def bad_row(name: str, bad: dict[str, Any], *keys: str, says: str) -> Case:
     """A row behind a good one."""
-    return with_keys(name, *EYES, says=f"{says} | seen.jsonl: row 2 | skip", prepare=seen([GOOD, bad]))
+    return with_keys(name, *EYES, *keys, says=f"{says} | seen.jsonl: row 2 | skip", prepare=seen([GOOD, bad]))
 
 
 def with_template(text: str) -> Prepare:
