@@ -15,7 +15,7 @@ from shardtune.data.chat.encoder import ChatEncoder
 from shardtune.data.encoder import RowError
 from shardtune.data.images.chat_encoder import ImageChatEncoder
 from shardtune.data.images.rows import image_parts
-from shardtune.errors import DataError
+from shardtune.errors import CONTROL, DataError, printable
 from shardtune.evaluate.generate import Sampling
 from shardtune.run.api import Run, answering
 
@@ -72,6 +72,19 @@ def _question(line: str, where: str) -> Question:
     return Question(turns, images)
 
 
+def answer_line(question: Question, answer: str) -> str:
+    """A question with its answer as a line of JSON, in which characters that control a terminal are escaped."""
+    row = {"prompt": question.prompt, **({"images": question.images} if question.images else {}), "answer": answer}
+    return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(row, ensure_ascii=False))
+
+
+class _Streamer(TextStreamer):
+    """Prints an answer while it is generated."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        super().on_finalized_text(printable(text), stream_end)
+
+
 def chat(run: Run, checkpoint: str, system: str | None, sampling: Sampling) -> None:
     """Read turns and stream the answers, until an empty line or the end of input.
 
@@ -99,9 +112,9 @@ def chat(run: Run, checkpoint: str, system: str | None, sampling: Sampling) -> N
             turns = [*messages, {"role": "user", "content": image_parts(text, images) if images else text}]
             prompt = encoder.prompt(turns)
         except RowError as error:
-            console.print(error.reason, markup=False)
+            console.print(printable(error.reason), markup=False)
             continue
-        streamer = TextStreamer(encoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = _Streamer(encoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
         try:
             answer = generator.answers([prompt], sampling, streamer=streamer)[0]
         except KeyboardInterrupt:  # drop the question and its answer, and continue
@@ -118,7 +131,7 @@ def _check_image(path: str, encoder: ChatEncoder, console: Console) -> list[str]
     try:
         width, height = encoder.read_images([path])[0].size
     except RowError as error:
-        console.print(error.reason, markup=False)
+        console.print(printable(error.reason), markup=False)
         return []
     console.print(f"an image of {width} x {height}, added to your next turn")
     return [path]

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from shardtune.cli.exit import UsageError, end, leave, wrong_usage
-from shardtune.errors import ConfigError
+from shardtune.errors import ConfigError, printable
 from shardtune.launch.signals import end_with_parent, is_supervised, listening
 from shardtune.verify.commands import verify_app
 
@@ -212,7 +212,7 @@ def generate(
             where="shardtune generate",
             remedy="name images in the rows of the file: images: [a.jpg], relative to it",
         )
-    from shardtune.cli.chat import Question, read_prompts
+    from shardtune.cli.chat import Question, answer_line, read_prompts
     from shardtune.evaluate.generate import Sampling
     from shardtune.run.api import load_run
 
@@ -228,8 +228,7 @@ def generate(
         folder=file.parent if file else None,
     )
     for question, answer in zip(questions, answers, strict=True):
-        row = {"prompt": question.prompt, **({"images": question.images} if question.images else {}), "answer": answer}
-        typer.echo(json.dumps(row, ensure_ascii=False) if file else answer)
+        typer.echo(answer_line(question, answer) if file else printable(answer))
 
 
 @app.command()
