@@ -226,3 +226,14 @@ def _validated(entry: type[BaseModel], value: object, at: tuple[int | str, ...])
             for line in error.errors()
         ]
         raise ValidationError.from_exception_data(error.title, lines) from error
+
+
+def escape_interpolation(value: object) -> object:
+    r"""Escape `${` for OmegaConf: a backslash before it, and backslashes already there doubled (`\${` -> `\\\${`)."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
+    if isinstance(value, dict):
+        return {name: escape_interpolation(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [escape_interpolation(item) for item in value]
+    return value

@@ -21,6 +21,7 @@ from shardtune.checkpoint.state_file import fault_of
 from shardtune.checkpoint.store import CheckpointStore, open_checkpoint
 from shardtune.checkpoint.verified import described, none_is_sound
 from shardtune.config import Recipe, load_recipe
+from shardtune.config.environment import digests
 from shardtune.config.own_code import record_own_code
 from shardtune.data.file_lock import FileLock
 from shardtune.errors import CheckpointError, ConfigError
@@ -41,6 +42,8 @@ from shardtune.run.resume_check import LARGER, check_changes, has_grown
 from shardtune.training.loggers import METRICS_FILE
 
 DROPPED_ROWS = "dropped_rows.jsonl"
+FROM_ENVIRONMENT = "values_from_environment"
+"""The entry of the manifest with hashes of the values that the recipe takes from environment variables."""
 LOCK = ".lock"
 LOCK_WAIT_SECONDS = 5.0
 """Orphaned ranks of a killed run end within a second or two."""
@@ -176,7 +179,9 @@ def without_final(plan: RunPlan, damage_of: Callable[[Path], Mapping[str, str]])
 
 def _check_changes(run_dir: Path | None, recipe: Recipe) -> tuple[str, ...]:
     """As `check_changes`; a checkpoint outside a run directory has no recipe to compare with."""
-    return () if run_dir is None else check_changes(load_config(run_dir), recipe, run_dir)
+    if run_dir is None:
+        return ()
+    return check_changes(load_config(run_dir), recipe, run_dir, read_manifest(run_dir).get(FROM_ENVIRONMENT, {}))
 
 
 def _newest(run_dir: Path) -> Path | None:
@@ -341,7 +346,9 @@ def begin_run(plan: RunPlan, recipe: Recipe, manifest: Mapping[str, object], loc
     record_own_code(recipe)
     try:
         # The manifest first: a directory without a recipe is not yet a run, and an old one loses its "finished" mark.
-        write_json(plan.run_dir / MANIFEST, {**manifest, "resumed_from": plan.resumed_from, "launch": launch_id()})
+        facts = {"resumed_from": plan.resumed_from, "launch": launch_id()}
+        facts[FROM_ENVIRONMENT] = digests(recipe.to_dict(), recipe.references)
+        write_json(plan.run_dir / MANIFEST, {**manifest, **facts})
         write_text(plan.run_dir / CONFIG, recipe.to_yaml())
     except OSError as error:
         raise _unwritable(plan.run_dir, error) from error

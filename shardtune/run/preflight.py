@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from shardtune.config import Recipe, flatten
+from shardtune.config.environment import digests
 from shardtune.config.paths import named_files
 from shardtune.data.sources.fingerprint import contents
 from shardtune.errors import ParallelError, ShardtuneError
@@ -115,9 +116,12 @@ def read_together(read: Callable[[], Recipe]) -> tuple[Recipe, PeerWatch | None]
 
 def take_inventory(recipe: Recipe | None, mark: str | None = None, error: str | None = None) -> Inventory:
     """The inventory of this rank."""
-    shared_keys = {} if recipe is None else {
-        key: json.dumps(value) for key, value in flatten(recipe.to_dict()).items() if not _may_differ(key)
-    }  # fmt: skip
+    shared_keys: dict[str, str] = {}
+    if recipe is not None:
+        tree, secret = recipe.to_dict(), recipe.references
+        shared_keys = {key: json.dumps(value) for key, value in flatten(recipe.to_stored()).items()}
+        shared_keys |= {f"{key} (hashed)": value for key, value in digests(tree, secret, salt="0" * 16).items()}
+        shared_keys = {key: value for key, value in shared_keys.items() if not _may_differ(key.partition(" ")[0])}
     node = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
     return Inventory(socket.gethostname(), node, _versions(), shared_keys, _files(recipe), mark, error)
 

@@ -226,7 +226,7 @@ class SFTRunner:
             logger.logger_backends,
             project=logger.project_name,
             name=str(logger.experiment_name),
-            config=self._recipe.to_dict(),
+            config=self._recipe.to_stored(),
             done=done,
         )
         if self._resume_from is not None and self._is_own(self._resume_from):
