@@ -42,18 +42,25 @@ def user_path(text: str | Path, where: str | None) -> Path:
     """
     try:
         path = Path(text).expanduser()
-        if "\0" in str(path):
-            raise ValueError("it holds a zero byte")
-        path.lstat()
-    except (RuntimeError, ValueError, OSError) as error:
-        known = isinstance(error, OSError) and error.errno not in (errno.ENAMETOOLONG, errno.ELOOP)
-        if known:  # a path that is not there, or not readable: whoever opens it reports that
-            return path
-        reason = error.strerror if isinstance(error, OSError) else error
+        reason = _never_a_path(path)
+    except RuntimeError as error:  # of `~name`
+        path, reason = Path(text), str(error)
+    if reason is not None:
         raise ConfigError(
             f"{cut(str(text))} cannot be a path: {reason}", where=where, remedy="give the path of a file or directory"
-        ) from error
+        )
     return path
+
+
+def _never_a_path(path: Path) -> str | None:
+    """Why no file can have a path; whether there is one is for those who open it to find."""
+    if "\0" in str(path):
+        return "it holds a zero byte"
+    try:
+        path.lstat()
+    except OSError as error:
+        return error.strerror if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) else None
+    return None
 
 
 def make_absolute(tree: Tree, base: Path, origins: Mapping[str, str] | None = None) -> None:

@@ -347,8 +347,8 @@ def begin_run(plan: RunPlan, recipe: Recipe, manifest: Mapping[str, object], loc
     try:
         # The manifest first: a directory without a recipe is not yet a run, and an old one loses its "finished" mark.
         facts = {"resumed_from": plan.resumed_from, "launch": launch_id()}
-        facts[FROM_ENVIRONMENT] = digests(recipe.to_dict(), recipe.references)
-        write_json(plan.run_dir / MANIFEST, {**manifest, **facts})
+        values = {FROM_ENVIRONMENT: digests(recipe.to_dict(), recipe.references)}
+        write_json(plan.run_dir / MANIFEST, {**manifest, **facts, **values})
         write_text(plan.run_dir / CONFIG, recipe.to_yaml())
     except OSError as error:
         raise _unwritable(plan.run_dir, error) from error
