@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import TextStreamer
 
 from shardtune.data.chat.encoder import ChatEncoder
-from shardtune.data.encoder import RowError
+from shardtune.data.encoder import RowError, caused_by
 from shardtune.data.images.chat_encoder import ImageChatEncoder
 from shardtune.data.images.rows import image_parts
 from shardtune.errors import CONTROL, DataError, printable
@@ -42,7 +42,7 @@ def read_prompts(file: Path) -> list[Question]:
     if not file.is_file():
         raise DataError(f"{file} is not a file", where="--file", remedy=ROWS)
     questions: list[Question] = []
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 questions.append(_question(line, f"{file}:{number}"))
@@ -51,10 +51,10 @@ def read_prompts(file: Path) -> list[Question]:
     return questions
 
 
-def _question(line: str, where: str) -> Question:
+def _question(line: bytes, where: str) -> Question:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"this is not JSON: {error}", where=where, remedy=ROWS) from error
     key = next((key for key in PROMPT_KEYS if isinstance(row, dict) and key in row), None)
     if key is None:
@@ -111,8 +111,8 @@ def chat(run: Run, checkpoint: str, system: str | None, sampling: Sampling) -> N
         try:
             turns = [*messages, {"role": "user", "content": image_parts(text, images) if images else text}]
             prompt = encoder.prompt(turns)
-        except RowError as error:
-            console.print(printable(error.reason), markup=False)
+        except Exception as error:
+            console.print(printable(caused_by(error, text).reason), markup=False)
             continue
         streamer = _Streamer(encoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
         try:

@@ -19,7 +19,7 @@ from typing import SupportsFloat
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from shardtune.data.encoder import RowError
+from shardtune.data.encoder import RowError, caused_by
 from shardtune.data.images.web import fetch
 from shardtune.errors import DataError
 
@@ -133,14 +133,17 @@ def read_image(value: object, folder: Path, hosts: Sequence[str] = ()) -> Stored
     Raises:
         RowError: it is missing, torn, empty, too large, animated, or of a kind whose colours would change silently.
     """
-    kind, content = _stored(value, folder, hosts)
+    try:
+        kind, content = _stored(value, folder, hosts)
+    except Exception as error:  # of a value that is no reference: a time that is no number, a name that no file has
+        raise caused_by(error) from error
     try:
         if kind == ImageKind.FRAME:
             return StoredImage(kind, content, _frame(content).size)
         encoded = _bytes(kind, content)
         return StoredImage(kind, content, _checked_size(encoded), _digest(encoded) if kind == ImageKind.FILE else 0)
-    except RowError as error:
-        raise RowError(f"image {_named(kind, content)}: {error.reason}") from error
+    except Exception as error:
+        raise RowError(f"image {_named(kind, content)}: {caused_by(error).reason}") from error
 
 
 def encode_picture(picture: Image.Image | np.ndarray) -> bytes:

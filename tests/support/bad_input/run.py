@@ -177,6 +177,12 @@ COMMANDS: list[Case] = [
     Case("answer by a run of other people's code", "generate runs/done --prompt '?'", says=CODE, prepare=foreign),
     Case("evaluate a run of other people's code", "eval runs/done", says=CODE, prepare=foreign),
     Case("export a run of other people's code", "export runs/done --to out", says=CODE, prepare=foreign),
+    Case(
+        "answer half of a surrogate pair",
+        "generate runs/done --file ask.jsonl",
+        says="U+D800, half of a surrogate pair | prompt 1",
+        prepare=write("ask.jsonl", '{"prompt": "\\ud800"}\n'),
+    ),
     Case("a home of nobody", "train ~nosuchuser/recipe.yaml", says="~nosuchuser/recipe.yaml | cannot be a path | home"),
     Case("a run in a home of nobody", "export runs/done --to ~nosuchuser/x", says="~nosuchuser/x | --to"),
     Case("a recipe of an overlong name", f"train {'x' * 300}.yaml", says="xxx | File name too long | RECIPE"),
