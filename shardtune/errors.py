@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that control a terminal, change the direction of text, or are none."""
 
 
 class ShardtuneError(Exception):
@@ -28,7 +32,7 @@ class ShardtuneError(Exception):
             lines.append(f"  where:  {self.where}")
         if self.remedy:
             lines.append(f"  remedy: {self.remedy}")
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
     def __reduce__(self) -> tuple[Callable[..., ShardtuneError], tuple[object, ...]]:
         return _rebuild, (type(self), self.what, self.where, self.remedy)
@@ -36,6 +40,19 @@ class ShardtuneError(Exception):
 
 def _rebuild(kind: type[ShardtuneError], what: str, where: str | None, remedy: str | None) -> ShardtuneError:
     return kind(what, where=where, remedy=remedy)
+
+
+def printable(text: str) -> str:
+    r"""Text for a terminal: characters that control one, or change the order of others, as escapes (`\x1b`).
+
+    Rows, answers and file names may hold any; line breaks and tabs stay.
+    """
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def cut(text: str) -> str:
+    """Text for a message, without the middle of a long one."""
+    return text if len(text) <= 160 else f"{text[:120]} … {text[-30:]}"
 
 
 class ConfigError(ShardtuneError):

@@ -83,6 +83,12 @@ def _quick_starts(pytestconfig: pytest.Config) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What tests train with is not noted as the developer's own code."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _quick(pytestconfig: pytest.Config) -> Iterator[None]:
     """With `--quick`, a test ends as skipped where it would start a process or train."""
 

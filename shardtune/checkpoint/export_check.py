@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ from shardtune.checkpoint.export_check_process import (
 from shardtune.checkpoint.peft_directory import WEIGHTS, adapter_tensors, merging
 from shardtune.checkpoint.safetensors_file import read_header
 from shardtune.errors import CheckpointError
+from shardtune.launch.module_process import module_command, module_environment
 from shardtune.models.lora.attach import is_adapted
 from shardtune.models.lora.config import CONFIG_FILE
 from shardtune.models.lora.init import changes_base
@@ -55,8 +55,8 @@ def check_reload(model: nn.Module, directory: Path) -> str:
     way = _way(model, directory)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found"
-        command = [sys.executable, "-m", "shardtune.checkpoint.export_check_process", way, str(directory), str(file)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        command = module_command("shardtune.checkpoint.export_check_process", way, str(directory), str(file))
+        done = subprocess.run(command, capture_output=True, text=True, env=module_environment())
         if done.returncode:
             raise CheckpointError(
                 f"the exported model cannot be loaded:\n{done.stderr.strip()[-2000:]}", where=str(directory)

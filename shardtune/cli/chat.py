@@ -12,11 +12,10 @@ from rich.console import Console
 from transformers import TextStreamer
 
 from shardtune.data.chat.encoder import ChatEncoder
-from shardtune.data.encoder import RowError
+from shardtune.data.encoder import RowError, caused_by
 from shardtune.data.images.chat_encoder import ImageChatEncoder
-from shardtune.data.images.images import read_image
 from shardtune.data.images.rows import image_parts
-from shardtune.errors import DataError
+from shardtune.errors import CONTROL, DataError, printable
 from shardtune.evaluate.generate import Sampling
 from shardtune.run.api import Run, answering
 
@@ -43,7 +42,7 @@ def read_prompts(file: Path) -> list[Question]:
     if not file.is_file():
         raise DataError(f"{file} is not a file", where="--file", remedy=ROWS)
     questions: list[Question] = []
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 questions.append(_question(line, f"{file}:{number}"))
@@ -52,10 +51,10 @@ def read_prompts(file: Path) -> list[Question]:
     return questions
 
 
-def _question(line: str, where: str) -> Question:
+def _question(line: bytes, where: str) -> Question:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"this is not JSON: {error}", where=where, remedy=ROWS) from error
     key = next((key for key in PROMPT_KEYS if isinstance(row, dict) and key in row), None)
     if key is None:
@@ -71,6 +70,19 @@ def _question(line: str, where: str) -> Question:
             f"the prompt is {json.dumps(prompt)[:80]}, neither text nor a list of messages", where=where, remedy=ROWS
         )
     return Question(turns, images)
+
+
+def answer_line(question: Question, answer: str) -> str:
+    """A question with its answer as a line of JSON, in which characters that control a terminal are escaped."""
+    row = {"prompt": question.prompt, **({"images": question.images} if question.images else {}), "answer": answer}
+    return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(row, ensure_ascii=False))
+
+
+class _Streamer(TextStreamer):
+    """Prints an answer while it is generated."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        super().on_finalized_text(printable(text), stream_end)
 
 
 def chat(run: Run, checkpoint: str, system: str | None, sampling: Sampling) -> None:
@@ -99,10 +111,10 @@ def chat(run: Run, checkpoint: str, system: str | None, sampling: Sampling) -> N
         try:
             turns = [*messages, {"role": "user", "content": image_parts(text, images) if images else text}]
             prompt = encoder.prompt(turns)
-        except RowError as error:
-            console.print(error.reason, markup=False)
+        except Exception as error:
+            console.print(printable(caused_by(error, text).reason), markup=False)
             continue
-        streamer = TextStreamer(encoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = _Streamer(encoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
         try:
             answer = generator.answers([prompt], sampling, streamer=streamer)[0]
         except KeyboardInterrupt:  # drop the question and its answer, and continue
@@ -117,9 +129,9 @@ def _check_image(path: str, encoder: ChatEncoder, console: Console) -> list[str]
         console.print("this model takes text and no images")
         return []
     try:
-        width, height = read_image(path, Path.cwd()).size
+        width, height = encoder.read_images([path])[0].size
     except RowError as error:
-        console.print(error.reason, markup=False)
+        console.print(printable(error.reason), markup=False)
         return []
     console.print(f"an image of {width} x {height}, added to your next turn")
     return [path]

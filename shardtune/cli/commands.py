@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from shardtune.cli.exit import UsageError, end, leave, wrong_usage
-from shardtune.errors import ConfigError
+from shardtune.errors import ConfigError, printable
 from shardtune.launch.signals import end_with_parent, is_supervised, listening
 from shardtune.verify.commands import verify_app
 
@@ -47,6 +47,14 @@ Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature;
 TopP = Annotated[
     float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this total probability.")
 ]
+Trust = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FILE",
+        help="Code that the run names and that may be executed: a file, module or model; may be repeated. A run that "
+        "you trained needs none.",
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Seed of the sampling: the same seed gives the same answers.")]
 
 
@@ -79,11 +87,18 @@ def shardtune(
 def _split(arguments: list[str] | None) -> tuple[str | None, list[str]]:
     """The recipe, if one is named, and the overrides; the recipe is the first word that is no `key=value`."""
     given = arguments or []
-    recipe = next((word for word in given if "=" not in word or Path(word).is_file()), None)
+    recipe = next((word for word in given if "=" not in word or _is_file(word)), None)
     if recipe is None:
         return None, given
     place = given.index(recipe)
     return recipe, [*given[:place], *given[place + 1 :]]
+
+
+def _is_file(word: str) -> bool:
+    try:
+        return Path(word).is_file()
+    except OSError:  # the value of a key is longer than a name can be
+        return False
 
 
 @app.command()
@@ -125,6 +140,7 @@ def evaluate(
         typer.Argument(metavar="RUN_OR_RECIPE [key=value …]", help="A run or a recipe, then overrides of keys."),
     ],
     checkpoint: Checkpoint = "final",
+    trust: Trust = None,
 ) -> None:
     """Evaluate a run's model, or a recipe's base model, on the recipe's evaluation sets; prints JSON.
 
@@ -145,7 +161,7 @@ def evaluate(
         )
     from shardtune.run.api import evaluate as run_evaluation
 
-    metrics = run_evaluation(path, *overrides, checkpoint=checkpoint)
+    metrics = run_evaluation(path, *overrides, checkpoint=checkpoint, trust=trust or ())
     if metrics and os.environ.get("RANK", "0") == "0":
         typer.echo(json.dumps(metrics, indent=2))
 
@@ -171,6 +187,7 @@ def generate(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = 0,
+    trust: Trust = None,
 ) -> None:
     """Answer prompts: plain text for --prompt, JSON lines for --file.
 
@@ -195,13 +212,13 @@ def generate(
             where="shardtune generate",
             remedy="name images in the rows of the file: images: [a.jpg], relative to it",
         )
-    from shardtune.cli.chat import Question, read_prompts
+    from shardtune.cli.chat import Question, answer_line, read_prompts
     from shardtune.evaluate.generate import Sampling
     from shardtune.run.api import load_run
 
     questions = read_prompts(file) if file else [Question(text, image or []) for text in prompt or ()]
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    answers = load_run(run).generate(
+    answers = load_run(run, trust=trust or ()).generate(
         [question.prompt for question in questions],
         checkpoint=checkpoint,
         system=system,
@@ -211,8 +228,7 @@ def generate(
         folder=file.parent if file else None,
     )
     for question, answer in zip(questions, answers, strict=True):
-        row = {"prompt": question.prompt, **({"images": question.images} if question.images else {}), "answer": answer}
-        typer.echo(json.dumps(row, ensure_ascii=False) if file else answer)
+        typer.echo(answer_line(question, answer) if file else printable(answer))
 
 
 @app.command()
@@ -224,6 +240,7 @@ def chat(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = 0,
+    trust: Trust = None,
 ) -> None:
     """Chat with a run's model; /reset clears the conversation, an empty line or Ctrl-D ends it.
 
@@ -238,7 +255,7 @@ def chat(
     from shardtune.evaluate.generate import Sampling
     from shardtune.run.api import load_run
 
-    talk(load_run(run), checkpoint, system, Sampling(max_new_tokens, temperature, top_p, seed))
+    talk(load_run(run, trust=trust or ()), checkpoint, system, Sampling(max_new_tokens, temperature, top_p, seed))
 
 
 @app.command()
@@ -248,6 +265,7 @@ def export(
     checkpoint: Checkpoint = "final",
     dtype: Annotated[str, typer.Option(help="auto (the base model's) | fp32 | bf16 | fp16")] = "auto",
     merge: Annotated[bool, typer.Option("--merge", help="Merge a LoRA adapter into the base weights.")] = False,
+    trust: Trust = None,
 ) -> None:
     """Write a directory for other software, then load it in a fresh process and compare its logits (or tensors).
 
@@ -263,7 +281,7 @@ def export(
         raise ConfigError(f"{dtype} is not a dtype for export", where="--dtype", remedy="auto, fp32, bf16 or fp16")
     from shardtune.run.api import load_run
 
-    load_run(run).export(to, checkpoint=checkpoint, dtype=dtype, merge=merge, report=typer.echo)
+    load_run(run, trust=trust or ()).export(to, checkpoint=checkpoint, dtype=dtype, merge=merge, report=typer.echo)
 
 
 @data_app.command("preview")

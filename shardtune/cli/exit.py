@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import typer
 
-from shardtune.errors import ConfigError, Interrupted, ShardtuneError
+from shardtune.errors import ConfigError, Interrupted, ShardtuneError, printable
 from shardtune.launch.exit_codes import note_exit_code
 
 UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
@@ -74,7 +74,7 @@ def end(error: BaseException) -> NoReturn:
         kind = "stopped" if isinstance(error, Interrupted) else "error"
         prefix = f"rank {rank}: " if "RANK" in os.environ and not launched else ""
         with suppress(OSError):
-            print(f"{prefix}{kind}: {text}", file=sys.stderr)
+            print(f"{prefix}{kind}: {printable(text)}", file=sys.stderr)
     leave(code)
 
 

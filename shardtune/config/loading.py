@@ -15,21 +15,24 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from shardtune.config.checks import check, check_ranks
+from shardtune.config.environment import as_stored, references
 from shardtune.config.halos import translate
 from shardtune.config.keys import HALOS_DEFAULTS, KEYS, allowed
 from shardtune.config.layers import Layer, Merged, merge, raise_all
 from shardtune.config.overrides import GROUPS, read_overrides
-from shardtune.config.paths import make_absolute, named_files
+from shardtune.config.paths import make_absolute, named_files, user_path
 from shardtune.config.recipe_config import RecipeConfig
 from shardtune.config.recipe_file import read_file, read_mapping
 from shardtune.config.saved_lora import adopt_adapter
-from shardtune.config.schema import ALTERNATIVE_KEYS, DataEntry, ParameterGroup, Recipe, escape_interpolation
+from shardtune.config.schema import ALTERNATIVE_KEYS, DataEntry, ParameterGroup, Recipe
 from shardtune.config.tree import Tree, get_value, set_value
-from shardtune.errors import ConfigError
+from shardtune.config.values import escape_interpolation
+from shardtune.errors import ConfigError, cut
 
 RecipeSource: TypeAlias = str | Path | Mapping[str, object] | DictConfig
 
 EXPERIMENT_NAME = "runner.logger.experiment_name"
+LOG_PATH = "runner.logger.log_path"
 ENTRY_TYPES: dict[str, type[BaseModel]] = {
     "actor.optim.groups": ParameterGroup,
     "data.train_data_paths": DataEntry,
@@ -80,6 +83,7 @@ def load_recipe(
     if get_value(tree, EXPERIMENT_NAME) is None:
         set_value(tree, EXPERIMENT_NAME, _name(recipe) or command.name or "run")
     result = _absolute(tree, _base(recipe), merged.origins)
+    _keep_references(result, tree, merged, _base(recipe))
     result._notes.extend(halos.notes)
     problems += check(result, merged, in_memory)
     if files_must_exist:
@@ -90,7 +94,7 @@ def load_recipe(
 
 def _read(recipe: RecipeSource | None, overrides: Sequence[str]) -> Layer:
     if isinstance(recipe, str | Path):
-        return read_file(Path(recipe).expanduser())
+        return read_file(user_path(recipe, "RECIPE"))
     if isinstance(recipe, Mapping | DictConfig):
         layer = read_mapping(recipe)
         return replace(layer, places=recipe.places()) if isinstance(recipe, RecipeConfig) else layer
@@ -186,8 +190,10 @@ def _move_alternative_keys(tree: Tree, merged: Merged) -> list[ConfigError]:
 
 def _short(value: object) -> str:
     """A value for a message, without the middle of a long one."""
-    text = repr(value)
-    return text if len(text) <= 120 else f"{text[:80]} … {text[-30:]}"
+    try:
+        return cut(repr(value))
+    except ValueError:  # a number of thousands of digits
+        return "a number that is too large"
 
 
 def _unresolved(dotted: str, merged: Merged, reason: str) -> ConfigError:
@@ -256,10 +262,21 @@ def _field_inside(dotted: str, inside: tuple[int | str, ...]) -> FieldInfo:
 
 def _absolute(tree: Tree, base: Path, origins: Mapping[str, str]) -> Recipe:
     values = Recipe.model_validate(tree).to_dict()
-    make_absolute(values, base)
+    make_absolute(values, base, origins)
     result = Recipe.model_validate(values)
     result._origins.update(origins)
     return result
+
+
+def _keep_references(recipe: Recipe, resolved: Tree, merged: Merged, base: Path) -> None:
+    """Note for a recipe which of its values come from the environment, in the form in which they are stored."""
+    final = recipe.to_dict()
+    given = {dotted: merged.given(dotted) for dotted in merged.origins if KEYS[dotted].section is None}
+    for dotted, written in references(given).items():
+        place = Path.cwd() if dotted == LOG_PATH else base
+        ours = ALTERNATIVE_KEYS.get(dotted, dotted)
+        values = get_value(resolved, ours), get_value(final, ours)
+        recipe._references[ours] = as_stored(written, *values, place)
 
 
 def _missing_files(recipe: Recipe) -> list[ConfigError]:

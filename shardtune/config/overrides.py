@@ -12,9 +12,9 @@ from pathlib import Path
 
 from shardtune.config.keys import ALIASES, IN_ROWS
 from shardtune.config.layers import Layer
-from shardtune.config.recipe_file import unresolved
+from shardtune.config.recipe_file import MOST_LEVELS, unresolved
 from shardtune.config.tree import Tree, get_section, set_value
-from shardtune.errors import ConfigError
+from shardtune.errors import ConfigError, cut
 
 CONF = Path(__file__).parent / "conf"
 LISTED_GROUP = "datasets"  # the only group that allows several choices at once
@@ -73,7 +73,6 @@ def _parse(texts: Sequence[str]) -> list[Override]:
     if not texts:
         return []
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
 
     parser = OverridesParser.create()
     parsed = []
@@ -99,13 +98,15 @@ def _parse(texts: Sequence[str]) -> list[Override]:
                 "b.jsonl]'",
             )
         try:
+            _check_depth(text)
             override = parser.parse_override(text)
             several = override.is_sweep_override()
-        except HydraException as error:
-            reason = str(error).splitlines()[0]
+            value = override.value()
+        except Exception as error:  # Hydra's own, and what values raise: a number of thousands of digits
+            reason = cut((str(error) or type(error).__name__).splitlines()[0])
             raise ConfigError(
-                f"override {text} cannot be read: {reason}",
-                where=" ".join(texts),
+                f"override {cut(text)} cannot be read: {reason}",
+                where=cut(" ".join(texts)),
                 remedy="quote values with spaces or special characters for the shell and again inside: "
                 "'key=\"a value\"'",
             ) from error
@@ -121,8 +122,17 @@ def _parse(texts: Sequence[str]) -> list[Override]:
                 where=" ".join(texts),
                 remedy="write a list in brackets, key=[a,b], or text with a comma in quotes, 'key=\"a,b\"'",
             )
-        parsed.append(Override(text, override.key_or_group, override.value()))
+        parsed.append(Override(text, override.key_or_group, value))
     return parsed
+
+
+def _check_depth(text: str) -> None:
+    """Refuse what takes Hydra's parser minutes: brackets in brackets in brackets."""
+    level = 0
+    for character in text:
+        level += (character in "[{(") - (character in "]})")
+        if level > MOST_LEVELS:
+            raise ValueError(f"nested more than {MOST_LEVELS} levels deep")
 
 
 def _chooses_group(override: Override) -> bool:

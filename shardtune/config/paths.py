@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from shardtune.config.tree import Tree, get_value, set_value
 from shardtune.config.values import FUNCTION_IN_FILE
+from shardtune.errors import ConfigError, cut
 
 FORMATS = (".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".feather")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
@@ -27,23 +30,74 @@ PATH_KEYS = {
 """Keys that hold a path, and the word in its place that is none."""
 
 
-def make_absolute(tree: Tree, base: Path) -> None:
+def user_path(text: str | Path, where: str | None) -> Path:
+    """A path that a user gave, with `~` expanded.
+
+    Args:
+        text: as given.
+        where: the key, override or argument, for the message.
+
+    Raises:
+        ConfigError: `~name` of no user, or a name that no file can have.
+    """
+    try:
+        path = Path(text).expanduser()
+        reason = _never_a_path(path)
+    except RuntimeError as error:  # of `~name`
+        path, reason = Path(text), str(error)
+    if reason is not None:
+        raise ConfigError(
+            f"{cut(str(text))} cannot be a path: {reason}", where=where, remedy="give the path of a file or directory"
+        )
+    return path
+
+
+def _never_a_path(path: Path) -> str | None:
+    """Why no file can have a path; whether there is one is for those who open it to find."""
+    if "\0" in str(path):
+        return "it holds a zero byte"
+    try:
+        path.lstat()
+    except OSError as error:
+        return error.strerror if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) else None
+    return None
+
+
+def make_absolute(tree: Tree, base: Path, origins: Mapping[str, str] | None = None) -> None:
     """Make every path of a resolved recipe absolute, in place.
 
     Args:
         tree: the recipe, all keys present and valid.
         base: the recipe's directory, which all paths but the log path are relative to; that one is relative to the
             working directory.
+        origins: dotted key -> where it was given, for messages.
+
+    Raises:
+        ConfigError: a path that cannot be one.
     """
-    _change(tree, ["plugins"], lambda text: _plugin(text, base))
-    _change(tree, ["runner.logger.log_path"], lambda path: _absolute(path, Path.cwd()))
-    _change(tree, MODEL_KEYS, lambda text: _model(text, base))
-    _change(tree, FUNCTION_KEYS, lambda text: _function(text, base))
-    for key, special in PATH_KEYS.items():
-        if get_value(tree, key) != special:
-            _change(tree, [key], lambda path: _absolute(path, base))
+    changes: list[tuple[Iterable[str], Callable[[str], str]]] = [
+        (["plugins"], lambda text: _plugin(text, base)),
+        (["runner.logger.log_path"], lambda path: _absolute(path, Path.cwd())),
+        (MODEL_KEYS, lambda text: _model(text, base)),
+        (FUNCTION_KEYS, lambda text: _function(text, base)),
+        ([key for key, special in PATH_KEYS.items() if get_value(tree, key) != special], lambda p: _absolute(p, base)),
+    ]
+    for keys, change in changes:
+        for key in keys:
+            with _named(key, origins):
+                _change(tree, key, change)
     for key in ("data.train_data_paths", "data.eval_data_paths"):
-        set_value(tree, key, _sources(get_value(tree, key), base))
+        with _named(key, origins):
+            set_value(tree, key, _sources(get_value(tree, key), base))
+
+
+@contextmanager
+def _named(key: str, origins: Mapping[str, str] | None) -> Iterator[None]:
+    """Adds the key and its place to the error for a path."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error.what}", where=(origins or {}).get(key), remedy=error.remedy) from error
 
 
 def named_files(tree: Tree) -> Iterator[tuple[str, str]]:
@@ -55,14 +109,13 @@ def named_files(tree: Tree) -> Iterator[tuple[str, str]]:
         yield from ((key, match["file"]) for match in found if match)
 
 
-def _change(tree: Tree, keys: Iterable[str], change: Callable[[str], str]) -> None:
-    """Replace the text, or each text of the list, that keys hold; null stays null."""
-    for key in keys:
-        value = get_value(tree, key)
-        if isinstance(value, str):
-            set_value(tree, key, change(value))
-        elif isinstance(value, list):
-            set_value(tree, key, [change(text) for text in value])
+def _change(tree: Tree, key: str, change: Callable[[str], str]) -> None:
+    """Replace the text, or each text of the list, that a key holds; null stays null."""
+    value = get_value(tree, key)
+    if isinstance(value, str):
+        set_value(tree, key, change(value))
+    elif isinstance(value, list):
+        set_value(tree, key, [change(text) for text in value])
 
 
 def _texts(value: object) -> list[str]:
@@ -71,7 +124,14 @@ def _texts(value: object) -> list[str]:
 
 
 def _absolute(path: str, base: Path) -> str:
-    return os.path.normpath(base / Path(path).expanduser())
+    return os.path.normpath(user_path(base / user_path(path, None), None))
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # its name is too long
+        return False
 
 
 def _looks_like_path(text: str) -> bool:
@@ -80,7 +140,7 @@ def _looks_like_path(text: str) -> bool:
 
 def _model(text: str, base: Path) -> str:
     """A model's directory made absolute; `org/name` that is no directory here is left as a Hub name."""
-    return _absolute(text, base) if _looks_like_path(text) or (base / text).exists() else text
+    return _absolute(text, base) if _looks_like_path(text) or _exists(base / text) else text
 
 
 def _plugin(text: str, base: Path) -> str:
@@ -107,4 +167,4 @@ def _source(text: str, base: Path) -> str:
     if "://" in text:
         return text
     path = _looks_like_path(text) or glob.has_magic(text) or Path(text).suffix.lower() in FORMATS + COMPRESSIONS
-    return _absolute(text, base) if path or (base / text).exists() else text
+    return _absolute(text, base) if path or _exists(base / text) else text

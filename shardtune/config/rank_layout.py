@@ -104,7 +104,7 @@ class Layout:
     def _check_experts(self) -> None:
         among = self.shard * self.model_ranks
         if among % self.expert:
-            nearest = max(size for size in range(1, self.expert) if among % size == 0)
+            nearest = max(size for size in _divisors(among) if size < self.expert)
             raise ParallelError(
                 f"{SECTION}.expert: {self.expert} does not divide the {_ranks(among)} that hold a copy of the model",
                 where=_where("expert"),
@@ -156,7 +156,7 @@ def _data_axes(actor: ActorConfig, outer: int, num_ranks: int) -> tuple[int, int
             )
         return outer, 1
     if shard == -1 and outer % replicate:
-        nearest = max(size for size in range(1, min(replicate, outer) + 1) if outer % size == 0)
+        nearest = max(size for size in _divisors(outer) if size <= replicate)
         raise ParallelError(
             f"{SECTION}.data_replicate: {replicate} does not divide {_of(outer, num_ranks)}",
             where=_where("data_replicate"),
@@ -176,11 +176,17 @@ def _data_axes(actor: ActorConfig, outer: int, num_ranks: int) -> tuple[int, int
 
 def _fit_inner(sequence: int, tensor: int, num_ranks: int) -> str:
     """The largest sizes up to the given ones that divide the number of ranks."""
+    sizes = _divisors(num_ranks)
     fitting = [
-        (s, t) for s in range(1, sequence + 1) for t in range(1, tensor + 1) if num_ranks % (s * t) == 0
+        (s, t) for s in sizes for t in sizes if s <= sequence and t <= tensor and num_ranks % (s * t) == 0
     ]  # (1, 1) always does
     best = max(fitting, key=lambda pair: (math.prod(pair), pair[1]))
     return f"the nearest that fits is sequence {best[0]}, tensor {best[1]}"
+
+
+def _divisors(number: int) -> list[int]:
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
 
 
 def _where(axis: str) -> str:

@@ -14,6 +14,11 @@ from shardtune.config.layers import Layer
 from shardtune.config.tree import Tree
 from shardtune.errors import ConfigError
 
+MOST_BYTES = 1 << 24
+MOST_VALUES = 100_000
+"""Of a recipe, those that aliases (`*name`) repeat counted each time."""
+MOST_LEVELS = 50
+"""How deep lists and mappings may be nested, in a recipe or an override."""
 SHOW_KEYS = "a recipe starts like this: actor: {model: {model_path: …}}; docs/configuration.md lists all keys"
 
 
@@ -28,6 +33,10 @@ class RecipeLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
         for name, _ in node.value:
+            if not isinstance(name, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    "in a mapping", node.start_mark, "a key is a word, not a list or mapping", name.start_mark
+                )
             if name.value in seen and name.tag != "tag:yaml.org,2002:merge":
                 raise yaml.constructor.ConstructorError(
                     "in a mapping", node.start_mark, f"duplicate key {name.value}", name.start_mark
@@ -44,21 +53,29 @@ def read_file(path: Path) -> Layer:
     """The recipe in a YAML file; a file that is missing, empty, broken or no mapping raises a ConfigError."""
     shown = str(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        text = content.decode("utf-8-sig").replace("\r\n", "\n")
     except FileNotFoundError as error:
         raise ConfigError("there is no such recipe", where=shown, remedy=_beside(path)) from error
     except IsADirectoryError as error:
         raise ConfigError(
             "a recipe is a YAML file, and this is a directory", where=shown, remedy=_beside(path)
         ) from error
-    except OSError as error:
-        raise ConfigError(f"the recipe cannot be read: {error.strerror}", where=shown) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"the recipe is not UTF-8 text: {error.reason}", where=shown) from error
+    except OSError as error:
+        raise ConfigError(f"the recipe cannot be read: {error.strerror}", where=shown) from error
+    if len(content) > MOST_BYTES:
+        raise ConfigError(
+            f"the recipe is larger than {MOST_BYTES >> 20} MB", where=shown, remedy="name a recipe, not a file of data"
+        )
     try:
         node = yaml.compose(text, Loader=RecipeLoader)
+        if node is not None:
+            _measure(node, {}, 0)
         tree = yaml.load(text, Loader=RecipeLoader)
-    except yaml.YAMLError as error:
+    except Exception as error:  # the parser raises many kinds: a number of thousands of digits, thousands of brackets
         raise _broken(error, shown) from error
     if node is None:
         raise ConfigError("the recipe is empty", where=shown, remedy=SHOW_KEYS)
@@ -90,9 +107,36 @@ def _beside(path: Path) -> str:
     return f"{folder} holds: {', '.join(found)}" if found else "name a YAML file"
 
 
-def _broken(error: yaml.YAMLError, shown: str) -> ConfigError:
+def _measure(node: yaml.Node, counted: dict[yaml.Node, int | None], level: int) -> int:
+    """The number of values in a node; those of an alias count at each of its places, and are visited once.
+
+    Raises:
+        yaml.constructor.ConstructorError: too many, too deep, or an anchor inside itself.
+    """
+    problem = None
+    if node in counted:
+        count = counted[node]
+        if count is not None:
+            return count
+        problem = "an anchor (&) that holds its own alias (*)"
+    elif level > MOST_LEVELS:
+        problem = f"nested more than {MOST_LEVELS} levels deep"
+    if problem is None:
+        counted[node] = None
+        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+        nodes = [part for pair in inner for part in pair] if isinstance(node, yaml.MappingNode) else inner
+        counted[node] = count = 1 + sum(_measure(part, counted, level + 1) for part in nodes)
+        if count <= MOST_VALUES:
+            return count
+        problem = f"more than {MOST_VALUES:,} values"
+    raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+def _broken(error: Exception, shown: str) -> ConfigError:
     mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
     problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
+    if isinstance(error, RecursionError):
+        problem = f"nested more than {MOST_LEVELS} levels deep"
     return ConfigError(
         f"the recipe is not valid YAML: {problem}",
         where=f"{shown}:{mark.line + 1}, column {mark.column + 1}" if mark else shown,

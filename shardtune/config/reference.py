@@ -35,6 +35,7 @@ data:
   (`actor.optim.args`) merge key by key, and `data.eval_data_paths.math=a.jsonl` sets one of several named sets;
   everything else is replaced.
 - **References.** `${runner.seed}` is replaced by the value of that key, `${oc.env:HOME}` by an environment variable;
+  stored recipes keep the latter as written, so that no secret is stored, and the run goes on with the same value only;
   write `\\${` for the characters themselves.
 - **Paths** are relative to the recipe's own directory, on the command line too; only `runner.logger.log_path` starts at
   the working directory. A data or model path that neither exists nor looks like a file (`./`, for data also `*` or a

@@ -207,6 +207,8 @@ def import_plugins(plugins: Sequence[str]) -> list[ModuleType]:
             modules.append(import_file(Path(plugin), "plugins"))
             continue
         try:
+            if importlib.util.find_spec(plugin.partition(".")[0]) is None:  # last: it hides no installed package
+                sys.path.append(os.getcwd())
             modules.append(import_users(plugin))
         except (Exception, SystemExit) as error:
             raise ConfigError(

@@ -21,6 +21,7 @@ LORA_INITS = ("gaussian", "orthogonal", "pissa", "olora", "mica")
 NEED_DATA = ("eva", "corda", "lora_ga")
 SMALLEST, LARGEST = 1e-30, 1e30
 OUT_OF_RANGE = "32-bit arithmetic needs 0 or a magnitude from 1e-30 to 1e30"
+_LONGEST_NAME = 200
 _EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
 
 
@@ -103,6 +104,8 @@ def _answer_pattern(value: object) -> object:
 
 def _run_name(value: object) -> object:
     if isinstance(value, str) and value.strip() and not value.startswith(("/", "~")) and ".." not in value.split("/"):
+        if "\0" in value or max(len(name.encode(errors="replace")) for name in value.split("/")) > _LONGEST_NAME:
+            raise ValueError("no file system has such a name")
         return value.rstrip("/")
     raise ValueError("not a directory name")
 
@@ -162,6 +165,7 @@ Text = Annotated[str, Field(min_length=1), Allowed("text")]
 Number = Annotated[float, BeforeValidator(_number)]
 Arguments = Annotated[dict[str, object], BeforeValidator(_arguments)]
 Count = Annotated[int, Field(ge=1)]
+RankCount = Annotated[int, Field(ge=1, le=1_000_000)]
 CountOrUnlimited = Annotated[int, BeforeValidator(_count_or_unlimited), Allowed("-1, or a whole number >= 1")]
 Interval = Annotated[int | str, BeforeValidator(_interval), Allowed('-1, a whole number >= 1, or "epoch"')]
 StepWindow = Annotated[
@@ -239,3 +243,14 @@ def _validated(entry: type[BaseModel], value: object, at: tuple[int | str, ...])
             for line in error.errors()
         ]
         raise ValidationError.from_exception_data(error.title, lines) from error
+
+
+def escape_interpolation(value: object) -> object:
+    r"""Escape `${` for OmegaConf: a backslash before it, and backslashes already there doubled (`\${` -> `\\\${`)."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
+    if isinstance(value, dict):
+        return {name: escape_interpolation(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [escape_interpolation(item) for item in value]
+    return value

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardtune.data.checksum import is_sealed, sealed
-from shardtune.errors import DataError
+from shardtune.errors import DataError, printable
 
 # A file changed this recently may change again without its time stamp moving, so its hash is not remembered.
 _SETTLED_SECONDS = 2.0
@@ -21,7 +21,7 @@ _SETTLED_SECONDS = 2.0
 
 def print_line(text: str) -> None:
     """The default report: one line on the error stream."""
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def cache_root(cache_dir: str | Path | None) -> Path:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from shardtune.batch import Sample
-from shardtune.errors import DataError
+from shardtune.config.user_code import user_fault
+from shardtune.errors import DataError, ShardtuneError
 
 Row = Mapping[str, Any]
 TooLong = Literal["truncate", "drop", "fail"]
@@ -20,6 +23,41 @@ class RowError(Exception):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+NEVER_A_ROW = (NameError, ImportError, MemoryError)
+"""Exceptions that are faults of the code or the machine, whatever the row holds."""
+_OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
+
+
+def caused_by(error: Exception, row: object = None) -> RowError:
+    """The reason why a row cannot be used, of an exception that was raised while it was read or encoded.
+
+    Parsers, chat templates, tokenizers and image decoders may raise anything for what they do not expect.
+
+    Args:
+        error: the exception.
+        row: searched for text that is none.
+
+    Raises:
+        Exception: the given one, where it is no fault of the row: it has a message of its own (`ShardtuneError`), or is
+            one of the machine, or of the user's code.
+    """
+    if isinstance(error, RowError):
+        return error
+    of_machine = isinstance(error, OSError) and error.errno in _OF_THE_MACHINE
+    if of_machine or isinstance(error, (ShardtuneError, *NEVER_A_ROW)) or user_fault(error) is not None:
+        raise error
+    if isinstance(error, RecursionError):
+        return RowError("the row is nested too deeply")
+    try:
+        json.dumps(row, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as found:
+        half = ord(found.object[found.start])
+        return RowError(f"the row holds U+{half:04X}, half of a surrogate pair, which is no character")
+    except Exception:  # the row itself has no text form; the first error is the reason
+        pass
+    return RowError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
 
 def bad_row(label: str, number: int, reason: str) -> DataError:

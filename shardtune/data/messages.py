@@ -204,11 +204,15 @@ def loss_weight_of(turn: Mapping[str, object]) -> float | None:
     if len(given) == 2:
         raise RowError("both loss_weight and weight are given; they mean the same")
     value = turn[given[0]]
-    if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise RowError(f"{given[0]} is {value!r}; it must be a number of at least 0")
-    if not in_range(value):
-        raise RowError(f"{given[0]} is {value!r}: {OUT_OF_RANGE}")
-    return float(value)
+    try:
+        weight = float(value) if isinstance(value, (int, float)) else math.nan
+    except OverflowError:
+        weight = math.inf
+    if not math.isfinite(weight) or weight < 0:
+        raise RowError(f"{given[0]} is {excerpt(value)}; it must be a number of at least 0")
+    if not in_range(weight):
+        raise RowError(f"{given[0]} is {excerpt(value)}: {OUT_OF_RANGE}")
+    return weight
 
 
 def _tool_calls(calls: Any) -> list[dict[str, Any]]:
@@ -241,6 +245,8 @@ def parsed(value: object, key: str) -> Any:
         return json.loads(value)
     except json.JSONDecodeError as error:
         raise RowError(f"{key} is text, but not JSON: {error.msg} at character {error.pos + 1}") from error
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"{key} is text, but not usable as JSON: {error}") from error
 
 
 def excerpt(value: object) -> str:

@@ -10,15 +10,16 @@ import json
 import lzma
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shardtune.data.encoder import Row, RowError
+from shardtune.data.encoder import Row, RowError, caused_by
 from shardtune.errors import DataError
 
 KINDS = {
@@ -35,6 +36,8 @@ SUPPORTED = ", ".join(KINDS) + f", and these with {', '.join(COMPRESSIONS)}"
 _DATA_LIST = re.compile(r"\s*\{\s*\"data\"\s*:\s*(?=\[)")
 _CHUNK_ROWS = 256
 _CHUNK_BYTES = 1 << 20
+MOST_ROW_BYTES = 1 << 27
+"""The longest line of a file of JSON lines, uncompressed; a longer one is a bad row."""
 
 NumberedRow = tuple[int, Row | RowError]
 
@@ -54,14 +57,14 @@ class Chunk(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class JsonChunk:
-    """JSON objects as text, with their row numbers."""
+    """JSON objects as text, with their row numbers; a line that is too long as its error."""
 
-    texts: list[tuple[int, bytes | str]]
+    texts: list[tuple[int, bytes | RowError]]
     progress: float
 
     def rows(self) -> Iterator[NumberedRow]:
         for number, text in self.texts:
-            yield number, _parse_json(text)
+            yield number, text if isinstance(text, RowError) else _parse_json(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +76,17 @@ class TableChunk:
     progress: float
 
     def rows(self) -> Iterator[NumberedRow]:
-        for number, row in enumerate(self.batch.to_pylist(), self.first):
-            yield number, {key: _without_nulls(value) for key, value in row.items()}
+        try:
+            rows: list[Row | RowError] = [_plain(row) for row in self.batch.to_pylist()]
+        except Exception:  # of one row
+            rows = [self._row(index) for index in range(self.batch.num_rows)]
+        yield from enumerate(rows, self.first)
+
+    def _row(self, index: int) -> Row | RowError:
+        try:
+            return _plain(self.batch.slice(index, 1).to_pylist()[0])
+        except Exception as error:  # Python has no such value: text that is no UTF-8, a date beyond its range
+            return caused_by(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +112,17 @@ def read_chunks(path: Path, kind: str) -> Iterator[Chunk]:
     """The rows of a file in order. Raises `DataError` for a file that cannot be read as what it is named."""
     try:
         yield from _READERS[kind](path)
-    except (OSError, EOFError, lzma.LZMAError, pa.ArrowException) as error:
-        raise DataError(
-            f"the file cannot be read as {kind}: {error}",
-            where=str(path),
-            remedy="the file name selects the format: rename it, or write it again",
-        ) from error
+    except DataError:
+        raise
     except UnicodeDecodeError as error:
         raise DataError(
             f"the file is not UTF-8 text: {error}", where=str(path), remedy="convert it to UTF-8"
+        ) from error
+    except Exception as error:  # decompressors and Arrow raise many kinds for bytes that are not theirs
+        raise DataError(
+            f"the file cannot be read as {kind}: {error or type(error).__name__}",
+            where=str(path),
+            remedy="the file name selects the format: rename it, or write it again",
         ) from error
 
 
@@ -139,15 +153,21 @@ def _content(path: Path) -> bytes:
 
 def _read_jsonl(path: Path) -> Iterator[Chunk]:
     size = max(path.stat().st_size, 1)
-    texts: list[tuple[int, bytes | str]] = []
+    texts: list[tuple[int, bytes | RowError]] = []
     filled = read = 0
     # The share of a compressed file that is read is unknown; it counts as read at its end.
     compressed = path.suffix.lower() in COMPRESSIONS
     with _open(path) as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(iter(partial(lines.readline, MOST_ROW_BYTES + 1), b""), 1):
             read += len(line)
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
+            if len(line) > MOST_ROW_BYTES:
+                too_long = RowError(f"the line is longer than {MOST_ROW_BYTES >> 20} MB, so it is not one row")
+                yield JsonChunk([*texts, (number, too_long)], 0.0)
+                texts, filled = [], 0
+                read += _skip_line(lines)
+                continue
             if not line.strip():
                 continue
             texts.append((number, line))
@@ -159,6 +179,16 @@ def _read_jsonl(path: Path) -> Iterator[Chunk]:
         yield JsonChunk(texts, 1.0)
 
 
+def _skip_line(lines: Any) -> int:
+    """Read to the end of a line without keeping it; returns the number of bytes."""
+    read = 0
+    while piece := lines.readline(_CHUNK_BYTES):
+        read += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return read
+
+
 def _parse_json(text: bytes | str) -> Row | RowError:
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8")
@@ -167,6 +197,8 @@ def _parse_json(text: bytes | str) -> Row | RowError:
         return RowError(f"not UTF-8 text: {error.reason} at byte {error.start + 1}")
     except json.JSONDecodeError as error:
         return RowError(f"broken JSON: {error.msg} at character {error.pos + 1}: {_excerpt(error.doc, error.pos)}")
+    except Exception as error:  # a number of thousands of digits, thousands of brackets
+        return caused_by(error)
     if not isinstance(value, dict):
         return RowError(f"the row is {type(value).__name__}, not a JSON object: {_excerpt(decoded, 0)}")
     return value
@@ -207,6 +239,12 @@ def _list_chunks(text: str, start: int, path: Path) -> Iterator[Chunk]:
         except json.JSONDecodeError as error:
             raise DataError(
                 f"broken JSON: {error.msg} at line {error.lineno}: {_excerpt(text, error.pos)!r}",
+                where=f"{path}: row {number:,}",
+                remedy="mend the file, or write one object per line (.jsonl): there data.on_bad_row=skip helps",
+            ) from error
+        except Exception as error:
+            raise DataError(
+                caused_by(error).reason,
                 where=f"{path}: row {number:,}",
                 remedy="mend the file, or write one object per line (.jsonl): there data.on_bad_row=skip helps",
             ) from error
@@ -265,6 +303,10 @@ def _table_chunks(batches: Any, total: int | None) -> Iterator[Chunk]:
             done = first + piece.num_rows - 1
             yield TableChunk(first, piece, done / total if total else 0.0)
             first += piece.num_rows
+
+
+def _plain(row: Mapping[str, Any]) -> Row:
+    return {key: _without_nulls(value) for key, value in row.items()}
 
 
 def _without_nulls(value: Any) -> Any:

@@ -21,6 +21,7 @@ from shardtune.errors import ParallelError
 from shardtune.launch.local import lost_a_peer
 from shardtune.launch.verdict import StandReport
 from shardtune.parallel.ranks import COLLECTIVE_SECONDS, Ranks, choose_device, lay_out
+from shardtune.parallel.rendezvous import meet
 from shardtune.parallel.shutdown import leave_at_exit
 
 
@@ -141,12 +142,13 @@ class Host:
         os.environ.update({name: str(value) for name, value in names.items()})
         device = device_for(meeting.device, meeting.local_rank)
         if meeting.world_size > 1:
+            limit = timedelta(seconds=meeting.limits.collective_timeout)
             dist.init_process_group(
                 backend_for(device),
-                init_method=f"tcp://{meeting.address}:{meeting.port}",
+                store=meet(meeting.address, meeting.port, meeting.rank, meeting.world_size, limit),
                 rank=meeting.rank,
                 world_size=meeting.world_size,
-                timeout=timedelta(seconds=meeting.limits.collective_timeout),
+                timeout=limit,
             )
         return cls(meeting.rank, meeting.world_size, device, watchdog_seconds=meeting.limits.watchdog_seconds)
 

@@ -21,6 +21,7 @@ from shardtune.engine.pickling import pack, unpack
 from shardtune.engine.rank_process import Failure, Host, Limits, Meeting, Outcome, Request, failure_of
 from shardtune.engine.ranks import GRACE_SECONDS, Team, raise_failure, stuck_error
 from shardtune.launch.local import free_port
+from shardtune.launch.module_process import module_command
 from shardtune.launch.verdict import StandReport
 
 END_SECONDS = 5.0
@@ -56,7 +57,7 @@ class LocalRanks(Team):
         here, there = socket.socketpair()
         with there:
             process = subprocess.Popen(
-                [sys.executable, "-m", "shardtune.engine.ranks_local", str(there.fileno())],
+                module_command("shardtune.engine.ranks_local", str(there.fileno())),
                 pass_fds=[there.fileno()],
                 start_new_session=True,  # Ctrl-C is for the caller
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},

@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from shardtune.errors import Interrupted, ParallelError, ShardtuneError
 from shardtune.launch.exit_codes import EXIT_DIR, read_exit_codes
+from shardtune.launch.module_process import module_command, module_environment
 from shardtune.launch.rank_logs import BEGUN, RankLog, log_file
 from shardtune.launch.signals import LAUNCHER_PID, SIGNALS, StopSignal, listening
 
@@ -219,7 +219,7 @@ def _start(
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     environment = {
         "OMP_NUM_THREADS": str(threads),  # ranks that use all cores each would slow each other down
-        **os.environ,
+        **module_environment(),
         **further,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -236,7 +236,7 @@ def _start(
     stream = subprocess.PIPE if piped else None
     # A process group of their own: Ctrl-C reaches this process alone, which passes it on once.
     return subprocess.Popen(
-        [sys.executable, "-m", "shardtune", *arguments],
+        module_command("shardtune", *arguments),
         env=environment,
         start_new_session=True,
         stdout=stream,

@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, TypeVar
 
 from shardtune.config import Recipe
+from shardtune.config.environment import variables
 from shardtune.config.schema import RunnerConfig
 from shardtune.errors import ParallelError
 from shardtune.launch import ray_cluster
@@ -257,7 +258,8 @@ class _Ranks:
         names = {"reports": REPORT_DIR, "launcher": LAUNCHER_PID}
         if len(nodes) > 1:
             names["interface"] = GLOO_INTERFACE
-        passed_on = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+        named = variables(recipe.references)  # which each host resolves for itself
+        passed_on = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED) or name in named}
         started = [
             holder.call(
                 RankHolder.start,

@@ -114,7 +114,7 @@ class RankHolder:
         if "interface" in names and names["interface"] not in {**os.environ, **environment}:
             further |= _interface(names["interface"])
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "shardtune", *words],
+            [sys.executable, "-P", "-m", "shardtune", *words],
             env={**os.environ, **environment, **further},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

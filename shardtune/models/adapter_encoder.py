@@ -24,11 +24,9 @@ import torch
 from shardtune.batch import Sample
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.user_code import USER_MODULE, import_file
-from shardtune.data.encoder import Encoder, FrameOptions, LengthLimit, Row, RowDropped, RowError
+from shardtune.data.encoder import NEVER_A_ROW, Encoder, FrameOptions, LengthLimit, Row, RowDropped, RowError
 from shardtune.errors import DataError, ModelError, ShardtuneError
 
-NEVER_A_ROW = (NameError, ImportError, MemoryError)
-"""Exceptions that are faults of the code or the machine, whatever the row holds."""
 ENCODING_VERSION = 1
 """Part of every cache key; to be increased when the same row would be encoded differently."""
 

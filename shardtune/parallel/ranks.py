@@ -18,6 +18,7 @@ from shardtune.batch import Metric
 from shardtune.config import ActorConfig, RunnerConfig
 from shardtune.config.rank_layout import Layout
 from shardtune.errors import ParallelError
+from shardtune.parallel.rendezvous import meet
 from shardtune.parallel.shutdown import leave_at_exit
 
 T = TypeVar("T")
@@ -211,7 +212,7 @@ def join_ranks(device: str, actor: ActorConfig, timeout: float = COLLECTIVE_SECO
     return lay_out(layout, rank, chosen)
 
 
-_stores: dict[tuple[str, str], tuple[dist.Store, Iterator[int]]] = {}
+_stores: dict[tuple[str, int], tuple[dist.Store, Iterator[int]]] = {}
 
 
 def open_group(device: torch.device, timeout: float = COLLECTIVE_SECONDS) -> None:
@@ -229,10 +230,9 @@ def open_group(device: torch.device, timeout: float = COLLECTIVE_SECONDS) -> Non
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     limit = datetime.timedelta(seconds=timeout)
-    address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if address not in _stores:  # kept, because rank 0 may serve it
-        store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=limit)))
-        _stores[address] = store, count(1)
+        _stores[address] = meet(*address, rank, world_size, limit), count(1)
     store, numbers = _stores[address]
     own = dist.PrefixStore(f"shardtune/group/{next(numbers)}", store)
     dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=limit)

@@ -19,6 +19,8 @@ from shardtune.checkpoint.store import CheckpointStore
 from shardtune.checkpoint.training_state import STATE_FILE
 from shardtune.checkpoint.verified import damage_on_ranks, damaged_file, directory_damage, require_sound
 from shardtune.config import Recipe, load_recipe
+from shardtune.config.own_code import named_code, require_consent
+from shardtune.config.paths import user_path
 from shardtune.config.rank_layout import Layout
 from shardtune.config.user_code import import_plugins
 from shardtune.errors import CheckpointError, ConfigError, ParallelError
@@ -39,7 +41,7 @@ from shardtune.run.directory import (
 )
 from shardtune.run.display import Display
 from shardtune.run.exporting import exporting
-from shardtune.run.identity import FINAL, MANIFEST, read_manifest
+from shardtune.run.identity import CONFIG, FINAL, MANIFEST, read_manifest
 from shardtune.run.preflight import check_same_rows, is_one_of_several, read_together
 from shardtune.run.prompts import PromptBuilder
 from shardtune.run.resume_check import check_same_data
@@ -86,10 +88,10 @@ def train(
 
     if is_one_of_several():
         loaded, peers = read_together(read)
-        return Run(train_rank(loaded, objects, peers))
+        return Run(train_rank(loaded, objects, peers), trained_here=True)
     loaded = read()
     if is_launched():
-        return Run(train_rank(loaded, objects))
+        return Run(train_rank(loaded, objects), trained_here=True)
     display = Display()
     plan = plan_run(loaded)
     check_unlocked(plan.run_dir)
@@ -97,7 +99,7 @@ def train(
         plan = without_final(plan, partial(directory_faults, content=True))
     if plan.finished:
         report_finished(plan, loaded, objects, display.report)
-        return Run(plan.run_dir)
+        return Run(plan.run_dir, trained_here=True)
     by_ray = loaded.runner.launcher == "ray"
     if by_ray or loaded.runner.nproc_per_node > 1:
         _refuse_objects(loaded, objects)
@@ -105,8 +107,8 @@ def train(
             display.report(note)
         with listening() as stop:
             (_launch_on_ray if by_ray else _launch)(loaded, plan, display, stop)
-        return Run(plan.run_dir)
-    return Run(train_rank(loaded, objects))
+        return Run(plan.run_dir, trained_here=True)
+    return Run(train_rank(loaded, objects), trained_here=True)
 
 
 def _refuse_objects(recipe: Recipe, objects: Objects) -> None:
@@ -193,10 +195,18 @@ def _fits(recipe: Recipe) -> Callable[[int], bool]:
 
 
 class Run:
-    """A run directory, finished or not: its metrics and its model."""
+    """A run directory, finished or not: its metrics and its model.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        directory: of the run.
+        trust: code that its recipe names and that may be executed, besides what this user has trained with.
+        trained_here: it is the result of a training that this process has done or started.
+    """
+
+    def __init__(self, directory: Path, *, trust: Sequence[str] = (), trained_here: bool = False) -> None:
         self.dir = directory
+        self._trust = tuple(trust)
+        self._trained_here = trained_here
 
     def __repr__(self) -> str:
         return f"Run({str(self.dir)!r})"
@@ -214,6 +224,17 @@ class Run:
     def recipe(self) -> Recipe:
         return load_config(self.dir)
 
+    def executable_recipe(self) -> Recipe:
+        """The recipe, whose code may be executed.
+
+        Raises:
+            ConfigError: it names code that this user has neither trained with nor named as trusted.
+        """
+        recipe = self.recipe
+        if not self._trained_here:
+            require_consent(recipe, self._trust, self.dir / CONFIG)
+        return recipe
+
     def worker(
         self, checkpoint: str = "final", *overrides: str, eval_data: object = None, episodes_dir: Path | None = None
     ) -> FSDPSftWorker:
@@ -225,7 +246,7 @@ class Run:
             eval_data: rows in memory instead of the recipe's evaluation sets.
             episodes_dir: where the episodes of evaluations are written; None: nowhere.
         """
-        recipe, context = self.recipe, RunContext(report=silent, episodes_dir=episodes_dir)
+        recipe, context = self.executable_recipe(), RunContext(report=silent, episodes_dir=episodes_dir)
         if overrides:
             recipe = load_recipe(recipe.to_dict(), overrides, in_memory=EVERYTHING, files_must_exist=False)
         import_plugins(recipe.plugins)
@@ -345,7 +366,7 @@ class Run:
         Raises:
             CheckpointError: the directory is not empty, or the written model differs from the trained one.
         """
-        target = Path(to).expanduser().absolute()
+        target = user_path(to, "--to").absolute()
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             what = "is not empty" if target.is_dir() else "is a file"
             raise CheckpointError(f"{target} {what}", where="--to", remedy="name a directory that does not exist yet")
@@ -371,22 +392,28 @@ class Run:
         return target
 
 
-def evaluate(target: str | Path, *overrides: str, checkpoint: str = "final") -> dict[str, float]:
+def evaluate(
+    target: str | Path, *overrides: str, checkpoint: str = "final", trust: Sequence[str] = ()
+) -> dict[str, float]:
     """Evaluate a run directory, or the model that a recipe names, on as many ranks as the recipe sets.
 
     Args:
         target: a run directory or a recipe.
         overrides: `key=value` on top of the recipe.
         checkpoint: of a run: final, latest, best, a step, or a path.
+        trust: of a run: code that its recipe names and that may be executed, as for `load_run`.
     """
     is_run = Path(target).is_dir()
     if is_run:
-        _require_same_worker(load_run(target))
+        _require_same_worker(load_run(target, trust=trust))
     recipe = load_run(target).recipe if is_run else load_recipe(target, overrides, in_memory=EVERYTHING[1:2])
     if is_run and overrides:
         recipe = load_recipe(recipe.to_dict(), overrides, in_memory=EVERYTHING, files_must_exist=False)
     if (recipe.runner.nproc_per_node > 1 or recipe.runner.launcher == "ray") and "RANK" not in os.environ:
-        _evaluate_on_ranks(["eval", str(target), *overrides, "--checkpoint", checkpoint], recipe, is_run=is_run)
+        # A rank on another host has no record of the code that is executed here.
+        consent = [word for name in named_code(recipe) for word in ("--trust", name)] if is_run else []
+        words = ["eval", str(target), *overrides, "--checkpoint", checkpoint, *consent]
+        _evaluate_on_ranks(words, recipe, is_run=is_run)
         return {}
     if "RANK" in os.environ:
         end_with_parent()
@@ -395,7 +422,7 @@ def evaluate(target: str | Path, *overrides: str, checkpoint: str = "final") -> 
     run_samples = Path(target) / SAMPLES / Path(checkpoint).name
     episodes = run_samples if is_run else Path(logger.log_path) / f"{logger.experiment_name}-episodes"
     if is_run:
-        worker = load_run(target).worker(checkpoint, *overrides, episodes_dir=episodes)
+        worker = load_run(target, trust=trust).worker(checkpoint, *overrides, episodes_dir=episodes)
     else:
         import_plugins(recipe.plugins)
         worker = make_worker(recipe, training=False, report=Display().report)
@@ -443,8 +470,7 @@ def answering(run: Run, checkpoint: str) -> SFTWorker:
     Raises:
         ConfigError: the run uses a user-defined worker, which cannot generate.
     """
-    recipe = run.recipe
-    kind = worker_class(recipe)
+    kind = worker_class(run.executable_recipe())
     if not issubclass(kind, SFTWorker):
         raise ConfigError(
             f"the run is driven by {kind.__name__}, which gives no answers",
@@ -462,7 +488,8 @@ def _require_same_worker(run: Run) -> None:
     Raises:
         ConfigError: a script trained it with a trainer of its own.
     """
-    trained_by, chosen = str(read_manifest(run.dir)["worker"]), worker_class(run.recipe).__qualname__
+    trained_by = str(read_manifest(run.dir)["worker"])
+    chosen = worker_class(run.executable_recipe()).__qualname__
     if trained_by != chosen:
         raise ConfigError(
             f"the run was trained by {trained_by}, which its recipe does not name; {chosen} would evaluate it",
@@ -514,10 +541,16 @@ def _images(given: object) -> Sequence[object]:
     )
 
 
-def load_run(directory: str | Path) -> Run:
-    """The run in a directory that `shardtune train` made."""
-    run_dir = Path(directory).expanduser().absolute()
+def load_run(directory: str | Path, *, trust: Sequence[str] = ()) -> Run:
+    """The run in a directory that `shardtune train` made.
+
+    Args:
+        directory: of the run, or its `final/`.
+        trust: files, modules and models whose code may be executed where the run's recipe names them. What this user
+            has trained with needs none.
+    """
+    run_dir = user_path(directory, "RUN").absolute()
     if run_dir.name in (FINAL, "FINAL") and (run_dir.parent / MANIFEST).exists():
         run_dir = run_dir.parent
     load_config(run_dir)
-    return Run(run_dir)
+    return Run(run_dir, trust=trust)

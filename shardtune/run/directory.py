@@ -21,6 +21,8 @@ from shardtune.checkpoint.state_file import fault_of
 from shardtune.checkpoint.store import CheckpointStore, open_checkpoint
 from shardtune.checkpoint.verified import described, none_is_sound
 from shardtune.config import Recipe, load_recipe
+from shardtune.config.environment import digests
+from shardtune.config.own_code import record_own_code
 from shardtune.data.file_lock import FileLock
 from shardtune.errors import CheckpointError, ConfigError
 from shardtune.launch.events import ALIVE
@@ -38,8 +40,11 @@ from shardtune.run.identity import (
     require_identity,
 )
 from shardtune.run.resume_check import LARGER, check_changes, has_grown
+from shardtune.training.loggers import METRICS_FILE
 
 DROPPED_ROWS = "dropped_rows.jsonl"
+FROM_ENVIRONMENT = "values_from_environment"
+"""The entry of the manifest with hashes of the values that the recipe takes from environment variables."""
 LOCK = ".lock"
 WRITTEN = (MANIFEST, CONFIG, DROPPED_ROWS, "lock-probe")
 """Files that a killed process may leave under temporary names."""
@@ -79,6 +84,7 @@ def plan_run(recipe: Recipe) -> RunPlan:
     """Plan a run; writes nothing. Raises `CheckpointError` or `ConfigError` if the directory cannot be used."""
     run_dir = run_directory(recipe)
     check_writable(run_dir, "runner.logger.log_path")
+    _check_names(run_dir)
     runner = recipe.runner
     if _begun_before(run_dir):  # the existing run belongs to this launch: it is continued, not moved aside
         return _continue(run_dir, recipe, read_manifest(run_dir).get("resumed_from"))
@@ -98,6 +104,18 @@ def plan_run(recipe: Recipe) -> RunPlan:
         raise _occupied(run_dir)
     notes = (*_check_changes(run_dir, recipe), f"going back to {requested}; later checkpoints go with the next save")
     return RunPlan(run_dir, resume_from=requested, resumed_from=str(requested), notes=notes)
+
+
+def _check_names(run_dir: Path) -> None:
+    """Refuse a directory in the place of a file or link that the run will write."""
+    for name in ("checkpoints/latest", "checkpoints/best", CONFIG, MANIFEST, METRICS_FILE):
+        place = run_dir / name
+        if place.is_dir() and not place.is_symlink():
+            raise CheckpointError(
+                f"{place} is a directory, and the run keeps a file or link of this name there",
+                where=str(place),
+                remedy="move it away, or choose another runner.logger.experiment_name",
+            )
 
 
 def _begun_before(run_dir: Path) -> bool:
@@ -164,7 +182,9 @@ def without_final(plan: RunPlan, damage_of: Callable[[Path], Mapping[str, str]])
 
 def _check_changes(run_dir: Path | None, recipe: Recipe) -> tuple[str, ...]:
     """As `check_changes`; a checkpoint outside a run directory has no recipe to compare with."""
-    return () if run_dir is None else check_changes(load_config(run_dir), recipe, run_dir)
+    if run_dir is None:
+        return ()
+    return check_changes(load_config(run_dir), recipe, run_dir, read_manifest(run_dir).get(FROM_ENVIRONMENT, {}))
 
 
 def _newest(run_dir: Path) -> Path | None:
@@ -327,9 +347,12 @@ def begin_run(plan: RunPlan, recipe: Recipe, manifest: Mapping[str, object], loc
                 where="runner.logger",
                 remedy="choose another runner.logger.experiment_name, or continue that run with the same command",
             )
+    record_own_code(recipe)
     try:
         # The manifest first: a directory without a recipe is not yet a run, and an old one loses its "finished" mark.
-        write_json(plan.run_dir / MANIFEST, {**manifest, "resumed_from": plan.resumed_from, "launch": launch_id()})
+        facts = {"resumed_from": plan.resumed_from, "launch": launch_id()}
+        values = {FROM_ENVIRONMENT: digests(recipe.to_dict(), recipe.references)}
+        write_json(plan.run_dir / MANIFEST, {**manifest, **facts, **values})
         write_text(plan.run_dir / CONFIG, recipe.to_yaml())
     except OSError as error:
         raise _unwritable(plan.run_dir, error) from error

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from shardtune.batch import Sample
 from shardtune.data.images.images import IMAGE_FIELDS, SIZES, SPANS
+from shardtune.errors import printable
 from shardtune.launch.signals import outlive_output
 from shardtune.training.run_summary import RunSummary
 
@@ -52,7 +54,7 @@ def trained_text(sample: Sample, tokenizer: PreTrainedTokenizerBase | None, *, c
     images = _images(sample)
     if images and SPANS not in sample.fields:
         named += [f"{len(images)} image{'s' if len(images) > 1 else ''}: {', '.join(images)}"]
-    text = Text("; ".join(named))
+    text = plain("; ".join(named))
     if tokenizer is None or not len(sample.input_ids):
         return text
     text.append("\n" if named else "")
@@ -72,7 +74,7 @@ def trained_text(sample: Sample, tokenizer: PreTrainedTokenizerBase | None, *, c
         if start in spans:
             text.append(f"⟨image {spans[start][1]}, {stop - start:,} tokens⟩", style="cyan")
             continue
-        part, weight = str(tokenizer.decode(ids[start:stop].tolist())), float(weights[start])
+        part, weight = printable(str(tokenizer.decode(ids[start:stop].tolist()))), float(weights[start])
         if weight > 0 and not color:
             part = f"⟦{part}⟧" if weight == 1 else f"⟦{weight:g}× {part}⟧"
         text.append(part, style=_shade(weight / max(1.0, float(weights.max()))))
@@ -134,6 +136,11 @@ class LastingConsole(Console):
         outlive_output()
 
 
+def plain(text: str, **style: Any) -> Text:
+    """Text that is shown as it is, without markup and without control characters, which rows and names may hold."""
+    return Text(printable(text), **style)
+
+
 class Display:
     """Prints the progress of a run; created on rank 0 only.
 
@@ -153,7 +160,7 @@ class Display:
         self._began_at = 0
 
     def report(self, text: str) -> None:
-        self.console.print(Text(text))
+        self.console.print(plain(text))
 
     log = report
 
@@ -189,7 +196,7 @@ class Display:
         lines += [("note", note) for note in summary.notes]
         lines.append(("run", str(run_dir)))
         for name, value in lines:
-            table.add_row(Text(name, style="bold"), Text(value, overflow="fold"))  # a long path is not cut off
+            table.add_row(plain(name, style="bold"), plain(value, overflow="fold"))  # a long path is not cut off
         self.console.print(table)
         if sample is not None:
             marks = f"; trained tokens are {'green' if self._color else 'in ⟦ ⟧'}" if len(sample.input_ids) else ""
@@ -200,9 +207,9 @@ class Display:
     def show_row(self, sample: Sample, tokenizer: PreTrainedTokenizerBase | None, title: str) -> None:
         text = trained_text(sample, tokenizer, color=self._color)
         if self._live:
-            self.console.print(Panel(text, title=title, title_align="left"))
+            self.console.print(Panel(text, title=plain(title), title_align="left"))
         else:
-            self.console.print(Text(f"{title}:"))
+            self.console.print(plain(f"{title}:"))
             self.console.print(text)
 
     # Progress.
@@ -281,13 +288,13 @@ class Display:
             table.add_column("after", justify="right")
             for key, value in after.items():
                 cells = [shown(key, before[key]) if key in before else ""] if before else []
-                table.add_row(key, *cells, shown(key, value))
+                table.add_row(plain(key), *cells, shown(key, value))
             self.console.print(table)
         for sample in samples:
             verdict = VERDICTS.get(sample["correct"], "no answer found")
-            self.console.print(Text(f"{last_turn(str(sample['prompt']))}", style="dim"))
-            self.console.print(Text(f"  -> {sample['answer']}  [{verdict}; expected {sample['reference']}]"))
-        self.console.print(Text("next:", style="bold"))
+            self.console.print(plain(f"{last_turn(str(sample['prompt']))}", style="dim"))
+            self.console.print(plain(f"  -> {sample['answer']}  [{verdict}; expected {sample['reference']}]"))
+        self.console.print(plain("next:", style="bold"))
         talking = (f'shardtune generate {run_dir} --prompt "…"', f"shardtune chat {run_dir}")
         for command in (
             *(talking if answers else ()),
@@ -295,7 +302,7 @@ class Display:
             f"shardtune export {run_dir} --to my-model",
             f"tensorboard --logdir {run_dir}",
         ):
-            self.console.print(Text(f"  {command}"))
+            self.console.print(plain(f"  {command}"))
 
 
 def last_turn(prompt: str) -> str:

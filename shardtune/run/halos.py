@@ -68,7 +68,7 @@ class BasicTrainer(PaddedTrainer):
         load_callbacks(runner.callbacks)
         model, train_data, eval_data = self._held.values()
         objects = Objects(model=model, train_data=train_data, eval_data=eval_data)
-        return Run(train_rank(self.recipe, objects, made=self))
+        return Run(train_rank(self.recipe, objects, made=self), trained_here=True)
 
 
 class SFTTrainer(BasicTrainer, sft_trainer.SFTTrainer):

@@ -27,10 +27,12 @@ import torch
 import torch.distributed as dist
 
 from shardtune.config import Recipe, flatten
+from shardtune.config.environment import digests
 from shardtune.config.paths import named_files
 from shardtune.data.sources.fingerprint import contents
 from shardtune.errors import ParallelError, ShardtuneError
 from shardtune.launch.heartbeat import PeerWatch
+from shardtune.parallel.rendezvous import GLOO_INTERFACE, meet
 from shardtune.run.directory import run_directory
 from shardtune.training.worker.base import FSDPSftWorker
 
@@ -47,7 +49,6 @@ MAY_DIFFER = ("runner.nproc_per_node", "runner.num_workers", "runner.launcher", 
               "data.num_workers", "data.cache_dir")  # fmt: skip
 """Keys that may differ between hosts."""
 PACKAGES = ("shardtune", "torch", "transformers", "tokenizers", "safetensors", "datasets", "numpy", "peft")
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 _meetings = 0
 
@@ -115,9 +116,12 @@ def read_together(read: Callable[[], Recipe]) -> tuple[Recipe, PeerWatch | None]
 
 def take_inventory(recipe: Recipe | None, mark: str | None = None, error: str | None = None) -> Inventory:
     """The inventory of this rank."""
-    shared_keys = {} if recipe is None else {
-        key: json.dumps(value) for key, value in flatten(recipe.to_dict()).items() if not _may_differ(key)
-    }  # fmt: skip
+    shared_keys: dict[str, str] = {}
+    if recipe is not None:
+        tree, secret = recipe.to_dict(), recipe.references
+        shared_keys = {key: json.dumps(value) for key, value in flatten(recipe.to_stored()).items()}
+        shared_keys |= {f"{key} (hashed)": value for key, value in digests(tree, secret, salt="0" * 16).items()}
+        shared_keys = {key: value for key, value in shared_keys.items() if not _may_differ(key.partition(" ")[0])}
     node = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
     return Inventory(socket.gethostname(), node, _versions(), shared_keys, _files(recipe), mark, error)
 
@@ -272,7 +276,8 @@ def _check_store() -> None:
 
 def _store(rank: int, world_size: int) -> dist.Store:
     try:
-        store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=MEET_SECONDS))))
+        address, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", ""))
+        return meet(address, port, rank, world_size, timedelta(seconds=MEET_SECONDS))
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).strip().splitlines()[0]
@@ -283,7 +288,6 @@ def _store(rank: int, world_size: int) -> dist.Store:
             where=f"MASTER_ADDR = {os.environ['MASTER_ADDR']}",
             remedy="check that the address is one by which the other hosts reach rank 0's, and that the port is open",
         ) from error
-    return store
 
 
 def _received(store: dist.Store, key: str, until: float, late: str) -> str:

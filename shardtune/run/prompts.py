@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from shardtune.batch import Prompt
 from shardtune.data.chat.encoder import ChatEncoder
-from shardtune.data.encoder import RowError
+from shardtune.data.encoder import caused_by
 from shardtune.data.images.chat_encoder import ImageChatEncoder
 from shardtune.errors import DataError, ModelError
 
@@ -27,7 +27,7 @@ class PromptBuilder:
 
     def turns(self, messages: Sequence[Mapping[str, object]], images: Sequence[object] = ()) -> Prompt:
         """A conversation to answer; see `ImageChatEncoder.prompt` for the place of images."""
-        with self._told():
+        with self._told(*messages):
             if isinstance(self._encoder, ImageChatEncoder):
                 return self._encoder.prompt(messages, images=images)
             if images or any(_has_image(message) for message in messages):
@@ -36,7 +36,7 @@ class PromptBuilder:
 
     def text(self, text: str, images: Sequence[object] = ()) -> Prompt:
         """A text to continue."""
-        with self._told():
+        with self._told(text):
             if isinstance(self._encoder, ImageChatEncoder):
                 return self._encoder.text_prompt(text, images)
             if images:
@@ -44,13 +44,13 @@ class PromptBuilder:
             return self._encoder.text_prompt(text)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _told(self, *given: object) -> Iterator[None]:
         self._count += 1
         try:
             yield
-        except RowError as error:
+        except Exception as error:
             raise DataError(
-                error.reason,
+                caused_by(error, list(given)).reason,
                 where=f"prompt {self._count:,}",
                 remedy="mend the prompt, its images or their places (<image>)",
             ) from error

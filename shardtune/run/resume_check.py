@@ -7,6 +7,8 @@ from pathlib import Path
 
 from shardtune.checkpoint.training_state import read_training_state
 from shardtune.config import Recipe, flatten
+from shardtune.config.environment import is_value
+from shardtune.config.tree import get_value
 from shardtune.errors import CheckpointError
 
 FREE = (
@@ -62,15 +64,26 @@ def has_grown(key: str, old: Recipe, new: Recipe) -> bool:
     return before > 0 and (now > before or now == -1)
 
 
-def check_changes(old: Recipe, recipe: Recipe, run_dir: Path) -> tuple[str, ...]:
+def check_changes(
+    old: Recipe, recipe: Recipe, run_dir: Path, from_environment: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
     """Refuse changes that would make it a different run; returns notes on the permitted ones.
 
     Args:
         old: the recipe of the run that is continued.
         recipe: the current one.
         run_dir: of the run, for the message.
+        from_environment: key -> hash of the value that the run took from an environment variable.
     """
     before, now = flatten(old.to_dict()), flatten(recipe.to_dict())
+    for key, digest in (from_environment or {}).items():  # the old recipe has a reference, and today's value
+        same = is_value(digest, get_value(recipe.to_dict(), key))
+        inside = [name for name in before.keys() | now.keys() if f"{name}.".startswith(f"{key}.")]
+        for name in inside:
+            before.pop(name, None)
+            now.pop(name, None)
+        if not same:
+            before[key], now[key] = f"what {old.references.get(key)} was", str(recipe.references.get(key, "a value"))
     allowed = recipe.runner.allow_changes
     refused, notes = [], []
     for key in sorted(before.keys() | now.keys()):

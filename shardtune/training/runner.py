@@ -243,7 +243,7 @@ class SFTRunner:
         write_event(self.run_dir, began, step=step, ranks=ranks, reason=source)
         recipe = self._recipe
         self._tracker = open_tracker(
-            self.run_dir, recipe.runner.logger, config=recipe.to_dict(), done=done, ranks=ranks
+            self.run_dir, recipe.runner.logger, config=recipe.to_stored(), done=done, ranks=ranks
         )
         if self._resume_from is not None and self._is_own(self._resume_from):
             self.store.go_back_to(self._actor.step)

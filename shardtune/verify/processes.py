@@ -17,6 +17,7 @@ from typing import TypedDict
 
 from shardtune.config import Recipe
 from shardtune.launch.local import free_port
+from shardtune.launch.module_process import module_command
 from shardtune.verify.result import Failed
 
 RANKS = 2
@@ -70,7 +71,7 @@ class Process:
         self._work = os.fdopen(send, "w")
         with (folder / "output.txt").open("w") as output, os.fdopen(work) as stdin:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "shardtune.verify.helper"],
+                module_command("shardtune.verify.helper"),
                 stdin=stdin,
                 stdout=output,
                 stderr=subprocess.STDOUT,

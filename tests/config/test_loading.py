@@ -347,3 +347,46 @@ def test_importing_the_config_is_quick_and_leaves_the_heavy_parts_out():
     results = [run.stdout.split() for run in runs]
     assert [heavy for _, *heavy in results] == [[], [], []]
     assert min(float(seconds) for seconds, *_ in results) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[a, b]: 1", "a key is a word, not a list or mapping"),
+        ("actor: {? {a: b} : 1}", "a key is a word, not a list or mapping"),
+        ("{" * 3000, "nested more than 50 levels deep"),
+        ("runner: " + "[" * 60 + "]" * 60, "nested more than 50 levels deep"),
+        ("actor: &a {model: *a}", "an anchor (&) that holds its own alias (*)"),
+        ("a: &a [1, 1]\n" + "".join(f"b{n}: &b{n} [*a, *{f'b{n - 1}' if n else 'a'}, 1]\n" for n in range(3)), "key a"),
+        (
+            "\n".join(["a0: &a0 [1, 1]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40))]),
+            "100,000 values",
+        ),
+        (f"runner: {{seed: {'9' * 5000}}}", "4300 digits"),
+        (f"runner: {{max_steps: {'9' * 30}}}", "the number has more than 64 bits"),
+        ("runner: {logger: {experiment_name: " + "x" * 300 + "}}", "no file system has such a name"),
+        ("runner: {logger: {log_path: ~nosuchuser/runs}}", "runner.logger.log_path: ~nosuchuser/runs cannot be a path"),
+        (f"data: {{cache_dir: {'x' * 300}}}", "data.cache_dir: xxx"),
+        ('data: {train_data_paths: "a\\0b.jsonl"}', "it holds a zero byte"),
+        ("actor: {parallel: {tensor: 9223372036854775807}}", "a whole number >= 1 and <= 1000000"),
+        (
+            "actor: {parallel: {tensor: 999983, sequence: 999979, expert: 999961}}",
+            "the nearest that fits is sequence 1",
+        ),
+    ],
+)
+def test_what_no_loader_expects_is_one_message(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    model = ["actor.model.model_path=org/model", "data.eval_data_paths=b.jsonl"]
+    model += [] if "train_data_paths" in text else ["data.train_data_paths=a.jsonl"]
+    with pytest.raises(ConfigError) as told:
+        load_recipe(tmp_path / "mine.yaml", model)
+    assert says in str(told.value)
+    assert len(str(told.value)) < 6000
+
+
+@pytest.mark.parametrize("value", ["[" * 500, "9" * 5000, "{a: " * 60 + "}" * 60])
+def test_an_override_that_no_parser_expects_is_one_message(value: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: ") as told:
+        load_recipe({}, [f"actor.optim.args={value}"])
+    assert len(str(told.value)) < 1000

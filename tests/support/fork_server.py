@@ -76,7 +76,7 @@ READ_BY_IMPORTS = (
     "MKL_",
 )
 """Beginnings of variables that count while modules are imported; where one differs, a process is started as usual."""
-NOT_READ = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONBREAKPOINT", "XDG_CACHE_HOME")
+NOT_READ = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONBREAKPOINT", "XDG_CACHE_HOME", "XDG_STATE_HOME")
 """Variables of such names that do not count: Ray sets the last but one, and no test reads the Hub's cache."""
 MODULES = ("shardtune", "shardtune.launch.torchrun", "pytest", "torch.distributed.run", "accelerate.commands.launch")
 """What `python -m` may run here."""
@@ -232,7 +232,7 @@ def run_as_main(request: Request, tail: Sequence[str]) -> None:
     how, what = request.run
     first = {"-m": os.getcwd(), "-c": "", "": str(Path(what).resolve().parent)}[how]
     paths = filter(None, request.environment.get("PYTHONPATH", "").split(os.pathsep))
-    sys.path[:] = [first, *paths, *tail]
+    sys.path[:] = [*([] if "-P" in request.options else [first]), *paths, *tail]
     importlib.invalidate_caches()
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
@@ -418,7 +418,7 @@ def _understood(args: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, str], 
         return None
     options: list[str] = []
     rest = list(args[1:])
-    while rest and rest[0] in ("-u", "-B", "-W"):
+    while rest and rest[0] in ("-u", "-B", "-P", "-W"):
         options += [rest.pop(0)]
         if options[-1] == "-W":
             options += [rest.pop(0)]

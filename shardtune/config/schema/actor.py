@@ -16,6 +16,7 @@ from shardtune.config.values import (
     NamePattern,
     Names,
     Number,
+    RankCount,
     Reduce,
     Text,
     Worker,
@@ -64,11 +65,11 @@ class OptimConfig(Section):
 
 
 class ParallelConfig(Section):
-    data_replicate: Count = key(1, "Copies of the sharded model (HSDP).")
+    data_replicate: RankCount = key(1, "Copies of the sharded model (HSDP).")
     data_shard: CountOrUnlimited = key(-1, "Ranks over which each copy is sharded; -1: all that are left.")
-    tensor: Count = key(1, "Ranks that share each matrix multiplication.")
-    sequence: Count = key(1, "Ranks that share each sequence.")
-    expert: Count = key(1, "Ranks over which a layer's experts are distributed.")
+    tensor: RankCount = key(1, "Ranks that share each matrix multiplication.")
+    sequence: RankCount = key(1, "Ranks that share each sequence.")
+    expert: RankCount = key(1, "Ranks over which a layer's experts are distributed.")
 
 
 class FsdpConfig(Section):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from shardtune.config.schema.section import Section, key
-from shardtune.config.values import Allowed, Count, FunctionInFile, Number, Text, one_or_more
+from shardtune.config.values import Allowed, Count, Distinct, FunctionInFile, Number, Text, one_or_more
 
 
 class DataEntry(Section):
@@ -80,7 +80,14 @@ class DataConfig(Section):
     )
     max_bad_rows: int = key(100, "With `on_bad_row: skip`: how many rows may be skipped before the run fails.", ge=0)
     shuffle: bool = key(True, "Shuffle the rows by seed and epoch; false: in the order of the files.")
-    num_workers: int = key(2, "Processes that build the cache and decode rows; 0: only the main process.", ge=0)
+    num_workers: int = key(
+        2, "Processes that build the cache and decode rows; 0: only the main process.", ge=0, le=1024
+    )
+    image_hosts: Annotated[list[Text], Distinct] = key(
+        [],
+        "Hosts from which images that rows name by URL are fetched, e.g. [images.example.com, '*.example.org']; '*': "
+        "any host. Addresses of this machine and of private networks are never used.",
+    )
     keep_pixels: bool = key(
         False,
         "Store the resized pixels of each image (bytes) in the cache when it is first read: later epochs and runs do "

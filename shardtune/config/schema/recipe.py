@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import PrivateAttr
@@ -14,7 +13,7 @@ from shardtune.config.schema.evaluation import EvalConfig
 from shardtune.config.schema.runner import RunnerConfig
 from shardtune.config.schema.section import Section, key, section
 from shardtune.config.tree import get_value, set_value
-from shardtune.config.values import Text
+from shardtune.config.values import Text, escape_interpolation
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -38,6 +37,7 @@ class Recipe(Section):
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
     _notes: list[str] = PrivateAttr(default_factory=list)
+    _references: dict[str, object] = PrivateAttr(default_factory=dict)
 
     def __eq__(self, other: object) -> bool:
         """Equal when every key is, wherever the values were given."""
@@ -69,19 +69,24 @@ class Recipe(Section):
             set_value(values, theirs, get_value(values, ours))
         return RecipeConfig(escape_interpolation(values), self)
 
+    @property
+    def references(self) -> Mapping[str, object]:
+        """The keys whose values come from environment variables, dotted -> the value with its `${oc.env:…}`."""
+        return self._references
+
+    def to_stored(self) -> dict[str, Any]:
+        """As `to_dict`, but as `references` has them: for files and logs, which others may read."""
+        values = self.to_dict()
+        for dotted, written in self._references.items():
+            set_value(values, dotted, written)
+        return values
+
     def to_yaml(self) -> str:
-        """The resolved recipe as YAML that loads back to an equal one."""
+        """The recipe as YAML that loads back to an equal one, in the same environment: `references` stay."""
         from omegaconf import DictConfig, OmegaConf
 
-        return OmegaConf.to_yaml(DictConfig(escape_interpolation(self.to_dict())))
-
-
-def escape_interpolation(value: object) -> object:
-    r"""Escape `${` for OmegaConf: a backslash before it, and backslashes already there doubled (`\${` -> `\\\${`)."""
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
-    if isinstance(value, dict):
-        return {name: escape_interpolation(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [escape_interpolation(item) for item in value]
-    return value
+        values = escape_interpolation(self.to_dict())
+        assert isinstance(values, dict)
+        for dotted, written in self._references.items():
+            set_value(values, dotted, written)
+        return OmegaConf.to_yaml(DictConfig(values))

@@ -14,6 +14,7 @@ from shardtune.config.values import (
     FunctionInFile,
     Interval,
     Number,
+    RankCount,
     RunName,
     StepWindow,
     Text,
@@ -125,8 +126,10 @@ class RunnerConfig(Section):
         False, "Bitwise repeatable runs on CUDA too, with slower kernels; on a CPU they always are."
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Where the model runs; auto: CUDA if there is a GPU.")
-    nproc_per_node: Count = key(1, "Ranks (processes) started on this machine; under torchrun, its own count is used.")
-    num_workers: Count | None = key(None, "Ranks that Ray starts; required with `launcher: ray`.")
+    nproc_per_node: RankCount = key(
+        1, "Ranks (processes) started on this machine; under torchrun, its own count is used."
+    )
+    num_workers: RankCount | None = key(None, "Ranks that Ray starts; required with `launcher: ray`.")
     launcher: Literal["local", "ray"] = key(
         "local", "What starts the ranks; torchrun and accelerate launch are detected and need no key."
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Section")
@@ -14,6 +14,13 @@ class Section(BaseModel):
     """A group of recipe keys: immutable, unknown keys refused, no silent conversion between types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+    @field_validator("*")
+    @classmethod
+    def _in_a_machine_word(cls, value: object) -> object:
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError("the number has more than 64 bits")
+        return value
 
 
 def key(

@@ -16,7 +16,7 @@ import numpy as np
 from shardtune.data.cache.entry import EncodedRow, EncodedRows, EntryWriter, Tally
 from shardtune.data.cache.fields import Kinds, kinds_of, require_same_kinds
 from shardtune.data.cache_directory import content_size
-from shardtune.data.encoder import Encoder, Row, RowDropped, RowError, bad_row
+from shardtune.data.encoder import Encoder, Row, RowDropped, RowError, bad_row, caused_by
 from shardtune.data.loader.prefetch import ProcessDied, computed_ahead
 from shardtune.data.progress import BuildProgress
 from shardtune.data.robot.frames import FrameRow
@@ -104,14 +104,15 @@ def encode_chunk(task: BuildTask, chunk: Chunk, most: int | None = None) -> Enco
             encoded = _encode_row(task, number, row, tally)
             if encoded is not None:
                 _require_fields_of(kept[0] if kept else encoded, encoded)
-        except RowError as error:
-            if not task.skip_bad:
-                raise bad_row(task.file.label, number, _reason(row, error)) from error
-            tally.bad.add(number, _reason(row, error))
-            continue
         except DataError as error:
             where = f"{task.file.label}: row {number:,}" + (f" ({error.where})" if error.where else "")
             raise DataError(error.what, where=where, remedy=error.remedy) from error
+        except Exception as error:
+            reason = _reason(row, caused_by(error, row))
+            if not task.skip_bad:
+                raise bad_row(task.file.label, number, reason) from error
+            tally.bad.add(number, reason)
+            continue
         if encoded is not None:
             kept.append(encoded)
             if len(kept) == most:

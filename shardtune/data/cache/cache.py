@@ -198,5 +198,5 @@ def _open_entry(folder: Path) -> tuple[Entry | None, str | None]:
         return Entry(folder), None
     except FileNotFoundError as error:
         return None, f"{Path(error.filename).name} is missing" if folder.is_dir() else None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # whatever is wrong with its description
         return None, str(error)

@@ -104,6 +104,7 @@ class ImageChatEncoder(ChatEncoder):
             A row that would be cut before the end of its last image is left out instead.
         folder: base of relative paths in rows.
         needs_image: refuse rows without an image, as the model cannot be called without.
+        image_hosts: from which images named by URLs are fetched, see `shardtune.data.images.web`.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class ImageChatEncoder(ChatEncoder):
         ignored_keys: Sequence[str] = (),
         folder: Path | None = None,
         needs_image: bool = False,
+        image_hosts: Sequence[str] = (),
     ) -> None:
         super().__init__(
             images.tokenizer, None, train_on=train_on, system_prompt=system_prompt, max_length=max_length,
@@ -129,6 +131,7 @@ class ImageChatEncoder(ChatEncoder):
         self.template = None if template is None else ImageTemplate(template, images)
         self._folder = Path.cwd() if folder is None else folder
         self._needs_image = needs_image
+        self._hosts = tuple(image_hosts)
 
     def at(self, folder: Path) -> ImageChatEncoder:
         placed = copy.copy(self)
@@ -137,6 +140,7 @@ class ImageChatEncoder(ChatEncoder):
 
     def cache_key(self) -> str:
         parts = [super().cache_key(), self.images.cache_key(), str(self._folder), str(ENCODING_VERSION)]
+        parts += self._hosts  # rows of hosts that are not allowed are bad
         return hashlib.blake2b("\0".join(parts).encode(), digest_size=20).hexdigest()
 
     @property
@@ -144,9 +148,13 @@ class ImageChatEncoder(ChatEncoder):
         """The format of a row, and whether it has images."""
         return _title
 
+    def read_images(self, named: Sequence[object]) -> list[StoredImage]:
+        """The images of a row or of a prompt, see `read_image`. Raises `RowError` for one that cannot be used."""
+        return [read_image(value, self._folder, self._hosts) for value in named]
+
     def encode(self, row: Row) -> Sample:
         example, named = read_image_row(row)
-        images = [read_image(value, self._folder) for value in named]
+        images = self.read_images(named)
         if self._needs_image and not images:
             raise RowError("the row has no image, and the model's forward always takes one")
         if isinstance(example, Chat):
@@ -178,7 +186,7 @@ class ImageChatEncoder(ChatEncoder):
         if self.template is None:
             raise missing_template("data.chat_template")
         turns, named = mark_images(messages, images)
-        stored = [read_image(value, self._folder) for value in named]
+        stored = self.read_images(named)
         chat = self._prepared(turns)
         text = self._expand(self.template.render(chat.messages, tools, prompt=True), stored).text
         return Prompt(self._tokens(text)[0], to_fields(stored, len(stored)))
@@ -186,7 +194,7 @@ class ImageChatEncoder(ChatEncoder):
     def text_prompt(self, text: str, images: Sequence[object] = ()) -> Prompt:
         """A text with images to continue, its images as for `prompt`."""
         chat, named = mark_images([{"role": "user", "content": text}], images)
-        stored = [read_image(value, self._folder) for value in named]
+        stored = self.read_images(named)
         whole = chat.messages[0]["content"].replace(IMAGE_MARK, self.images.image_token)
         return Prompt(super().text_prompt(self._expand(whole, stored).text).tokens, to_fields(stored, len(stored)))
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import http.client
 import io
 import json
-import urllib.error
 import urllib.parse
 import urllib.request
 import warnings
@@ -21,7 +19,8 @@ from typing import SupportsFloat
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from shardtune.data.encoder import RowError
+from shardtune.data.encoder import RowError, caused_by
+from shardtune.data.images.web import fetch
 from shardtune.errors import DataError
 
 DATA, ENDS, KINDS = "image_data", "image_ends", "image_kinds"
@@ -40,11 +39,10 @@ character at which the part of the text begins that is to be predicted."""
 IMAGE_FIELDS = frozenset(
     (DATA, ENDS, KINDS, SIZES, DIGESTS, PROMPT_IMAGES, SPANS, IMAGE_STOP, ROW_TEXT, PROMPT_TEXT, SUFFIX_START)
 )
+FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "WEBP", "TIFF")
+"""The formats of images that are read. Pillow knows more, some of which start other programs (EPS: Ghostscript)."""
 MOST_PIXELS = 64_000_000
 """The most pixels of an image; decoded, they take 192 MB."""
-_TIMEOUT = 30.0
-_ATTEMPTS = 3
-_MOST_BYTES = 1 << 28
 _PLAIN_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
 _DRAFT = (64, 64)
 _ORIENTATION = 0x0112
@@ -122,7 +120,7 @@ class StoredImage:
         )
 
 
-def read_image(value: object, folder: Path) -> StoredImage:
+def read_image(value: object, folder: Path, hosts: Sequence[str] = ()) -> StoredImage:
     """Reads and checks an image of a row: it is decoded at a reduced size to check that it is complete.
 
     Args:
@@ -130,18 +128,22 @@ def read_image(value: object, folder: Path) -> StoredImage:
             {"path": …}, {"url": …}, {"base64": …}, a video's frame {"video": path, "seconds": s}, an image of Pillow's
             or uint8 [height, width, 3].
         folder: of the file that contains the row.
+        hosts: from which URLs are fetched.
 
     Raises:
         RowError: it is missing, torn, empty, too large, animated, or of a kind whose colours would change silently.
     """
-    kind, content = _stored(value, folder)
+    try:
+        kind, content = _stored(value, folder, hosts)
+    except Exception as error:  # of a value that is no reference: a time that is no number, a name that no file has
+        raise caused_by(error) from error
     try:
         if kind == ImageKind.FRAME:
             return StoredImage(kind, content, _frame(content).size)
         encoded = _bytes(kind, content)
         return StoredImage(kind, content, _checked_size(encoded), _digest(encoded) if kind == ImageKind.FILE else 0)
-    except RowError as error:
-        raise RowError(f"image {_named(kind, content)}: {error.reason}") from error
+    except Exception as error:
+        raise RowError(f"image {_named(kind, content)}: {caused_by(error).reason}") from error
 
 
 def encode_picture(picture: Image.Image | np.ndarray) -> bytes:
@@ -194,9 +196,9 @@ def from_fields(fields: Mapping[str, np.ndarray]) -> list[StoredImage]:
 # -- references in rows --------------------------------------------------------------------------------------------
 
 
-def _stored(value: object, folder: Path) -> tuple[ImageKind, bytes]:
+def _stored(value: object, folder: Path, hosts: Sequence[str]) -> tuple[ImageKind, bytes]:
     if isinstance(value, Mapping):
-        return _of_mapping(value, folder)
+        return _of_mapping(value, folder, hosts)
     if isinstance(value, bytes | bytearray | memoryview):
         return ImageKind.ENCODED, bytes(value)
     if isinstance(value, np.ndarray | Image.Image):
@@ -209,7 +211,7 @@ def _stored(value: object, folder: Path) -> tuple[ImageKind, bytes]:
     if value.startswith("data:"):
         return ImageKind.ENCODED, _of_data_url(value)
     if value.startswith(("http://", "https://")):
-        return ImageKind.ENCODED, _fetched(value)
+        return ImageKind.ENCODED, fetch(value, hosts)
     if value.startswith("file:"):
         return _file(Path(urllib.request.url2pathname(urllib.parse.urlsplit(value).path)), folder)
     if value.startswith(_BASE64_STARTS) and not _is_file(folder / value):
@@ -217,7 +219,7 @@ def _stored(value: object, folder: Path) -> tuple[ImageKind, bytes]:
     return _file(Path(value), folder)
 
 
-def _of_mapping(value: Mapping[str, object], folder: Path) -> tuple[ImageKind, bytes]:
+def _of_mapping(value: Mapping[str, object], folder: Path, hosts: Sequence[str]) -> tuple[ImageKind, bytes]:
     if value.get("video") is not None:
         file = str((folder / str(value["video"])).absolute())
         seconds = value.get("seconds", 0.0)
@@ -232,7 +234,7 @@ def _of_mapping(value: Mapping[str, object], folder: Path) -> tuple[ImageKind, b
             inner = value[key]
             if key == "bytes" and isinstance(inner, str):
                 return ImageKind.ENCODED, _base64(inner)
-            return _stored(inner, folder)
+            return _stored(inner, folder, hosts)
     raise RowError(
         f"an image names none of bytes, path, url, base64 and video (its keys: {', '.join(map(str, value))})"
     )
@@ -264,23 +266,6 @@ def _base64(text: str) -> bytes:
         raise RowError(f"an image is no valid base64 text ({error}): {text[:40]!r}…") from error
 
 
-def _fetched(url: str) -> bytes:
-    """The content of a URL; after a server error the request is repeated."""
-    for attempt in range(1, _ATTEMPTS + 1):
-        try:
-            with urllib.request.urlopen(url, timeout=_TIMEOUT) as answer:
-                content = answer.read(_MOST_BYTES + 1)
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            for_good = isinstance(error, urllib.error.HTTPError) and error.code < 500
-            if for_good or isinstance(error, ValueError) or attempt == _ATTEMPTS:
-                raise RowError(f"the image {url} cannot be fetched: {error}") from error
-            continue
-        if len(content) > _MOST_BYTES:
-            raise RowError(f"the image {url} is larger than {_MOST_BYTES >> 20} MB")
-        return content
-    raise AssertionError
-
-
 # -- pixels --------------------------------------------------------------------------------------------------------
 
 
@@ -306,11 +291,11 @@ def _opened(encoded: bytes) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # `MOST_PIXELS` is the lower bound
-            return Image.open(io.BytesIO(encoded))
+            return Image.open(io.BytesIO(encoded), formats=FORMATS)
     except Image.DecompressionBombError as error:
         raise RowError(f"it is too large: {error}") from error
     except UnidentifiedImageError as error:
-        raise RowError("it is not an image that Pillow can read") from error
+        raise RowError(f"it is not an image that Pillow can read as {', '.join(FORMATS)}") from error
     except Exception as error:
         raise _torn(error) from error
 

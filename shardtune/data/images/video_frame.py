@@ -72,7 +72,8 @@ class _Video:
     def open(cls, path: str) -> _Video:
         import av
 
-        container = av.open(path)
+        # A playlist names other files; none is fetched from the network.
+        container = av.open(path, options={"protocol_whitelist": "file"})
         if not container.streams.video:
             container.close()
             raise RowError(f"the file {path} holds no video")

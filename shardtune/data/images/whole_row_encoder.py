@@ -13,7 +13,7 @@ from shardtune.data.chat.encoder import no_end_token
 from shardtune.data.chat.template import missing_template
 from shardtune.data.encoder import RowDropped
 from shardtune.data.images.chat_encoder import ImageChatEncoder
-from shardtune.data.images.images import PROMPT_TEXT, ROW_TEXT, SUFFIX_START, StoredImage, read_image, to_fields
+from shardtune.data.images.images import PROMPT_TEXT, ROW_TEXT, SUFFIX_START, StoredImage, to_fields
 from shardtune.data.images.rows import IMAGE_MARK, mark_images
 from shardtune.data.images.whole_rows import WholeRow, WholeRows
 from shardtune.data.row_formats import Chat, Completion, Text
@@ -54,13 +54,13 @@ class WholeRowEncoder(ImageChatEncoder):
         if self.template is None:
             raise missing_template("data.chat_template")
         turns, named = mark_images(messages, images)
-        stored = self._read(named)
+        stored = self.read_images(named)
         return self._prompt(self.template.render(self._prepared(turns).messages, tools, prompt=True), stored)
 
     def text_prompt(self, text: str, images: Sequence[object] = ()) -> Prompt:
         chat, named = mark_images([{"role": "user", "content": text}], images)
         whole = chat.messages[0]["content"].replace(IMAGE_MARK, self.images.image_token)
-        return self._prompt(whole, self._read(named))
+        return self._prompt(whole, self.read_images(named))
 
     def _prompt(self, text: str, stored: Sequence[StoredImage]) -> Prompt:
         return Prompt(self._prompt_tokens(text, stored), {**to_fields(stored, len(stored)), **_texts("", -1, text)})
@@ -147,9 +147,6 @@ class WholeRowEncoder(ImageChatEncoder):
         tokens = self._prompt_tokens(prompt, images)
         fields = {**sample.fields, PROMPT_TEXT: _bytes(prompt)}
         return replace(sample, prompt_ids=tokens, reference=reference, fields=fields)
-
-    def _read(self, named: Sequence[object]) -> list[StoredImage]:
-        return [read_image(value, self._folder) for value in named]
 
 
 def _texts(row: str, suffix_start: int, prompt: str) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from shardtune.data.encoder import RowError
+from shardtune.data.encoder import RowError, caused_by
 from shardtune.data.robot.images import ImageRecord, image_record
 from shardtune.data.row_files import NumberedRow
 
@@ -93,8 +93,8 @@ class FrameChunk:
         for index, number in enumerate(self.numbers):
             try:
                 yield number, self._row(index, cameras)
-            except RowError as error:
-                yield number, RowError(f"{self._place(index)}: {error.reason}")
+            except Exception as error:
+                yield number, RowError(f"{self._place(index)}: {caused_by(error).reason}")
 
     def _row(self, index: int, cameras: Sequence[str]) -> FrameRow:
         if index in self.problems:

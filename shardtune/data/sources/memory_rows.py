@@ -62,7 +62,7 @@ def spool_rows(rows: Iterable[Mapping[str, object]], root: Path) -> Path:
             for number, row in enumerate(rows, 1):
                 try:
                     file.write(json.dumps(row, ensure_ascii=False, default=_as_json) + "\n")
-                except (TypeError, ValueError, RowError) as error:
+                except (TypeError, ValueError, RecursionError, RowError) as error:
                     raise DataError(
                         f"the row cannot be kept as JSON: {error}",
                         where=f"the rows in memory: row {number:,}",

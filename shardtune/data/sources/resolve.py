@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 from pydantic import BaseModel
 
 from shardtune.data.cache_directory import cache_root, print_line
-from shardtune.data.encoder import FrameOptions, Row, RowError, bad_row
+from shardtune.data.encoder import FrameOptions, Row, RowError, bad_row, caused_by
 from shardtune.data.robot.frames import Origin, describe_frame
 from shardtune.data.robot.lerobot import is_lerobot, open_lerobot
 from shardtune.data.robot.lerobot_frames import read_lerobot
@@ -464,8 +464,8 @@ def _check_first_rows(source: Source, title: Callable[[Row], str], on_bad_row: s
                 prepared = prepare_row(row, source)
                 if prepared is not None:
                     return title(prepared if source.format is None else in_format(prepared, source.format))
-            except RowError as error:
-                first = first or bad_row(file.label, number, error.reason)
+            except Exception as error:
+                first = first or bad_row(file.label, number, caused_by(error, row).reason)
                 if on_bad_row == "fail":
                     raise first from error
             if seen == _SNIFFED_ROWS:

@@ -124,12 +124,14 @@ class VisionLanguage(CausalLM):
 
     def encoder(self, *, with_prompts: bool) -> ImageChatEncoder:
         template = load_template(self._data.chat_template, self.tokenizer)
-        if isinstance(self.images, WholeRows):
-            return WholeRowEncoder(
-                self.images, template, with_prompts=with_prompts, needs_image=self._needs_image, **self._encoding
-            )
-        return ImageChatEncoder(
-            self.images, template, with_prompts=with_prompts, needs_image=self._needs_image, **self._encoding
+        kind = WholeRowEncoder if isinstance(self.images, WholeRows) else ImageChatEncoder
+        return kind(
+            self.images,
+            template,
+            with_prompts=with_prompts,
+            needs_image=self._needs_image,
+            image_hosts=self._data.image_hosts,
+            **self._encoding,
         )
 
     # -- micro-batches ---------------------------------------------------------------------------------------------

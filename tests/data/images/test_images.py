@@ -20,12 +20,21 @@ import pytest
 from PIL import Image
 
 from shardtune.data.encoder import RowError
+from shardtune.data.images import web
 from shardtune.data.images.images import ENDS, ImageKind, encode_picture, from_fields, read_image, to_fields
 from shardtune.data.sources.memory_rows import spool_rows
 from shardtune.errors import DataError
 
+HOSTS = ["127.0.0.1"]
 PIXELS = np.random.default_rng(0).integers(0, 255, (20, 30, 3), np.uint8)
 ORIENTATION = 0x0112
+
+
+def test_no_format_is_read_that_starts_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a program was started"))
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n%%EOF\n"
+    with pytest.raises(RowError, match="not an image that Pillow can read as JPEG, PNG"):
+        read_image(eps, Path())
 
 
 def encoded(picture: Image.Image, form: str = "PNG", **options: Any) -> bytes:
@@ -63,8 +72,10 @@ class Server(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server() -> Iterator[str]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server on this machine, whose address counts as one of the Internet."""
     Server.asked = []
+    monkeypatch.setattr(web, "is_public", lambda address: True)
     serving = ThreadingHTTPServer(("127.0.0.1", 0), Server)
     thread = threading.Thread(target=serving.serve_forever, daemon=True)
     thread.start()
@@ -75,7 +86,7 @@ def server() -> Iterator[str]:
 
 
 def pixels(value: Any, folder: Path) -> np.ndarray:
-    return np.asarray(read_image(value, folder).read())
+    return np.asarray(read_image(value, folder, HOSTS).read())
 
 
 TEXT = base64.b64encode(PNG).decode()
@@ -113,20 +124,20 @@ def test_urls(server: str, place: Path) -> None:
     assert np.array_equal(pixels(f"{server}/a.png", place), PIXELS)
     assert np.array_equal(pixels({"url": f"{server}/flaky.png"}, place), PIXELS)
     assert Server.asked.count("/flaky.png") == 2
-    with pytest.raises(RowError, match=r"gone.png cannot be fetched: HTTP Error 404"):
-        read_image(f"{server}/gone.png", place)
+    with pytest.raises(RowError, match=r"gone.png cannot be fetched: HTTP 404"):
+        read_image(f"{server}/gone.png", place, HOSTS)
     assert Server.asked.count("/gone.png") == 1
-    with pytest.raises(RowError, match=r"broken.png cannot be fetched: HTTP Error 503"):
-        read_image(f"{server}/broken.png", place)
+    with pytest.raises(RowError, match=r"broken.png cannot be fetched: HTTP 503"):
+        read_image(f"{server}/broken.png", place, HOSTS)
     assert Server.asked.count("/broken.png") == 3
     with pytest.raises(RowError, match="cannot be fetched"):
-        read_image("http://127.0.0.1:9/a.png", place)
+        read_image("http://127.0.0.1:9/a.png", place, HOSTS)
 
 
 def test_a_file_is_kept_by_its_place_and_all_else_by_its_bytes(server: str, place: Path) -> None:
     stored = read_image("images/a b.png", place)
     assert (stored.kind, stored.content) == (ImageKind.FILE, str(place / "images" / "a b.png").encode())
-    assert read_image(f"{server}/a.png", place).content == PNG
+    assert read_image(f"{server}/a.png", place, HOSTS).content == PNG
     assert read_image(TEXT, place).kind == ImageKind.ENCODED
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -16,6 +17,7 @@ KEEPS_USERS = (
     "message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}"
     "{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+SOME = "".join(json.dumps(row) + "\n" for row in rows(4))
 DATA: list[Case] = [
     with_keys(
         "a missing file",
@@ -55,6 +57,40 @@ DATA: list[Case] = [
         "broken JSON at the first row",
         says="broken JSON | train.jsonl: row 1 | data.on_bad_row=skip",
         prepare=write("train.jsonl", "{'a': 1}\n"),
+    ),
+    with_keys(
+        "half of a surrogate pair",
+        says="U+D800, half of a surrogate pair | train.jsonl: row 5 | data.on_bad_row=skip",
+        prepare=write("train.jsonl", SOME + json.dumps(chat(("user", "\ud800"), ("assistant", "a"))) + "\n"),
+    ),
+    with_keys(
+        "a number of 5,000 digits",
+        says="limit (4300 digits) | train.jsonl: row 5 | data.on_bad_row=skip",
+        prepare=write("train.jsonl", SOME + '{"text": ' + "9" * 5000 + "}\n"),
+    ),
+    with_keys(
+        "3,000 brackets",
+        says="nested too deeply | train.jsonl: row 5 | data.on_bad_row=skip",
+        prepare=write("train.jsonl", SOME + '{"text": ' + "[" * 3000 + "]" * 3000 + "}\n"),
+    ),
+    train_rows(
+        "a weight beyond fp32",
+        [
+            *rows(4),
+            {
+                "messages": [
+                    {"role": "user", "content": "?"},
+                    {"role": "assistant", "content": "!", "loss_weight": 1e39},
+                ]
+            },
+        ],
+        says="message 2: loss_weight is 1e+39 | train.jsonl: row 5 | from 0 to",
+    ),
+    with_keys(
+        "bytes that are not gzip's",
+        "data.train_data_paths=train.jsonl.gz",
+        says="cannot be read as jsonl | train.jsonl.gz",
+        prepare=lambda work: (work / "train.jsonl.gz").write_bytes(gzip.compress(b"x" * 999)[:10] + b"\xff" * 50),
     ),
     with_keys(
         "text named Parquet",

@@ -67,9 +67,9 @@ def bad_image(name: str, file: str, content: bytes, *, says: str) -> Case:
     return with_keys(name, *EYES, says=told, prepare=seen(rows, **{file.replace(".", "_"): content}))
 
 
-def bad_row(name: str, bad: dict[str, Any], *, says: str) -> Case:
+def bad_row(name: str, bad: dict[str, Any], *keys: str, says: str) -> Case:
     """A row behind a good one."""
-    return with_keys(name, *EYES, says=f"{says} | seen.jsonl: row 2 | skip", prepare=seen([GOOD, bad]))
+    return with_keys(name, *EYES, *keys, says=f"{says} | seen.jsonl: row 2 | skip", prepare=seen([GOOD, bad]))
 
 
 def with_template(text: str) -> Prepare:
@@ -102,7 +102,17 @@ IMAGES: list[Case] = [
     bad_image("an image of 100 megapixels", "a.png", hundred_megapixels(), says="100 million pixels, more than 64"),
     bad_row("a wrong path of an image", row(images=["god.png"]), says="'god.png' does not exist | looked for"),
     bad_row("an image that is a number", row(images=[7]), says="an image is int"),
-    bad_row("a URL that nobody serves", row(images=["http://127.0.0.1:9/a.png"]), says="127.0.0.1:9 | fetched"),
+    bad_row(
+        "a URL where none is allowed",
+        row(images=["https://example.com/a.png"]),
+        says="https://example.com/a.png | data.image_hosts allows no host | add example.com",
+    ),
+    bad_row(
+        "a URL of this machine",
+        row(images=["http://127.0.0.1:9/a.png"]),
+        "data.image_hosts=['*']",
+        says="127.0.0.1:9/a.png | an address of this machine",
+    ),
     bad_row("more images than places", row(images=["good.png"] * 2), says="2 images and 1 places | <image>"),
     bad_row("more places than images", row("<image><image>", images=["good.png"]), says="1 images and 2 places"),
     bad_row("places without images", row(), says="0 images and 1 places"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from tests.support.bad_input.case import Case, cut, going_on, remove, with_keys, write
+import yaml
+
+from tests.support.bad_input.case import Case, Prepare, cut, going_on, remove, with_keys, write
 from tests.support.workspace import make_model, make_tokenizer, rows, write_rows
 
 
@@ -23,7 +25,34 @@ def other_data(work: Path) -> None:
     write_rows(work / "train.jsonl", rows(24, first=7))
 
 
+def in_place_of(name: str) -> Prepare:
+    """A directory where the run keeps a file or link."""
+
+    def prepare(work: Path) -> None:
+        place = work / "runs/done" / name
+        if place.is_dir() and not place.is_symlink():
+            shutil.rmtree(place)
+        else:
+            place.unlink(missing_ok=True)
+        place.mkdir(parents=True)
+
+    return prepare
+
+
+def foreign(work: Path) -> None:
+    """The run's recipe names code that leaves a trace where it is executed."""
+    (work / "theirs.py").write_text("from pathlib import Path\nPath('executed').touch()\n")
+    config = work / "runs/done/config.yaml"
+    values = yaml.safe_load(config.read_text())
+    values["plugins"] = [str(work / "theirs.py")]
+    config.write_text(yaml.safe_dump(values))
+
+
 RUN: list[Case] = [
+    going_on(
+        "a directory named latest", says="checkpoints/latest is a directory", prepare=in_place_of("checkpoints/latest")
+    ),
+    going_on("a directory named best", says="checkpoints/best is a directory", prepare=in_place_of("checkpoints/best")),
     with_keys(
         "a metric nobody emits",
         "runner.best.monitor=eval/acuracy",
@@ -143,7 +172,20 @@ RUN: list[Case] = [
     ),
 ]
 
+CODE = "execute code that you have not trained with | theirs.py (plugins) | runs/done/config.yaml | --trust"
 COMMANDS: list[Case] = [
+    Case("answer by a run of other people's code", "generate runs/done --prompt '?'", says=CODE, prepare=foreign),
+    Case("evaluate a run of other people's code", "eval runs/done", says=CODE, prepare=foreign),
+    Case("export a run of other people's code", "export runs/done --to out", says=CODE, prepare=foreign),
+    Case(
+        "answer half of a surrogate pair",
+        "generate runs/done --file ask.jsonl",
+        says="U+D800, half of a surrogate pair | prompt 1",
+        prepare=write("ask.jsonl", '{"prompt": "\\ud800"}\n'),
+    ),
+    Case("a home of nobody", "train ~nosuchuser/recipe.yaml", says="~nosuchuser/recipe.yaml | cannot be a path | home"),
+    Case("a run in a home of nobody", "export runs/done --to ~nosuchuser/x", says="~nosuchuser/x | --to"),
+    Case("a recipe of an overlong name", f"train {'x' * 300}.yaml", says="xxx | File name too long | RECIPE"),
     Case("an unknown command", "trian recipe.yaml", says="trian | train"),
     with_keys("an unknown option", "--dryrun", says="--dryrun | --dry-run"),
     with_keys("a word that is no override", "actor.optim.lr", "1e-3", says="'actor.optim.lr' | key=value"),
