@@ -20,6 +20,7 @@ from shardtune.engine.rank_module import Order, RankModule
 from shardtune.errors import ParallelError
 from shardtune.launch.local import lost_a_peer
 from shardtune.launch.verdict import StandReport
+from shardtune.parallel.gloo_threads import batch_threads
 from shardtune.parallel.ranks import COLLECTIVE_SECONDS, Ranks, choose_device, lay_out
 from shardtune.parallel.shutdown import leave_at_exit
 
@@ -141,13 +142,14 @@ class Host:
         os.environ.update({name: str(value) for name, value in names.items()})
         device = device_for(meeting.device, meeting.local_rank)
         if meeting.world_size > 1:
-            dist.init_process_group(
-                backend_for(device),
-                init_method=f"tcp://{meeting.address}:{meeting.port}",
-                rank=meeting.rank,
-                world_size=meeting.world_size,
-                timeout=timedelta(seconds=meeting.limits.collective_timeout),
-            )
+            with batch_threads():
+                dist.init_process_group(
+                    backend_for(device),
+                    init_method=f"tcp://{meeting.address}:{meeting.port}",
+                    rank=meeting.rank,
+                    world_size=meeting.world_size,
+                    timeout=timedelta(seconds=meeting.limits.collective_timeout),
+                )
         return cls(meeting.rank, meeting.world_size, device, watchdog_seconds=meeting.limits.watchdog_seconds)
 
     def do(self, request: Request) -> object:
