@@ -20,6 +20,7 @@ from shardtune.engine.rank_module import Order, RankModule
 from shardtune.errors import ParallelError
 from shardtune.launch.local import lost_a_peer
 from shardtune.launch.verdict import StandReport
+from shardtune.parallel.gloo_threads import batch_threads
 from shardtune.parallel.ranks import COLLECTIVE_SECONDS, Ranks, choose_device, lay_out
 from shardtune.parallel.rendezvous import meet
 from shardtune.parallel.shutdown import leave_at_exit
@@ -143,13 +144,10 @@ class Host:
         device = device_for(meeting.device, meeting.local_rank)
         if meeting.world_size > 1:
             limit = timedelta(seconds=meeting.limits.collective_timeout)
-            dist.init_process_group(
-                backend_for(device),
-                store=meet(meeting.address, meeting.port, meeting.rank, meeting.world_size, limit),
-                rank=meeting.rank,
-                world_size=meeting.world_size,
-                timeout=limit,
-            )
+            store = meet(meeting.address, meeting.port, meeting.rank, meeting.world_size, limit)
+            backend, place = backend_for(device), {"rank": meeting.rank, "world_size": meeting.world_size}
+            with batch_threads():
+                dist.init_process_group(backend, store=store, **place, timeout=limit)
         return cls(meeting.rank, meeting.world_size, device, watchdog_seconds=meeting.limits.watchdog_seconds)
 
     def do(self, request: Request) -> object:

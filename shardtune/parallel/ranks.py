@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from shardtune.batch import Metric
 from shardtune.config import ActorConfig, RunnerConfig
 from shardtune.config.rank_layout import Layout
 from shardtune.errors import ParallelError
+from shardtune.parallel.gloo_threads import batch_threads
 from shardtune.parallel.rendezvous import meet
 from shardtune.parallel.shutdown import leave_at_exit
 
@@ -143,7 +145,8 @@ class Ranks:
         """A separate process group of all ranks, for work in parallel to training; every rank calls it."""
         if self.mesh is None:
             return None
-        group = dist.new_group(backend="gloo", timeout=timeout)
+        with batch_threads():
+            group = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, dist.ProcessGroup)
         return group
 
@@ -235,7 +238,8 @@ def open_group(device: torch.device, timeout: float = COLLECTIVE_SECONDS) -> Non
         _stores[address] = meet(*address, rank, world_size, limit), count(1)
     store, numbers = _stores[address]
     own = dist.PrefixStore(f"shardtune/group/{next(numbers)}", store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=limit)
+    with batch_threads():
+        dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=limit)
     leave_at_exit()
 
 
@@ -248,17 +252,37 @@ def lay_out(layout: Layout, rank: int, device: torch.device) -> Ranks:
     first of those that work on the same rows.
     """
     sizes = (layout.replicate, layout.shard * layout.sequence, layout.tensor)
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
+    mesh = _mesh(device, sizes, ("replicate", "shard", "tensor"))
     sequence = experts = None
     if layout.sequence > 1:
         size = (layout.num_data_ranks, layout.sequence, layout.tensor)
-        sequence = init_device_mesh(device.type, size, mesh_dim_names=("data", "sequence", "tensor"))["sequence"]
+        sequence = _mesh(device, size, ("data", "sequence", "tensor"))["sequence"]
     if layout.expert > 1:
         # Copies of the model are one more way to shard experts: FSDP2 sums their gradients over all that have them.
-        size = (layout.num_ranks // layout.expert, layout.expert)
-        experts = init_device_mesh(device.type, size, mesh_dim_names=("expert_shard", "expert"))
+        experts = _mesh(device, (layout.num_ranks // layout.expert, layout.expert), ("expert_shard", "expert"))
     counts = rank % layout.model_ranks == 0
     return Ranks(rank, layout.num_ranks, device, mesh, layout, sequence, experts, counts)
+
+
+_meshes: dict[tuple[str, tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
+_meshes_of: weakref.ref[dist.ProcessGroup] | None = None
+
+
+def _mesh(device: torch.device, sizes: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
+    """A mesh of the open process group, the same one for all runs and engines in it.
+
+    The groups of a mesh's axes end with the process group, so that each further mesh would keep connections and
+    threads for as long as that.
+    """
+    global _meshes_of
+    if _meshes_of is None or _meshes_of() is not dist.group.WORLD:
+        _meshes.clear()
+        _meshes_of = weakref.ref(dist.group.WORLD) if dist.group.WORLD is not None else None
+    key = device.type, sizes, axes
+    if key not in _meshes:
+        with batch_threads():
+            _meshes[key] = init_device_mesh(device.type, sizes, mesh_dim_names=axes)
+    return _meshes[key]
 
 
 def leave_ranks(ranks: Ranks) -> None:
@@ -266,4 +290,5 @@ def leave_ranks(ranks: Ranks) -> None:
     if ranks.mesh is not None and dist.is_initialized():
         with suppress(RuntimeError):  # a rank that died has been reported already
             dist.barrier()
+        _meshes.clear()
         dist.destroy_process_group()

@@ -274,7 +274,7 @@ class Run:
 
     values: dict[str, Any]
     load: Path | None = None
-    steps: int = 3
+    steps: int = 2
     save: Path | None = None
     export: Path | None = None
     merge: bool = False

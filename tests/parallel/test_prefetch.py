@@ -67,7 +67,7 @@ def numbers(trace: Trace) -> list[float]:
 
 def test_the_numbers_stay(tmp_path: Path) -> None:
     model, rows = save_model("dense", tmp_path / "model", num_hidden_layers=4), save_rows(tmp_path / "rows.jsonl")
-    keys = {"runner__max_steps": 3, "actor__micro_batch_size": 2}
+    keys = {"runner__max_steps": 2, "actor__micro_batch_size": 2}
     asked = [
         {},
         {"actor__fsdp_config__prefetch": 3},

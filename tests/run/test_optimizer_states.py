@@ -26,7 +26,7 @@ def test_layouts_round_alike(tmp_path: Path, ranks: int) -> None:
     model, rows = save_model("dense", tmp_path / "model"), save_rows(tmp_path / "rows.jsonl")
 
     def asked(state_dtype: str, **changes: Any) -> dict[str, Any]:
-        keys = {"runner__max_steps": 4, "actor__micro_batch_size": 2, "actor__optim__state_dtype": state_dtype}
+        keys = {"runner__max_steps": 3, "actor__micro_batch_size": 2, "actor__optim__state_dtype": state_dtype}
         return recipe(model, rows, **{**keys, **changes})
 
     layouts = [asked("bf16"), asked("int8"), asked("fp32")]

@@ -26,7 +26,8 @@ KINDS = ("dense", "mixtral", "qwen3_moe", "gemma", "mistral")
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory) -> Comparison:
-    made = Comparison(tmp_path_factory.mktemp("parity"), steps=6)
+    """Of five steps; the third has the one row that is left of an epoch."""
+    made = Comparison(tmp_path_factory.mktemp("parity"), steps=5, rows=17)
     made.run([*FP64, *FP32, *BF16])
     return made
 
@@ -59,7 +60,7 @@ def test_every_kind_trains_on_packed_rows(comparison: Comparison) -> None:
 
 def test_the_loss_falls(comparison: Comparison) -> None:
     losses = comparison.traces[Case(1, 8)].losses
-    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
+    assert sum(losses[-2:]) < 0.8 * sum(losses[:2])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,6 +14,7 @@ from tests.support.dist.parity import Distance, distance
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import (
     LOGIT_ROWS,
+    ROWS,
     Trace,
     flat_script,
     recipe,
@@ -145,11 +146,11 @@ class LayoutRuns:
     """Trains the same rows in each layout, and by the flat script in one process of plain PyTorch."""
 
     def __init__(
-        self, folder: Path, precision: str = "fp64", optimizer: str = "AdamW", steps: int = STEPS
+        self, folder: Path, precision: str = "fp64", optimizer: str = "AdamW", steps: int = STEPS, rows: int = ROWS
     ) -> None:
         self._folder = folder
         self._steps = steps
-        self._rows = save_rows(folder / "rows.jsonl")
+        self._rows = save_rows(folder / "rows.jsonl", rows)
         self._evaluated = save_rows(folder / "evaluated.jsonl", 13, seed=7)
         self._precision = precision
         self._optimizer = optimizer

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 from tests.support.dist.ranks import run_ranks
-from tests.support.dist.training import Trace, recipe, run_flat, run_recipes, save_model, save_rows
+from tests.support.dist.training import ROWS, Trace, recipe, run_flat, run_recipes, save_model, save_rows
 
 LAYOUTS = ((1, 8), (1, 1), (2, 4), (2, 1), (4, 2))
 """Ranks x rows of a forward."""
@@ -72,12 +72,13 @@ class Comparison:
 
     Args:
         steps: of each run.
+        rows: of the data, eight in a step.
     """
 
-    def __init__(self, folder: Path, steps: int = 20) -> None:
+    def __init__(self, folder: Path, steps: int = 20, rows: int = ROWS) -> None:
         self._folder = folder
         self._steps = steps
-        self.rows = save_rows(folder / "rows.jsonl")
+        self.rows = save_rows(folder / "rows.jsonl", rows)
         self.traces: dict[Case, Trace] = {}
         self.model = cache(lambda kind: save_model(kind, folder / kind))
 

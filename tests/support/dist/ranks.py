@@ -24,6 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardtune.parallel.gloo_threads import batch_threads
+
+MOST_THREADS = 80
+"""Of a process that is kept."""
+
 
 @dataclass(frozen=True)
 class _Rank:
@@ -32,13 +37,20 @@ class _Rank:
     process: BaseProcess
     pipe: Connection
 
+    @property
+    def worn(self) -> bool:
+        """Whether threads of closed groups are left in it, which torch's caches keep: each wakes 100 times a second."""
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        return tasks.is_dir() and len(list(tasks.iterdir())) > MOST_THREADS
+
     def end(self) -> None:
         self.process.kill()
         self.process.join()
         self.pipe.close()
 
 
-_waiting: list[_Rank] = []
+_waiting: dict[int, _Rank] = {}
+"""By rank: torch's caches hold what is only true of one rank of a mesh, so a process never becomes another rank."""
 
 
 def run_ranks(
@@ -58,8 +70,8 @@ def run_ranks(
         AssertionError: a rank failed (with its traceback), ended, or ran out of time; all of them have been killed.
     """
     deadline = time.monotonic() + timeout
-    kept, _waiting[:] = [] if fresh else _waiting[:world_size], _waiting if fresh else _waiting[world_size:]
-    ranks = [*kept, *(_start() for _ in range(world_size - len(kept)))]
+    ranks = [None if fresh else _waiting.pop(number, None) for number in range(world_size)]
+    ranks = [kept or _start() for kept in ranks]
     port = _free_port()
     results: list[Any] = [None] * world_size
     problems: dict[int, str] = {}
@@ -68,11 +80,11 @@ def run_ranks(
             rank.pipe.send((number, world_size, port, pickle.dumps((fn, args))))
         problems = _collect(ranks, results, deadline)
     finally:
-        if problems or fresh or sys.exc_info()[0] is not None:
+        if problems or fresh or sys.exc_info()[0] is not None or any(rank.worn for rank in ranks):
             for rank in ranks:
                 rank.end()
         else:
-            _waiting[:0] = ranks
+            _waiting.update(enumerate(ranks))
     told = "\n".join(f"rank {number}: {text}" for number, text in sorted(problems.items()))
     assert not problems, f"{len(problems)} of {world_size} ranks failed\n{told}"
     return results
@@ -114,7 +126,7 @@ def _start() -> _Rank:
 @atexit.register
 def _end_all() -> None:
     while _waiting:
-        _waiting.pop().end()
+        _waiting.popitem()[1].end()
 
 
 def _free_port() -> int:
@@ -141,7 +153,8 @@ def _rank_main(pipe: Connection) -> None:
             OMP_NUM_THREADS="1",
         )
         try:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+            with batch_threads():
+                dist.init_process_group("gloo", timeout=timedelta(seconds=60))
             fn, args = pickle.loads(work)
             result = pickle.dumps(fn(*args))
             if dist.is_initialized():
