@@ -145,9 +145,10 @@ class Host:
         if meeting.world_size > 1:
             limit = timedelta(seconds=meeting.limits.collective_timeout)
             store = meet(meeting.address, meeting.port, meeting.rank, meeting.world_size, limit)
-            backend, place = backend_for(device), {"rank": meeting.rank, "world_size": meeting.world_size}
             with batch_threads():
-                dist.init_process_group(backend, store=store, **place, timeout=limit)
+                dist.init_process_group(
+                    backend_for(device), store=store, rank=meeting.rank, world_size=meeting.world_size, timeout=limit
+                )
         return cls(meeting.rank, meeting.world_size, device, watchdog_seconds=meeting.limits.watchdog_seconds)
 
     def do(self, request: Request) -> object:
