@@ -99,7 +99,7 @@ class StepResult:
     updated: bool
     problem: str = ""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    gradient_at: float = 0.0
+    gradient_at: float = field(default=0.0, compare=False)
 
     @property
     def loss(self) -> float:

@@ -190,7 +190,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess:
         try:
-            export_check_process.main(command[3], Path(command[4]), Path(command[5]))
+            export_check_process.main(command[-3], Path(command[-2]), Path(command[-1]))
         except Exception as error:
             return subprocess.CompletedProcess(command, 1, stderr=str(error))
         return subprocess.CompletedProcess(command, 0)
