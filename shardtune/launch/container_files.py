@@ -15,6 +15,7 @@ from pathlib import Path
 from textwrap import indent
 
 from shardtune.config import Recipe
+from shardtune.errors import Interrupted, ShardtuneError
 from shardtune.launch.torchrun import TORCHRUN
 
 VOLUME = "/shared"
@@ -200,7 +201,8 @@ def job_set(job: Job) -> str:
     pod = _container(job, "ranks", extra=command + ports + _hook() + _probe(job), more=more)
     return f"""\
 # Kubernetes JobSet: save as jobset.yaml, then kubectl apply -f jobset.yaml
-# A pod that is preempted or evicted saves, and all pods start again and continue; this does not count as a failure.
+# A pod that is preempted or stopped saves, and all pods start again and continue; this does not count as a failure.
+# A mistake in the input (exit code 2) ends the JobSet (0.10.0 and newer).
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
@@ -212,6 +214,12 @@ spec:
   failurePolicy:
     maxRestarts: {job.retries}
     rules:
+      - name: input
+        action: FailJobSet
+        onJobFailureReasons:
+          - PodFailurePolicy
+        onJobFailureMessagePatterns:
+          - "exit code {ShardtuneError.exit_code} "
       - name: preempted
         action: RestartJobSetAndIgnoreMaxRestarts
         onJobFailureReasons:
@@ -231,6 +239,11 @@ spec:
                 onPodConditions:
                   - type: DisruptionTarget
                     status: "True"
+              - action: FailJob
+                onExitCodes:
+                  containerName: ranks
+                  operator: In
+                  values: [{ShardtuneError.exit_code}, {Interrupted.exit_code}]
           template:
             spec:
               restartPolicy: Never
@@ -260,6 +273,7 @@ resources:
   image_id: docker:{IMAGE}   # FILL IN: the image of the Dockerfile
   job_recovery:
     max_restarts_on_errors: {job.retries}
+    recover_on_exit_codes: [{Interrupted.exit_code}]   # stopped after saving
 volumes:
   {VOLUME}: shared-disk   # FILL IN: a volume that all hosts write, with recipe, data, model and runs
 envs:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardtune.launch.events import write_event
-from shardtune.launch.local import LAUNCH_ID, RESTARTS, RankLost
+from shardtune.launch.local import LAUNCH_ID, RESTARTS, RankLost, RanksStuck
 from shardtune.launch.outcome import recorded_failure
 from shardtune.launch.signals import StopSignal
 
@@ -63,7 +63,8 @@ def run_elastic(
                 start(workers, {LAUNCH_ID: launch, RESTARTS: str(again)})
                 return
             except RankLost as lost:
-                write_event(run_dir, "lost", ranks=workers, reason=str(lost), lost_ranks=list(lost.ranks))
+                if not isinstance(lost, RanksStuck):  # the watchdog has recorded that
+                    write_event(run_dir, "lost", ranks=workers, reason=str(lost), lost_ranks=list(lost.ranks))
                 if again == restarts.most:
                     raise _exhausted(lost, restarts) from None
                 stop.check()

@@ -78,10 +78,18 @@ def test_a_jobset_meets_under_the_name_of_its_first_pod(show: Callable[..., str]
     assert (job["parallelism"], job["completions"], job["completionMode"]) == (nodes, nodes, "Indexed")
     assert spec["network"]["enableDNSHostnames"] is True
     # A preempted pod: the Job fails for this reason, and the JobSet starts again without counting it.
-    (rule,) = job["podFailurePolicy"]["rules"]
-    assert rule == {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    assert spec["failurePolicy"]["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
-    assert spec["failurePolicy"]["rules"][0]["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    # So with exit code 75, stopped after saving; a mistake in the input (2) is recognised by the Job's message.
+    preempted, codes = job["podFailurePolicy"]["rules"]
+    assert preempted == {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    named = {"containerName": job["template"]["spec"]["containers"][0]["name"], "operator": "In", "values": [2, 75]}
+    assert codes == {"action": "FailJob", "onExitCodes": named}
+    rules = spec["failurePolicy"]["rules"]
+    assert [rule["action"] for rule in rules] == ["FailJobSet", "RestartJobSetAndIgnoreMaxRestarts"]
+    assert all(rule["onJobFailureReasons"] == ["PodFailurePolicy"] for rule in rules)
+    (pattern,) = rules[0]["onJobFailureMessagePatterns"]
+    message = "Container ranks for pod a/b failed with exit code {} matching FailJob rule at index 1"
+    assert re.search(pattern, message.format(2))
+    assert not re.search(pattern, message.format(75))
     assert spec["failurePolicy"]["maxRestarts"] > 0
     assert job["backoffLimit"] == 0
     pod = job["template"]["spec"]
@@ -134,6 +142,7 @@ def test_skypilots_task(show: Callable[..., str], device: str) -> None:
     found = yaml.safe_load(show("skypilot", f"runner.device={device}"))
     assert (found["name"], found["num_nodes"]) == ("my-run-2", 2)
     assert found["resources"].get("accelerators") == (None if device == "cpu" else "H100:4")
+    assert found["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
     assert VOLUME in found["volumes"]
     assert all(isinstance(value, str) for value in found["envs"].values())
     taken = torchrun(found["run"])
