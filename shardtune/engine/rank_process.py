@@ -21,7 +21,7 @@ from shardtune.errors import ParallelError
 from shardtune.launch.local import lost_a_peer
 from shardtune.launch.verdict import StandReport
 from shardtune.parallel.gloo_threads import batch_threads
-from shardtune.parallel.ranks import COLLECTIVE_SECONDS, Ranks, choose_device, lay_out
+from shardtune.parallel.ranks import COLLECTIVE_SECONDS, Ranks, choose_device, close_group, lay_out
 from shardtune.parallel.rendezvous import meet
 from shardtune.parallel.shutdown import leave_at_exit
 
@@ -182,7 +182,7 @@ class Host:
         resident = self._modules.pop(engine, None)
         ended = resident.end() if resident is not None else None
         if self._in_own_group == {engine}:
-            dist.destroy_process_group()
+            close_group()
         self._in_own_group.discard(engine)
         return ended
 

@@ -290,5 +290,10 @@ def leave_ranks(ranks: Ranks) -> None:
     if ranks.mesh is not None and dist.is_initialized():
         with suppress(RuntimeError):  # a rank that died has been reported already
             dist.barrier()
-        _meshes.clear()
-        dist.destroy_process_group()
+        close_group()
+
+
+def close_group() -> None:
+    """Destroy the process group; its meshes would keep its connections."""
+    _meshes.clear()
+    dist.destroy_process_group()
