@@ -137,9 +137,9 @@ def test_a_node_to_spare_keeps_the_job(here: Path) -> None:
     assert "#SBATCH --nodes=3\n" in spare  # with 2-3 Slurm begins with two
     assert "\nsrun --no-kill " in spare
     assert "--no-kill" not in script(nodes=3)
-    torchrun = here / "bin/torchrun"
-    torchrun.write_text("#!/bin/bash\nexit 3\n")
-    torchrun.chmod(0o755)
+    python = here / "bin/python"  # python -m shardtune.launch.torchrun
+    python.write_text("#!/bin/bash\nexit 3\n")
+    python.chmod(0o755)
     on_node = 'while [[ $1 != bash ]]; do shift; done; "$@"'
     with socket.create_server(("127.0.0.1", 0)) as script_node:
         port = str(script_node.getsockname()[1])
