@@ -161,7 +161,7 @@ def test_layouts_of_two_ranks_give_the_numbers_of_one(places: tuple[Path, Path],
     folder, rows = places
     if not (folder / "qwen2_5_vl").exists():
         save_vision_model("qwen2_5_vl", folder / "qwen2_5_vl")
-    changes = {"runner__max_steps": 3, "data__eval_data_paths": None}
+    changes = {"runner__max_steps": 2, "data__eval_data_paths": None}
     base = a_recipe(folder / "qwen2_5_vl", rows, **changes, **(LAYOUTS[layout] if layout == "lora" else {}))
     one = run_recipe(base)
     for two in run_ranks(

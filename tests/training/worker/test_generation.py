@@ -126,12 +126,12 @@ def numbers(folder: str, backend: str, lora: bool) -> list[float]:
     )
     worker = Worker(recipe)
     worker.setup()
-    before = worker.run_eval()
-    steps = [worker.run_training() for _ in range(2)]
-    after = worker.run_eval()
+    first = worker.run_training()
+    acted = worker.run_eval()  # by trained weights, and before a step that it must not disturb
+    second = worker.run_training()
     worker.release()
-    taken = [step[name] for step in steps for name in ("train/loss", "train/grad_norm")]
-    return [*taken, *(told[name] for told in (before, after) for name in sorted(told))]
+    taken = [step[name] for step in (first, second) for name in ("train/loss", "train/grad_norm")]
+    return [*taken, *(acted[name] for name in sorted(acted))]
 
 
 def all_numbers(folder: str) -> list[list[float]]:
