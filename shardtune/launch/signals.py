@@ -18,7 +18,9 @@ LAUNCHER_PID = "SHARDTUNE_LAUNCHER_PID"
 """Id of the process that started this rank; it may have ended before this process can read its parent's id."""
 PARENT_POLL_SECONDS = 0.25
 ORPHAN_SECONDS = 60.0
-"""How long a rank whose parent has ended may take to save."""
+"""How long a rank that has received a signal may take to save once its parent has ended."""
+SIGNAL_SECONDS = 0.5
+"""How much later than its parent a rank may receive a signal that is sent to both."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """A scheduler's and a user's ways to end a process; SIGHUP is a lost terminal, SIGUSR1 often Slurm's warning."""
 
@@ -177,10 +179,11 @@ def is_supervised() -> bool:
 
 
 def end_with_parent() -> None:
-    """Stop this process once its parent has ended, as on a signal: nothing stops it any more or reads its exit code.
+    """End this process once its parent has ended: nothing stops it any more or reads its exit code.
 
-    An orphan would train on beside the restarted run. Where training can be saved it is, within `ORPHAN_SECONDS`; the
-    lock on the run directory is held until then.
+    An orphan would train and save beside the restarted run, so it ends without saving. Only a rank that has received a
+    stop signal itself, as where a scheduler signals all processes of a job, saves first, within `ORPHAN_SECONDS`; it
+    holds the lock on the run directory until then.
     """
     global _watching
     if _watching:
@@ -192,10 +195,18 @@ def end_with_parent() -> None:
         while os.getppid() == parent:
             time.sleep(PARENT_POLL_SECONDS)
         outlive_output()
-        stop = _current
-        if stop is not None and stop.deferring:
-            stop.request()
+        if _is_stopping(SIGNAL_SECONDS):
             time.sleep(ORPHAN_SECONDS)
         os._exit(1)
 
     threading.Thread(target=watch, name="shardtune-parent-watch", daemon=True).start()
+
+
+def _is_stopping(seconds: float) -> bool:
+    """Whether a run that has something to save has received a stop signal, or does within this time."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if _current is not None and _current.deferring and _current.arrived():
+            return True
+        time.sleep(PARENT_POLL_SECONDS / 5)
+    return False

@@ -164,25 +164,29 @@ def test_under_torchrun_the_rank_that_failed_says_why(tiny: Tiny) -> None:
     assert time.monotonic() - began < 60
 
 
-TORCHRUN = (sys.executable, "-m", "shardtune.launch.torchrun", "--standalone", "--nproc-per-node", "1")
-
-
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGKILL])
-def test_torchrun_with_one_rank_is_signalled(tiny: Tiny, number: signal.Signals) -> None:
-    """The signal reaches torchrun alone; its rank saves and ends, also as an orphan."""
-    name = f"torchrun-{number.name}"
-    process = start(tiny, name, *TORCHRUN, environment=SLOW, runner__save_interval=-1)
-    wait_until(has_logged(tiny, name, 2), process)
+@pytest.mark.parametrize("how", ["the agent", "all", "killed"])
+def test_torchrun_with_one_rank_is_signalled(tiny: Tiny, how: str) -> None:
+    """SIGUSR1 to our agent, or to all processes of torchrun's own, saves; a rank whose agent was killed just ends."""
+    module = "shardtune.launch.torchrun" if how == "the agent" else "torch.distributed.run"
+    launcher = (sys.executable, "-m", module, "--standalone", "--nproc-per-node", "1")
+    process = start(tiny, how, *launcher, environment=SLOW, runner__save_interval=-1)
+    wait_until(has_logged(tiny, how, 2), process)
     (rank,) = children(process.pid)
-    process.send_signal(number)
+    process.send_signal(signal.SIGKILL if how == "killed" else signal.SIGUSR1)
+    if how == "all":
+        os.kill(rank, signal.SIGUSR1)
     exit_code, told = end(process)
     until = time.monotonic() + 20
     while alive(rank) and time.monotonic() < until:
         time.sleep(0.05)
     assert not alive(rank), "the rank lives on without its launcher"
-    saved = len(lines(tiny.run(name)))
-    assert (tiny.run(name) / "checkpoints/latest").read_text() == f"global_step_{saved}\n"
-    if number == signal.SIGUSR1:
+    saved, latest = len(lines(tiny.run(how))), tiny.run(how) / "checkpoints/latest"
+    assert saved < 8, "it was trained to the end"
+    if how == "killed":
+        assert not latest.exists()
+        return
+    assert latest.read_text() == f"global_step_{saved}\n"
+    if how == "the agent":
         assert exit_code == EXIT_STOPPED
         last = [line for line in told.splitlines() if not line.startswith("step ")][-2:]
         assert last == [
