@@ -95,5 +95,6 @@ def test_ranks_and_trackers_get_no_value(
     assert {key for key in first if first[key] != other[key]} == {"actor.optim.lr (hashed)"}
     seen = []
     monkeypatch.setattr(WeightsAndBiases, "__init__", lambda self, *given, **_: seen.append(given[3]))
-    open_tracker(tmp_path, ["wandb"], project="p", name="n", config=load().to_stored(), done=-1)
+    logger = load().runner.logger.model_copy(update={"logger_backends": ["wandb"]})
+    open_tracker(tmp_path, logger, config=load().to_stored(), done=-1)
     assert "geheim" not in json.dumps(seen)

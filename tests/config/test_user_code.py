@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shardtune.config import user_code
 from shardtune.config.user_code import import_file, import_plugins, load_function, user_fault
 from shardtune.errors import ConfigError
 from tests.support.dist.ranks import run_ranks
@@ -103,7 +104,13 @@ def test_a_function_that_is_not_there_names_those_that_are(plugin: Path) -> None
         load_function(f"{plugin}:triple", "eval.match")
 
 
-def test_a_mistake_in_a_users_file_is_told_from_there_on(tmp_path: Path) -> None:
+@pytest.fixture
+def no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No package counts as the user's: tests before may have imported one of these tests as a plugin."""
+    monkeypatch.setattr(user_code, "_packages", set())
+
+
+def test_a_mistake_in_a_users_file_is_told_from_there_on(tmp_path: Path, no_packages: None) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def inner():\n    return {}['x']\n\n\ndef outer():\n    return inner()\n")
     outer = load_function(f"{file}:outer", "somewhere")
@@ -116,7 +123,7 @@ def test_a_mistake_in_a_users_file_is_told_from_there_on(tmp_path: Path) -> None
     assert __file__ not in told.remedy
 
 
-def test_any_other_error_stays_what_it_is() -> None:
+def test_any_other_error_stays_what_it_is(no_packages: None) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         _ = 1 / 0
     assert user_fault(caught.value) is None

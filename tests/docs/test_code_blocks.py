@@ -170,6 +170,8 @@ def _parse(words: list[str]) -> None:
         place = arguments.index("-m")
         assert arguments[place + 1] == "shardtune"
         _parse(arguments[place + 1 :])
+    elif program == "sbatch":
+        assert arguments[-1] == "job.sh", f"{words}: the script that the command above prints"
     else:
         assert program == "shardtune", f"{words}: excuse what cannot be checked"
         _parse_shardtune(arguments)
@@ -184,6 +186,8 @@ def _parse_shardtune(arguments: list[str]) -> None:
         command = command.commands[name]
     command.make_context(name, rest)
     overrides = [word for word in arguments if re.match(r"[\w.]+=", word)]
+    if "--array" in arguments:
+        overrides = [word.replace("$SLURM_ARRAY_TASK_ID", "0") for word in overrides]
     load_recipe(
         {"actor": {"model": {"model_path": "model"}}, "data": {"train_data_paths": "a", "eval_data_paths": "b"}},
         [

@@ -84,7 +84,7 @@ DATA: list[Case] = [
                 ]
             },
         ],
-        says="message 2: loss_weight is 1e+39 | train.jsonl: row 5 | from 0 to",
+        says="message 2: loss_weight is 1e+39 | train.jsonl: row 5 | 32-bit arithmetic",
     ),
     with_keys(
         "bytes that are not gzip's",
