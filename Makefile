@@ -1,9 +1,9 @@
 # The commands of this project. `make help` lists them.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-PYTEST_ARGS ?= -n 3 --dist worksteal
+PYTEST_ARGS ?= -n 4 --dist worksteal
 # One thread each: several processes with all cores each would only wait for one another. No test needs the network.
-# Three processes keep two cores busy while tests wait for ranks, signals and locks. Compiled files of Python are kept.
+# Four processes keep two cores busy while tests wait for ranks, signals and locks. Compiled files of Python are kept.
 TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 VENV := .venv

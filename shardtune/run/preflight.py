@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -429,6 +430,8 @@ def try_collective(device: torch.device) -> None:
         if tensor.item() != expected:
             fault = f"gave {tensor.item():g} for {expected:g}"
     except RuntimeError as error:
+        if re.search("(closed|reset) by peer", str(error), re.IGNORECASE):
+            raise  # a rank has ended: its own error, or the launcher, names the cause
         fault = f"failed: {str(error).strip().splitlines()[0][:300]}"
     if fault:
         backend = dist.get_backend() if device.type == "cuda" else "gloo"

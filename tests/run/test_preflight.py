@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -237,3 +239,22 @@ def test_hosts_that_start_again_in_the_store_of_the_ended_ranks_are_told(
         monkeypatch.setenv(name, value)
     with pytest.raises(ParallelError, match=rf"ranks of 2 hosts again(?s:.*){preflight.OWN_STORE}=1"):
         read_together(lambda: load_recipe(tiny.recipe()))
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [("gloo/transport/tcp/pair.cc: Connection closed by peer", RuntimeError), ("timed out", ParallelError)],
+)
+def test_a_rank_that_has_ended_is_not_one_that_cannot_be_reached(
+    monkeypatch: pytest.MonkeyPatch, said: str, kind: type[Exception]
+) -> None:
+    """The first is a consequence of that rank's end, and the second a mistake in the network."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError(said)
+
+    for name, value in (("get_rank", lambda: 0), ("get_world_size", lambda: 2), ("all_reduce", fail)):
+        monkeypatch.setattr(dist, name, value)
+    with pytest.raises(kind) as caught:
+        preflight.try_collective(torch.device("cpu"))
+    assert type(caught.value) is kind
