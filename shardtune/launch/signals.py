@@ -13,12 +13,17 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from shardtune.errors import Interrupted
+from shardtune.launch.exit_codes import note_exit_code
 
 LAUNCHER_PID = "SHARDTUNE_LAUNCHER_PID"
 """Id of the process that started this rank; it may have ended before this process can read its parent's id."""
 PARENT_POLL_SECONDS = 0.25
 ORPHAN_SECONDS = 60.0
 """How long a rank that has received a signal may take to save once its parent has ended."""
+UNHANDLED_SECONDS = 10.0
+"""How long the main thread may take to handle a signal while there is nothing to save."""
+FORWARDED_SECONDS = 2.0
+"""For so long a further SIGINT to a rank counts as the same one: its launcher has received it too, and passes it on."""
 SIGNAL_SECONDS = 0.5
 """How much later than its parent a rank may receive a signal that is sent to both."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -40,6 +45,8 @@ class StopSignal:
     def __init__(self, *, own_process: bool = False) -> None:
         self.requested = False
         self.own_process = own_process
+        self._requested_at = 0.0
+        self._seen = False  # before its handler has run
         self._deferred = False
         self._listens = False
         self._failure: BaseException | None = None
@@ -48,9 +55,9 @@ class StopSignal:
     def arrived(self) -> bool:
         """Whether a signal has reached the process, even if its main thread cannot run the handler yet."""
         with suppress(BlockingIOError):
-            while not self.requested and self._wakeup >= 0:
-                self.requested = any(number in SIGNALS for number in os.read(self._wakeup, 64))
-        return self.requested
+            while not self._seen and self._wakeup >= 0:
+                self._seen = any(number in SIGNALS for number in os.read(self._wakeup, 64))
+        return self.requested or self._seen  # only the handler sets `requested`, by which it knows a second SIGINT
 
     def request(self) -> None:
         """Stop as on a signal; for other threads."""
@@ -87,7 +94,10 @@ class StopSignal:
         if failure is not None:
             raise failure
         outlive_output()
-        again, self.requested = self.requested, True
+        now = time.monotonic()
+        again = self.requested and not (is_supervised() and now - self._requested_at < FORWARDED_SECONDS)
+        if not self.requested:
+            self.requested, self._requested_at = True, now
         if again and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not self._deferred:
@@ -192,14 +202,24 @@ def end_with_parent() -> None:
     parent = int(os.environ.get(LAUNCHER_PID, os.getppid()))
 
     def watch() -> None:
+        unhandled = 0.0
         while os.getppid() == parent:
             time.sleep(PARENT_POLL_SECONDS)
+            unhandled = unhandled + PARENT_POLL_SECONDS if _has_nothing_to_save() else 0.0
+            if unhandled > UNHANDLED_SECONDS:  # the main thread waits in C, as for a rank that never comes
+                note_exit_code(Interrupted.exit_code)
+                os._exit(Interrupted.exit_code)
         outlive_output()
         if _is_stopping(SIGNAL_SECONDS):
             time.sleep(ORPHAN_SECONDS)
         os._exit(1)
 
     threading.Thread(target=watch, name="shardtune-parent-watch", daemon=True).start()
+
+
+def _has_nothing_to_save() -> bool:
+    """Whether a stop signal has reached this process while there is nothing to save."""
+    return _current is not None and not _current.deferring and _current.arrived()
 
 
 def _is_stopping(seconds: float) -> bool:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 from shardtune.errors import Interrupted, ShardtuneError
 from shardtune.launch.exit_codes import EXIT_DIR, read_exit_codes
 from shardtune.launch.local import RanksStuck
+from shardtune.launch.signals import LAUNCHER_PID
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -63,7 +64,7 @@ def main() -> NoReturn:
     for name in SIGNALS.split(","):  # the agent's own handlers follow, before it starts ranks
         signal.signal(signal.Signals[name], _stopped_before_ranks)
     with tempfile.TemporaryDirectory(prefix="shardtune-exits-") as folder:
-        os.environ[EXIT_DIR] = folder
+        os.environ |= {EXIT_DIR: folder, LAUNCHER_PID: str(os.getpid())}
         code, message = _run(arguments, Path(folder))
     if message:
         print(message, file=sys.stderr)

@@ -39,6 +39,8 @@ from shardtune.training.worker.base import FSDPSftWorker
 
 MEET_SECONDS = 300.0
 """How long the first rank to arrive waits for the last one."""
+SLICE_SECONDS = 2.0
+"""How long a signal may have to wait meanwhile."""
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Makes torchrun create a new rendezvous store at each start."""
 SEEN_SECONDS = 15.0
@@ -292,11 +294,17 @@ def _store(rank: int, world_size: int) -> dist.Store:
 
 
 def _received(store: dist.Store, key: str, until: float, late: str) -> str:
-    try:
-        store.wait([key], timedelta(seconds=max(1.0, until - time.monotonic())))
-        return store.get(key).decode()
-    except RuntimeError as error:  # DistStoreError among them
-        raise _late(late) from error
+    """The value of a key. Waits in slices: Python handles a signal, and stops, between two of them."""
+    while True:
+        began = time.monotonic()
+        seconds = min(SLICE_SECONDS, max(1.0, until - began))
+        try:
+            store.wait([key], timedelta(seconds=seconds))
+            return store.get(key).decode()
+        except RuntimeError as error:  # DistStoreError among them
+            now = time.monotonic()
+            if now >= until or now - began < seconds / 2:  # too late, or the store is gone
+                raise _late(late) from error
 
 
 def _late(what: str) -> ParallelError:

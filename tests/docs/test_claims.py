@@ -75,6 +75,14 @@ def test_resume_and_kill():
     assert all(row["lost steps"] == "0" for row in rows if row["signal"] != "SIGKILL")
 
 
+def test_damage():
+    result = re.search(r"(\d+) damages, (\d+) found; each of these runs .* ended with the same bits", section("damage"))
+    assert result is not None
+    assert result[1] == result[2]
+    assert f"{result[1]} damages (" in claim("damage")
+    assert f"{result[2]} found" in claim("damage")
+
+
 def test_speed_and_memory():
     (trl,) = [row for row in table("throughput-fp32") if row[""] == "trl"]
     faster = float(trl["shardtune is faster by"].partition(" ")[0])

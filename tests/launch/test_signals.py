@@ -21,7 +21,7 @@ from shardtune.errors import Interrupted
 from shardtune.launch.local import RankFailed, ReportedError
 from shardtune.launch.signals import SIGNALS, StopSignal, listening
 from tests.support import fork_server
-from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny, signal_after
+from tests.support.tiny_run import Tiny, assert_same_tensors, free_ports, lines, make_tiny, signal_after
 
 Process = subprocess.Popen[str]
 EXIT_STOPPED = 75
@@ -195,6 +195,24 @@ def test_torchrun_with_one_rank_is_signalled(tiny: Tiny, how: str) -> None:
         ]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_waits_for_another_one_is_stopped(tiny: Tiny, rank: int) -> None:
+    """It waits in code of torch, for a rank that never comes, and Python runs no handler until that returns."""
+    (port,) = free_ports(1)
+    place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    process = start(tiny, f"waiting-{rank}", environment=place)
+    handled = 1 << (signal.SIGUSR1 - 1)
+    status = Path(f"/proc/{process.pid}/status")
+    wait_until(lambda: int(status.read_text().split("SigCgt:")[1].split()[0], 16) & handled != 0, process)
+    time.sleep(1.5)  # it is at the meeting by then; earlier it would end as well
+    process.terminate()
+    began = time.monotonic()
+    exit_code, told = end(process)
+    assert exit_code == EXIT_STOPPED, told
+    assert time.monotonic() - began < 40
+    assert not tiny.run(f"waiting-{rank}").exists()
+
+
 def test_a_terminal_that_is_gone_does_not_keep_a_run_from_saving(tiny: Tiny) -> None:
     process = start(tiny, "hangup", environment=SLOW, runner__save_interval=-1)
     wait_until(has_logged(tiny, "hangup", 2), process)
@@ -278,6 +296,13 @@ def test_the_second_sigint_ends_at_once(tiny: Tiny) -> None:
     with signal_after(3, signal.SIGINT, times=2), pytest.raises(KeyboardInterrupt):
         shardtune.train(tiny.recipe("twice", runner__save_interval=-1))
     assert not list((tiny.run("twice") / "checkpoints").glob("global_step_*"))
+
+
+def test_a_sigint_that_the_launcher_passes_on_is_the_same_one(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the signals of a rank under a launcher; this process is none."""
+    monkeypatch.setattr("shardtune.launch.signals.is_supervised", lambda: True)
+    with signal_after(3, signal.SIGINT, times=2), pytest.raises(Interrupted, match="after step 3"):
+        shardtune.train(tiny.recipe("passed-on", runner__save_interval=-1))
 
 
 def test_every_ending_signal_saves_and_does_afterwards_what_it_did_before(tiny: Tiny) -> None:
