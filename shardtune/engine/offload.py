@@ -8,6 +8,7 @@ import gc
 import os
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -71,7 +72,7 @@ class Memory:
         self._module, self._device = module, device
         self._away: list[tuple[torch.UntypedStorage, int, int, torch.Tensor | None]] = []
         self._file: Path | None = None
-        self._stream: IO[bytes] | None = None  # open and locked as long as the file is needed
+        self._remove: weakref.finalize | None = None  # closes and removes the file, which is locked until then
         remove_left_files()
 
     @property
@@ -132,19 +133,18 @@ class Memory:
         self._remove_file()
 
     def _remove_file(self) -> None:
-        if self._file is not None:
-            self._file.unlink(missing_ok=True)
-            self._file = None
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        if self._remove is not None:
+            self._remove()
+        self._remove = self._file = None
 
     def _write(self, storages: list[torch.UntypedStorage]) -> None:
         offset = 0
-        self._stream = stream = tempfile.NamedTemporaryFile(prefix=PREFIX, delete=False)  # noqa: SIM115
+        stream = tempfile.NamedTemporaryFile(prefix=PREFIX, delete=False)  # noqa: SIM115
+        self._file = Path(stream.name)
+        self._remove = weakref.finalize(self, _remove, stream, self._file)
+        self._remove.atexit = False  # a process forked meanwhile would remove the file too
         with suppress(OSError):  # without locks the file is not removed by others, if this process is killed
             fcntl.flock(stream.fileno(), fcntl.LOCK_EX)
-        self._file = Path(stream.name)
         for storage in storages:
             stream.write(_buffer(storage))
             self._away.append((storage, storage.nbytes(), offset, None))
@@ -170,6 +170,11 @@ class Memory:
         for optimizer in optimizers_of(self._module).values():
             for state in optimizer.state.values():
                 yield from _tensors_in(state)
+
+
+def _remove(stream: IO[bytes], file: Path) -> None:
+    stream.close()
+    file.unlink(missing_ok=True)
 
 
 def _tensors_in(value: object) -> Iterator[torch.Tensor]:

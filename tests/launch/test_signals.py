@@ -167,10 +167,11 @@ def test_under_torchrun_the_rank_that_failed_says_why(tiny: Tiny) -> None:
 @pytest.mark.parametrize("how", ["the agent", "all", "killed"])
 def test_torchrun_with_one_rank_is_signalled(tiny: Tiny, how: str) -> None:
     """SIGUSR1 to our agent, or to all processes of torchrun's own, saves; a rank whose agent was killed just ends."""
+    name = f"signalled-{how.replace(' ', '-')}"
     module = "shardtune.launch.torchrun" if how == "the agent" else "torch.distributed.run"
     launcher = (sys.executable, "-m", module, "--standalone", "--nproc-per-node", "1")
-    process = start(tiny, how, *launcher, environment=SLOW, runner__save_interval=-1)
-    wait_until(has_logged(tiny, how, 2), process)
+    process = start(tiny, name, *launcher, environment=SLOW, runner__save_interval=-1)
+    wait_until(has_logged(tiny, name, 2), process)
     (rank,) = children(process.pid)
     process.send_signal(signal.SIGKILL if how == "killed" else signal.SIGUSR1)
     if how == "all":
@@ -180,7 +181,7 @@ def test_torchrun_with_one_rank_is_signalled(tiny: Tiny, how: str) -> None:
     while alive(rank) and time.monotonic() < until:
         time.sleep(0.05)
     assert not alive(rank), "the rank lives on without its launcher"
-    saved, latest = len(lines(tiny.run(how))), tiny.run(how) / "checkpoints/latest"
+    saved, latest = len(lines(tiny.run(name))), tiny.run(name) / "checkpoints/latest"
     assert saved < 8, "it was trained to the end"
     if how == "killed":
         assert not latest.exists()
