@@ -160,7 +160,7 @@ def test_torchs_own_sum_in_bf16_would_not_do() -> None:
     truth = F.cross_entropy(half["hidden"].double() @ half["weight"].double().T, targets, reduction="sum")
     torchs = F.linear_cross_entropy(half["hidden"], half["weight"], targets, reduction="sum")
     ours, _ = linear_cross_entropy(half["hidden"], half["weight"], targets, torch.ones(400))
-    assert abs(float(ours) / float(truth) - 1) < 1e-6 < abs(float(torchs) / float(truth) - 1)
+    assert abs(ours.item() / truth.item() - 1) < 1e-6 < abs(torchs.item() / truth.item() - 1)
 
 
 @pytest.mark.parametrize("path", [by_linear, by_head])
@@ -370,7 +370,7 @@ def test_balance_of_packed_documents_is_the_sum_of_theirs_and_not_that_of_the_ba
     ]
     torch.testing.assert_close(packed, torch.stack(alone).sum())
     whole = router_balance(logits, torch.tensor([0, 30], dtype=torch.int32), torch.ones(1), top_k=2)
-    assert abs(float(packed) / 4 - float(whole)) > 0.05
+    assert abs(packed.item() / 4 - whole.item()) > 0.05
 
 
 def test_a_filler_adds_no_balance() -> None:
