@@ -101,8 +101,8 @@ def judge(reports: Mapping[int, StandReport], silent: Sequence[int]) -> Verdict:
     if count > len(reports) / 2 and len(places) > 1:
         others = {rank for rank, report in reports.items() if report.place != common}
         return _verdict(others, "waits in another collective than the others")
-    most = max(report.progress for report in reports.values())
-    ahead = {rank for rank, report in reports.items() if report.progress == most}
+    most = max(report.rounds for report in reports.values())  # a rank that leaves out a step has fewer beats in it
+    ahead = {rank for rank, report in reports.items() if report.rounds == most}
     if len(ahead) < len(reports):
         return _verdict(ahead, "is past the collective in which the others wait")
     fewest = min(report.issued for report in reports.values())
