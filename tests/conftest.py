@@ -7,6 +7,7 @@ from multiprocessing.process import BaseProcess
 from typing import NoReturn
 
 import pytest
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.support import fork_server
 
@@ -35,12 +36,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="skip what starts a process or trains, once it comes to that")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Each process begins with some of the longest files: none of them is still alone at the end.
 
     pytest-xdist gives each of N processes one N-th of the list, in its order. With 3 processes, 30 tests and the long
     files a, b, c, d of 2 tests each, the list is [a a d d + 6 others, b b + 8 others, c c + 8 others].
     """
+    if config.getoption("quick"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("lengthy")])
+        items[:] = [item for item in items if not item.get_closest_marker("lengthy")]
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     starts: list[list[pytest.Item]] = [[] for _ in range(workers)]
     for number, file in enumerate(LONGEST):
@@ -90,7 +94,7 @@ def _own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick(pytestconfig: pytest.Config) -> Iterator[None]:
-    """With `--quick`, a test ends as skipped where it would start a process or train."""
+    """With `--quick`, a test ends as skipped where it would start a process or train: at an optimizer's first step."""
 
     def refuse(why: str) -> Callable[..., NoReturn]:
         def refused(*_: object, **__: object) -> NoReturn:
@@ -107,6 +111,7 @@ def _quick(pytestconfig: pytest.Config) -> Iterator[None]:
             patch.setattr(subprocess.Popen, "_execute_child", refuse("starts a process"))
             patch.setattr(BaseProcess, "start", refuse("starts a process"))
             patch.setattr("shardtune.training.worker.base.FSDPSftWorker.setup", refuse("trains"))
+            register_optimizer_step_pre_hook(refuse("trains"))
         yield
 
 

@@ -16,6 +16,7 @@ def check(found: dict[str, Tally], cases: int) -> None:
     assert min(len(tally.messages) for kind, tally in found.items() if kind != "cache entries") > 5
 
 
+@pytest.mark.lengthy
 def test_some_hundred_cases(tmp_path: Path) -> None:
     check(run_cases(tmp_path, 300), 300)
 

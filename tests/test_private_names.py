@@ -71,6 +71,7 @@ def sources() -> dict[Path, str]:
     return {path: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
 
 
+@pytest.mark.lengthy
 def test_private_names_of_torch_stand_in_one_module():
     texts = sources()
     own = frozenset(name for text in texts.values() for name in defined_names(text) if _is_private(name))
@@ -82,6 +83,7 @@ def test_private_names_of_torch_stand_in_one_module():
     assert not found
 
 
+@pytest.mark.lengthy
 def test_the_module_holds_nothing_unused():
     """What it defines is imported somewhere, so that a reason goes with the name it explains."""
     texts = sources()

@@ -10,6 +10,7 @@ from tests.support.dist.loading import LAYOUTS, checkpoint_bytes, peaks, save_ch
 
 
 @pytest.mark.parametrize(("name", "ranks", "keys"), LAYOUTS[:1], ids=[LAYOUTS[0][0]])
+@pytest.mark.lengthy
 def test_a_rank_takes_its_share_alone(tmp_path: Path, name: str, ranks: int, keys: dict) -> None:
     model = save_checkpoint(tmp_path, layers=6, width=768)
     assert checkpoint_bytes(model) > 1.5e8

@@ -132,6 +132,7 @@ def entry(one: Any) -> tuple[str, str | None, int | None]:
     return (one, None, None) if isinstance(one, str) else (one.path, one.split, one.max_samples)
 
 
+@pytest.mark.lengthy
 def test_every_value_of_it_is_used_or_reported():
     """Another value of any key changes the recipe or what is reported, or is refused by that name."""
     whole = load_recipe(composed())

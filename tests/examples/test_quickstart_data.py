@@ -71,6 +71,7 @@ def readings(rows):
     return tuple([kind_of(problem.question) for problem in problems] for problems in rows)
 
 
+@pytest.mark.lengthy
 def test_sizes_and_every_question_is_asked_once(rows):
     train, heldout = rows
     assert len(train) == 38_400

@@ -47,6 +47,7 @@ def overrides(folder: Path) -> list[str]:
     ]
 
 
+@pytest.mark.lengthy
 def test_the_model_trains_and_acts_the_same_after_export(made: Path) -> None:
     recipe = FOLDER / "recipe.yaml"
     run = shardtune.train(recipe, *overrides(made), "runner.max_steps=3", "runner.eval_before_training=false")

@@ -83,6 +83,7 @@ def test_at_rest_no_thread_holds_a_tensor() -> None:
 
 
 @LINUX
+@pytest.mark.lengthy
 def test_threads_that_work_are_waited_for() -> None:
     with group_of_one():
         given, taken = torch.zeros(10_000_000), torch.zeros(10_000_000)

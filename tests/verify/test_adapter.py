@@ -129,6 +129,7 @@ def test_what_two_ranks_and_a_fresh_process_find() -> None:
     assert "in a fresh process that loaded the checkpoint" in forgotten.text
 
 
+@pytest.mark.lengthy
 def test_a_causal_model_of_transformers_passes_everything(tmp_path: Path) -> None:
     work = make_workspace(tmp_path / "work")
     outcome = run_cli("verify", "adapter", "causal_lm", str(work / "recipe.yaml"))

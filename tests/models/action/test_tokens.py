@@ -67,6 +67,7 @@ def one_value(token: int) -> float:
     return ((-1 + number * 2 / 255) + (-1 + (number + 1) * 2 / 255)) / 2
 
 
+@pytest.mark.lengthy
 def test_a_hundred_thousand_vectors_are_as_the_formulas_say(statistics: Statistics, vectors: np.ndarray) -> None:
     codec = ActionCodec(ActionTokens(TOP), statistics)
     normalised = statistics.normalise(vectors)

@@ -164,6 +164,7 @@ def test_rows_that_cannot_be_used(folder: Path) -> None:
 # -- settings ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.lengthy
 def test_what_disagrees_is_an_error(folder: Path) -> None:
     for changes, message in (
         ({"model__action_token_len": 7}, "action_token_len is 7, the actions of light have 3 dimensions"),
