@@ -38,20 +38,22 @@ HEALTHY = Path(__file__).parents[1] / "support" / "healthy_adapters.py"
 @contextmanager
 def traced() -> Iterator[dict[str, CodeType]]:
     """The package's functions that this thread enters meanwhile, by file and name; comprehensions aside."""
+    entered: dict[int, CodeType] = {}
     seen: dict[str, CodeType] = {}
 
     def note(frame: FrameType, event: str, _: object) -> None:
-        file = Path(frame.f_code.co_filename)
-        if event == "call" and PACKAGE in file.parents:
-            name = PARTS.sub("", frame.f_code.co_qualname)
-            if name == frame.f_code.co_qualname:
-                seen[f"{file.relative_to(PACKAGE)} {name}"] = frame.f_code
+        if event == "call":
+            entered[id(frame.f_code)] = frame.f_code
 
     sys.setprofile(note)
     try:
         yield seen
     finally:
         sys.setprofile(None)
+        for code in entered.values():
+            file = Path(code.co_filename)
+            if PACKAGE in file.parents and not PARTS.search(code.co_qualname):
+                seen[f"{file.relative_to(PACKAGE)} {code.co_qualname}"] = code
 
 
 @dataclass(frozen=True, slots=True)
