@@ -71,10 +71,11 @@ def read_file(path: Path) -> Layer:
             f"the recipe is larger than {MOST_BYTES >> 20} MB", where=shown, remedy="name a recipe, not a file of data"
         )
     try:
-        node = yaml.compose(text, Loader=RecipeLoader)
+        loader = RecipeLoader(text)
+        node = loader.get_single_node()
         if node is not None:
             _measure(node, {}, 0)
-        tree = yaml.load(text, Loader=RecipeLoader)
+        tree = None if node is None else loader.construct_document(node)  # which merges `<<` into the nodes
     except Exception as error:  # the parser raises many kinds: a number of thousands of digits, thousands of brackets
         raise _broken(error, shown) from error
     if node is None:
@@ -165,11 +166,6 @@ def _plain(value: object) -> object:
 def _lines(node: yaml.MappingNode, prefix: str = "") -> Iterator[tuple[str, int]]:
     """(dotted key, line) of all keys, from the parser's marks."""
     for name, value in node.value:
-        if name.tag == "tag:yaml.org,2002:merge":
-            merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
-            for mapping in merged:
-                yield from _lines(mapping, prefix)
-            continue
         dotted = f"{prefix}{name.value}"
         yield dotted, name.start_mark.line + 1
         if isinstance(value, yaml.MappingNode):
