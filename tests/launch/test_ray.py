@@ -35,7 +35,7 @@ def run_training(self):
     if self.ranks.rank == 1 and self.step == 3 and how == "kill, then error" and not mark.exists():
         mark.touch()
         os.kill(os.getpid(), 9)
-    if self.ranks.rank == 1 and self.step == 5 and how == "kill, then error":
+    if self.ranks.rank == 1 and self.step == 5 and "error" in how:
         raise RuntimeError("on purpose")
     if how == "slow":
         time.sleep(0.3)
@@ -126,7 +126,7 @@ def test_the_command_gives_the_numbers_of_local_ranks_and_ends_all_it_started(ti
 
 
 @pytest.mark.own_start
-def test_sigterm_saves_and_kill_9_leaves_no_rank(tiny: Tiny) -> None:
+def test_sigterm_saves(tiny: Tiny) -> None:
     process = started(tiny, "stopped", "slow", runner__save_interval=-1)
     processes = wait_for_step(tiny, "stopped", 2, process)
     process.terminate()
@@ -137,8 +137,12 @@ def test_sigterm_saves_and_kill_9_leaves_no_rank(tiny: Tiny) -> None:
     step = len(lines(tiny.run("stopped")))
     assert (tiny.run("stopped") / "checkpoints/latest").read_text() == f"global_step_{step}\n"
 
-    process = started(tiny, "stopped", "slow", runner__save_interval=-1)
-    processes = wait_for_step(tiny, "stopped", step + 1, process)
+
+@pytest.mark.slow
+@pytest.mark.own_start
+def test_kill_9_leaves_no_rank(tiny: Tiny) -> None:
+    process = started(tiny, "ended", "slow", runner__save_interval=-1)
+    processes = wait_for_step(tiny, "ended", 1, process)
     ranks = [child for child in processes if "shardtune" in child.cmdline() and child.parent() != process]
     process.kill()
     process.communicate()
@@ -147,7 +151,21 @@ def test_sigterm_saves_and_kill_9_leaves_no_rank(tiny: Tiny) -> None:
     # Ray's own agents look only now and then, up to a minute and a half, whether their node is still there.
 
 
-def test_a_killed_rank_is_started_again_and_the_first_real_error_is_shown(
+def test_the_first_real_error_is_shown(tiny: Tiny, cluster: None) -> None:
+    """`test_nodes.py` has the restart after a loss."""
+    with pytest.raises((RankFailed, ShardtuneError)) as failed:
+        shardtune.train(recipe(tiny, "erring", "error"))
+    the_error_is_shown(failed.value)
+
+
+def the_error_is_shown(error: Exception) -> None:
+    assert "on purpose" in str(error)
+    assert "rank 1" in str(error)
+    assert "rank 0" not in str(error), "what followed from the error is not the error"
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_started_again_and_an_error_is_not(
     tiny: Tiny, cluster: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises((RankFailed, ShardtuneError)) as failed:
@@ -157,10 +175,7 @@ def test_a_killed_rank_is_started_again_and_the_first_real_error_is_shown(
     assert "restart 1 of 1, from the last checkpoint, on 2 workers" in out + err
     assert "continuing after step 2" in out + err
     assert [line["step"] for line in lines(tiny.run("failing"))][:4] == [1, 2, 3, 4]
-    message = str(failed.value)
-    assert "on purpose" in message
-    assert "rank 1" in message
-    assert "rank 0" not in message, "what followed from the error is not the error"
+    the_error_is_shown(failed.value)
 
 
 def test_no_room_is_told_with_what_there_is(tiny: Tiny, cluster: None) -> None:
