@@ -90,6 +90,17 @@ def read_file(path: Path) -> Layer:
     return Layer(_named(tree, shown), shown, dict(_lines(node)))
 
 
+def read_value(text: str) -> object:
+    """The value that YAML reads a text as, in a recipe: a number, a list; the text itself where it cannot be read."""
+    try:
+        node = yaml.compose(text, Loader=RecipeLoader)
+        if node is not None:
+            _measure(node, {}, 0)
+        return yaml.load(text, Loader=RecipeLoader)
+    except Exception:  # the parser raises many kinds
+        return text
+
+
 def read_mapping(recipe: Mapping[str, object] | DictConfig) -> Layer:
     """A recipe in memory: a dict or an OmegaConf config, interpolation not resolved yet."""
     values = _plain(recipe)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from shardtune.config.schema.section import Section, key, section
 from shardtune.config.values import (
@@ -43,15 +43,22 @@ class LoraConfig(Section):
     modules_to_save: list[Text] = key(
         [], "Modules, by name endings, that are trained in full and saved with the adapter."
     )
-    adapter_path: Text | None = key(
+    load_from: Text | None = key(
         None,
-        "The directory of an adapter to start from; its rank, scale and modules are used; null: a new adapter.",
+        "The directory of a LoRA to start from; its rank, scale and modules are used; null: a new LoRA.",
     )
     base_dtype: Literal["auto", "bf16", "nf4"] = key(
         "auto",
         "The storage of the frozen weights; auto: the dtype of the trained ones; bf16: half of that; nf4: the linear "
         "layers in four bits (QLoRA).",
     )
+
+    FORMER_NAMES: ClassVar = {"adapter_path": "load_from"}
+
+    @property
+    def adapter_path(self) -> str | None:
+        """The former name of `load_from`."""
+        return self.load_from
 
 
 class ModelConfig(Section):
