@@ -120,7 +120,7 @@ class RunnerConfig(Section):
         "auto: resume from this run's own latest checkpoint, if there is one; a checkpoint or run directory: resume "
         "from there; null: start from scratch.",
     )
-    allow_changes: list[Text] = key([], "Keys that may differ from those of the resumed run, e.g. [actor.optim.lr].")
+    allow_changes: list[Text] = key([], "Keys that may differ from those of the resumed run, e.g. [optim.lr].")
     overwrite: bool = key(False, "Move an older run in the same directory aside and start from scratch.")
     keep_last: Count = key(3, "How many of the newest checkpoints are kept, in addition to the best one.")
     keep_every: Count | None = key(
