@@ -173,9 +173,8 @@ def _of_group(group: Key) -> Iterator[str]:
     names = [name for name in KEYS if name.rpartition(".")[0] == group.name and name not in OTHER_KEYS]
     width = max(len(short_key(name)) for name in names)
     for name in names:
-        about = (
-            "a group of keys" if KEYS[name].section else f"{_yaml(_default(KEYS[name]))} ({allowed(KEYS[name].field)})"
-        )
+        key = KEYS[name]
+        about = "a group of keys" if key.section else f"{_yaml(_default(key))} ({allowed(key.field)})"
         yield f"  {short_key(name):<{width}}  {about}"
 
 

@@ -12,11 +12,13 @@ import pytest
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+import shardtune
 from shardtune.config import KEYS, ActorConfig, LoraConfig, ModelConfig, Recipe, RunnerConfig, load_recipe
 from shardtune.config.halos import in_names_of_halos
 from shardtune.config.schema import ACTOR_KEYS, FORMER_KEYS, present_key
 from shardtune.errors import CheckpointError, ConfigError
 from shardtune.models.get_model import IN_OTHER_SECTIONS, _section
+from shardtune.run.dry_run import dry_run, preview
 from shardtune.run.resume_check import check_changes
 
 SHORT = """\
@@ -328,3 +330,16 @@ def test_sections_that_code_passes_may_have_former_names(load: Callable[..., Rec
         assert _section(ModelConfig, given, "actor.model").model_path == "org/x"
         assert _section(ActorConfig, given, "actor").model.model_path == "org/x"
     assert load_recipe(cfg, in_memory=IN_OTHER_SECTIONS, files_must_exist=False).model.lora.load_from
+
+
+def test_errors_after_loading_name_keys_as_they_were_given(tmp_path: Path) -> None:
+    values: dict[str, Any] = yaml.safe_load(SHORT.replace("org/model", "org/model, model_type: nosuch"))
+    values |= {"loss": None, "runner": {"logger": {"log_path": str(tmp_path)}}}
+    short = {name: values.pop(name) for name in ACTOR_KEYS if name in values}
+    for command in (shardtune.train, dry_run, preview):
+        with pytest.raises(ConfigError, match=r"^model\.model_type = nosuch is not known") as error:
+            command({**values, **short})
+        assert error.value.where == "model.model_type"
+        with pytest.raises(ConfigError, match=r"^actor\.model\.model_type = nosuch is not known"):
+            command({**values, "actor": short})
+    assert not list(tmp_path.iterdir())
