@@ -26,7 +26,7 @@ PREFIX = "base_model.model."
 """PEFT's prefix of the names of the model's own modules."""
 WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"
-KEY = "actor.model.lora.adapter_path"
+KEY = "actor.model.lora.load_from"
 
 Gather = Callable[[str, torch.Tensor], torch.Tensor]
 

@@ -33,7 +33,9 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 data_app = typer.Typer(help="Show the data as the model sees it.")
+config_app = typer.Typer(help="Explain the keys of a recipe.")
 app.add_typer(data_app, name="data")
+app.add_typer(config_app, name="config")
 app.add_typer(verify_app, name="verify")
 
 RecipeArgument = Annotated[
@@ -58,6 +60,7 @@ Trust = Annotated[
 Seed = Annotated[int, typer.Option(help="Seed of the sampling: the same seed gives the same answers.")]
 
 
+@config_app.callback(invoke_without_command=True)
 @data_app.callback(invoke_without_command=True)
 @app.callback(invoke_without_command=True)
 def _help(context: typer.Context) -> None:
@@ -303,6 +306,25 @@ def preview(
 
     path, overrides = _split(recipe)
     show(path, *overrides, rows=rows, start=start)
+
+
+@config_app.command("explain")
+def explain_key(
+    key: Annotated[str | None, typer.Argument(metavar="KEY", help="A key or a group of keys, e.g. optim.lr.")] = None,
+) -> None:
+    """Show a key's type, default, meaning and former names; of a group its keys; without KEY all groups.
+
+    **Examples**
+
+    ```text
+    shardtune config explain optim.lr
+    shardtune config explain runner.logger
+    shardtune config explain warmup_ratio
+    ```
+    """
+    from shardtune.config.explain import explain, groups
+
+    typer.echo(groups() if key is None else explain(key))
 
 
 @app.command()

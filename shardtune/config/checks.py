@@ -50,17 +50,17 @@ def check(recipe: Recipe, given: Merged, in_memory: Collection[str]) -> list[Con
 def _launcher(context: Context) -> Iterator[ConfigError]:
     runner = context.recipe.runner
     by_ray = runner.launcher == "ray"
-    if by_ray and runner.num_workers is None:
+    if by_ray and runner.num_ranks is None:
         yield context.problem(
-            "runner.launcher", "runner.launcher: ray needs the number of ranks", "set runner.num_workers"
+            "runner.launcher", "runner.launcher: ray needs the number of ranks", "set runner.num_ranks"
         )
     if by_ray and runner.nproc_per_node != 1:
         yield context.problem(
             "runner.nproc_per_node",
             f"runner.nproc_per_node ({runner.nproc_per_node}) has no effect with runner.launcher: ray",
-            "leave it out; runner.num_workers is the number of ranks, runner.ray.placement their placement",
+            "leave it out; runner.num_ranks is the number of ranks, runner.ray.placement their placement",
         )
-    for_ray = ["num_workers"] if runner.num_workers is not None else []
+    for_ray = ["num_ranks"] if runner.num_ranks is not None else []
     for_ray += [f"ray.{name}" for name in runner.ray.model_dump(exclude_defaults=True)]
     for name in [] if by_ray else for_ray:
         yield context.problem(
@@ -74,17 +74,17 @@ def _launcher(context: Context) -> Iterator[ConfigError]:
             f"runner.max_restarts ({runner.max_restarts}) has no effect on a single process",
             "set runner.nproc_per_node or runner.launcher: ray; under torchrun use its own --max-restarts",
         )
-    fewest = runner.min_workers
+    fewest = runner.min_ranks
     if fewest is not None and not runner.max_restarts:
         yield context.problem(
-            "runner.min_workers",
-            f"runner.min_workers ({fewest}) has no effect with runner.max_restarts: 0",
+            "runner.min_ranks",
+            f"runner.min_ranks ({fewest}) has no effect with runner.max_restarts: 0",
             "set runner.max_restarts, or leave it out",
         )
     elif fewest is not None and fewest > runner.workers:
         yield context.problem(
-            "runner.min_workers",
-            f"runner.min_workers ({fewest}) is more than the {runner.workers} ranks that are started",
+            "runner.min_ranks",
+            f"runner.min_ranks ({fewest}) is more than the {runner.workers} ranks that are started",
             "lower it",
         )
 
@@ -230,7 +230,7 @@ def _evaluation(context: Context) -> Iterator[ConfigError]:
     runner = recipe.runner
     on_rows = {"eval.generate": recipe.eval.generate, "eval.metrics": bool(recipe.eval.metrics)}
     on_anything = {
-        "runner.val_check_interval": runner.val_check_interval != -1,
+        "runner.eval_interval": runner.eval_interval != -1,
         "runner.eval_before_training": runner.eval_before_training,
         "runner.early_stop.enabled": runner.early_stop.enabled,
         "runner.best.monitor": (runner.best.monitor or "").startswith("eval/"),
@@ -266,11 +266,11 @@ def _episodes(context: Context) -> Iterator[ConfigError]:
 
 def _watching(context: Context) -> Iterator[ConfigError]:
     runner = context.recipe.runner
-    if runner.early_stop.enabled and runner.val_check_interval == -1 and context.evaluates:
+    if runner.early_stop.enabled and runner.eval_interval == -1 and context.evaluates:
         yield context.problem(
             "runner.early_stop.enabled",
-            "runner.early_stop.enabled needs evaluations during training, and runner.val_check_interval is -1",
-            'give runner.val_check_interval a number of steps or "epoch"',
+            "runner.early_stop.enabled needs evaluations during training, and runner.eval_interval is -1",
+            'give runner.eval_interval a number of steps or "epoch"',
         )
 
 
@@ -305,7 +305,7 @@ def _lora(context: Context) -> Iterator[ConfigError]:
     subtracts = str(lora.init).startswith(("pissa", "olora"))
     contradictions = {
         "init": [
-            ("no effect with an adapter_path, whose weights are loaded", lora.init is not True and lora.adapter_path),
+            ("no effect with load_from, whose weights are loaded", lora.init is not True and lora.load_from),
             ("an even r", lora.init == "orthogonal" and lora.r % 2),
             ("adapters without DoRA", lora.init == "mica" and lora.use_dora),
             ("linear layers, not target_parameters", lora.init not in (True, False) and lora.target_parameters),

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from shardtune.config.schema import present_key
 from shardtune.config.tree import Tree, get_value
 from shardtune.config.values import escape_interpolation
 
@@ -41,7 +42,7 @@ def _texts(value: object) -> Collection[str]:
 
 
 def _refers(texts: Collection[str], keys: Collection[str]) -> bool:
-    names = [name for text in texts for name in _REFERENCE.findall(text)]
+    names = [present_key(name) for text in texts for name in _REFERENCE.findall(text)]
     return any(f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.") for name in names for key in keys)
 
 

@@ -12,8 +12,8 @@ from omegaconf.errors import OmegaConfBaseException
 from shardtune.config.keys import ALIASES, HALOS_DEFAULTS, IN_ROWS
 from shardtune.config.layers import Layer
 from shardtune.config.overrides import CHOOSING, LISTS, Override, choose, test_splits
-from shardtune.config.schema import Recipe, escape_interpolation
-from shardtune.config.tree import Tree, flatten, get_value, set_value
+from shardtune.config.schema import ACTOR, Recipe, escape_interpolation
+from shardtune.config.tree import Tree, copied, flatten, get_value, set_value, take_value
 from shardtune.errors import ConfigError
 
 BACKENDS, ROWS, TRAIN, EVAL = (
@@ -87,8 +87,9 @@ UNREAD = {
 }
 """Names without a counterpart, and why; a run reports them."""
 PEFT = ("model.peft.", "model.load_lora_from")
-SHARED = "model.attn_implementation"  # is also a key of `actor.model`
-NAMES = (*RENAMED, *DERIVED, *FACTS, *UNREAD)
+SHARED = "model.attn_implementation"
+"""A name that is also one of ours, without `actor.`."""
+NAMES = tuple(name for name in (*RENAMED, *DERIVED, *FACTS, *UNREAD) if name != SHARED)
 
 
 @dataclass(slots=True)
@@ -151,12 +152,10 @@ def translate(layers: Sequence[Layer], in_memory: Collection[str] = ()) -> Trans
     unread: dict[str, list[str]] = {}  # by the reason
     pending: list[Pending] = []
     for layer in layers:
-        rest, own = _copied(layer.tree), {}
-        names = [name for name in NAMES if name != SHARED or not _is_ours(layer.tree.get("model"))]
-        names = [
-            name for name in names if not isinstance(get_value(layer.tree, name), Mapping)
-        ]  # a section is no value
-        given = {name: value for name in names for found, value in [_take(rest, name)] if found}
+        rest, own = copied(layer.tree), {}
+        # a section is no value
+        names = [name for name in NAMES if not isinstance(get_value(layer.tree, name), Mapping)]
+        given = {name: value for name in names for found, value in [take_value(rest, name)] if found}
         groups = {name: rest.pop(name) for name in CHOOSING if isinstance(rest.get(name), str | list)}
         if not given and not groups:
             result.layers.append(layer)
@@ -193,26 +192,6 @@ def translate(layers: Sequence[Layer], in_memory: Collection[str] = ()) -> Trans
     return result
 
 
-def _copied(tree: Mapping[str, object]) -> Tree:
-    return {name: _copied(value) if isinstance(value, Mapping) else value for name, value in tree.items()}
-
-
-def _take(tree: Tree, dotted: str) -> tuple[bool, object]:
-    """Remove a key, and its section where that is all it has; whether it was there, and its value."""
-    first, _, rest = dotted.partition(".")
-    if first not in tree:
-        return False, None
-    if not rest:
-        return True, tree.pop(first)
-    inner = tree[first]
-    if not isinstance(inner, dict):
-        return False, None
-    found = _take(inner, rest)
-    if found[0] and not inner:
-        del tree[first]
-    return found
-
-
 def _resolved(tree: Mapping[str, object], name: str, value: object) -> object:
     """A value whose references are to other names of the same configuration."""
     if not isinstance(value, str) or "${" not in value:
@@ -221,11 +200,6 @@ def _resolved(tree: Mapping[str, object], name: str, value: object) -> object:
         return OmegaConf.select(DictConfig(dict(tree)), name)
     except OmegaConfBaseException:
         return value  # a reference to a key of ours is resolved with all the others
-
-
-def _is_ours(model: object) -> bool:
-    """Whether a section `model` is one of other systems, with the keys of `actor.model`."""
-    return isinstance(model, Mapping) and "model_type" in model
 
 
 def _chosen(groups: Mapping[str, object], sft: bool, layer: Layer, result: Translation) -> Iterator[Layer]:
@@ -265,8 +239,6 @@ def _two_names(theirs: str, ours: str, where: str) -> ConfigError:
 def _unknown(rest: Tree, layer: Layer) -> Iterator[ConfigError]:
     """Refuse what is left of HALOs' sections, in a configuration with HALOs' names."""
     for section in ("loss", "model", "wandb"):
-        if _is_ours(rest.get(section)):
-            continue
         left = rest.pop(section, None)
         for name in flatten({section: left}) if isinstance(left, Mapping) and left else ():
             near = difflib.get_close_matches(name, NAMES, n=1)
@@ -397,7 +369,8 @@ def _evaluate_on(entries: Sequence[object], where: str, result: Translation) -> 
 
 def in_names_of_halos(recipe: Recipe) -> DictConfig:
     """A recipe as a `DictConfig` with HALOs' names beside ours: `config.lr`, `config.model.batch_size`."""
-    tree = recipe.to_dict()
+    short = {name: value for name, value in recipe.to_dict()[ACTOR].items() if name != "loss"}  # HALOs' section
+    tree = {**recipe.to_dict(), **short}
     for theirs, ours in ALIASES.items():
         value = get_value(recipe.to_dict(), ours)
         if theirs == "wandb.enabled":
@@ -423,7 +396,7 @@ def _derived_names(recipe: Recipe) -> Mapping[str, object]:
     return fixed | {
         "n_epochs": None if runner.max_epochs == -1 else runner.max_epochs,
         "n_examples": in_rows(runner.max_steps),
-        "eval_every": in_rows(runner.val_check_interval),
+        "eval_every": in_rows(runner.eval_interval),
         "intermediate_checkpoints": runner.save_interval != -1,
         "local_run_dir": f"{runner.logger.log_path}/{runner.logger.experiment_name}",
     }

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from shardtune.config.schema import Recipe
+from shardtune.config.schema import Recipe, short_key
 from shardtune.config.values import Allowed
 
 # HALOs' names, as its configuration spells them; `config/halos.py` has those that are no mere names of ours.
@@ -50,20 +50,17 @@ ALIASES = {
     "model.peft.lora_alpha": "actor.model.lora.alpha",
     "model.peft.lora_dropout": "actor.model.lora.dropout",
     "model.peft.target_modules": "actor.model.lora.target_modules",
-    "model.load_lora_from": "actor.model.lora.adapter_path",
+    "model.load_lora_from": "actor.model.lora.load_from",
     "wandb.enabled": "runner.logger.logger_backends",
     "wandb.project": "runner.logger.project_name",
 }
 
 # HALOs' names for numbers of rows where ours are numbers of steps, or of its two intervals in one.
 IN_ROWS = {
-    "eval_every": "runner.val_check_interval",
+    "eval_every": "runner.eval_interval",
     "intermediate_checkpoints": "runner.save_interval",
     "n_examples": "runner.max_steps",
 }
-
-# Sections at the top that stand below another one here, as RLinf prints its files of models.
-SECTION_NAMES = {"model": "actor.model", "tokenizer": "actor.tokenizer"}
 
 # HALOs' defaults that differ from ours, for `loss=sft` without a recipe.
 HALOS_DEFAULTS = {"actor": {"optim": {"lr": 5.0e-6}}}
@@ -91,9 +88,8 @@ OTHER_NAMES = {
     "num_epochs": "runner.max_epochs",
     "epochs": "runner.max_epochs",
     "total_steps": "runner.max_steps",
-    "eval_steps": "runner.val_check_interval",
-    "eval_interval": "runner.val_check_interval",
-    "eval_every": "runner.val_check_interval",
+    "eval_steps": "runner.eval_interval",
+    "eval_every": "runner.eval_interval",
     "compute_metrics": "eval.metrics",
     "save_steps": "runner.save_interval",
     "save_total_limit": "runner.keep_last",
@@ -223,8 +219,8 @@ def nearest(wrong: str) -> str | None:
 
 def _similarity(name: str, wrong: str) -> float:
     """Mostly that of the last parts, since a misspelt key is usually in about the right section."""
-    parent, _, last = name.rpartition(".")
-    wrong_parent, _, wrong_last = wrong.rpartition(".")
+    parent, _, last = short_key(name).rpartition(".")
+    wrong_parent, _, wrong_last = short_key(wrong).rpartition(".")
     return 0.7 * _likeness(last, wrong_last) + 0.3 * _likeness(parent, wrong_parent)
 
 

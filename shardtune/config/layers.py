@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import cast
+from dataclasses import dataclass, field
 
 from pydantic import BaseModel
 
-from shardtune.config.keys import SECTION_NAMES, is_free_mapping, nearest, section_type
-from shardtune.config.schema import Recipe
-from shardtune.config.tree import Tree, get_section, get_value, overlay, set_value
+from shardtune.config.keys import is_free_mapping, nearest, section_type
+from shardtune.config.schema import ACTOR_KEYS, Recipe
+from shardtune.config.tree import Tree, get_section, get_value, overlay
 from shardtune.errors import ConfigError
 
 
@@ -24,6 +23,7 @@ class Layer:
         lines: dotted key -> line number, for a file.
         named: the dotted key that an override sets; "" for a layer of several.
         places: dotted key -> place, for keys that were given elsewhere.
+        written: dotted key -> the name under which it is given here.
     """
 
     tree: Mapping[str, object]
@@ -31,6 +31,7 @@ class Layer:
     lines: Mapping[str, int] = field(default_factory=dict)
     named: str = ""
     places: Mapping[str, str] = field(default_factory=dict)
+    written: Mapping[str, str] = field(default_factory=dict)
 
     def where(self, dotted: str) -> str:
         """The place of a key, or of the innermost section around it that has a line."""
@@ -67,40 +68,9 @@ def merge(layers: Iterable[Layer]) -> tuple[Merged, list[ConfigError]]:
     """
     merged = Merged({}, {})
     problems: list[ConfigError] = []
-    for given in layers:
-        layer, twice = _with_sections_in_place(given)
-        problems += twice
+    for layer in layers:
         problems += _lay(layer.tree, Recipe, "", merged.tree, layer, merged.origins)
     return merged, problems
-
-
-def _with_sections_in_place(layer: Layer) -> tuple[Layer, list[ConfigError]]:
-    """A layer whose sections of other systems' names are at our places; a key that both give is an error."""
-    moved = {theirs: ours for theirs, ours in SECTION_NAMES.items() if isinstance(layer.tree.get(theirs), Mapping)}
-    if not moved:
-        return layer, []
-    rest = {name: value for name, value in layer.tree.items() if name not in moved}
-    tree: object = rest
-    lines, problems = dict(layer.lines), []
-    for theirs, ours in moved.items():
-        section = cast(Mapping[str, object], layer.tree[theirs])
-        own = get_value(rest, ours)
-        for name in section.keys() & own.keys() if isinstance(own, Mapping) else ():
-            problems.append(
-                ConfigError(
-                    f"{theirs}.{name} and {ours}.{name} are the same key",
-                    where=f"{layer.where(f'{theirs}.{name}')}, {layer.where(f'{ours}.{name}')}",
-                    remedy="keep one of them",
-                )
-            )
-        wrapped: Tree = {}
-        set_value(wrapped, ours, section)
-        tree = overlay(tree, wrapped)
-        begins = f"{theirs}."
-        lines |= {
-            f"{ours}.{key.removeprefix(begins)}": line for key, line in layer.lines.items() if key.startswith(begins)
-        }
-    return replace(layer, tree=cast(Tree, tree), lines=lines), problems
 
 
 def _lay(
@@ -152,7 +122,8 @@ def unknown_key(dotted: str, where: str, section: type[BaseModel], prefix: str) 
     if meant is not None:
         remedy = f"did you mean {meant}?"
     else:
-        remedy = f"the keys {f'of {prefix[:-1]}' if prefix else 'at the top'} are: {', '.join(section.model_fields)}"
+        names = section.model_fields if prefix else [*section.model_fields, *ACTOR_KEYS]
+        remedy = f"the keys {f'of {prefix[:-1]}' if prefix else 'at the top'} are: {', '.join(names)}"
     return ConfigError(f"unknown key {dotted}", where=where, remedy=remedy)
 
 

@@ -16,16 +16,29 @@ from pydantic_core import ErrorDetails
 
 from shardtune.config.checks import check, check_ranks
 from shardtune.config.environment import as_stored, references
-from shardtune.config.halos import translate
-from shardtune.config.keys import HALOS_DEFAULTS, KEYS, allowed
+from shardtune.config.halos import NAMES, translate
+from shardtune.config.key_forms import at_present_keys
+from shardtune.config.keys import HALOS_DEFAULTS, KEYS, allowed, nearest
 from shardtune.config.layers import Layer, Merged, merge, raise_all
 from shardtune.config.overrides import GROUPS, read_overrides
 from shardtune.config.paths import make_absolute, named_files, user_path
 from shardtune.config.recipe_config import RecipeConfig
-from shardtune.config.recipe_file import read_file, read_mapping
+from shardtune.config.recipe_file import read_file, read_mapping, read_value
 from shardtune.config.saved_lora import adopt_adapter
-from shardtune.config.schema import ALTERNATIVE_KEYS, DataEntry, ParameterGroup, Recipe
-from shardtune.config.tree import Tree, get_value, set_value
+from shardtune.config.schema import (
+    ACTOR,
+    ACTOR_KEYS,
+    FORMER_KEYS,
+    OTHER_KEYS,
+    DataEntry,
+    ParameterGroup,
+    Recipe,
+    Spelling,
+    long_key,
+    present_key,
+    short_key,
+)
+from shardtune.config.tree import Tree, get_section, get_value, set_value
 from shardtune.config.values import escape_interpolation
 from shardtune.errors import ConfigError, cut
 
@@ -33,6 +46,7 @@ RecipeSource: TypeAlias = str | Path | Mapping[str, object] | DictConfig
 
 EXPERIMENT_NAME = "runner.logger.experiment_name"
 LOG_PATH = "runner.logger.log_path"
+ALLOWED = "runner.allow_changes"
 ENTRY_TYPES: dict[str, type[BaseModel]] = {
     "actor.optim.groups": ParameterGroup,
     "data.train_data_paths": DataEntry,
@@ -49,7 +63,8 @@ def load_recipe(
 ) -> Recipe:
     """Compose, validate and resolve a recipe. Writes nothing, imports no torch, and does not read the model.
 
-    Later places win: schema defaults, the recipe, config groups, `key=value` overrides.
+    Later places win: schema defaults, the recipe, config groups, `key=value` overrides. In each, `actor.` may be left
+    out. Errors name a key as it was given.
 
     Args:
         recipe: a YAML file, a mapping, or None when config groups are among the overrides.
@@ -68,36 +83,63 @@ def load_recipe(
             return unchanged
     written = _read(recipe, overrides)
     command = read_overrides(overrides)
-    halos = translate([written, *command.groups, *command.values], in_memory)
+    (first, *others), twice = _at_present_keys([written, *command.values])
+    halos = translate([first, *command.groups, *others], in_memory)
     merged, unknown = merge(halos.layers)
+    earlier = recipe.spelling if isinstance(recipe, RecipeConfig) else None
+    names = dict(earlier.written if earlier else first.written)
+    names |= {key: name for layer in others for key, name in layer.written.items()}
+    long = earlier.long if earlier else any(ACTOR in layer.tree for layer in (written, *command.values))
+    spelling = Spelling(names, long)
+
+    def report(found: Sequence[ConfigError]) -> None:
+        for problem in found:
+            spelling.respell(problem)
+        raise_all([*twice, *found])
+
     problems = [*halos.problems, *unknown]
     tree, unresolved = _resolve(merged)
     if merged.given("actor.global_batch_tokens") is not None and merged.given("actor.global_batch_size") is None:
         set_value(tree, "actor.global_batch_size", None)  # tokens replace the default number of rows
-    problems += _move_alternative_keys(tree, merged)
     problems += adopt_adapter(tree, merged, _base(recipe), must_exist=files_must_exist)
     mistyped = _type_problems(tree, merged, {problem.what.partition(":")[0] for problem in unresolved})
     problems += unresolved + mistyped
     if unresolved or mistyped:  # contradictions can only be found between values of the right types
-        raise_all(problems)
+        report(problems)
     if get_value(tree, EXPERIMENT_NAME) is None:
         set_value(tree, EXPERIMENT_NAME, _name(recipe) or command.name or "run")
-    result = _absolute(tree, _base(recipe), merged.origins)
+    changes = get_section(tree, "runner")
+    changes["allow_changes"] = [present_key(str(name)) for name in _listed(changes["allow_changes"])]
+    with spelling.in_errors():
+        result = _absolute(tree, _base(recipe), merged.origins)
+    result._spelling = spelling
     _keep_references(result, tree, merged, _base(recipe))
-    result._notes.extend(halos.notes)
+    result._notes.extend([*_former_names(names), *(spelling.in_text(note) for note in halos.notes)])
     problems += check(result, merged, in_memory)
     if files_must_exist:
-        problems += _missing_files(result) + check_ranks(result)
-    raise_all(problems)
+        problems += _missing_files(result) + check_ranks(result) + _unknown_changes(result)
+    report(problems)
     return result
+
+
+def _at_present_keys(layers: Sequence[Layer]) -> tuple[list[Layer], list[ConfigError]]:
+    pairs = [at_present_keys(layer, NAMES) for layer in layers]
+    return [layer for layer, _ in pairs], [problem for _, problems in pairs for problem in problems]
+
+
+def _former_names(names: Mapping[str, str]) -> list[str]:
+    """A note on the former names among those given, if there are any; they go on working."""
+    used = [f"{name} is now {short_key(key)}" for key, name in names.items() if long_key(name) in FORMER_KEYS]
+    return [f"former names of keys, which go on working: {', '.join(used)}"] if used else []
 
 
 def _read(recipe: RecipeSource | None, overrides: Sequence[str]) -> Layer:
     if isinstance(recipe, str | Path):
         return read_file(user_path(recipe, "RECIPE"))
     if isinstance(recipe, Mapping | DictConfig):
-        layer = read_mapping(recipe)
-        return replace(layer, places=recipe.places()) if isinstance(recipe, RecipeConfig) else layer
+        if isinstance(recipe, RecipeConfig):
+            return replace(read_mapping(recipe.tree()), places=recipe.places())
+        return read_mapping(recipe)
     if recipe is not None:
         kind = type(recipe).__name__
         raise ConfigError(f"a recipe is a path, a dict or a DictConfig, not a {kind}", remedy="give one of them")
@@ -142,6 +184,8 @@ def _resolve(merged: Merged) -> tuple[Tree, list[ConfigError]]:
             problems.append(_refused(dotted, value, merged, str(error).splitlines()[0]))
             value = None
         set_value(values, dotted, value)
+    for name, own in _other_names().items():
+        set_value(values, name, f"${{{own}}}")
     config = DictConfig(values)
     for dotted in given:
         value = None
@@ -152,7 +196,37 @@ def _resolve(merged: Merged) -> tuple[Tree, list[ConfigError]]:
         except OmegaConfBaseException as error:
             problems.append(_unresolved(dotted, merged, str(error).splitlines()[0]))
         set_value(resolved, dotted, value)
+    _read_texts(resolved, merged)
     return resolved, problems
+
+
+def _read_texts(resolved: Tree, merged: Merged) -> None:
+    """Read what a reference gave for a key of another type than text, as an environment variable does, like YAML."""
+    try:
+        Recipe.model_validate(resolved)
+    except ValidationError as error:
+        for details in error.errors():
+            _read_text(resolved, merged.tree, list(details["loc"]))
+
+
+def _read_text(resolved: object, written: object, loc: Sequence[int | str]) -> None:
+    """`_read_texts` for the value at a place inside sections and lists, or for all values below that place."""
+    if isinstance(resolved, dict) and isinstance(written, dict):
+        keys = [key for key in written if key in resolved and loc[:1] in ([], [key])]
+    elif isinstance(resolved, list) and isinstance(written, list):
+        keys = [key for key in range(len(written)) if loc[:1] in ([], [key])]
+    else:
+        return
+    for key in keys:
+        value, as_written = resolved[key], written[key]
+        if isinstance(value, str) and isinstance(as_written, str) and "${" in as_written:
+            resolved[key] = read_value(value)
+        _read_text(value, as_written, loc[1:])
+
+
+def _other_names() -> dict[str, str]:
+    """All other names by which a reference may name a key, and the key's own."""
+    return {name: f"{ACTOR}.{name}" for name in ACTOR_KEYS} | OTHER_KEYS
 
 
 def _is_literal(value: object) -> bool:
@@ -164,28 +238,6 @@ def _is_literal(value: object) -> bool:
     if type(value) is dict:
         return all(type(name) is str and _is_literal(item) for name, item in value.items())
     return value is None or type(value) in (bool, int, float)
-
-
-def _move_alternative_keys(tree: Tree, merged: Merged) -> list[ConfigError]:
-    """Move the value of an alternative key to the key that is read; both may be given if they agree."""
-    problems = []
-    for theirs, ours in ALTERNATIVE_KEYS.items():
-        value, own = (get_value(tree, dotted) for dotted in (theirs, ours))
-        if value is None:
-            continue
-        if merged.given(ours) is not None and own != value:
-            problems.append(
-                ConfigError(
-                    f"{theirs} ({value}) and {ours} ({own}) are the same thing",
-                    where=f"{merged.origins[theirs]}, {merged.origins[ours]}",
-                    remedy="keep one of them",
-                )
-            )
-            continue
-        merged.origins[ours] = merged.origins[theirs]
-        set_value(tree, ours, value)
-        set_value(tree, theirs, None)
-    return problems
 
 
 def _short(value: object) -> str:
@@ -274,9 +326,26 @@ def _keep_references(recipe: Recipe, resolved: Tree, merged: Merged, base: Path)
     given = {dotted: merged.given(dotted) for dotted in merged.origins if KEYS[dotted].section is None}
     for dotted, written in references(given).items():
         place = Path.cwd() if dotted == LOG_PATH else base
-        ours = ALTERNATIVE_KEYS.get(dotted, dotted)
-        values = get_value(resolved, ours), get_value(final, ours)
-        recipe._references[ours] = as_stored(written, *values, place)
+        recipe._references[dotted] = as_stored(written, get_value(resolved, dotted), get_value(final, dotted), place)
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
+
+
+def _unknown_changes(recipe: Recipe) -> list[ConfigError]:
+    """Names in `runner.allow_changes` that are no keys, nor below a key that holds a mapping."""
+    return [
+        ConfigError(
+            f"{ALLOWED} names {name}, which is no key",
+            where=recipe.where(ALLOWED),
+            remedy=f"did you mean {meant}?" if meant else "docs/configuration.md lists all keys",
+        )
+        for name in recipe.runner.allow_changes
+        if not any(f"{name}.".startswith(f"{key}.") for key, entry in KEYS.items() if entry.section is None)
+        and name not in KEYS
+        for meant in [nearest(name)]
+    ]
 
 
 def _missing_files(recipe: Recipe) -> list[ConfigError]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from shardtune.config.keys import ALIASES, IN_ROWS
 from shardtune.config.layers import Layer
 from shardtune.config.recipe_file import MOST_LEVELS, unresolved
+from shardtune.config.schema import is_actors, present_key
 from shardtune.config.tree import Tree, get_section, set_value
 from shardtune.errors import ConfigError, cut
 
@@ -87,7 +88,7 @@ def _parse(texts: Sequence[str]) -> list[Override]:
             raise ConfigError(
                 f"{text!r} is not an override",
                 where=" ".join(texts),
-                remedy="write key=value, e.g. actor.optim.lr=3e-5",
+                remedy="write key=value, e.g. optim.lr=3e-5",
             )
         key = text.partition("=")[0]
         if "[" in key:
@@ -137,15 +138,19 @@ def _check_depth(text: str) -> None:
 
 def _chooses_group(override: Override) -> bool:
     """Whether an override chooses a config group; `datasets` may also name files, which `choose` keeps."""
-    return override.key in CHOOSING
+    return override.key in CHOOSING and not is_actors(override.key, override.value)
 
 
 def _refuse_two_names(parsed: Sequence[Override]) -> None:
     given: dict[str, Override] = {}
     for override in parsed:
-        ours = {**ALIASES, **IN_ROWS}.get(override.key, override.key)
+        if override.key in GROUPS and _chooses_group(override) and override.key not in LISTS:
+            continue
+        theirs = {**ALIASES, **IN_ROWS}.get(override.key)
+        ours = theirs or present_key(override.key)
         other = given.setdefault(ours, override)
-        if other.key != override.key:
+        of_halos = theirs is not None or other.key in {**ALIASES, **IN_ROWS}
+        if other.key != override.key and (of_halos or other.value != override.value):
             raise ConfigError(
                 f"{other.key} and {override.key} are two names of {ours}, given as {other.value!r} and "
                 f"{override.value!r}",
@@ -230,7 +235,8 @@ def _is_option(group: str, value: object, override: Override) -> bool:
 def _no_such_option(group: str, value: object, override: Override) -> ConfigError:
     near = difflib.get_close_matches(str(value), options(group), n=1)
     meant = f"did you mean {near[0]}? " if near else ""
-    instead = ", or any model with actor.model.model_path=…" if group == "model" else ""
+    instead = ", or any model with model.model_path=…" if group == "model" else ""
+    instead = ", or a function of yours, file.py:function" if group == "loss" else instead
     return ConfigError(
         f"the config group {group} has no {value!r}",
         where=override.origin,

@@ -20,7 +20,7 @@ FUNCTION_KEYS = (
     *("actor.worker", "actor.model.adapter", "actor.loss", "data.transform"),
     *("eval.match", "eval.environment", "runner.callbacks", "eval.metrics"),
 )
-FILE_KEYS = ("actor.model.lora.adapter_path", "actor.model.action_statistics", "data.chat_template")
+FILE_KEYS = ("actor.model.lora.load_from", "actor.model.action_statistics", "data.chat_template")
 PATH_KEYS = {
     **dict.fromkeys(FILE_KEYS),
     "data.chat_template": "chatml",

@@ -71,11 +71,7 @@ def read_file(path: Path) -> Layer:
             f"the recipe is larger than {MOST_BYTES >> 20} MB", where=shown, remedy="name a recipe, not a file of data"
         )
     try:
-        loader = RecipeLoader(text)
-        node = loader.get_single_node()
-        if node is not None:
-            _measure(node, {}, 0)
-        tree = None if node is None else loader.construct_document(node)  # which merges `<<` into the nodes
+        node, tree = _parsed(text)
     except Exception as error:  # the parser raises many kinds: a number of thousands of digits, thousands of brackets
         raise _broken(error, shown) from error
     if node is None:
@@ -88,6 +84,24 @@ def read_file(path: Path) -> Layer:
             remedy=SHOW_KEYS,
         )
     return Layer(_named(tree, shown), shown, dict(_lines(node)))
+
+
+def read_value(text: str) -> object:
+    """The value that YAML reads a text as, in a recipe: a number, a list; the text itself where it cannot be read."""
+    try:
+        return _parsed(text)[1]
+    except Exception:  # the parser raises many kinds
+        return text
+
+
+def _parsed(text: str) -> tuple[yaml.Node | None, object]:
+    """The document of a text, None for an empty one, and the value it stands for."""
+    loader = RecipeLoader(text)
+    node = loader.get_single_node()
+    if node is None:
+        return None, None
+    _measure(node, {}, 0)
+    return node, loader.construct_document(node)  # which merges `<<` into the nodes
 
 
 def read_mapping(recipe: Mapping[str, object] | DictConfig) -> Layer:

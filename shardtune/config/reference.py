@@ -11,32 +11,37 @@ from pydantic_core import PydanticUndefined
 
 from shardtune.config.keys import ALIASES, allowed, section_type
 from shardtune.config.overrides import GROUPS, options
-from shardtune.config.schema import DataEntry, ParameterGroup, Recipe
+from shardtune.config.schema import ACTOR, OTHER_KEYS, ActorConfig, DataEntry, ParameterGroup, Recipe, short_key
 
 INTRODUCTION = """\
 # Configuration reference
 
 <!-- Made from the schema by `python -m shardtune.config.reference`; a test compares the two. -->
 
-A recipe is one YAML file. Every key has a default except `actor.model.model_path` and `data.train_data_paths`, so this
+A recipe is one YAML file. Every key has a default except `model.model_path` and `data.train_data_paths`, so this
 is a whole recipe:
 
 ```yaml
-actor:
-  model: {model_path: Qwen/Qwen3-0.6B}
+model:
+  model_path: Qwen/Qwen3-0.6B
 data:
   train_data_paths: train.jsonl
 ```
 
+- **`actor.` in front means the same**, everywhere: `actor.optim.lr` is `optim.lr`, in a file, on the command line, in
+  references and in code that reads the recipe; both may stand side by side, and a key that one file gives two values
+  is an error. Stored recipes have it.
+- **Explanations.** `shardtune config explain optim.lr` shows one key, `shardtune config explain optim` a group.
 - **Overrides.** Any key may be given on the command line, in
   [Hydra's grammar](https://hydra.cc/docs/advanced/override_grammar/basic/): `shardtune train recipe.yaml
-  actor.optim.lr=3e-5 'data.train_data_paths=[a.jsonl,{path: b.jsonl, weight: 2}]'`. `key=null` sets null, whose
+  optim.lr=3e-5 'data.train_data_paths=[a.jsonl,{path: b.jsonl, weight: 2}]'`. `key=null` sets null, whose
   meaning is in the tables below; `+key=` and `++key=` are the same as `key=`. Mappings with names of your choice
-  (`actor.optim.args`) merge key by key, and `data.eval_data_paths.math=a.jsonl` sets one of several named sets;
+  (`optim.args`) merge key by key, and `data.eval_data_paths.math=a.jsonl` sets one of several named sets;
   everything else is replaced.
 - **References.** `${runner.seed}` is replaced by the value of that key, `${oc.env:HOME}` by an environment variable;
-  stored recipes keep the latter as written, so that no secret is stored, and the run goes on with the same value only;
-  write `\\${` for the characters themselves.
+  stored recipes keep the latter as written, so that no secret is stored, and the run goes on with the same value only.
+  The key's type decides what the value is: `runner.seed: ${oc.env:SEED,7}` is a whole number. Write
+  `\\${` for the characters themselves.
 - **Paths** are relative to the recipe's own directory, on the command line too; only `runner.logger.log_path` starts at
   the working directory. A data or model path that neither exists nor looks like a file (`./`, for data also `*` or a
   suffix such as `.jsonl`) is a name on the Hub.
@@ -52,6 +57,15 @@ GROUPS_AND_ALIASES = """\
 `sft-llama` unless `runner.logger.experiment_name` is given. With a recipe, the groups override its values. In
 `datasets`, a word that is not a choice of the group is a path or a Hub name.
 
+"""
+
+FORMER = """
+## Former and other names
+
+These go on working: former names of keys, and places where other systems have them.
+
+| name | here |
+|---|---|
 """
 
 HALOS = """
@@ -73,37 +87,44 @@ def page() -> str:
 
 def _parts() -> Iterator[str]:
     yield INTRODUCTION
-    yield from _section(Recipe, "")
+    yield f"\n## At the top\n\n{_table(Recipe, '')}{_rows(ActorConfig, f'{ACTOR}.')}"
+    yield from _sections(ActorConfig, f"{ACTOR}.")
+    yield from _sections(Recipe, "")
     entries = {
         "An entry of `data.train_data_paths` or `data.eval_data_paths`": DataEntry,
-        "An entry of `actor.optim.groups`": ParameterGroup,
+        "An entry of `optim.groups`": ParameterGroup,
     }
     for title, entry in entries.items():
-        yield f"\n## {title}\n\n{_table(entry)}"
+        yield f"\n## {title}\n\n{_table(entry, None)}"
     yield f"\n{GROUPS_AND_ALIASES}| group | choices |\n|---|---|\n"
     yield from (f"| `{group}` | {', '.join(options(group))} |\n" for group in GROUPS)
+    yield FORMER
+    yield from (f"| `{short_key(theirs)}` | `{short_key(ours)}` |\n" for theirs, ours in OTHER_KEYS.items())
     yield HALOS
-    yield from (f"| `{theirs}` | `{ours}` |\n" for theirs, ours in ALIASES.items())
+    yield from (f"| `{theirs}` | `{short_key(ours)}` |\n" for theirs, ours in ALIASES.items())
 
 
-def _section(section: type[BaseModel], name: str) -> Iterator[str]:
-    """A section's own keys as a table, then the sections inside it."""
-    table = _table(section)
-    if table:
-        yield f"\n## {f'`{name}`' if name else 'At the top'}\n\n{table}"
-    for inner_name, field in section.model_fields.items():
+def _sections(section: type[BaseModel], prefix: str) -> Iterator[str]:
+    """The sections inside one, each with its own keys as a table, then those inside it."""
+    for name, field in section.model_fields.items():
         inner = section_type(field)
-        if inner is not None:
-            yield from _section(inner, f"{name}.{inner_name}" if name else inner_name)
+        if inner is None or f"{prefix}{name}" == ACTOR:
+            continue
+        yield f"\n## `{short_key(f'{prefix}{name}')}`\n\n{_table(inner, f'{prefix}{name}.')}"
+        yield from _sections(inner, f"{prefix}{name}.")
 
 
-def _table(section: type[BaseModel]) -> str:
-    rows = [
+def _table(section: type[BaseModel], prefix: str | None) -> str:
+    return f"| key | default | allowed | meaning |\n|---|---|---|---|\n{_rows(section, prefix)}"
+
+
+def _rows(section: type[BaseModel], prefix: str | None) -> str:
+    """A section's own keys; prefix: its name with a dot, None for an entry of a list."""
+    return "".join(
         f"| `{name}` | {_default(field)} | {_cell(allowed(field))} | {_cell(field.description or '')} |\n"
         for name, field in section.model_fields.items()
-        if section_type(field) is None
-    ]
-    return "".join(["| key | default | allowed | meaning |\n|---|---|---|---|\n", *rows]) if rows else ""
+        if section_type(field) is None and (prefix is None or f"{prefix}{name}" not in OTHER_KEYS)
+    )
 
 
 def _default(field: FieldInfo) -> str:

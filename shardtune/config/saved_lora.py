@@ -39,10 +39,10 @@ def adopt_adapter(tree: Tree, given: Merged, base: Path, *, must_exist: bool) ->
         What is wrong: there is no adapter, or the recipe gives keys other values than it has.
     """
     section = get_section(tree, SECTION)
-    path = section["adapter_path"]
+    path = section["load_from"]
     if not isinstance(path, str) or not path:
         return []
-    key = f"{SECTION}.adapter_path"
+    key = f"{SECTION}.load_from"
     file = Path(os.path.normpath(base / Path(path).expanduser())) / CONFIG_FILE
     try:
         stored: Mapping[str, object] = json.loads(file.read_text())
@@ -68,7 +68,7 @@ def adopt_adapter(tree: Tree, given: Merged, base: Path, *, must_exist: bool) ->
                 ConfigError(
                     f"{SECTION}.{name}: {section[name]!r}, but the adapter in {file.parent} has {value!r}",
                     where=given.origins.get(f"{SECTION}.{name}"),
-                    remedy="leave it out: with adapter_path, the adapter's own value is used",
+                    remedy="leave it out: with load_from, the adapter's own value is used",
                 )
             )
     return problems

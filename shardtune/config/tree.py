@@ -35,6 +35,27 @@ def set_value(tree: Tree, dotted: str, value: object) -> None:
     get_section(tree, parent)[name] = value
 
 
+def take_value(tree: Tree, dotted: str) -> tuple[bool, object]:
+    """Remove a key, and its section where that is all it has; whether it was there, and its value."""
+    first, _, rest = dotted.partition(".")
+    if first not in tree:
+        return False, None
+    if not rest:
+        return True, tree.pop(first)
+    inner = tree[first]
+    if not isinstance(inner, dict):
+        return False, None
+    found = take_value(inner, rest)
+    if found[0] and not inner:
+        del tree[first]
+    return found
+
+
+def copied(tree: Mapping[str, object]) -> Tree:
+    """The same mappings, which can be changed, with the same values."""
+    return {name: copied(value) if isinstance(value, Mapping) else value for name, value in tree.items()}
+
+
 def overlay(under: object, over: object) -> object:
     """Two mappings merged, with the second one's values winning at every level; otherwise the second value."""
     if not isinstance(under, Mapping) or not isinstance(over, Mapping):

@@ -119,7 +119,7 @@ def _per_node(recipe: Recipe, nodes: int) -> int:
     workers = recipe.runner.workers
     if recipe.runner.launcher == "ray" and workers % nodes:
         raise ConfigError(
-            f"runner.num_workers ({workers}) cannot be divided among {nodes} hosts",
+            f"runner.num_ranks ({workers}) cannot be divided among {nodes} hosts",
             where="--nodes",
             remedy="give --nproc-per-node",
         )
@@ -227,8 +227,8 @@ def _ray(recipe: Recipe, hosts: Hosts, command: list[str]) -> str:
 def _ray_keys(recipe: Recipe, hosts: Hosts) -> list[str]:
     return [
         "runner.launcher=ray",
-        f"runner.num_workers={hosts.ranks}",
+        f"runner.num_ranks={hosts.ranks}",
         *(["runner.nproc_per_node=1"] if recipe.runner.nproc_per_node != 1 else []),
         *([f"runner.max_restarts={hosts.restarts}"] if hosts.restarts else []),
-        *([f"runner.min_workers={hosts.fewest * hosts.per_node}"] if hosts.fewest < hosts.nodes else []),
+        *([f"runner.min_ranks={hosts.fewest * hosts.per_node}"] if hosts.fewest < hosts.nodes else []),
     ]

@@ -71,7 +71,7 @@ def run_elastic(
                 numbers = [number for number in range(restarts.workers, restarts.fewest - 1, -1) if fits(number)]
                 before, workers = workers, left(numbers, workers - len(lost.ranks))
                 if not workers:
-                    few = f"of {before} workers fewer than runner.min_workers ({restarts.fewest}) are left"
+                    few = f"of {before} workers fewer than runner.min_ranks ({restarts.fewest}) are left"
                     raise RankLost(
                         f"{lost}\n{few}; the same command goes on from the last checkpoint", lost.ranks
                     ) from None

@@ -92,7 +92,7 @@ def connected(runner: RunnerConfig) -> Iterator[Cluster]:
     ray_cluster.import_ray("runner.launcher = ray", "use runner.nproc_per_node or torchrun")
     connected_here = _connect(runner)
     ray = runner.ray
-    placement = Placement(ray.placement, ray.cpus_per_worker, ray.gpus_per_worker, ray.resources, ray.wait_seconds)
+    placement = Placement(ray.placement, ray.cpus_per_rank, ray.gpus_per_rank, ray.resources, ray.wait_seconds)
     try:
         yield Cluster(placement.resolved(runner.device))
     finally:
@@ -108,7 +108,7 @@ def _connect(runner: RunnerConfig) -> bool:
     try:
         return ray_cluster.connect(
             address,
-            cores=max(os.cpu_count() or 1, runner.workers * runner.ray.cpus_per_worker),  # as with nproc_per_node
+            cores=max(os.cpu_count() or 1, runner.workers * runner.ray.cpus_per_rank),  # as with nproc_per_node
             where=_where(address),
             remedy=NO_CLUSTER,
             log_to_driver=False,
@@ -175,7 +175,7 @@ def _reserve(cluster: Cluster, workers: int, stop: StopSignal) -> PlacementGroup
     raise ParallelError(
         f"the cluster has no room for {workers} workers, waited for {placement.wait_seconds:g} s: each takes "
         f"{placement}, placement is {placement.strategy}, and there is {cluster.describe()}",
-        where="runner.num_workers",
+        where="runner.num_ranks",
         remedy=f"lower it (room for {cluster.room()} if nothing else runs) or what each takes, or add hosts",
     )
 
@@ -264,7 +264,7 @@ class _Ranks:
             holder.call(
                 RankHolder.start,
                 list(arguments),
-                recipe.to_yaml(),
+                recipe.to_yaml(as_given=True),
                 {**passed_on, **environment, **self._variables(rank, nodes)},
                 names,
             )

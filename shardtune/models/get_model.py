@@ -109,7 +109,8 @@ def _section(kind: type[Section], cfg: object, at: str) -> Section:
     given = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg
     if isinstance(given, kind):
         return given
-    if isinstance(given, Mapping) and not given.keys().isdisjoint(("actor", "data", "runner", "plugins")):
+    outside = {*Recipe.model_fields, *ActorConfig.model_fields} - kind.model_fields.keys()
+    if isinstance(given, Mapping) and not outside.isdisjoint(given):
         recipe = load_recipe(given, in_memory=IN_OTHER_SECTIONS, files_must_exist=False)
         return kind.model_validate(get_value(recipe.to_dict(), at))
     try:

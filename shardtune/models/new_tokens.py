@@ -72,9 +72,9 @@ def check_rows(
     missing = sorted({row for ids in needed.values() for row in ids} - known)
     if missing:
         raise ConfigError(
-            f"the adapter in {config.adapter_path} trains no embeddings of {len(missing)} of the new tokens "
+            f"the adapter in {config.load_from} trains no embeddings of {len(missing)} of the new tokens "
             f"(ids {', '.join(map(str, missing[:3]))}{', …' if len(missing) > 3 else ''})",
-            where=f"{KEY}, actor.model.lora.adapter_path",
+            where=f"{KEY}, actor.model.lora.load_from",
             remedy="merge that adapter (shardtune export --merge) and start a fresh one over the result, or leave the "
             "tokens out",
         )

@@ -88,8 +88,15 @@ def train(
 
     if is_one_of_several():
         loaded, peers = read_together(read)
-        return Run(train_rank(loaded, objects, peers), trained_here=True)
+        with loaded.spelling.in_errors():
+            return Run(train_rank(loaded, objects, peers), trained_here=True)
     loaded = read()
+    with loaded.spelling.in_errors():
+        return _train(loaded, objects)
+
+
+def _train(loaded: Recipe, objects: Objects) -> Run:
+    """Train in this process, or start the ranks."""
     if is_launched():
         return Run(train_rank(loaded, objects), trained_here=True)
     display = Display()
@@ -142,7 +149,7 @@ def _launch(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal) -
         del worker
     with tempfile.TemporaryDirectory(prefix="shardtune-") as folder:
         file = Path(folder) / "recipe.yaml"
-        file.write_text(recipe.to_yaml())
+        file.write_text(recipe.to_yaml(as_given=True))
 
         runner = recipe.runner
         logs_in = plan.run_dir if runner.logger.rank_logs else None
@@ -178,7 +185,7 @@ def _launch_on_ray(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSi
 
 def _restarts(recipe: Recipe) -> Restarts:
     runner = recipe.runner
-    return Restarts(runner.max_restarts, runner.workers, runner.min_workers or runner.workers)
+    return Restarts(runner.max_restarts, runner.workers, runner.min_ranks or runner.workers)
 
 
 def _fits(recipe: Recipe) -> Callable[[int], bool]:
@@ -417,6 +424,20 @@ def evaluate(
         return {}
     if "RANK" in os.environ:
         end_with_parent()
+    with recipe.spelling.in_errors():
+        return _evaluate(recipe, target, overrides, checkpoint=checkpoint, trust=trust, is_run=is_run)
+
+
+def _evaluate(
+    recipe: Recipe,
+    target: str | Path,
+    overrides: Sequence[str],
+    *,
+    checkpoint: str,
+    trust: Sequence[str],
+    is_run: bool,
+) -> dict[str, float]:
+    """`evaluate` on this rank."""
     peers = read_together(lambda: recipe)[1] if is_one_of_several() else None
     logger = recipe.runner.logger
     run_samples = Path(target) / SAMPLES / Path(checkpoint).name
@@ -520,7 +541,7 @@ def _nothing_to_evaluate() -> ConfigError:
 EVERYTHING = ("actor.model.model_path", "data.train_data_paths", "data.eval_data_paths")
 NO_EVALUATION = ("data.eval_data_paths=null", "data.eval_split=0", "eval.generate=false", "eval.metrics=[]", *(
     "eval.environment=null",
-    "runner.eval_before_training=false", "runner.val_check_interval=-1", "runner.early_stop.enabled=false",
+    "runner.eval_before_training=false", "runner.eval_interval=-1", "runner.early_stop.enabled=false",
     "runner.best.monitor=null",
 ))  # fmt: skip
 

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
 from shardtune.batch import Sample
-from shardtune.config import load_recipe
+from shardtune.config import Recipe, load_recipe
 from shardtune.config.user_code import import_plugins
 from shardtune.data.cache.dataset import TokenDataset
 from shardtune.data.chat.encoder import ChatEncoder
@@ -47,6 +47,11 @@ def dry_run(recipe: str | Path | Mapping[str, object] | DictConfig | None, *over
         The metrics of the step.
     """
     loaded = load_recipe(recipe, overrides)
+    with loaded.spelling.in_errors():
+        return _dry_run(loaded)
+
+
+def _dry_run(loaded: Recipe) -> dict[str, float]:
     import_plugins(loaded.plugins)
     load_callbacks(loaded.runner.callbacks)
     display = Display()
@@ -204,6 +209,11 @@ def preview(
         start: the index of the first one, from 0, in the order of the files.
     """
     loaded = load_recipe(recipe, overrides)
+    with loaded.spelling.in_errors():
+        _preview(loaded, rows, start)
+
+
+def _preview(loaded: Recipe, rows: int, start: int) -> None:
     import_plugins(loaded.plugins)
     kind = worker_class(loaded)
     if not issubclass(kind, SFTWorker):

@@ -48,7 +48,7 @@ SEEN_SECONDS = 15.0
 COLLECTIVE_SECONDS = 120.0
 """How long the first reduction over all ranks may take."""
 LEAST_FREE_BYTES = 64 * 2**20
-MAY_DIFFER = ("runner.nproc_per_node", "runner.num_workers", "runner.launcher", "runner.master_port", "runner.ray",
+MAY_DIFFER = ("runner.nproc_per_node", "runner.num_ranks", "runner.launcher", "runner.master_port", "runner.ray",
               "data.num_workers", "data.cache_dir")  # fmt: skip
 """Keys that may differ between hosts."""
 PACKAGES = ("shardtune", "torch", "transformers", "tokenizers", "safetensors", "datasets", "numpy", "peft")

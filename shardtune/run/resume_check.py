@@ -8,6 +8,7 @@ from pathlib import Path
 from shardtune.checkpoint.training_state import read_training_state
 from shardtune.config import Recipe, flatten
 from shardtune.config.environment import is_value
+from shardtune.config.schema import present_key
 from shardtune.config.tree import get_value
 from shardtune.errors import CheckpointError
 
@@ -15,7 +16,7 @@ FREE = (
     "runner.resume_dir",
     "runner.allow_changes",
     "runner.overwrite",
-    "runner.val_check_interval",
+    "runner.eval_interval",
     "runner.save_interval",
     "runner.eval_before_training",
     "runner.keep_last",
@@ -25,11 +26,11 @@ FREE = (
     "runner.callbacks",
     "runner.device",
     "runner.nproc_per_node",
-    "runner.num_workers",
+    "runner.num_ranks",
     "runner.launcher",
     "runner.master_port",
     "runner.max_restarts",
-    "runner.min_workers",
+    "runner.min_ranks",
     "runner.lost_after",
     "runner.watchdog_seconds",
     "runner.collective_timeout",
@@ -76,12 +77,13 @@ def check_changes(
         from_environment: key -> hash of the value that the run took from an environment variable.
     """
     before, now = flatten(old.to_dict()), flatten(recipe.to_dict())
-    for key, digest in (from_environment or {}).items():  # the old recipe has a reference, and today's value
+    for name, digest in (from_environment or {}).items():  # the old recipe has a reference, and today's value
+        key = present_key(name)
         same = is_value(digest, get_value(recipe.to_dict(), key))
         inside = [name for name in before.keys() | now.keys() if f"{name}.".startswith(f"{key}.")]
-        for name in inside:
-            before.pop(name, None)
-            now.pop(name, None)
+        for one in inside:
+            before.pop(one, None)
+            now.pop(one, None)
         if not same:
             before[key], now[key] = f"what {old.references.get(key)} was", str(recipe.references.get(key, "a value"))
     allowed = recipe.runner.allow_changes

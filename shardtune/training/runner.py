@@ -369,7 +369,7 @@ class SFTRunner:
         if self._evaluates:
             finished = self._position.finished(step)
             requested = Ask.EVALUATE in self._requested or Ask.STOP in self._requested or self._evaluated_at == step
-            measure = finished or requested or self._due(runner.val_check_interval, epoch_ended, advanced)
+            measure = finished or requested or self._due(runner.eval_interval, epoch_ended, advanced)
             measure = measure and advanced  # a skipped step has changed nothing
             if measure:
                 if save or finished:  # save before the evaluation, which may fail, so that the training is not lost

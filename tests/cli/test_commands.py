@@ -21,7 +21,7 @@ import shardtune.run.api
 from shardtune.errors import ConfigError, Interrupted
 from tests.support.workspace import END, Outcome, make_workspace, run_cli, write_rows
 
-COMMANDS = ("train", "eval", "generate", "chat", "export", "models", "env", "data preview")
+COMMANDS = ("train", "eval", "generate", "chat", "export", "models", "env", "data preview", "config explain")
 ANSI = re.compile(r"\x1b\[")
 LEARN = [
     "runner.max_steps=200",

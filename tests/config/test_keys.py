@@ -1,13 +1,24 @@
 """The schema's keys, the words for what they hold, the nearest to a wrong one, and the page made of them."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from shardtune.config import ALIASES, KEYS, Recipe
+from shardtune.config.halos import NAMES
 from shardtune.config.keys import OTHER_NAMES, allowed, nearest
+from shardtune.config.overrides import GROUPS
 from shardtune.config.reference import page
-from shardtune.config.schema import DataEntry
+from shardtune.config.schema import (
+    ACTOR_KEYS,
+    FORMER_KEYS,
+    OTHER_KEYS,
+    DataEntry,
+    ModelConfig,
+    ParameterGroup,
+    short_key,
+)
 from shardtune.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -98,4 +109,38 @@ def test_the_configuration_reference_is_current():
 def test_the_configuration_reference_has_every_key():
     text = page()
     for name, entry in KEYS.items():
-        assert f"`{name if entry.section else name.rpartition('.')[2]}`" in text or name == "actor", name
+        whole = entry.section is not None or name in OTHER_KEYS
+        assert f"`{short_key(name) if whole else name.rpartition('.')[2]}`" in text or name == "actor", name
+
+
+TWO_PLACES = {
+    "address": "a network address: of what its section is about",
+    "columns": "the same, for one source",
+    "lr": "the same, for some parameters",
+    "mode": "the same, for another purpose: the direction of `monitor`",
+    "monitor": "the same, for another purpose: a metric that is watched",
+    "name": "what its owner is called: an optimizer, a source of rows",
+    "weight_decay": "the same, for some parameters",
+}
+"""Names of keys in two sections, and why that is no second meaning."""
+
+
+def test_a_name_has_one_meaning():
+    """Neither two keys have one name, nor does a key have the former name of another one."""
+    entries = {"optim.groups": ParameterGroup, "data.train_data_paths": DataEntry}
+    names = [name for name in KEYS if name not in OTHER_KEYS]
+    names += [f"{place}.{name}" for place, entry in entries.items() for name in entry.model_fields]
+    last = Counter(name.rpartition(".")[2] for name in names)
+    assert {name for name, count in last.items() if count > 1} == set(TWO_PLACES)
+    former = {name.rpartition(".")[2] for name in FORMER_KEYS}
+    assert former & set(last) == {"num_workers"}  # which is now the processes of `data` alone
+    assert not [name for name in last if name.startswith("val_")]
+
+
+def test_keys_at_the_top_are_no_others():
+    """`actor.` may be left out because no other key, config group or name of HALOs means something else there."""
+    assert not set(ACTOR_KEYS) & set(Recipe.model_fields)
+    others = {name.partition(".")[0] for name in (*NAMES, *ALIASES)} | set(GROUPS)
+    assert set(ACTOR_KEYS) & others == {"model", "loss"}  # which `is_actors` tells apart
+    ours = {name for name in NAMES if name.partition(".")[0] == "model"}
+    assert not {name.split(".")[1] for name in ours} & set(ModelConfig.model_fields)

@@ -329,7 +329,7 @@ def test_what_is_in_memory_need_not_be_named():
     assert recipe.actor.model.model_path is None
     with pytest.raises(ConfigError, match="needs evaluation data"):
         load_recipe({"eval": {"generate": True}}, in_memory=keys[:2])
-    with pytest.raises(ConfigError, match=r"actor\.model\.model_path is required"):
+    with pytest.raises(ConfigError, match=r"^model\.model_path is required"):
         load_recipe({}, in_memory=keys[1:])
 
 

@@ -79,7 +79,7 @@ data: {train_data_paths: {path: a.jsonl, weight: 2}}
         ("actor.lr=1", "did you mean actor.optim.lr?"),
         ("actor.optim.learning_rate=1", "did you mean actor.optim.lr?"),
         ("runer.seed=1", "did you mean runner?"),
-        ("model.foo=1", "unknown key actor.model.foo"),
+        ("model.foo=1", "unknown key model.foo"),
         ("actor.optim.lr=abc", "actor.optim.lr: 'abc' is not allowed"),
         ("actor.optim.lr.x=1", "actor.optim.lr: {'x': 1} is not allowed"),
         ("actor=3", "actor is a section, not 3"),

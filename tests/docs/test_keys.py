@@ -6,17 +6,20 @@ import re
 
 import pytest
 
-from shardtune.config.keys import ALIASES, OTHER_NAMES
-from shardtune.config.schema import Recipe
+from shardtune.config.halos import NAMES
+from shardtune.config.keys import ALIASES, KEYS, OTHER_NAMES
+from shardtune.config.schema import ACTOR_KEYS, Recipe, present_key
 from tests.support.doc_blocks import ROOT
 
 PAGES = ("docs/coming-from.md", "docs/add-a-model.md")
-_KEY = re.compile(r"`((?:runner|actor|data|eval)\.[\w.]+)(?:[=:][^`]*)?`")
+_SECTIONS = "|".join([*Recipe.model_fields, *(name for name in ACTOR_KEYS if KEYS[f"actor.{name}"].section)])
+_KEY = re.compile(rf"`((?:{_SECTIONS})\.[\w.]+)(?:[=:][^`]*)?`")
 FREE = ("actor.model.options", "actor.model.config_overrides")
 
 
 def exists(key: str) -> bool:
     """Whether the schema has the key, a section or something below a free mapping."""
+    key = present_key(key)
     if key.startswith(FREE):
         return True
     kind = Recipe
@@ -31,7 +34,7 @@ def exists(key: str) -> bool:
 def ours(text: str) -> list[str]:
     """The keys in prose and in the last column of tables: those that are ours."""
     own = "\n".join(re.sub(r"^\|.*?\|(?=.*\|)", "", line) for line in text.splitlines())
-    return _KEY.findall(own)
+    return [key for key in _KEY.findall(own) if key not in (*ALIASES, *NAMES)]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -46,6 +49,8 @@ def test_the_check_would_find_a_wrong_key():
     assert not exists("actor.optim.rate")
     assert exists("actor.optim")
     assert exists("actor.model.options.width")
+    assert ours("| `lr` | `optim.rate: 1` |") == ["optim.rate"]
+    assert exists("optim.lr")
 
 
 def rows(text: str) -> list[tuple[list[str], list[str]]]:
@@ -57,11 +62,11 @@ def rows(text: str) -> list[tuple[list[str], list[str]]]:
 def test_names_that_the_command_line_understands_are_all_listed():
     page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
     table = page[page.index("<!-- aliases -->") : page.index("<!-- /aliases -->")]
-    assert {first[0]: last[0] for first, last in rows(table)} == ALIASES
+    assert {first[0]: present_key(last[0]) for first, last in rows(table)} == ALIASES
 
 
 def test_the_tables_agree_with_what_errors_suggest():
     page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
     listed = [(name, last) for first, last in rows(page) for name in first if last and name in OTHER_NAMES]
     assert len(listed) > 20
-    assert not [(name, last) for name, last in listed if OTHER_NAMES[name] not in last]
+    assert not [(name, last) for name, last in listed if OTHER_NAMES[name] not in map(present_key, last)]

@@ -54,7 +54,7 @@ def test_restarts_become_torchruns(recipe: str) -> None:
     text = launch_commands(recipe, ["runner.nproc_per_node=8"], 4, None, fewest=2, restarts=2)
     taken = get_args_parser().parse_args(words(text, "torchrun")[1:])
     assert (taken.nnodes, taken.nproc_per_node, taken.max_restarts) == ("2:4", "8", 2)
-    assert {"runner.max_restarts=2", "runner.min_workers=16"} <= set(words(text, "shardtune"))
+    assert {"runner.max_restarts=2", "runner.min_ranks=16"} <= set(words(text, "shardtune"))
     own_store = f"export {OWN_STORE}=1"
     assert text.count(own_store) == 2  # for torchrun, and for Slurm, which starts it
     assert own_store not in launch_commands(recipe, ["runner.nproc_per_node=8"], 4, None)
@@ -72,7 +72,7 @@ def test_what_ray_is_given_is_a_recipe(recipe: str) -> None:
     text = launch_commands(recipe, ["runner.nproc_per_node=8"], 2, None, ["ray"])
     given = words(text, "shardtune")
     assert given[1:3] == ["train", recipe]
-    assert {"runner.launcher=ray", "runner.num_workers=16", "runner.ray.address=auto"} <= set(given)
+    assert {"runner.launcher=ray", "runner.num_ranks=16", "runner.ray.address=auto"} <= set(given)
     from shardtune.config import load_recipe
 
     assert load_recipe(recipe, given[3:], files_must_exist=False).runner.workers == 16

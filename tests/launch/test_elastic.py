@@ -65,7 +65,7 @@ def test_only_numbers_that_the_layout_allows_are_started() -> None:
     [
         (Restarts(0, 4, 4), "^rank 1 was ended by SIGKILL$"),
         (Restarts(2, 4, 1), r"runner.max_restarts \(2\) is used up"),
-        (Restarts(9, 4, 3), r"fewer than runner.min_workers \(3\) are left"),
+        (Restarts(9, 4, 3), r"fewer than runner.min_ranks \(3\) are left"),
     ],
 )
 def test_it_ends_when_it_happens_too_often_or_too_few_are_left(restarts: Restarts, says: str) -> None:
@@ -164,7 +164,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tiny: Tiny, cap
             {"runner__nproc_per_node": 2, "runner__max_restarts": 1, "runner__min_workers": 3},
             "more than the 2 ranks that are started",
         ),
-        ({"runner__launcher": "ray"}, "set runner.num_workers"),
+        ({"runner__launcher": "ray"}, "set runner.num_ranks"),
         ({"runner__num_workers": 2}, "runner.num_workers has no effect with runner.launcher: local"),
         ({"runner__ray": {"placement": "spread"}}, "runner.ray.placement has no effect with runner.launcher: local"),
         (

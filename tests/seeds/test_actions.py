@@ -147,10 +147,8 @@ def test_each_key_has_its_meaning(folder: Path) -> None:
     assert model.low_cpu_mem_usage
     assert model.trust_remote_code
     assert found.where("actor.model.vocab_size") == f"{folder / 'recipe.yaml'}:12"
-    with pytest.raises(ConfigError, match=r"actor.model.micro_batch_size \(1\) and actor.micro_batch_size \(4\)"):
-        recipe(folder, "actor.micro_batch_size=4")
-    with pytest.raises(ConfigError, match=r"val_micro_batch_size.*actor.eval_micro_batch_size \(4\)"):
-        recipe(folder, "actor.eval_micro_batch_size=4")
+    over = recipe(folder, "actor.micro_batch_size=4", "actor.eval_micro_batch_size=2").actor
+    assert (over.micro_batch_size, over.eval_micro_batch_size) == (4, 2)
     assert recipe(folder, "actor.micro_batch_size=1").actor.micro_batch_size == 1
 
 

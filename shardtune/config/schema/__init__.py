@@ -6,12 +6,30 @@ The descriptions are the configuration reference: `python -m shardtune.config.re
 from shardtune.config.schema.actor import ActorConfig, FsdpConfig, OptimConfig, ParallelConfig, ParameterGroup
 from shardtune.config.schema.data import DataConfig, DataEntry
 from shardtune.config.schema.evaluation import EvalConfig
+from shardtune.config.schema.key_names import (
+    ACTOR,
+    ACTOR_KEYS,
+    ALTERNATIVE_KEYS,
+    FORMER_KEYS,
+    MODEL,
+    OTHER_KEYS,
+    is_actors,
+    long_key,
+    present_key,
+    short_key,
+)
 from shardtune.config.schema.model import LoraConfig, ModelConfig, TokenizerConfig, action_tokens
-from shardtune.config.schema.recipe import ALTERNATIVE_KEYS, Recipe, escape_interpolation
+from shardtune.config.schema.recipe import Recipe, escape_interpolation
 from shardtune.config.schema.runner import BestConfig, EarlyStopConfig, LoggerConfig, RayConfig, RunnerConfig
+from shardtune.config.schema.spelling import Spelling
 
 __all__ = [
+    "ACTOR",
+    "ACTOR_KEYS",
     "ALTERNATIVE_KEYS",
+    "FORMER_KEYS",
+    "MODEL",
+    "OTHER_KEYS",
     "ActorConfig",
     "BestConfig",
     "DataConfig",
@@ -28,7 +46,12 @@ __all__ = [
     "RayConfig",
     "Recipe",
     "RunnerConfig",
+    "Spelling",
     "TokenizerConfig",
     "action_tokens",
     "escape_interpolation",
+    "is_actors",
+    "long_key",
+    "present_key",
+    "short_key",
 ]

@@ -28,8 +28,8 @@ class ParameterGroup(Section):
         description="A regular expression, searched for in the parameters' names; or a part: vision_tower, projector, "
         "language_model."
     )
-    lr: Number | None = key(None, "The group's peak learning rate; null: `actor.optim.lr`.", ge=0)
-    weight_decay: Number | None = key(None, "The group's weight decay; null: `actor.optim.weight_decay`.", ge=0)
+    lr: Number | None = key(None, "The group's peak learning rate; null: `optim.lr`.", ge=0)
+    weight_decay: Number | None = key(None, "The group's weight decay; null: `optim.weight_decay`.", ge=0)
 
 
 class OptimConfig(Section):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from shardtune.config.schema.section import Section, key, section
 from shardtune.config.values import (
@@ -20,38 +20,43 @@ from shardtune.config.values import (
 
 
 class LoraConfig(Section):
-    r: Count = key(16, "The rank of the adapter matrices.")
-    alpha: Number = key(32.0, "The adapter's scale: its output is multiplied by alpha / r.", gt=0)
-    dropout: Number = key(0.0, "Dropout on the adapter's inputs, in training.", ge=0, lt=1)
+    r: Count = key(16, "The rank of the LoRA matrices.")
+    alpha: Number = key(32.0, "The scale of LoRA: its output is multiplied by alpha / r.", gt=0)
+    dropout: Number = key(0.0, "Dropout on the inputs of LoRA, in training.", ge=0, lt=1)
     target_modules: NameOrNames = key(
         "all-linear",
-        "The modules that get an adapter: all-linear (except the head), or a list of name endings; [] with "
+        "The modules that get LoRA: all-linear (except the head), or a list of name endings; [] with "
         "`target_parameters` alone.",
     )
     target_parameters: list[Text] = key(
         [],
-        "Parameters with two or three dimensions that get an adapter although they are not the weight of a linear "
+        "Parameters with two or three dimensions that get LoRA although they are not the weight of a linear "
         "layer, by name endings: experts that are stacked in one tensor.",
     )
     use_rslora: bool = key(False, "Scale by alpha / sqrt(r) instead of alpha / r.")
     use_dora: bool = key(False, "Learn each column's magnitude separately from its direction (DoRA).")
     init: LoraInit = key(
         True,
-        "How a new adapter is initialised, by PEFT's names: true (A random, B zero), gaussian, orthogonal, pissa, "
+        "How a new LoRA is initialised, by PEFT's names: true (A random, B zero), gaussian, orthogonal, pissa, "
         "pissa_niter_16, olora, mica; false: random, for tests.",
     )
-    modules_to_save: list[Text] = key(
-        [], "Modules, by name endings, that are trained in full and saved with the adapter."
-    )
-    adapter_path: Text | None = key(
+    modules_to_save: list[Text] = key([], "Modules, by name endings, that are trained in full and saved with LoRA.")
+    load_from: Text | None = key(
         None,
-        "The directory of an adapter to start from; its rank, scale and modules are used; null: a new adapter.",
+        "The directory of a LoRA to start from; its rank, scale and modules are used; null: a new LoRA.",
     )
     base_dtype: Literal["auto", "bf16", "nf4"] = key(
         "auto",
         "The storage of the frozen weights; auto: the dtype of the trained ones; bf16: half of that; nf4: the linear "
         "layers in four bits (QLoRA).",
     )
+
+    FORMER_NAMES: ClassVar = {"adapter_path": "load_from"}
+
+    @property
+    def adapter_path(self) -> str | None:
+        """The former name of `load_from`."""
+        return self.load_from
 
 
 class ModelConfig(Section):
@@ -97,10 +102,10 @@ class ModelConfig(Section):
         "parts.",
     )
     micro_batch_size: Count | None = key(
-        None, "The place of `actor.micro_batch_size` in other systems; null: it is given there."
+        None, "The place of `micro_batch_size` in other systems; null: it is given there."
     )
     val_micro_batch_size: Count | None = key(
-        None, "The place of `actor.eval_micro_batch_size` in other systems; null: it is given there."
+        None, "The place of `eval_micro_batch_size` in other systems; null: it is given there."
     )
     vocab_size: Count | None = key(
         None, "The required size of the text vocabulary, without padding of the embedding; null: not checked."
@@ -137,17 +142,17 @@ class ModelConfig(Section):
         "The statistics that normalise actions, a dataset_statistics.json; null: those next to the weights, otherwise "
         "those of the training rows.",
     )
-    is_lora: bool = key(False, "Train a low-rank adapter instead of the model's own weights.")
-    lora: LoraConfig = section(LoraConfig, "The low-rank adapter.")
+    is_lora: bool = key(False, "Train a low-rank adapter (LoRA) instead of the model's own weights.")
+    lora: LoraConfig = section(LoraConfig, "The low-rank adapter (LoRA).")
 
 
 class TokenizerConfig(Section):
     tokenizer_model: Text | None = key(
-        None, "The tokenizer: a directory or a Hub name; null: that of `actor.model.model_path`."
+        None, "The tokenizer: a directory or a Hub name; null: that of `model.model_path`."
     )
     new_tokens: Annotated[list[Text], Distinct] = key(
         [],
-        "Tokens to add. Their embeddings are trained, with an adapter too; if the embedding has too few rows, it is "
+        "Tokens to add. Their embeddings are trained, with LoRA too; if the embedding has too few rows, it is "
         "enlarged, and each new row starts as the mean of the others.",
     )
 

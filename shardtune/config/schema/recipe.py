@@ -10,8 +10,11 @@ from pydantic import PrivateAttr
 from shardtune.config.schema.actor import ActorConfig
 from shardtune.config.schema.data import DataConfig
 from shardtune.config.schema.evaluation import EvalConfig
+from shardtune.config.schema.key_names import ACTOR, OTHER_KEYS, present_key
 from shardtune.config.schema.runner import RunnerConfig
-from shardtune.config.schema.section import Section, key, section
+from shardtune.config.schema.section import key, section
+from shardtune.config.schema.short_form import ShortForm
+from shardtune.config.schema.spelling import Spelling
 from shardtune.config.tree import get_value, set_value
 from shardtune.config.values import Text, escape_interpolation
 
@@ -19,14 +22,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-ALTERNATIVE_KEYS = {
-    "actor.model.micro_batch_size": "actor.micro_batch_size",
-    "actor.model.val_micro_batch_size": "actor.eval_micro_batch_size",
-}
-"""Alternative keys, and the keys that they replace; the resolved recipe has only the latter."""
-
-
-class Recipe(Section):
+class Recipe(ShortForm):
     """A validated recipe: defaults filled in, interpolation resolved, paths absolute."""
 
     plugins: list[Text] = key([], "Your files or modules, imported in every process before anything else.")
@@ -38,6 +34,7 @@ class Recipe(Section):
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
     _notes: list[str] = PrivateAttr(default_factory=list)
     _references: dict[str, object] = PrivateAttr(default_factory=dict)
+    _spelling: Spelling = PrivateAttr(default_factory=Spelling)
 
     def __eq__(self, other: object) -> bool:
         """Equal when every key is, wherever the values were given."""
@@ -45,7 +42,12 @@ class Recipe(Section):
 
     def where(self, dotted: str) -> str | None:
         """Where a key was given (`recipe.yaml:12` or the override's text); None for a default."""
-        return self._origins.get(dotted)
+        return self._origins.get(present_key(dotted))
+
+    @property
+    def spelling(self) -> Spelling:
+        """The names under which the keys were given; for messages."""
+        return self._spelling
 
     @property
     def notes(self) -> Sequence[str]:
@@ -59,13 +61,13 @@ class Recipe(Section):
     def as_dict_config(self) -> DictConfig:
         """The same values as an OmegaConf config, in which nothing is interpolated.
 
-        A key that may stand in two places has its value in both. `load_recipe` turns an unchanged config back into this
-        recipe, with the places where its values were given.
+        A key with two names has its value under both, and `actor.` may be left out. `load_recipe` turns an unchanged
+        config back into this recipe, with the places where its values were given.
         """
         from shardtune.config.recipe_config import RecipeConfig
 
         values = self.to_dict()
-        for theirs, ours in ALTERNATIVE_KEYS.items():
+        for theirs, ours in OTHER_KEYS.items():
             set_value(values, theirs, get_value(values, ours))
         return RecipeConfig(escape_interpolation(values), self)
 
@@ -81,12 +83,18 @@ class Recipe(Section):
             set_value(values, dotted, written)
         return values
 
-    def to_yaml(self) -> str:
-        """The recipe as YAML that loads back to an equal one, in the same environment: `references` stay."""
+    def to_yaml(self, *, as_given: bool = False) -> str:
+        """The recipe as YAML that loads back to an equal one, in the same environment: `references` stay.
+
+        Args:
+            as_given: leave `actor` out where the given recipe does. Stored recipes always have it.
+        """
         from omegaconf import DictConfig, OmegaConf
 
         values = escape_interpolation(self.to_dict())
         assert isinstance(values, dict)
         for dotted, written in self._references.items():
             set_value(values, dotted, written)
+        if as_given and not self._spelling.long:
+            values |= values.pop(ACTOR)
         return OmegaConf.to_yaml(DictConfig(values))

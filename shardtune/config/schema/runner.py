@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -77,17 +77,29 @@ class RayConfig(Section):
         "The cluster; null: a local one, started for the run and stopped after it; auto: the one that is running "
         "here; otherwise host:port of its head.",
     )
-    cpus_per_worker: Count = key(1, "CPU cores that Ray reserves for each worker.")
-    gpus_per_worker: Annotated[int, Field(ge=0, le=1)] | None = key(
-        None, "GPUs of each worker; null: 1 if the cluster has GPUs and `runner.device` is not cpu."
+    cpus_per_rank: Count = key(1, "CPU cores that Ray reserves for each rank.")
+    gpus_per_rank: Annotated[int, Field(ge=0, le=1)] | None = key(
+        None, "GPUs of each rank; null: 1 if the cluster has GPUs and `runner.device` is not cpu."
     )
-    resources: dict[str, Number] = key({}, "Custom resources of each worker, by the cluster's names, e.g. {a100: 1}.")
+    resources: dict[str, Number] = key({}, "Custom resources of each rank, by the cluster's names, e.g. {a100: 1}.")
     placement: Literal["pack", "spread", "strict_pack", "strict_spread"] = key(
         "pack",
-        "Workers on as few hosts as possible (pack), or on as many (spread); strict: all on one host, or each on its "
+        "Ranks on as few hosts as possible (pack), or on as many (spread); strict: all on one host, or each on its "
         "own.",
     )
-    wait_seconds: Count = key(60, "How long to wait until the cluster has room for the workers.")
+    wait_seconds: Count = key(60, "How long to wait until the cluster has room for the ranks.")
+
+    FORMER_NAMES: ClassVar = {"cpus_per_worker": "cpus_per_rank", "gpus_per_worker": "gpus_per_rank"}
+
+    @property
+    def cpus_per_worker(self) -> int:
+        """The former name of `cpus_per_rank`."""
+        return self.cpus_per_rank
+
+    @property
+    def gpus_per_worker(self) -> int | None:
+        """The former name of `gpus_per_rank`."""
+        return self.gpus_per_rank
 
 
 class RunnerConfig(Section):
@@ -96,7 +108,7 @@ class RunnerConfig(Section):
         1, "Passes over the training rows; with `max_steps`, whichever ends first; -1: no limit."
     )
     max_steps: CountOrUnlimited = key(-1, "Optimizer steps after which training ends; -1: no limit.")
-    val_check_interval: Interval = key(
+    eval_interval: Interval = key(
         -1, 'Optimizer steps between evaluations, or "epoch"; -1: only at the end, if there is evaluation data.'
     )
     save_interval: Interval = key(
@@ -108,7 +120,7 @@ class RunnerConfig(Section):
         "auto: resume from this run's own latest checkpoint, if there is one; a checkpoint or run directory: resume "
         "from there; null: start from scratch.",
     )
-    allow_changes: list[Text] = key([], "Keys that may differ from those of the resumed run, e.g. [actor.optim.lr].")
+    allow_changes: list[Text] = key([], "Keys that may differ from those of the resumed run, e.g. [optim.lr].")
     overwrite: bool = key(False, "Move an older run in the same directory aside and start from scratch.")
     keep_last: Count = key(3, "How many of the newest checkpoints are kept, in addition to the best one.")
     keep_every: Count | None = key(
@@ -129,7 +141,7 @@ class RunnerConfig(Section):
     nproc_per_node: RankCount = key(
         1, "Ranks (processes) started on this machine; under torchrun, its own count is used."
     )
-    num_workers: RankCount | None = key(None, "Ranks that Ray starts; required with `launcher: ray`.")
+    num_ranks: RankCount | None = key(None, "Ranks that Ray starts; required with `launcher: ray`.")
     launcher: Literal["local", "ray"] = key(
         "local", "What starts the ranks; torchrun and accelerate launch are detected and need no key."
     )
@@ -142,7 +154,7 @@ class RunnerConfig(Section):
         "under torchrun, its own `--max-restarts` is used.",
         ge=0,
     )
-    min_workers: Count | None = key(
+    min_ranks: Count | None = key(
         None,
         "With `max_restarts`: the smallest number of ranks to continue with; null: as many as at first, lost ones are "
         "replaced.",
@@ -165,9 +177,30 @@ class RunnerConfig(Section):
     early_stop: EarlyStopConfig = section(EarlyStopConfig, "When to end before the last step.")
     best: BestConfig = section(BestConfig, "Which checkpoint counts as the best.")
     logger: LoggerConfig = section(LoggerConfig, "Where the run is written and what is logged.")
-    ray: RayConfig = section(RayConfig, "The workers that Ray starts, with `launcher: ray`.")
+    ray: RayConfig = section(RayConfig, "The ranks that Ray starts, with `launcher: ray`.")
 
     @property
     def workers(self) -> int:
         """Ranks that our own launchers start."""
-        return (self.num_workers or 1) if self.launcher == "ray" else self.nproc_per_node
+        return (self.num_ranks or 1) if self.launcher == "ray" else self.nproc_per_node
+
+    FORMER_NAMES: ClassVar = {
+        "val_check_interval": "eval_interval",
+        "num_workers": "num_ranks",
+        "min_workers": "min_ranks",
+    }
+
+    @property
+    def val_check_interval(self) -> int | str:
+        """The former name of `eval_interval`."""
+        return self.eval_interval
+
+    @property
+    def num_workers(self) -> int | None:
+        """The former name of `num_ranks`."""
+        return self.num_ranks
+
+    @property
+    def min_workers(self) -> int | None:
+        """The former name of `min_ranks`."""
+        return self.min_ranks

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Section")
@@ -14,6 +15,24 @@ class Section(BaseModel):
     """A group of recipe keys: immutable, unknown keys refused, no silent conversion between types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+    FORMER_NAMES: ClassVar[Mapping[str, str]] = {}
+    """Former names of keys of this section, and the present ones."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _under_present_names(cls, values: object) -> object:
+        """Move values from former names; one that its present name has too, with its default, counts as not given."""
+        if not isinstance(values, Mapping) or cls.FORMER_NAMES.keys().isdisjoint(values):
+            return values
+        moved = {name: value for name, value in values.items() if name not in cls.FORMER_NAMES}
+        for former, present in cls.FORMER_NAMES.items():
+            if former not in values:
+                continue
+            if moved.get(present, cls.model_fields[present].default) == cls.model_fields[present].default:
+                moved[present] = values[former]
+            elif values[former] not in (moved[present], cls.model_fields[present].default):
+                raise ValueError(f"{former} and {present} are two names of one key, with different values")
+        return moved
 
     @field_validator("*")
     @classmethod

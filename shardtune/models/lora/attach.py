@@ -93,8 +93,8 @@ def attach_adapter(
         ConfigError: a name matches nothing, or PEFT cannot adapt what it matches.
     """
     notes: list[str] = []
-    if config.adapter_path is not None:
-        made = stored_config(Path(config.adapter_path))
+    if config.load_from is not None:
+        made = stored_config(Path(config.load_from))
         made.lora_dropout = config.dropout
         trained = trained_in_full(model, made.modules_to_save or (), notes)
         made.modules_to_save = None  # PEFT would train a copy and keep the original in memory

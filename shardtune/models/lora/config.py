@@ -317,7 +317,7 @@ def stored_config(directory: Path) -> peft.LoraConfig:
     Raises:
         ConfigError: it holds none, or one that uses more than LoRA, rsLoRA and DoRA.
     """
-    key = f"{SECTION}.adapter_path"
+    key = f"{SECTION}.load_from"
     if not (directory / CONFIG_FILE).is_file():
         raise ConfigError(
             f"{directory} holds no {CONFIG_FILE}, so it is no adapter",

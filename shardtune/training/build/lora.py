@@ -62,18 +62,18 @@ def adapt(
         raise ConfigError(
             f"{type(model).__name__} has an adapter of PEFT already",
             where="actor.model.is_lora: true",
-            remedy=f"pass the base model and set the adapter as {SECTION}.adapter_path",
+            remedy=f"pass the base model and set the adapter as {SECTION}.load_from",
         )
     empty = all(base.tensor.is_meta for base in base_tensors(model) if isinstance(base.tensor, nn.Parameter))
     afresh: list[str] = []
-    if config.lora.adapter_path is None:
+    if config.lora.load_from is None:
         afresh = _drawn(model, source()) if empty else _not_in_files(model, config.model_path)
     notes += attach_adapter(model, config.lora, ids, afresh)
     notes += _keep_statistics(model)
     if config.lora.base_dtype == "nf4":
         if changes_base(model):
             raise ConfigError(
-                f"the adapter in {config.lora.adapter_path} began as a part of the base weights, of which NF4 would "
+                f"the adapter in {config.lora.load_from} began as a part of the base weights, of which NF4 would "
                 "round what is left once more",
                 where=f"{SECTION}.base_dtype: nf4",
                 remedy=f"set {SECTION}.base_dtype: bf16",
@@ -145,8 +145,8 @@ def _in_evaluation(module: nn.Module, _inputs: object) -> None:
 
 def check_stored(model: nn.Module, config: ModelConfig) -> None:
     """Compare the adapter that training starts from with an adapted model, by names and shapes."""
-    if config.is_lora and config.lora.adapter_path is not None:
-        check_adapter(model, config.lora.adapter_path)
+    if config.is_lora and config.lora.load_from is not None:
+        check_adapter(model, config.lora.load_from)
 
 
 def frozen_dtype(config: ModelConfig) -> torch.dtype | None:
@@ -160,10 +160,10 @@ def begin_adapter(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """Initialise an adapter's weights, after the base model's are loaded; every rank calls it."""
     if not config.is_lora:
         return
-    if config.lora.adapter_path is None or changes_base(model):
+    if config.lora.load_from is None or changes_base(model):
         initialise_adapter(model, seed)
-    if config.lora.adapter_path is not None:
-        load_adapter(model, config.lora.adapter_path)
+    if config.lora.load_from is not None:
+        load_adapter(model, config.lora.load_from)
 
 
 def from_elsewhere(model: nn.Module) -> frozenset[str]:

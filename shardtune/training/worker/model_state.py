@@ -486,7 +486,7 @@ def over_directory(recipe: Recipe, directory: Path) -> Recipe:
     has_tokenizer = (directory / "tokenizer_config.json").is_file()
     if is_adapter(directory):
         # The adapter's own settings apply, so none are given here; the base model stays.
-        model["lora"] = {"adapter_path": str(directory), "base_dtype": model["lora"]["base_dtype"]}
+        model["lora"] = {"load_from": str(directory), "base_dtype": model["lora"]["base_dtype"]}
         if has_tokenizer and not users_code:
             tokenizer["tokenizer_model"] = str(directory)
             values["data"]["chat_template"] = None

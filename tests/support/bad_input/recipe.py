@@ -105,7 +105,7 @@ SIZES: list[Case] = [
     with_keys(
         "early stop without evaluations",
         "runner.early_stop.enabled=true",
-        says="runner.early_stop.enabled | val_check_interval",
+        says="runner.early_stop.enabled | runner.eval_interval",
     ),
     with_keys(
         "answers without evaluation data",
@@ -155,5 +155,5 @@ FEATURES: list[Case] = [
     ),
     with_keys("options that nobody reads", "actor.model.options={horizon: 8}", says="actor.model.options | horizon"),
     with_keys("tensor parallel", "actor.parallel.tensor=2", says="actor.parallel | tensor 2 | multiple of 2 ranks"),
-    with_keys("Ray", "runner.launcher=ray", says="runner.launcher | ray | runner.num_workers"),
+    with_keys("Ray", "runner.launcher=ray", says="runner.launcher | ray | runner.num_ranks"),
 ]
