@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 
 from shardtune.config.checks import check, check_ranks
 from shardtune.config.environment import as_stored, references
+from shardtune.config.foreign.trainers import of_shardtune
 from shardtune.config.halos import translate
 from shardtune.config.keys import HALOS_DEFAULTS, KEYS, allowed
 from shardtune.config.layers import Layer, Merged, merge, raise_all
@@ -94,7 +95,7 @@ def load_recipe(
 
 def _read(recipe: RecipeSource | None, overrides: Sequence[str]) -> Layer:
     if isinstance(recipe, str | Path):
-        return read_file(user_path(recipe, "RECIPE"))
+        return of_shardtune(read_file(user_path(recipe, "RECIPE")))
     if isinstance(recipe, Mapping | DictConfig):
         layer = read_mapping(recipe)
         return replace(layer, places=recipe.places()) if isinstance(recipe, RecipeConfig) else layer
