@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from shardtune.config.checks import check, check_ranks
 from shardtune.config.environment import as_stored, references
-from shardtune.config.foreign.trainers import of_shardtune
+from shardtune.config.foreign.trainers import TRAINERS, recognise
 from shardtune.config.halos import translate
 from shardtune.config.keys import HALOS_DEFAULTS, KEYS, allowed
 from shardtune.config.layers import Layer, Merged, merge, raise_all
@@ -95,7 +95,7 @@ def load_recipe(
 
 def _read(recipe: RecipeSource | None, overrides: Sequence[str]) -> Layer:
     if isinstance(recipe, str | Path):
-        return of_shardtune(read_file(user_path(recipe, "RECIPE")))
+        return _of_shardtune(read_file(user_path(recipe, "RECIPE")))
     if isinstance(recipe, Mapping | DictConfig):
         layer = read_mapping(recipe)
         return replace(layer, places=recipe.places()) if isinstance(recipe, RecipeConfig) else layer
@@ -110,6 +110,18 @@ def _read(recipe: RecipeSource | None, overrides: Sequence[str]) -> Layer:
             "there is no recipe", where=f"given: {given}", remedy=f"name a YAML file, or config groups: {groups}"
         )
     return Layer(HALOS_DEFAULTS if "loss" in chosen else {}, "config groups")
+
+
+def _of_shardtune(recipe: Layer) -> Layer:
+    """A recipe's file as it is; the configuration of another trainer is refused, with the command to convert it."""
+    word = recognise(recipe.tree)
+    if word is None:
+        return recipe
+    raise ConfigError(
+        f"this is a configuration of {TRAINERS[word].name}, not a recipe",
+        where=recipe.origin,
+        remedy=f"shardtune convert {recipe.origin} -o recipe.yaml",
+    )
 
 
 def _name(recipe: RecipeSource | None) -> str | None:

@@ -8,6 +8,7 @@ import pytest
 
 import shardtune
 from shardtune.config.foreign.convert import convert
+from tests.support.tiny_run import lines
 from tests.support.workspace import make_workspace
 
 SOURCES = Path(__file__).parents[1] / "config" / "foreign" / "sources"
@@ -18,14 +19,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_workspace(tmp_path_factory.mktemp("converted") / "here")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "trl.yaml",
-        *(pytest.param(f"{name}.yaml", marks=pytest.mark.slow) for name in ("axolotl", "llama_factory", "torchtune")),
-        pytest.param("halos.yaml", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("name", ["trl.yaml", "axolotl.yaml", "llama_factory.yaml", "torchtune.yaml", "halos.yaml"])
 def test_two_steps_of_a_converted_recipe(name: str, workspace: Path):
     recipe = workspace / name
     recipe.write_text(convert(SOURCES / name, to=recipe).recipe)
@@ -38,6 +32,6 @@ def test_two_steps_of_a_converted_recipe(name: str, workspace: Path):
         "runner.max_steps=2",
         "data.num_workers=0",
     )
-    rates = [line["train/lr"] for line in run.metrics() if "train/lr" in line]
-    assert len(rates) == 2
-    assert (run.path / "final").is_dir()
+    losses = [line["train/loss"] for line in lines(run.dir) if "train/loss" in line]
+    assert len(losses) == 2
+    assert (run.dir / "final").is_dir()

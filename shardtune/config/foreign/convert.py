@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from shardtune.config.foreign import halos
 from shardtune.config.foreign.conversion import Conversion
-from shardtune.config.foreign.trainers import TRAINERS, Trainer, recognise
+from shardtune.config.foreign.trainers import TRAINERS, OtherTrainer, recognise
 from shardtune.config.foreign.written import recipe_text, report_text
 from shardtune.config.loading import load_recipe
 from shardtune.config.recipe_file import read_file
@@ -19,7 +19,7 @@ from shardtune.config.tree import get_value
 from shardtune.errors import ConfigError
 
 HALOS = "halos"
-FROM: Mapping[str, Trainer] = {**TRAINERS, HALOS: Trainer(halos.NAME, {}, halos.MARKS, halos.convert)}
+FROM: Mapping[str, OtherTrainer] = {**TRAINERS, HALOS: OtherTrainer(halos.NAME, {}, halos.MARKS, halos.convert)}
 """By the word for `--from`."""
 
 

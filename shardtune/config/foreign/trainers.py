@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shardtune.config.foreign import axolotl, llama_factory, torchtune, trl
 from shardtune.config.foreign.conversion import Conversion
 from shardtune.config.foreign.table import Table
 from shardtune.config.tree import get_value
-from shardtune.errors import ConfigError
-
-if TYPE_CHECKING:
-    from shardtune.config.layers import Layer
 
 
 @dataclass(frozen=True, slots=True)
-class Trainer:
+class OtherTrainer:
     """Another trainer.
 
     Attributes:
@@ -34,11 +29,11 @@ class Trainer:
 
 
 TORCHTUNE = "torchtune"
-TRAINERS: Mapping[str, Trainer] = {
-    "trl": Trainer(trl.NAME, trl.TABLE, trl.MARKS, trl.convert),
-    "axolotl": Trainer(axolotl.NAME, axolotl.TABLE, axolotl.MARKS, axolotl.convert),
-    "llama-factory": Trainer(llama_factory.NAME, llama_factory.TABLE, llama_factory.MARKS, llama_factory.convert),
-    TORCHTUNE: Trainer(torchtune.NAME, torchtune.TABLE, (), torchtune.convert),
+TRAINERS: Mapping[str, OtherTrainer] = {
+    "trl": OtherTrainer(trl.NAME, trl.TABLE, trl.MARKS, trl.convert),
+    "axolotl": OtherTrainer(axolotl.NAME, axolotl.TABLE, axolotl.MARKS, axolotl.convert),
+    "llama-factory": OtherTrainer(llama_factory.NAME, llama_factory.TABLE, llama_factory.MARKS, llama_factory.convert),
+    TORCHTUNE: OtherTrainer(torchtune.NAME, torchtune.TABLE, (), torchtune.convert),
 }
 """By the word for `--from`; HALOs' names are read in recipes, so it is not among them."""
 FEWEST = 2
@@ -54,15 +49,3 @@ def recognise(tree: Mapping[str, object]) -> str | None:
     best = max(scores, key=lambda word: scores[word])
     others = sum(name in TRAINERS[best].table for name in tree)
     return best if scores[best] and others >= FEWEST and others * 2 >= len(tree) else None
-
-
-def of_shardtune(recipe: Layer) -> Layer:
-    """A recipe's file as it is; the whole configuration of another trainer raises a ConfigError with the command."""
-    word = recognise(recipe.tree)
-    if word is None:
-        return recipe
-    raise ConfigError(
-        f"this is a configuration of {TRAINERS[word].name}, not a recipe",
-        where=recipe.origin,
-        remedy=f"shardtune convert {recipe.origin} -o recipe.yaml",
-    )

@@ -133,7 +133,7 @@ def training_arguments(c: Conversion, *, logging: int, rate: float, precision: s
         c.not_needed("transformers' constant has no warm-up; constant_with_warmup has", "warmup_steps", "warmup_ratio")
     rules.choose_optimizer(c, "optim", "optim_args")
     _precision(c, precision)
-    _intervals(c, total)
+    _intervals(c, total, logging)
     rules.run_directory(c, "output_dir", "run_name")
     _logging(c, logging, total)
     if c.has("report_to"):
@@ -155,16 +155,15 @@ def _precision(c: Conversion, neither: str) -> None:
     c.put("actor.model.precision", kind, "bf16", "fp16", comment=comment)
 
 
-def _intervals(c: Conversion, total: int | None) -> None:
+def _intervals(c: Conversion, total: int | None, logging: int) -> None:
     strategy = "evaluation_strategy" if c.has("evaluation_strategy") else "eval_strategy"
-    every = number(c.get("logging_steps"))
-    default = "steps" if c.has("do_eval") and c.has("eval_steps") else "no"
+    every = number(c.get("logging_steps", logging))
     rules.interval(
         c,
         "runner.val_check_interval",
         strategy,
         "eval_steps",
-        default=default,
+        default="no",
         every=int(every) if every and every >= 1 else None,
         total=total,
     )
