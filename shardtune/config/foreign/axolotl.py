@@ -7,6 +7,7 @@ import math
 from shardtune.config.foreign import axolotl_data, rules
 from shardtune.config.foreign.axolotl_keys import TABLE
 from shardtune.config.foreign.conversion import Conversion, Kind
+from shardtune.config.foreign.sharding import sharding
 from shardtune.config.foreign.values import is_on, listed, names, number, whole
 from shardtune.errors import ConfigError
 
@@ -55,6 +56,7 @@ def convert(c: Conversion) -> None:
     _schedule(c, total)
     rules.choose_optimizer(c, "optimizer", "optim_args")
     _precision(c)
+    sharding(c)
     _intervals(c, total)
     _adapter(c)
     _tokens(c)

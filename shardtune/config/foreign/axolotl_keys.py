@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from shardtune.config.foreign.sharding import FSDP_CONFIG
 from shardtune.config.foreign.table import By, Missing, NotNeeded, Table, To, each
-from shardtune.config.foreign.values import as_number, clip, is_on, listed, whole, whole_number
+from shardtune.config.foreign.values import as_number, clip, is_on, whole, whole_number
 
 HUB = "final/ is a directory for from_pretrained: upload it (huggingface-cli upload NAME runs/NAME/final)"
 TOKENIZER = "change the tokenizer's own files, and name them as actor.tokenizer.tokenizer_model"
@@ -114,15 +115,7 @@ TABLE: Table = {
     "torch_compile": To("actor.model.compile", is_on),
     "attn_implementation": To("actor.model.attn_implementation"),
     "eager_attention": By("actor.model.attn_implementation: eager"),
-    "fsdp_config.offload_params": To("actor.fsdp_config.cpu_offload", is_on),
-    "fsdp_config.reshard_after_forward": To("actor.fsdp_config.reshard_after_forward", is_on),
-    "fsdp_config.transformer_layer_cls_to_wrap": To("actor.fsdp_config.wrap", listed),
-    "fsdp_config.activation_checkpointing": To("actor.model.gradient_checkpointing", is_on),
-    "fsdp_config": NotNeeded("FSDP2 needs no further settings here"),
-    "fsdp": NotNeeded("models are sharded with FSDP2 anyway; actor.training_backend: ddp for whole copies"),
-    "deepspeed": NotNeeded(
-        "the model is sharded with FSDP2, like ZeRO 3; for an offloading file actor.fsdp_config.cpu_offload: true"
-    ),
+    **FSDP_CONFIG,
     "tensor_parallel_size": To("actor.parallel.tensor", whole_number("a number of ranks")),
     "dp_replicate_size": To("actor.parallel.data_replicate", whole_number("a number of ranks")),
     "dp_shard_size": To("actor.parallel.data_shard", whole_number("a number of ranks")),

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from pathlib import Path
 
 from shardtune.config.foreign.table import OURS, By, Missing, NoCounterpart, NotNeeded, Table, To, entry_of
@@ -15,7 +16,6 @@ from shardtune.config.schema import Recipe
 from shardtune.config.tree import Tree, get_value, set_value
 
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst")
-DEFAULTS = Recipe().to_dict()
 PATHS = ("actor.model.model_path", "actor.tokenizer.tokenizer_model", "data.cache_dir")
 
 
@@ -108,7 +108,7 @@ class Conversion:
             always: write the default too.
         """
         given = [name for name in names if name in self.tree or get_value(self.tree, name) is not None]
-        is_default = not always and value == get_value(DEFAULTS, key) and key not in self.lines
+        is_default = not always and value == get_value(_defaults(), key) and key not in self.lines
         if not is_default:
             self.lines[key] = Line(value, comment or (", ".join(given) if given else f"{self.trainer}'s default"))
         for name in given:
@@ -140,16 +140,16 @@ class Conversion:
         for name, entry in table.items():
             if isinstance(entry, To) and entry.default is not OURS and not self.has(name):
                 value = entry.read(entry.default)
-                if value != get_value(DEFAULTS, entry.key):
+                if value != get_value(_defaults(), entry.key):
                     self.lines.setdefault(entry.key, Line(value, f"{self.trainer}'s default ({name})"))
         for name, value in self.given.items():
-            if name not in self.outcomes:
+            if name not in self.outcomes:  # one that is inside another has the outcome of that
                 self._apply(table, name, value)
 
     def _apply(self, table: Table, name: str, value: object) -> None:
-        entry = entry_of(table, name.partition("[")[0])
+        outer, entry = entry_of(table, name)
         if isinstance(entry, To):
-            self._rename(entry, name, value)
+            self._rename(entry, outer, get_value(self.tree, outer))
         elif isinstance(entry, NotNeeded):
             self.not_needed(entry.why, name)
         elif isinstance(entry, Missing):
@@ -184,7 +184,7 @@ class Conversion:
 
     def _rename(self, entry: To, name: str, value: object) -> None:
         if value is None:
-            self.record(name, Kind.DEFAULT, f"{entry.key}: {short(get_value(DEFAULTS, entry.key))}")
+            self.record(name, Kind.DEFAULT, f"{entry.key}: {short(get_value(_defaults(), entry.key))}")
             return
         try:
             ours = entry.read(value)
@@ -216,6 +216,11 @@ class Conversion:
         for key, line in self.lines.items():
             set_value(tree, key, line.value)
         return tree
+
+
+@cache
+def _defaults() -> Tree:
+    return Recipe().to_dict()
 
 
 def short(value: object) -> str:

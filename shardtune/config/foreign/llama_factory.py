@@ -250,9 +250,13 @@ def _adapter(c: Conversion) -> None:
         return
     comment = "" if c.has("finetuning_type") else "LLaMA-Factory's default (finetuning_type: lora)"
     c.put("actor.model.is_lora", True, "finetuning_type", comment=comment)
-    if c.has("adapter_name_or_path"):
-        c.put("actor.model.lora.adapter_path", c.path(listed(c.get("adapter_name_or_path"))[0]), "adapter_name_or_path")
+    adapters = listed(c.get("adapter_name_or_path"))
+    if adapters:
+        c.put("actor.model.lora.adapter_path", c.path(adapters[-1]), "adapter_name_or_path")
         c.not_needed("they are those of the adapter", *own)
+        if len(adapters) > 1:
+            remedy = "the last one is trained; merge those before it into the model (shardtune export --merge)"
+            c.missing(remedy, "adapter_name_or_path")
     else:
         _new_adapter(c)
     bits = whole(c.get("quantization_bit"))

@@ -75,9 +75,9 @@ def length_of_run(c: Conversion, epochs: str, steps: str, *, default: float) -> 
         return
     if limit is not None:
         c.record(steps, Kind.DEFAULT, "runner.max_steps: -1")
-    given = number(c.get(epochs, default))
-    if given is None or given != int(given) or given < 1:
-        up = max(1, math.ceil(given or 1))
+    given = number(c.get(epochs, default)) or 0.0
+    if given != int(given) or given < 1:
+        up = max(1, math.ceil(given))
         c.put("runner.max_epochs", up, comment=f"{epochs}: {short(c.get(epochs))}, rounded up")
         c.missing("epochs are whole here: give runner.max_steps, the rows × epochs / rows of a step", epochs)
         return
@@ -192,7 +192,7 @@ def _argument(c: Conversion, options: str, key: str, value: object) -> None:
     name = options if is_text else f"{options}.{key}"
     if key == "betas":
         for place, ours in enumerate(("actor.optim.adam_beta1", "actor.optim.adam_beta2")):
-            c.put(ours, listed(value)[place], name)
+            c.put(ours, [*listed(value), None, None][place], name)
     elif key in ADAM:
         c.put(ADAM[key], value, name)
     elif key in ("fused", "foreach", "capturable", "differentiable"):

@@ -84,10 +84,11 @@ def each(names: str, entry: Entry) -> dict[str, Entry]:
     return dict.fromkeys(names.split(), entry)
 
 
-def entry_of(table: Table, name: str) -> Entry | None:
-    """The entry of a dotted name, or of the section around it."""
-    while name:
-        if name in table:
-            return table[name]
-        name = name.rpartition(".")[0]
-    return None
+def entry_of(table: Table, name: str) -> tuple[str, Entry | None]:
+    """The entry of a dotted name, or of the section or list around it, and the name that has it."""
+    outer = name.partition("[")[0]
+    while outer:
+        if outer in table:
+            return outer, table[outer]
+        outer = outer.rpartition(".")[0]
+    return name, None

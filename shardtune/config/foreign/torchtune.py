@@ -8,7 +8,7 @@ from shardtune.config.foreign import rules
 from shardtune.config.foreign.conversion import Conversion, Kind
 from shardtune.config.foreign.rows import BUILDERS, TRAIN, as_entries, entry, files_of
 from shardtune.config.foreign.table import By, Missing, NotNeeded, Table, To, each
-from shardtune.config.foreign.values import as_number, clip, is_on, listed, precision, whole
+from shardtune.config.foreign.values import PRECISIONS, as_number, clip, is_on, listed, whole
 from shardtune.errors import ConfigError
 
 NAME = "torchtune"
@@ -217,12 +217,18 @@ def _model(c: Conversion) -> None:
     c.not_needed("the model is built from its own configuration", "model._component_")
     if builder.startswith(("lora_", "qlora_", "dora_")):
         _lora(c, builder)
-    kind = precision(c.get("dtype", "bf16"))
+    kind = _dtype(c)
     c.put("actor.model.precision", kind, "dtype")
+    if str(c.get("dtype", "bf16")) not in PRECISIONS:
+        c.missing("actor.model.precision is bf16, fp16, fp32 or fp64; bf16 is written", "dtype")
     if kind == "bf16" and "lora" not in builder:
         c.notes.append(
             "torchtune trains weights in bf16; here they and the optimizer's states are fp32, computed with in bf16"
         )
+
+
+def _dtype(c: Conversion) -> str:
+    return PRECISIONS.get(str(c.get("dtype", "bf16")), "bf16")
 
 
 def _lora(c: Conversion, builder: str) -> None:
@@ -243,7 +249,7 @@ def _lora(c: Conversion, builder: str) -> None:
     if "phi" in builder:
         c.notes.append("transformers' Phi has qkv_proj and gate_up_proj in place of q_proj, …: see target_modules")
     is_nf4 = builder.startswith("qlora_") or is_on(c.get("model.quantize_base"))
-    base = "nf4" if is_nf4 else "bf16" if precision(c.get("dtype", "bf16")) == "bf16" else "auto"
+    base = "nf4" if is_nf4 else "bf16" if _dtype(c) == "bf16" else "auto"
     c.put("actor.model.lora.base_dtype", base, "model.quantize_base", comment="the frozen weights")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardtune.config.foreign import rules
 from shardtune.config.foreign.conversion import Conversion, Kind
+from shardtune.config.foreign.sharding import FSDP_CONFIG, sharding
 from shardtune.config.foreign.table import By, Missing, NotNeeded, Table, To, each
 from shardtune.config.foreign.values import as_number, clip, is_on, listed, number, whole_number
 
@@ -74,11 +75,7 @@ TRAINING_ARGUMENTS: Table = {
     "include_for_metrics": Missing("eval.metrics names functions of outputs and targets", (None, False, ())),
     "length_column_name": NotNeeded("lengths are in the cache"),
     "debug": Missing("runner.profile_steps, and the watchdog, runner.watchdog_seconds"),
-    "fsdp": NotNeeded("models are sharded with FSDP2 anyway; actor.training_backend: ddp for whole copies"),
-    "fsdp_config": NotNeeded("FSDP2 needs no file; actor.fsdp_config has cpu_offload and reshard_after_forward"),
-    "deepspeed": NotNeeded(
-        "the model is sharded with FSDP2, like ZeRO 3; for an offloading file actor.fsdp_config.cpu_offload: true"
-    ),
+    **FSDP_CONFIG,
     "parallelism_config": Missing("actor.parallel has tensor, sequence and expert"),
     **each(
         "use_liger_kernel liger_kernel_config use_cache",
@@ -133,6 +130,7 @@ def training_arguments(c: Conversion, *, logging: int, rate: float, precision: s
         c.not_needed("transformers' constant has no warm-up; constant_with_warmup has", "warmup_steps", "warmup_ratio")
     rules.choose_optimizer(c, "optim", "optim_args")
     _precision(c, precision)
+    sharding(c)
     _intervals(c, total, logging)
     rules.run_directory(c, "output_dir", "run_name")
     _logging(c, logging, total)

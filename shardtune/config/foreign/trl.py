@@ -201,7 +201,7 @@ def _data(c: Conversion) -> None:
     mixture = c.get("datasets")
     evaluates = str(c.get("eval_strategy", c.get("evaluation_strategy", "no"))).lower() not in ("no", "false")
     share = c.get("test_split_size")
-    if isinstance(mixture, list):
+    if isinstance(mixture, list) and any(isinstance(one, Mapping) for one in mixture):
         found = [_mixed(c, place, one) for place, one in enumerate(mixture) if isinstance(one, Mapping)]
         entries = [one for several in found for one in several]
         c.put(TRAIN, as_entries(entries), "datasets")

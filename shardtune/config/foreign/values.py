@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from shardtune.config.foreign.table import NoCounterpart
@@ -51,13 +52,14 @@ def is_on(value: object) -> bool:
 
 
 def number(value: object) -> float | None:
-    """A number, also one in quotes (`1e-5` is text in YAML 1.1); None for anything else."""
+    """A finite number, also one in quotes (`1e-5` is text in YAML 1.1); None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
-        return float(value)
-    except ValueError:
+        found = float(value)
+    except (ValueError, OverflowError):
         return None
+    return found if math.isfinite(found) else None
 
 
 def as_number(value: object) -> object:
@@ -87,14 +89,6 @@ def optimizer(value: object) -> Mapping[str, object]:
     if name not in OPTIMIZERS:
         raise NoCounterpart(f"there is no {value}: {NO_OPTIMIZER}")
     return OPTIMIZERS[name]
-
-
-def precision(value: object) -> object:
-    """A dtype's name."""
-    name = str(value).removeprefix("torch.")
-    if name not in PRECISIONS:
-        raise NoCounterpart("actor.model.precision is bf16, fp16, fp32 or fp64")
-    return PRECISIONS[name]
 
 
 def clip(value: object) -> object:

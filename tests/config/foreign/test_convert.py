@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from shardtune.config import load_recipe
-from shardtune.config.foreign.conversion import Kind
+from shardtune.config.foreign.conversion import Conversion, Kind
 from shardtune.config.foreign.convert import convert
+from shardtune.config.foreign.trainers import TRAINERS
+from shardtune.config.foreign.written import recipe_text
 from shardtune.errors import ConfigError
 from tests.config.foreign.conftest import FILES, SMALLEST, SOURCES, value
 from tests.support.workspace import run_cli
@@ -120,3 +124,23 @@ def test_the_tokens_of_a_packed_step_and_the_rows_of_another(of):
     assert value(packed, "actor.global_batch_size") == "absent"
     plain = of("trl", world_size=2, per_device_train_batch_size=3, gradient_accumulation_steps=5)
     assert value(plain, "actor.global_batch_size") == 30
+
+
+ODD: list[Any] = [None, "x", "", -1, 2.5, [], ["a", {"b": 2}], {"a": {"b": [1]}}, float("nan"), 1e400, True]
+
+
+@pytest.mark.parametrize("word", TRAINERS)
+def test_no_value_of_any_key_is_lost_or_breaks_the_conversion(word: str):
+    known = TRAINERS[word]
+    for number, name in enumerate(known.table):
+        outer, _, inner = name.partition(".")
+        value = ODD[number % len(ODD)]
+        c = Conversion(known.name, {**SMALLEST[word], outer: {inner: value} if inner else value}, Path(), Path())
+        try:
+            known.convert(c)
+        except ConfigError:  # rl, stage: no supervised fine-tuning
+            continue
+        c.translate(known.table)
+        assert set(c.outcomes) == set(c.given), name
+        if number % 20 == 0:
+            yaml.safe_load(recipe_text(c, "x"))

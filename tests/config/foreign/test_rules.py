@@ -153,6 +153,9 @@ def test_defaults_that_differ_are_written_with_whose_they_are(of, trainer: str):
     assert sum("default" in comment for comment in comments) >= 2
 
 
+OFFLOAD, RESHARD = "actor.fsdp_config.cpu_offload", "actor.fsdp_config.reshard_after_forward"
+
+
 @pytest.mark.parametrize(
     ("trainer", "given", "key", "expected"),
     [
@@ -179,6 +182,10 @@ def test_defaults_that_differ_are_written_with_whose_they_are(of, trainer: str):
             "runner.logger.logger_backends",
             ["jsonl", "wandb", "tensorboard"],
         ),
+        ("trl", {"fsdp": "full_shard offload"}, "actor.fsdp_config.cpu_offload", True),
+        ("trl", {"fsdp_config": {"fsdp_reshard_after_forward": "NO_SHARD"}}, RESHARD, False),
+        ("trl", {"deepspeed": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}}, OFFLOAD, True),
+        ("axolotl", {"model_config": {"rope_theta": 5}}, "actor.model.config_overrides", {"rope_theta": 5}),
         ("axolotl", {"train_on_inputs": True}, "data.train_on", "all"),
         ("axolotl", {"excess_length_strategy": "raise"}, "data.on_too_long", "fail"),
         ("axolotl", {"batch_size": 12, "micro_batch_size": 3}, "actor.global_batch_size", 12),
