@@ -102,7 +102,7 @@ def _warm_up(c: Conversion, total: int | None) -> None:
     """A share of a known number of steps is rounded down here, unlike in transformers, and one step made two."""
     share = number(c.get("warmup_ratio"))
     if c.has("warmup_steps") or total is None or share is None:
-        rules.warmup(c, "warmup_steps", "warmup_ratio", total)
+        rules.warmup(c, "warmup_steps", "warmup_ratio", total, rounded="down")
         return
     steps = math.floor(share * total)
     steps = 2 if steps == 1 else steps

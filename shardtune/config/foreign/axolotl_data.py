@@ -16,8 +16,8 @@ READ = ("path", "data_files", "split", "name", "type", "ds_type", "field", "fiel
 READ += ("message_property_mappings", "message_field_role", "message_field_content", "field_tools")
 PLAIN = {"trust_remote_code": "data sets are files", "roles": "all usual names of roles are known"}
 ALPACA_TEXT = (
-    "Axolotl writes Alpaca's own text around such rows, here the chat template is used: for the same text "
-    "data.transform: FILE.py:FUNCTION makes {prompt, completion} of a row"
+    "Axolotl writes Alpaca's own text around such rows, here the chat template is used; docs/coming-from.md has a "
+    "function for data.transform that writes the same text"
 )
 
 

@@ -90,8 +90,8 @@ def total_steps(c: Conversion, steps: str) -> int | None:
     return limit if limit is not None and limit > 0 else None
 
 
-def warmup(c: Conversion, steps: str, ratio: str, total: int | None) -> None:
-    """The warm-up as transformers reads it: `steps` below 1 is a share; a share is rounded up."""
+def warmup(c: Conversion, steps: str, ratio: str, total: int | None, *, rounded: str = "up") -> None:
+    """The warm-up as transformers reads it: `steps` below 1 is a share, which is rounded up (elsewhere as `rounded`)."""
     given, share = number(c.get(steps)) or 0.0, number(c.get(ratio)) or 0.0 if ratio else 0.0
     name = steps if given else ratio
     if given >= 1:
@@ -104,7 +104,7 @@ def warmup(c: Conversion, steps: str, ratio: str, total: int | None) -> None:
         for unset in filter(None, (steps, ratio)):
             c.record(unset, Kind.DEFAULT, f"{WARMUP}: 0")
     elif total is None:
-        c.put(RATIO, share, name, comment=f"{name}; of the number of steps, rounded to the nearest (there: up)")
+        c.put(RATIO, share, name, comment=f"{name}; of the number of steps, rounded to the nearest (there: {rounded})")
         c.put(FROM_ZERO, True, comment=FIRST_STEP)
     else:
         _warm_up(c, math.ceil(total * share), name, f"{name}: {share:g} of {total} steps, rounded up")
