@@ -104,7 +104,8 @@ def _columns(c: Conversion, name: str, kind: str, given: Mapping[str, object]) -
         own = given["type"] if isinstance(given["type"], Mapping) else {}
         pairs = {ours: own.get(f"field_{ours}") for ours in ("system", "instruction", "input", "output")}
         if own.get("format") or own.get("no_input_format") or own.get("system_prompt"):
-            c.missing(ALPACA_TEXT.replace("Alpaca's own text", "the text of format"), f"{name}.type")
+            remedy = "a function for data.transform writes that text around a row: {prompt, completion}"
+            c.missing(f"here the chat template is used; {remedy}", f"{name}.type")
         return {ours: theirs for ours, theirs in pairs.items() if theirs and theirs != ours}
     if kind.startswith("alpaca") or kind in ("gpteacher", "oasst", "reflection", "concisechoice"):
         c.missing(ALPACA_TEXT, f"{name}.type")

@@ -91,7 +91,7 @@ def total_steps(c: Conversion, steps: str) -> int | None:
 
 
 def warmup(c: Conversion, steps: str, ratio: str, total: int | None, *, rounded: str = "up") -> None:
-    """The warm-up as transformers reads it: `steps` below 1 is a share, which is rounded up (elsewhere as `rounded`)."""
+    """The warm-up as transformers reads it: `steps` below 1 is a share; a share is rounded up."""
     given, share = number(c.get(steps)) or 0.0, number(c.get(ratio)) or 0.0 if ratio else 0.0
     name = steps if given else ratio
     if given >= 1:

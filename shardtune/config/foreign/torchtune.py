@@ -303,8 +303,8 @@ def _set(c: Conversion, name: str, given: Mapping[str, object]) -> tuple[list[di
         )
     elif builder.startswith("alpaca"):
         c.notes.append(
-            "torchtune writes Alpaca's own text around such rows, here the chat template is used; docs/coming-from.md has "
-            "a function for data.transform that writes the same text"
+            "torchtune writes Alpaca's own text around such rows, here the chat template is used; docs/coming-from.md "
+            "has a function for data.transform that writes the same text"
         )
     for key, remedy in _SET_REMEDIES.items():
         if given.get(key) is not None:
