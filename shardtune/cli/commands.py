@@ -409,6 +409,35 @@ def models(recipe: RecipeArgument = None) -> None:
 
 
 @app.command()
+def convert(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A configuration of another trainer, YAML or JSON.")],
+    to: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The recipe to write; by default it is printed.")
+    ] = None,
+    trainer: Annotated[
+        str | None,
+        typer.Option("--from", help="trl | axolotl | llama-factory | torchtune | halos; by default recognised."),
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="The processes (GPUs) it was run with, for the rows of a step.")
+    ] = None,
+) -> None:
+    """Write a recipe from a configuration of another trainer, and report what became of each of its keys.
+
+    **Examples**
+
+    ```text
+    shardtune convert axolotl.yaml -o recipe.yaml
+    shardtune convert sft.yaml --world-size 8 -o recipe.yaml
+    shardtune convert arguments.json --from trl > recipe.yaml
+    ```
+    """
+    from shardtune.cli.convert import write_recipe
+
+    write_recipe(file, trainer, to, world_size)
+
+
+@app.command()
 def init(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the model and its file, e.g. my_model.")],
     to: Annotated[

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from pydantic import BaseModel
 
+from shardtune.config.foreign.hints import hint
 from shardtune.config.keys import is_free_mapping, nearest, section_type
 from shardtune.config.schema import ACTOR_KEYS, Recipe
 from shardtune.config.tree import Tree, get_section, get_value, overlay
@@ -85,7 +86,7 @@ def _lay(
         dotted = f"{prefix}{name}"
         schema = section.model_fields.get(name)
         if schema is None:
-            yield unknown_key(dotted, layer.where(dotted), section, prefix)
+            yield unknown_key(dotted, layer.where(dotted), section, prefix, value)
             continue
         origins[dotted] = layer.where(dotted)
         inner = section_type(schema)
@@ -116,10 +117,12 @@ def _nothing_inside(dotted: str, previous: object, layer: Layer) -> ConfigError:
     )
 
 
-def unknown_key(dotted: str, where: str, section: type[BaseModel], prefix: str) -> ConfigError:
-    """The error for a key that the schema does not have at this place."""
-    meant = nearest(dotted)
-    if meant is not None:
+def unknown_key(dotted: str, where: str, section: type[BaseModel], prefix: str, value: object = None) -> ConfigError:
+    """The error for a key that the schema does not have at this place, with the value that it is given."""
+    meant, foreign = nearest(dotted), hint(dotted, value)
+    if foreign is not None:
+        remedy = foreign
+    elif meant is not None:
         remedy = f"did you mean {meant}?"
     else:
         names = section.model_fields if prefix else [*section.model_fields, *ACTOR_KEYS]

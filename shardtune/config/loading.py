@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 
 from shardtune.config.checks import check, check_ranks
 from shardtune.config.environment import as_stored, references
+from shardtune.config.foreign.trainers import TRAINERS, recognise
 from shardtune.config.halos import NAMES, translate
 from shardtune.config.key_forms import at_present_keys
 from shardtune.config.keys import HALOS_DEFAULTS, KEYS, allowed, nearest
@@ -135,7 +136,7 @@ def _former_names(names: Mapping[str, str]) -> list[str]:
 
 def _read(recipe: RecipeSource | None, overrides: Sequence[str]) -> Layer:
     if isinstance(recipe, str | Path):
-        return read_file(user_path(recipe, "RECIPE"))
+        return _of_shardtune(read_file(user_path(recipe, "RECIPE")))
     if isinstance(recipe, Mapping | DictConfig):
         if isinstance(recipe, RecipeConfig):
             return replace(read_mapping(recipe.tree()), places=recipe.places())
@@ -151,6 +152,18 @@ def _read(recipe: RecipeSource | None, overrides: Sequence[str]) -> Layer:
             "there is no recipe", where=f"given: {given}", remedy=f"name a YAML file, or config groups: {groups}"
         )
     return Layer(HALOS_DEFAULTS if "loss" in chosen else {}, "config groups")
+
+
+def _of_shardtune(recipe: Layer) -> Layer:
+    """A recipe's file as it is; the configuration of another trainer is refused, with the command to convert it."""
+    word = recognise(recipe.tree)
+    if word is None:
+        return recipe
+    raise ConfigError(
+        f"this is a configuration of {TRAINERS[word].name}, not a recipe",
+        where=recipe.origin,
+        remedy=f"shardtune convert {recipe.origin} -o recipe.yaml",
+    )
 
 
 def _name(recipe: RecipeSource | None) -> str | None:

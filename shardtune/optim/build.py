@@ -205,7 +205,7 @@ def rate_factor(step: int, total_steps: int, config: OptimConfig) -> float:
     """
     warmup = config.lr_warmup_steps or round(config.lr_warmup_steps_ratio * total_steps)
     if step < warmup:
-        return (step + 1) / warmup
+        return (step if config.lr_warmup_from_zero else step + 1) / warmup
     if config.lr_scheduler == "constant":
         return 1.0
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))

@@ -159,6 +159,8 @@ def test_no_horizon_and_one_step_do_not_divide_by_zero() -> None:
         assert rate_factor(0, 1, given) == 1.0
         assert 0.0 <= rate_factor(0, 0, given) <= 1.0
     assert rate_factor(4, 3, config(lr_warmup_steps=10)) == 0.5  # stopped within the warm-up
+    from_zero = config(lr_warmup_steps=4, lr_warmup_from_zero=True)
+    assert [rate_factor(step, 100, from_zero) for step in range(5)] == [0.0, 0.25, 0.5, 0.75, 1.0]
 
 
 def test_rates_end_at_min_lr_in_every_group_that_lies_above_it() -> None:

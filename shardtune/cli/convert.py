@@ -1,0 +1,35 @@
+"""Writes the recipe that `shardtune convert` makes, or prints it, and the report beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from shardtune.config.foreign.convert import convert
+from shardtune.errors import ConfigError, printable
+
+
+def write_recipe(file: Path, trainer: str | None, to: Path | None, world_size: int | None) -> None:
+    """Convert a file.
+
+    The recipe goes to `to` and the report to standard output; without `to`, the recipe goes to standard output and the
+    report to standard error.
+
+    Raises:
+        ConfigError: the file cannot be converted, or `to` exists or cannot be written; then nothing is written.
+    """
+    if to is not None and to.exists():
+        raise ConfigError(f"{to} exists already", where="--output", remedy="name a new file, or remove this one")
+    found = convert(file, trainer, to=to, world_size=world_size)
+    if to is None:
+        typer.echo(printable(found.recipe), nl=False)
+        typer.echo(printable(found.report), err=True)
+        return
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        to.write_text(found.recipe, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{to} cannot be written: {error.strerror}", where="--output") from error
+    typer.echo(printable(found.report))
+    typer.echo(f"\nwritten: {to}; next: shardtune train {to} --dry-run")

@@ -1,0 +1,99 @@
+"""`shardtune convert`: a configuration of another trainer as a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from shardtune.config.foreign import halos
+from shardtune.config.foreign.conversion import Conversion
+from shardtune.config.foreign.trainers import TRAINERS, OtherTrainer, recognise
+from shardtune.config.foreign.written import recipe_text, report_text
+from shardtune.config.loading import load_recipe
+from shardtune.config.recipe_file import read_file
+from shardtune.config.tree import get_value
+from shardtune.errors import ConfigError
+
+HALOS = "halos"
+FROM: Mapping[str, OtherTrainer] = {**TRAINERS, HALOS: OtherTrainer(halos.NAME, {}, halos.MARKS, halos.convert)}
+"""By the word for `--from`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What `convert` makes of a file.
+
+    Attributes:
+        recipe: its text.
+        report: every key of the source under what became of it.
+        conversion: lines, outcomes and notes.
+    """
+
+    recipe: str
+    report: str
+    conversion: Conversion
+
+
+def convert(
+    file: Path, trainer: str | None = None, *, to: Path | None = None, world_size: int | None = None
+) -> Converted:
+    """Convert a configuration; writes nothing.
+
+    Args:
+        file: YAML or JSON.
+        trainer: a word of `FROM`; None: recognised by its keys.
+        to: the file of the recipe, whose folder its paths start at; None: the working directory.
+        world_size: the number of processes that the configuration was run with; None: not known, one is assumed.
+
+    Raises:
+        ConfigError: the file cannot be read, is of no known trainer, or is no supervised fine-tuning.
+    """
+    tree = _resolved(dict(read_file(file).tree), str(file))
+    word = trainer or recognise(tree) or _halos(tree)
+    known = FROM.get(word) if word is not None else None
+    if known is None:
+        raise ConfigError(
+            "this is not recognised as a configuration of another trainer"
+            if word is None
+            else f"{word} is not a known trainer",
+            where=str(file) if word is None else "--from",
+            remedy=f"give --from {', '.join([*FROM][:-1])} or {[*FROM][-1]}",
+        )
+    folder = (to.expanduser().resolve() if to is not None else Path.cwd() / "recipe.yaml").parent
+    c = Conversion(known.name, tree, file.expanduser().resolve().parent, folder, world_size)
+    known.convert(c)
+    c.translate(known.table)
+    if world_size is not None and world_size > 1 and word != HALOS:
+        c.put("runner.nproc_per_node", world_size, comment="--world-size; on several hosts: the processes of one")
+    _check(c)
+    return Converted(recipe_text(c, file.name), report_text(c, file.name), c)
+
+
+def _resolved(tree: dict[str, object], shown: str) -> dict[str, object]:
+    """The values with their references (`${output_dir}/logs`) replaced."""
+    try:
+        values = OmegaConf.to_container(DictConfig(tree), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(
+            f"a reference cannot be resolved: {str(error).splitlines()[0]}",
+            where=shown,
+            remedy="write the value itself",
+        ) from error
+    return {str(name): value for name, value in values.items()} if isinstance(values, dict) else {}
+
+
+def _halos(tree: Mapping[str, object]) -> str | None:
+    return HALOS if sum(get_value(tree, mark) is not None for mark in halos.MARKS) >= 2 else None
+
+
+def _check(c: Conversion) -> None:
+    """Note what the loading of the recipe finds wrong, apart from the keys that the source does not have."""
+    tree = c.as_tree()
+    try:
+        load_recipe(tree, in_memory=("actor.model.model_path", "data.train_data_paths"), files_must_exist=False)
+    except ConfigError as problem:
+        c.notes.append(f"the recipe does not load yet: {' '.join(str(problem).split())}")

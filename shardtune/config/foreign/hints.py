@@ -1,0 +1,57 @@
+"""What to write for a key of another trainer, for the message about an unknown key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from shardtune.config.foreign.conversion import short
+from shardtune.config.foreign.table import By, Entry, Missing, NoCounterpart, NotNeeded
+from shardtune.config.foreign.trainers import TRAINERS
+from shardtune.config.foreign.training_arguments import TRAINING_ARGUMENTS
+
+ONE_VALUE = re.compile(r"([\w.]+): (N|SHARE|RATE|NAME|FILE|FOLDER)")
+"""A line whose value is that of the other trainer's key."""
+NOTHING = "nothing: "
+
+
+def hint(dotted: str, value: object = None) -> str | None:
+    """The remedy for an unknown key that is one of another trainer's; None if it is none.
+
+    Args:
+        dotted: the key as written; its last part counts too (`actor.load_in_4bit`).
+        value: as written, for the line to write.
+    """
+    if isinstance(value, Mapping):
+        return None  # a section in the wrong place
+    last = dotted.rpartition(".")[2]
+    for name in dict.fromkeys((dotted, last, last.lower())):
+        for trainer in TRAINERS.values():
+            entry = trainer.table.get(name)
+            if entry is not None:
+                owner = "transformers" if name in TRAINING_ARGUMENTS else trainer.name
+                return _remedy(entry, value, f"{name} of {owner}")
+    return None
+
+
+def _remedy(entry: Entry, value: object, theirs: str) -> str:
+    if isinstance(entry, NotNeeded):
+        return f"leave it out; {theirs} is not needed: {entry.why}"
+    if isinstance(entry, Missing):
+        return f"{theirs} has no counterpart: {entry.remedy}"
+    if isinstance(entry, By):
+        return _line(entry.line, value, theirs)
+    try:
+        written = f"; write {entry.key}: {short(entry.read(value))}" if value is not None else ""
+    except NoCounterpart as reason:
+        written = f"; {reason}"
+    return f"did you mean {entry.key}?{written} ({theirs})"
+
+
+def _line(line: str, value: object, theirs: str) -> str:
+    if line.startswith(NOTHING):
+        return f"leave it out ({theirs}): {line.removeprefix(NOTHING)}"
+    single = ONE_VALUE.fullmatch(line)
+    if single and isinstance(value, int | float | str) and not isinstance(value, bool):
+        return f"did you mean {single[1]}? write {single[1]}: {value} ({theirs})"
+    return f"write {line} ({theirs})"

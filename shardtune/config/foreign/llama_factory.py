@@ -1,0 +1,363 @@
+"""LLaMA-Factory: its model, data and fine-tuning arguments beside transformers' TrainingArguments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from shardtune.config.foreign import rules
+from shardtune.config.foreign.conversion import Conversion, Kind
+from shardtune.config.foreign.rows import EVAL, TRAIN, as_entries, entry
+from shardtune.config.foreign.table import By, Missing, NotNeeded, Table, To, each
+from shardtune.config.foreign.training_arguments import TRAINING_ARGUMENTS, training_arguments
+from shardtune.config.foreign.values import is_on, listed, names, number, whole
+from shardtune.errors import ConfigError
+
+NAME = "LLaMA-Factory"
+LENGTH = 2048
+MARKS = (
+    *("stage", "finetuning_type", "cutoff_len", "template", "lora_rank", "lora_target", "dataset_dir", "mask_history"),
+    *("quantization_bit", "preprocessing_num_workers", "neat_packing", "train_on_prompt", "val_size", "plot_loss"),
+)
+OWN_TEXT = ("default", "empty", "alpaca", "fewshot", "vicuna", "zephyr", "openchat", "starchat", "xuanyuan", "solar")
+"""Templates that are the text of a data set, not of a model."""
+NO_LORA_KIND = "actor.model.is_lora: true, or full training"
+ATTENTION = {
+    "auto": "auto",
+    "disabled": "eager",
+    "sdpa": "sdpa",
+    "fa2": "flash_attention_2",
+    "fa3": "flash_attention_3",
+}
+NO_METHOD = "leave it out: optimizers are classes of torch.optim, and adapters LoRA, DoRA, rsLoRA and PiSSA"
+TABLE: Table = {
+    **TRAINING_ARGUMENTS,
+    "model_name_or_path": To("actor.model.model_path"),
+    "model_revision": Missing(
+        "download that revision and name its directory as actor.model.model_path", (None, "main")
+    ),
+    "adapter_name_or_path": By("actor.model.lora.adapter_path: FOLDER"),
+    "adapter_folder": Missing("actor.model.lora.adapter_path: FOLDER"),
+    "trust_remote_code": To("actor.model.trust_remote_code", is_on),
+    "flash_attn": To("actor.model.attn_implementation", lambda value: ATTENTION.get(str(value), str(value))),
+    "stage": By("nothing: the training is supervised fine-tuning"),
+    "finetuning_type": By("actor.model.is_lora: true (or false)"),
+    "template": By("data.chat_template: FILE.jinja, or nothing for the tokenizer's own"),
+    "dataset": By("data.train_data_paths: FILE or OWNER/NAME"),
+    "eval_dataset": By("data.eval_data_paths: FILE or OWNER/NAME"),
+    "dataset_dir": By("data.train_data_paths: FOLDER/FILE"),
+    "media_dir": Missing("paths of images start at the folder of the data file"),
+    "cutoff_len": By("data.max_length: N"),
+    "train_on_prompt": By("data.train_on: all"),
+    "mask_history": By("data.train_on: last_assistant"),
+    "max_samples": By("data.train_data_paths: {path: FILE, max_samples: N}"),
+    "val_size": By("data.eval_split: SHARE"),
+    "mix_strategy": Missing("all rows of all sources, each by its weight", (None, "concat")),
+    "interleave_probs": Missing("data.train_data_paths: [{path: FILE, weight: X}], an epoch has weight × rows of each"),
+    "preprocessing_num_workers": To("data.num_workers", lambda value: whole(value) or 0),
+    "packing": By("nothing: rows are always packed, without attention between them"),
+    "neat_packing": By("nothing: rows are always packed, without attention between them"),
+    "default_system": To("data.system_prompt"),
+    "enable_thinking": NotNeeded("data.thinking decides about reasoning that the chat template does not print"),
+    "preserve_thinking": NotNeeded("data.thinking decides about reasoning that the chat template does not print"),
+    "tool_format": Missing("tools are written by the chat template"),
+    "disable_shuffling": By("data.shuffle: false"),
+    "lora_rank": By("actor.model.lora.r: N"),
+    "lora_alpha": By("actor.model.lora.alpha: N"),
+    "lora_dropout": By("actor.model.lora.dropout: SHARE"),
+    "lora_target": By("actor.model.lora.target_modules: all-linear, or [q_proj, v_proj]"),
+    "additional_target": By("actor.model.lora.modules_to_save: [NAME]"),
+    "use_rslora": By("actor.model.lora.use_rslora: true"),
+    "use_dora": By("actor.model.lora.use_dora: true"),
+    "pissa_init": By("actor.model.lora.init: pissa"),
+    "pissa_iter": By("actor.model.lora.init: pissa_niter_16"),
+    "pissa_convert": NotNeeded("shardtune export writes what PEFT loads"),
+    "create_new_adapter": Missing("merge the first adapter (shardtune export --merge) and train a new one on it"),
+    "quantization_bit": By("actor.model.lora.base_dtype: nf4 (four bits)"),
+    "quantization_type": Missing("four bits are NF4 here", (None, "nf4")),
+    "quantization_method": Missing("bases are NF4, made when the model is loaded", (None, "bnb", "bitsandbytes")),
+    "double_quantization": NotNeeded("the scales of NF4 blocks are stored as docs/lora.md has it"),
+    "pure_bf16": Missing("weights that are trained are fp32 here; actor.optim.state_dtype: bf16 halves the states"),
+    "upcast_layernorm": NotNeeded("weights that are trained are fp32"),
+    "upcast_lmhead_output": NotNeeded("the loss is computed in fp32"),
+    "disable_gradient_checkpointing": By("actor.model.gradient_checkpointing: true (or false)"),
+    "add_tokens": By("actor.tokenizer.new_tokens: [TOKEN]"),
+    "add_special_tokens": By("actor.tokenizer.new_tokens: [TOKEN]"),
+    "new_special_tokens": By("actor.tokenizer.new_tokens: [TOKEN]"),
+    "resize_vocab": NotNeeded("the embedding is enlarged where actor.tokenizer.new_tokens need it"),
+    "train_from_scratch": To("actor.model.from_scratch", is_on),
+    "rope_scaling": Missing("actor.model.config_overrides: {rope_scaling: {…}}"),
+    "moe_aux_loss_coef": Missing("actor.model.config_overrides: {router_aux_loss_coef: X}"),
+    "freeze_trainable_layers": Missing("actor.model.freeze: patterns of the parameters that are not trained"),
+    "freeze_trainable_modules": Missing("actor.model.freeze: patterns of the parameters that are not trained"),
+    "freeze_extra_modules": Missing("actor.model.freeze: patterns of the parameters that are not trained"),
+    "freeze_vision_tower": By("actor.model.freeze: [vision_tower]"),
+    "freeze_multi_modal_projector": By("actor.model.freeze: [projector]"),
+    "freeze_language_model": By("actor.model.freeze: [language_model]"),
+    "loraplus_lr_ratio": Missing("actor.optim.groups: [{pattern: lora_B, lr: RATE}]"),
+    "early_stopping_steps": By("runner.early_stop: {enabled: true, patience: N}"),
+    "compute_accuracy": Missing("eval.generate: true for the share of right answers, or eval.metrics"),
+    "use_muon": By("actor.optim.name: Muon"),
+    "ray_num_workers": Missing("runner.launcher: ray and runner.num_workers: N", (None, 1)),
+    "master_port": To("runner.master_port", whole),
+    "deterministic": To("runner.deterministic", is_on),
+    "streaming": Missing("rows are read into a cache of tokens, which is memory-mapped"),
+    "tokenized_path": To("data.cache_dir"),
+    "use_dft_loss": Missing("actor.loss: FILE.py:FUNCTION"),
+    "use_asft_loss": Missing("actor.loss: FILE.py:FUNCTION"),
+    "use_eaft_loss": Missing("actor.loss: FILE.py:FUNCTION"),
+    "enable_torch_profiler": Missing("runner.profile_steps: [FIRST, LAST]"),
+    "profile_modules": NotNeeded("runner.profile_steps: [FIRST, LAST]"),
+    "swanlab_project": To("runner.logger.project_name"),
+    "use_swanlab": Missing("runner.logger.logger_backends: jsonl, tensorboard, wandb or prometheus"),
+    "mixture_of_depths": Missing("write an adapter: docs/add-a-model.md"),
+    "shift_attn": Missing("attention is the model's own"),
+    "vllm_config": NotNeeded("it is for generation"),
+    **each(
+        "use_llama_pro use_galore use_apollo use_badam use_adam_mini use_mca use_hyper_parallel use_kt fp8",
+        Missing(NO_METHOD),
+    ),
+    **each("hub_model_id export_hub_model_id", TRAINING_ARGUMENTS["hub_model_id"]),
+    **each(
+        "image_max_pixels image_min_pixels image_do_pan_and_scan crop_to_patches video_max_pixels video_min_pixels "
+        "video_fps video_maxlen use_audio_in_video audio_sampling_rate",
+        Missing("actor.model.image_size checks the size; it is set in the processor's own files"),
+    ),
+    **each(
+        "oft_rank oft_block_size oft_target module_dropout use_unsloth use_unsloth_gc",
+        Missing("leave it out: adapters are LoRA, and the numbers do not depend on Unsloth's kernels"),
+    ),
+    **each(
+        "enable_liger_kernel use_fast_tokenizer low_cpu_mem_usage use_reentrant_gc use_v1_kernels plot_loss cache_dir "
+        "overwrite_cache preprocessing_batch_size buffer_size data_shared_file_system ignore_pad_token_for_loss "
+        "print_param_status hf_hub_token ms_hub_token om_hub_token split_special_tokens new_special_tokens_config "
+        "init_special_tokens include_effective_tokens_per_second quantization_device_map offload_folder "
+        "use_kv_cache infer_backend infer_dtype eval_num_beams eval_on_each_dataset loraplus_lr_embedding "
+        "asft_alpha eaft_alpha hyper_parallel_args ray_init_kwargs master_addr fp8_backend "
+        "fp8_enable_fsdp_float8_all_gather compute_dtype device_map model_max_length block_diag_attn",
+        NotNeeded("it does not arise here, or changes no number"),
+    ),
+    **each(
+        "do_sample temperature top_p top_k num_beams max_length max_new_tokens repetition_penalty length_penalty "
+        "skip_special_tokens",
+        NotNeeded("generation has its own keys: eval.temperature, eval.max_new_tokens"),
+    ),
+}
+PREFIXES = ("export_", "vllm_", "sglang_", "kt_", "galore_", "apollo_", "badam_", "swanlab_", "ray_", "profiler_")
+OTHER_STAGES = ("pref_", "ppo_", "kto_", "simpo_", "dpo_", "ref_model", "reward_model", "ld_alpha")
+
+
+def convert(c: Conversion) -> None:
+    """Read a configuration of LLaMA-Factory."""
+    stage = str(c.get("stage", "sft"))
+    if stage not in ("sft", "pt"):
+        raise ConfigError(
+            f"stage: {stage} is no supervised fine-tuning",
+            where="stage",
+            remedy="shardtune trains stage: sft; keep LLaMA-Factory",
+        )
+    c.not_needed("supervised fine-tuning is all there is" if stage == "sft" else "rows are plain text then", "stage")
+    training_arguments(c, logging=500, rate=5e-5, precision="bf16")
+    if not is_on(c.get("bf16")) and not is_on(c.get("fp16")):
+        c.notes.append("without bf16 and fp16 LLaMA-Factory computes in the model's own dtype, mostly bf16: bf16 here")
+    length = whole(c.get("cutoff_len")) or LENGTH
+    c.put("data.max_length", length, "cutoff_len")
+    is_packed = is_on(c.get("packing", stage == "pt")) or is_on(c.get("neat_packing"))
+    rules.batch(
+        c,
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        rows=8,
+        packed=length if is_packed else None,
+        packing=("packing", "neat_packing"),
+    )
+    if not is_packed:
+        c.not_needed("rows are packed here anyway, which changes no number", "packing", "neat_packing")
+    elif not is_on(c.get("neat_packing")):
+        c.notes.append(
+            "packing without neat_packing lets packed rows attend to each other; here each attends to itself"
+        )
+    _training(c, stage)
+    _adapter(c)
+    _data(c)
+    for name in c.given:
+        if name not in TABLE and name.startswith(PREFIXES):
+            c.not_needed("it belongs to something that is not part of a recipe", name)
+        elif name.startswith(OTHER_STAGES):
+            c.not_needed("it is for other stages", name)
+
+
+def _training(c: Conversion, stage: str) -> None:
+    checkpointing = not is_on(c.get("disable_gradient_checkpointing"))
+    comment = "LLaMA-Factory's default, unless disable_gradient_checkpointing; changes no number"
+    c.put("actor.model.gradient_checkpointing", checkpointing, "disable_gradient_checkpointing", comment=comment)
+    c.not_needed("disable_gradient_checkpointing decides", "gradient_checkpointing")
+    c.put("data.shuffle", not is_on(c.get("disable_shuffling")), "disable_shuffling")
+    if is_on(c.get("use_muon")):
+        c.put("actor.optim.name", "Muon", "use_muon")
+    if is_on(c.get("train_on_prompt")) or stage == "pt":
+        c.put("data.train_on", "all", "train_on_prompt")
+        c.not_needed("the prompts are trained too", "mask_history")
+    else:
+        c.put("data.train_on", "last_assistant" if is_on(c.get("mask_history")) else "assistant", "mask_history")
+        c.record("train_on_prompt", Kind.DEFAULT, "data.train_on: assistant")
+    patience = whole(c.get("early_stopping_steps"))
+    if patience:
+        c.put("runner.early_stop.enabled", True, "early_stopping_steps")
+        c.put("runner.early_stop.patience", patience, "early_stopping_steps")
+    tokens = [token for name in _TOKENS for token in listed(c.get(name))]
+    if tokens:
+        c.put("actor.tokenizer.new_tokens", tokens, *_TOKENS)
+    _template(c)
+
+
+_TOKENS = ("add_tokens", "add_special_tokens", "new_special_tokens")
+
+
+def _template(c: Conversion) -> None:
+    template = str(c.get("template", ""))
+    if not template:
+        return
+    if template == "chatml":
+        c.put("data.chat_template", "chatml", "template")
+    elif template in OWN_TEXT:
+        remedy = f"{template} is text around the rows: write it as a Jinja file, data.chat_template: FILE.jinja"
+        c.missing(remedy, "template")
+    else:
+        c.not_needed("the tokenizer's own chat template is used; compare a row: shardtune data preview", "template")
+        c.notes.append(
+            f"the template {template} is LLaMA-Factory's own text, mostly the tokenizer's chat template; it may "
+            "add a system prompt, or end turns otherwise: compare shardtune data preview"
+        )
+
+
+def _adapter(c: Conversion) -> None:
+    kind = str(c.get("finetuning_type", "lora"))
+    own = [name for name in TABLE if name.startswith(("lora_", "pissa_"))]
+    own += ["use_rslora", "use_dora", "additional_target", "adapter_name_or_path"]
+    frozen = [f"freeze_{part}" for part in ("vision_tower", "multi_modal_projector", "language_model")]
+    parts = [_PARTS[name] for name in frozen if is_on(c.get(name))]
+    if parts:
+        c.put("actor.model.freeze", parts, *frozen)
+    c.record("freeze_language_model", Kind.DEFAULT, "actor.model.freeze: []")
+    if kind != "lora":
+        c.record("finetuning_type", Kind.DEFAULT, "actor.model.is_lora: false")
+        c.not_needed(f"finetuning_type is {kind}", *own)
+        if kind == "freeze":
+            c.missing("actor.model.freeze: patterns of the parameters that are not trained", "finetuning_type")
+        elif kind != "full":
+            c.missing(f"there is no {kind}: {NO_LORA_KIND}", "finetuning_type")
+        return
+    comment = "" if c.has("finetuning_type") else "LLaMA-Factory's default (finetuning_type: lora)"
+    c.put("actor.model.is_lora", True, "finetuning_type", comment=comment)
+    adapters = listed(c.get("adapter_name_or_path"))
+    if adapters:
+        c.put("actor.model.lora.adapter_path", c.path(adapters[-1]), "adapter_name_or_path")
+        c.not_needed("they are those of the adapter", *own)
+        if len(adapters) > 1:
+            remedy = "the last one is trained; merge those before it into the model (shardtune export --merge)"
+            c.missing(remedy, "adapter_name_or_path")
+    else:
+        _new_adapter(c)
+    bits = whole(c.get("quantization_bit"))
+    if bits == 4:
+        c.put("actor.model.lora.base_dtype", "nf4", "quantization_bit")
+    elif "actor.model.precision" not in c.lines:
+        c.put("actor.model.lora.base_dtype", "bf16", comment="the frozen weights, as there")
+    if bits and bits != 4:
+        remedy = "actor.model.lora.base_dtype: bf16 is in the recipe; nf4, four bits, is the other"
+        c.missing(remedy, "quantization_bit")
+
+
+_PARTS = {
+    "freeze_vision_tower": "vision_tower",
+    "freeze_multi_modal_projector": "projector",
+    "freeze_language_model": "language_model",
+}
+
+
+def _new_adapter(c: Conversion) -> None:
+    def comment(name: str, why: str = "") -> str:
+        return "" if c.has(name) else f"LLaMA-Factory's default ({why or name})"
+
+    rank = whole(c.get("lora_rank")) or 8
+    c.put("actor.model.lora.r", rank, "lora_rank", comment=comment("lora_rank"))
+    alpha = c.get("lora_alpha", 2 * rank)
+    c.put("actor.model.lora.alpha", alpha, "lora_alpha", comment=comment("lora_alpha", "lora_alpha is twice lora_rank"))
+    c.put("actor.model.lora.dropout", c.get("lora_dropout", 0.0), "lora_dropout")
+    c.put("actor.model.lora.target_modules", names(c.get("lora_target", "all")), "lora_target")
+    for name in ("use_rslora", "use_dora"):
+        c.put(f"actor.model.lora.{name}", is_on(c.get(name)), name)
+    if c.has("additional_target"):
+        c.put("actor.model.lora.modules_to_save", listed(c.get("additional_target")), "additional_target")
+    if is_on(c.get("pissa_init")):
+        steps = whole(c.get("pissa_iter", 16)) or 0
+        init = "pissa" if steps < 1 else f"pissa_niter_{steps}"
+        c.put("actor.model.lora.init", init, "pissa_init", "pissa_iter", comment="pissa_init, pissa_iter")
+
+
+def _data(c: Conversion) -> None:
+    info = _info(c)
+    limit = whole(c.get("max_samples"))
+    training = [_entry(c, str(name), info, limit, "dataset") for name in listed(c.get("dataset"))]
+    if training:
+        c.put(TRAIN, as_entries(training), "dataset", "dataset_dir", "max_samples", comment="dataset")
+    held_out = [_entry(c, str(name), info, limit, "eval_dataset") for name in listed(c.get("eval_dataset"))]
+    if held_out:
+        c.put(EVAL, as_entries(held_out), "eval_dataset")
+    size = number(c.get("val_size", 0.0)) or 0.0
+    if 0 < size < 1:
+        c.put("data.eval_split", size, "val_size", comment="val_size; which rows differs")
+    elif size:
+        c.missing("data.eval_split is a share of the rows: val_size / rows", "val_size")
+
+
+def _info(c: Conversion) -> Mapping[str, object]:
+    """The entries of dataset_info.json; empty where it is not at hand."""
+    folder = str(c.get("dataset_dir", "data"))
+    file = c.target / c.path(folder) / "dataset_info.json"
+    if not file.is_file():
+        if c.has("dataset") and folder != "ONLINE":
+            c.notes.append(
+                f"{folder}/dataset_info.json is not at hand, so the names of data sets are left as they are: write the "
+                "files or Hub names into data.train_data_paths (run from LLaMA-Factory's folder, they are found)"
+            )
+        return {}
+    found = json.loads(file.read_text(encoding="utf-8"))
+    return found if isinstance(found, dict) else {}
+
+
+def _entry(c: Conversion, name: str, info: Mapping[str, object], limit: int | None, key: str) -> dict[str, object]:
+    known = info.get(name)
+    if not isinstance(known, Mapping):
+        return entry(c.path(name), max_samples=limit)
+    folder = str(c.get("dataset_dir", "data"))
+    if known.get("ranking"):
+        c.missing(f"{name} has pairs of preferences: name rows with one answer", key)
+    hub = known.get("hf_hub_url")
+    path = str(hub) if hub else c.path(f"{folder}/{known.get('file_name') or known.get('script_url') or name}")
+    columns = known.get("columns")
+    columns = dict(columns) if isinstance(columns, Mapping) else {}
+    tags = known.get("tags") if isinstance(known.get("tags"), Mapping) else {}
+    kind = str(known.get("formatting", "alpaca"))
+    split = known.get("split")
+    options = {
+        "name": known.get("subset"),
+        "split": None if split in (None, "train") else split,
+        "max_samples": known.get("num_samples") or limit,
+        "columns": _columns(columns, kind, dict(tags or {})),
+    }
+    if kind == "alpaca":
+        c.notes.append(f"{name}: LLaMA-Factory joins instruction and input with one line break, shardtune with two")
+    return entry(path, **options)
+
+
+ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
+
+
+def _columns(columns: Mapping[str, object], kind: str, tags: Mapping[str, object]) -> dict[str, object]:
+    """Our names of columns -> theirs, where they differ."""
+    plain = kind == "openai" or (tags.get("role_tag"), tags.get("content_tag")) == ("role", "content")
+    ours = dict(ALPACA) if kind == "alpaca" else {"messages": "messages" if plain else "conversations"}
+    pairs = {ours.get(theirs, theirs): column for theirs, column in columns.items()}
+    return {name: column for name, column in pairs.items() if name != column}

@@ -1,0 +1,51 @@
+"""The trainers whose configurations are known, and how one is told from another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from shardtune.config.foreign import axolotl, llama_factory, torchtune, trl
+from shardtune.config.foreign.conversion import Conversion
+from shardtune.config.foreign.table import Table
+from shardtune.config.tree import get_value
+
+
+@dataclass(frozen=True, slots=True)
+class OtherTrainer:
+    """Another trainer.
+
+    Attributes:
+        name: as its project spells it.
+        table: its keys.
+        marks: keys that few others have.
+        convert: its rules for keys that mean something together.
+    """
+
+    name: str
+    table: Table
+    marks: tuple[str, ...]
+    convert: Callable[[Conversion], None]
+
+
+TORCHTUNE = "torchtune"
+TRAINERS: Mapping[str, OtherTrainer] = {
+    "trl": OtherTrainer(trl.NAME, trl.TABLE, trl.MARKS, trl.convert),
+    "axolotl": OtherTrainer(axolotl.NAME, axolotl.TABLE, axolotl.MARKS, axolotl.convert),
+    "llama-factory": OtherTrainer(llama_factory.NAME, llama_factory.TABLE, llama_factory.MARKS, llama_factory.convert),
+    TORCHTUNE: OtherTrainer(torchtune.NAME, torchtune.TABLE, (), torchtune.convert),
+}
+"""By the word for `--from`; HALOs' names are read in recipes, so it is not among them."""
+FEWEST = 2
+
+
+def recognise(tree: Mapping[str, object]) -> str | None:
+    """The word of the trainer that a configuration is for; None for a recipe of ours, or if no two keys fit."""
+    if set(tree) & {"runner", "actor", "data"}:
+        return None
+    if any(isinstance(part, Mapping) and "_component_" in part for part in tree.values()):
+        return TORCHTUNE
+    scores = {word: sum(get_value(tree, mark) is not None for mark in known.marks) for word, known in TRAINERS.items()}
+    best = max(scores, key=lambda word: scores[word])
+    others = sum(name in TRAINERS[best].table for name in tree)
+    return best if scores[best] and others >= FEWEST and others * 2 >= len(tree) else None

@@ -1,0 +1,200 @@
+"""The keys of transformers' TrainingArguments, which TRL and LLaMA-Factory have too."""
+
+from __future__ import annotations
+
+from shardtune.config.foreign import rules
+from shardtune.config.foreign.conversion import Conversion, Kind
+from shardtune.config.foreign.sharding import FSDP_CONFIG, sharding
+from shardtune.config.foreign.table import By, Missing, NotNeeded, Table, To, each
+from shardtune.config.foreign.values import as_number, clip, is_on, listed, number, whole_number
+
+HUB = "final/ is a directory for from_pretrained: upload it (huggingface-cli upload NAME runs/NAME/final)"
+TRAINING_ARGUMENTS: Table = {
+    "output_dir": By("runner.logger.log_path: FOLDER and runner.logger.experiment_name: NAME"),
+    "run_name": By("runner.logger.experiment_name: NAME"),
+    "per_device_train_batch_size": By("actor.micro_batch_size: N"),
+    "gradient_accumulation_steps": By("actor.global_batch_size: N (rows of a step over all ranks)"),
+    "per_device_eval_batch_size": To("actor.eval_micro_batch_size", whole_number("a number of rows")),
+    "num_train_epochs": By("runner.max_epochs: N"),
+    "max_steps": By("runner.max_steps: N"),
+    "learning_rate": To("actor.optim.lr", as_number, default=5e-5),
+    "lr_scheduler_type": By("actor.optim.lr_scheduler: cosine (or constant, linear, wsd)"),
+    "lr_scheduler_kwargs": By("actor.optim.min_lr: RATE, or actor.optim.decay_ratio: SHARE"),
+    "warmup_steps": By("actor.optim.lr_warmup_steps: N"),
+    "warmup_ratio": By("actor.optim.lr_warmup_steps_ratio: SHARE"),
+    "optim": By("actor.optim.name: AdamW"),
+    "optim_args": By("actor.optim.args: {NAME: VALUE}"),
+    "weight_decay": To("actor.optim.weight_decay", as_number, default=0.0),
+    "adam_beta1": To("actor.optim.adam_beta1", as_number),
+    "adam_beta2": To("actor.optim.adam_beta2", as_number),
+    "adam_epsilon": To("actor.optim.adam_eps", as_number),
+    "max_grad_norm": To("actor.optim.clip_grad", clip),
+    "label_smoothing_factor": To("actor.label_smoothing", as_number),
+    "average_tokens_across_devices": Missing("the loss is the mean over the trained tokens of a whole step", (True,)),
+    "bf16": By("actor.model.precision: bf16"),
+    "fp16": By("actor.model.precision: fp16"),
+    "gradient_checkpointing": To("actor.model.gradient_checkpointing", is_on, note="changes no number"),
+    "activation_checkpointing": To("actor.model.gradient_checkpointing", is_on, note="changes no number"),
+    "torch_compile": To("actor.model.compile", is_on),
+    "eval_strategy": By("runner.val_check_interval: N (steps), or epoch"),
+    "evaluation_strategy": By("runner.val_check_interval: N (steps), or epoch"),
+    "eval_steps": By("runner.val_check_interval: N"),
+    "eval_on_start": To("runner.eval_before_training", is_on),
+    "save_strategy": By("runner.save_interval: N (steps), or epoch"),
+    "save_steps": By("runner.save_interval: N"),
+    "save_total_limit": By("runner.keep_last: N"),
+    "logging_steps": By("runner.logger.log_interval: N"),
+    "report_to": By("runner.logger.logger_backends: [jsonl, wandb]"),
+    "project": To("runner.logger.project_name"),
+    "metric_for_best_model": By("runner.best.monitor: eval/loss"),
+    "greater_is_better": By("runner.best.mode: max (or min)"),
+    "load_best_model_at_end": By("runner.best.monitor: eval/loss, which keeps checkpoints/best"),
+    "resume_from_checkpoint": Missing(
+        "the same command continues a run of shardtune; checkpoints of other trainers are not read: name the saved "
+        "model as actor.model.model_path",
+        (None, False, True),
+    ),
+    "seed": To("runner.seed"),
+    "data_seed": Missing("one seed is for everything: runner.seed"),
+    "full_determinism": To("runner.deterministic", is_on),
+    "use_cpu": To("runner.device", lambda value: "cpu" if is_on(value) else "auto"),
+    "dataloader_num_workers": NotNeeded("rows are encoded once, into a cache; data.num_workers builds it"),
+    "train_sampling_strategy": By("data.shuffle: false for the order of the files"),
+    "group_by_length": NotNeeded("rows are packed, so their lengths need not be alike"),
+    "ddp_timeout": To("runner.collective_timeout", whole_number("a number of seconds")),
+    "neftune_noise_alpha": Missing("there is no NEFTune: leave it out, or add the noise in an adapter's forward"),
+    "optim_target_modules": Missing("optimizers are classes of torch.optim; actor.optim.groups sets rates by name"),
+    "auto_find_batch_size": Missing("a run that does not fit names what would: lower actor.micro_batch_size"),
+    "eval_delay": Missing("evaluations begin at once; leave it out", (None, False, 0)),
+    "save_only_model": Missing("a checkpoint always holds all that continues the run; final/ is the model alone"),
+    "push_to_hub": Missing(HUB),
+    **each("hub_model_id hub_revision hub_private_repo hub_token push_to_hub_model_id", Missing(HUB)),
+    "tf32": Missing("products in fp32 are exact; actor.model.precision: bf16 is the fast way"),
+    "torch_empty_cache_steps": Missing("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"),
+    "prediction_loss_only": NotNeeded("an evaluation reports the loss; eval.metrics adds yours"),
+    "include_for_metrics": Missing("eval.metrics names functions of outputs and targets", (None, False, ())),
+    "length_column_name": NotNeeded("lengths are in the cache"),
+    "debug": Missing("runner.profile_steps, and the watchdog, runner.watchdog_seconds"),
+    **FSDP_CONFIG,
+    "parallelism_config": Missing("actor.parallel has tensor, sequence and expert"),
+    **each(
+        "use_liger_kernel liger_kernel_config use_cache",
+        NotNeeded("the loss is computed in parts, without all logits at once; the numbers do not depend on it"),
+    ),
+    **each(
+        "gradient_checkpointing_kwargs activation_checkpointing_kwargs torch_compile_backend torch_compile_mode",
+        NotNeeded("the same numbers either way"),
+    ),
+    **each(
+        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend local_rank "
+        "accelerator_config dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
+        "dataloader_multiprocessing_context dataloader_in_order save_on_each_node save_safetensors "
+        "overwrite_output_dir",
+        NotNeeded("shardtune does this itself"),
+    ),
+    **each(
+        "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object batch_eval_metrics bf16_full_eval "
+        "fp16_full_eval",
+        NotNeeded("an evaluation is summed batch by batch, in the precision of training"),
+    ),
+    **each(
+        "logging_strategy logging_first_step logging_nan_inf_filter logging_dir log_level log_level_replica "
+        "log_on_each_node disable_tqdm include_num_input_tokens_seen include_tokens_per_second skip_memory_metrics",
+        NotNeeded("rank 0 logs every runner.logger.log_interval steps, with tokens and memory"),
+    ),
+    **each(
+        "do_train do_eval do_predict predict_with_generate remove_unused_columns label_names ignore_data_skip "
+        "restore_callback_states_from_checkpoint enable_jit_checkpoint dataloader_drop_last hub_strategy "
+        "hub_always_push trackio_space_id trackio_bucket_id trackio_static_space_id",
+        NotNeeded("it does not arise here"),
+    ),
+}
+
+
+def training_arguments(c: Conversion, *, logging: int, rate: float, precision: str) -> None:
+    """Read the keys that mean something together.
+
+    Args:
+        c: the conversion.
+        logging: the default of `logging_steps`.
+        rate: the default of `learning_rate`.
+        precision: the dtype of the computation where neither `bf16` nor `fp16` is set.
+    """
+    total = rules.total_steps(c, "max_steps")
+    rules.length_of_run(c, "num_train_epochs", "max_steps", default=3)
+    peak = number(c.get("learning_rate")) or rate
+    has_warmup = rules.schedule(c, "lr_scheduler_type", "lr_scheduler_kwargs", default="linear", total=total, rate=peak)
+    if has_warmup:
+        rules.warmup(c, "warmup_steps", "warmup_ratio", total)
+    else:
+        c.not_needed("transformers' constant has no warm-up; constant_with_warmup has", "warmup_steps", "warmup_ratio")
+    rules.choose_optimizer(c, "optim", "optim_args")
+    _precision(c, precision)
+    sharding(c)
+    _intervals(c, total, logging)
+    rules.run_directory(c, "output_dir", "run_name")
+    _logging(c, logging, total)
+    if c.has("report_to"):
+        rules.loggers(c, "report_to", listed(c.get("report_to")))
+    _best(c)
+    kind = str(c.get("train_sampling_strategy", "random"))
+    c.put("data.shuffle", kind != "sequential", "train_sampling_strategy")
+
+
+def _precision(c: Conversion, neither: str) -> None:
+    if is_on(c.get("bf16")) or is_on(c.get("fp16")):
+        name = "bf16" if is_on(c.get("bf16")) else "fp16"
+        c.put("actor.model.precision", name, name)
+        c.not_needed(f"{name} is set", "fp16" if name == "bf16" else "bf16")
+        return
+    is_off = "bf16" in c.tree and c.get("bf16") is not None
+    kind = "fp32" if is_off and c.trainer == "TRL" else neither
+    comment = "bf16: false" if is_off else f"{c.trainer}'s default"
+    c.put("actor.model.precision", kind, "bf16", "fp16", comment=comment)
+
+
+def _intervals(c: Conversion, total: int | None, logging: int) -> None:
+    strategy = "evaluation_strategy" if c.has("evaluation_strategy") else "eval_strategy"
+    every = number(c.get("logging_steps", logging))
+    rules.interval(
+        c,
+        "runner.val_check_interval",
+        strategy,
+        "eval_steps",
+        default="no",
+        every=int(every) if every and every >= 1 else None,
+        total=total,
+    )
+    rules.interval(c, "runner.save_interval", "save_strategy", "save_steps", default="steps", every=500, total=total)
+    _kept(c)
+
+
+def _kept(c: Conversion) -> None:
+    limit = c.get("save_total_limit")
+    if limit is not None:
+        c.put("runner.keep_last", limit, "save_total_limit")
+    elif "runner.save_interval" in c.lines:
+        c.notes.append(f"{c.trainer} keeps every checkpoint unless save_total_limit is given; here runner.keep_last, 3")
+        c.record("save_total_limit", Kind.DEFAULT, "runner.keep_last: 3")
+
+
+def _logging(c: Conversion, default: int, total: int | None) -> None:
+    every = number(c.get("logging_steps", default)) or 1
+    if every < 1:
+        every = max(1, round(every * total)) if total else 1
+    comment = "logging_steps" if c.has("logging_steps") else f"{c.trainer}'s default (logging_steps)"
+    c.put("runner.logger.log_interval", int(every), "logging_steps", comment=comment)
+
+
+def _best(c: Conversion) -> None:
+    if not is_on(c.get("load_best_model_at_end")):
+        c.record("load_best_model_at_end", Kind.DEFAULT, "final/ is the last model")
+        c.not_needed("load_best_model_at_end is off", "metric_for_best_model", "greater_is_better")
+        return
+    metric = str(c.get("metric_for_best_model", "loss")).removeprefix("eval_").removeprefix("eval/")
+    comment = "checkpoints/best; final/ is the last model"
+    c.put("runner.best.monitor", f"eval/{metric}", "load_best_model_at_end", "metric_for_best_model", comment=comment)
+    if c.get("greater_is_better") is not None:
+        c.put("runner.best.mode", "max" if is_on(c.get("greater_is_better")) else "min", "greater_is_better")
+    if metric != "loss":
+        c.notes.append(f"the metric eval/{metric} has to exist: eval.metrics names the function that computes it")

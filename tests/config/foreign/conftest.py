@@ -1,0 +1,56 @@
+"""Configurations of other trainers, and what `convert` makes of one that is given as a dict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shardtune.config.foreign.convert import Converted, convert
+
+SOURCES = Path(__file__).parent / "sources"
+FILES = {
+    "trl.yaml": "TRL",
+    "axolotl.yaml": "Axolotl",
+    "llama_factory.yaml": "LLaMA-Factory",
+    "torchtune.yaml": "torchtune",
+    "halos.yaml": "HALOs",
+}
+SMALLEST: dict[str, dict[str, Any]] = {
+    "trl": {"model_name_or_path": "org/model", "dataset_name": "org/rows"},
+    "axolotl": {
+        "base_model": "org/model",
+        "learning_rate": 1e-4,
+        "datasets": [{"path": "org/rows", "type": "completion"}],
+    },
+    "llama-factory": {"model_name_or_path": "org/model", "dataset": "org/rows", "dataset_dir": "ONLINE"},
+    "torchtune": {
+        "model": {"_component_": "torchtune.models.llama3.llama3_8b"},
+        "checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": "org/model"},
+        "dataset": {"_component_": "torchtune.datasets.chat_dataset", "source": "org/rows"},
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-5},
+    },
+}
+"""The fewest keys of each trainer."""
+
+
+@pytest.fixture
+def of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Converted]:
+    """Convert the fewest keys of a trainer with others: `of("trl", packing=True)`."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(trainer: str, world_size: int | None = 1, **changes: Any) -> Converted:
+        file = tmp_path / "source.yaml"
+        file.write_text(yaml.safe_dump({**SMALLEST[trainer], **changes}))
+        return convert(file, trainer, world_size=world_size)
+
+    return make
+
+
+def value(found: Converted, key: str) -> object:
+    """The value of a line of the recipe; `absent` where there is none."""
+    line = found.conversion.lines.get(key)
+    return "absent" if line is None else line.value

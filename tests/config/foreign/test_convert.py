@@ -1,0 +1,146 @@
+"""Whole configurations of five trainers as recipes: no key is lost, and what is written loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shardtune.config import load_recipe
+from shardtune.config.foreign.conversion import Conversion, Kind
+from shardtune.config.foreign.convert import convert
+from shardtune.config.foreign.trainers import TRAINERS
+from shardtune.config.foreign.written import recipe_text
+from shardtune.errors import ConfigError
+from tests.config.foreign.conftest import FILES, SMALLEST, SOURCES, value
+from tests.support.workspace import run_cli
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_key_has_an_outcome_and_the_recipe_loads(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(SOURCES)
+    target = tmp_path / "recipe.yaml"
+    found = convert(Path(name), to=target)
+    conversion = found.conversion
+    assert conversion.trainer == FILES[name]
+    assert set(conversion.outcomes) == set(conversion.given)
+    assert all(f"{key}: " in found.report for key in conversion.given)
+    target.write_text(found.recipe)
+    recipe = load_recipe(target, files_must_exist=False)
+    given = {key: line.value for key, line in conversion.lines.items()}
+    assert recipe.actor.optim.lr == given.get("actor.optim.lr", 1e-5)
+    assert recipe.data.max_length == given["data.max_length"] == 64
+    assert str(recipe.data.train_data_paths).count(str(SOURCES / "rows.jsonl")) == 1  # found from another folder
+    assert "does not load" not in found.report
+    left = [key for key, one in conversion.outcomes.items() if one.kind in (Kind.MISSING, Kind.UNKNOWN)]
+    assert all(f"# {key}: " in found.recipe for key in left)
+    assert left == {
+        "trl.yaml": ["report_to", *_HUB, "neftune_noise_alpha", "learnin_rate"],
+        "axolotl.yaml": ["plugins"],
+    }.get(name, [])
+
+
+_HUB = ["push_to_hub", "hub_model_id"]
+
+
+def test_the_recipe_is_read_as_it_is_meant(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(SOURCES)
+    lines = convert(Path("axolotl.yaml"), world_size=4).conversion.lines
+    assert {key: line.value for key, line in lines.items() if key.startswith(("actor", "data"))} == {
+        "actor.micro_batch_size": None,
+        "actor.max_tokens_per_micro_batch": 128,
+        "actor.global_batch_tokens": 2 * 2 * 4 * 64,
+        "actor.model.model_path": "./model",
+        "actor.model.gradient_checkpointing": True,
+        "actor.model.is_lora": True,
+        "actor.model.lora.r": 4,
+        "actor.model.lora.alpha": 8,
+        "actor.model.lora.base_dtype": "nf4",
+        "actor.optim.lr": 2e-4,
+        "actor.optim.state_dtype": "int8",
+        "actor.optim.min_lr": pytest.approx(2e-5),
+        "actor.optim.lr_warmup_steps": 2,
+        "actor.optim.lr_warmup_from_zero": True,
+        "data.train_data_paths": "rows.jsonl",
+        "data.eval_split": 0.2,
+        "data.max_length": 64,
+        "data.on_too_long": "drop",
+        "data.cache_dir": "prepared",
+    }
+
+
+@pytest.mark.parametrize("trainer", SMALLEST)
+def test_the_fewest_keys_are_enough_and_an_empty_value_is_the_default(of, trainer: str):
+    found = of(trainer, seed=None)
+    assert "still to be given" not in found.report
+    assert "does not load" not in found.report
+    assert found.conversion.outcomes["seed"].kind is Kind.DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("trainer", "changes", "what"),
+    [
+        ("axolotl", {"rl": "dpo"}, "rl: dpo"),
+        ("llama-factory", {"stage": "dpo"}, "stage: dpo"),
+        ("torchtune", {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "DPOLoss"),
+    ],
+)
+def test_what_is_no_fine_tuning_is_refused(of, trainer: str, changes: dict[str, object], what: str):
+    with pytest.raises(ConfigError, match=what):
+        of(trainer, **changes)
+
+
+def test_the_command_writes_reports_and_keeps_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sft.yaml").write_text("model_name_or_path: org/model\ndataset_name: org/rows\nfoo_bar: 1\n")
+    done = run_cli("convert", "sft.yaml", "--world-size", "2", "-o", "new/recipe.yaml")
+    assert done.code == 0
+    assert "foo_bar: 1  ->  no key of TRL" in done.out
+    assert load_recipe(tmp_path / "new" / "recipe.yaml", files_must_exist=False).actor.global_batch_size == 16
+    again = run_cli("convert", "sft.yaml", "-o", "new/recipe.yaml")
+    assert (again.code, "exists already" in again.err) == (2, True)
+    printed = run_cli("convert", "sft.yaml")
+    assert printed.out.startswith("# sft.yaml, a configuration of TRL")
+    assert "translated:" in printed.err
+    whole = run_cli("train", "sft.yaml")
+    assert (whole.code, "shardtune convert sft.yaml" in whole.err) == (2, True)
+
+
+def test_a_file_of_no_known_trainer_is_refused(tmp_path: Path):
+    (tmp_path / "x.yaml").write_text("a: 1\nb: 2\n")
+    with pytest.raises(
+        ConfigError, match=r"not recognised(.|\n)*--from trl, axolotl, llama-factory, torchtune or halos"
+    ):
+        convert(tmp_path / "x.yaml")
+    with pytest.raises(ConfigError, match="nemo is not a known trainer"):
+        convert(tmp_path / "x.yaml", "nemo")
+
+
+def test_the_tokens_of_a_packed_step_and_the_rows_of_another(of):
+    packed = of("trl", world_size=2, packing=True, max_length=512, per_device_train_batch_size=3)
+    assert value(packed, "actor.global_batch_tokens") == 3 * 2 * 512
+    assert value(packed, "actor.global_batch_size") == "absent"
+    plain = of("trl", world_size=2, per_device_train_batch_size=3, gradient_accumulation_steps=5)
+    assert value(plain, "actor.global_batch_size") == 30
+
+
+ODD: list[Any] = [None, "x", "", -1, 2.5, [], ["a", {"b": 2}], {"a": {"b": [1]}}, float("nan"), 1e400, True]
+
+
+@pytest.mark.parametrize("word", TRAINERS)
+def test_no_value_of_any_key_is_lost_or_breaks_the_conversion(word: str):
+    known = TRAINERS[word]
+    for number, name in enumerate(known.table):
+        outer, _, inner = name.partition(".")
+        value = ODD[number % len(ODD)]
+        c = Conversion(known.name, {**SMALLEST[word], outer: {inner: value} if inner else value}, Path(), Path())
+        try:
+            known.convert(c)
+        except ConfigError:  # rl, stage: no supervised fine-tuning
+            continue
+        c.translate(known.table)
+        assert set(c.outcomes) == set(c.given), name
+        if number % 20 == 0:
+            yaml.safe_load(recipe_text(c, "x"))

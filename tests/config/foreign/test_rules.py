@@ -1,0 +1,261 @@
+"""The numbers of other trainers: rates, batches, defaults and targets, as their sources have them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.optimization import get_scheduler
+
+from shardtune.config import load_recipe
+from shardtune.config.foreign.conversion import Kind
+from shardtune.config.foreign.convert import Converted
+from shardtune.optim.build import set_learning_rate
+from tests.config.foreign.conftest import value
+
+STEPS, RATE = 40, 2e-4
+SCHEDULES: list[dict[str, Any]] = [
+    {"lr_scheduler_type": "linear"},
+    {"lr_scheduler_type": "linear", "warmup_steps": 5},
+    {"lr_scheduler_type": "cosine", "warmup_ratio": 0.11},
+    {"lr_scheduler_type": "cosine", "warmup_steps": 0.11},
+    {"lr_scheduler_type": "constant", "warmup_steps": 5},
+    {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 7},
+    {"lr_scheduler_type": "polynomial", "warmup_steps": 3},
+    {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 1e-5}},
+    {"lr_scheduler_type": "cosine_with_restarts", "warmup_steps": 3},
+    {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "warmup_steps": 4},
+    {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}},
+    {
+        "lr_scheduler_type": "warmup_stable_decay",
+        "lr_scheduler_kwargs": {"num_decay_steps": 10, "decay_type": "linear"},
+        "warmup_steps": 5,
+    },
+    {
+        "lr_scheduler_type": "warmup_stable_decay",
+        "lr_scheduler_kwargs": {"num_decay_steps": 10, "decay_type": "linear", "min_lr_ratio": 0.1},
+    },
+]
+
+
+def rates_here(found: Converted, folder: Path) -> list[float]:
+    """The rate of each step by the recipe that was written."""
+    (folder / "made.yaml").write_text(found.recipe)
+    optim = load_recipe(folder / "made.yaml", files_must_exist=False).actor.optim
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=optim.lr)
+    optimizer.param_groups[0]["base_lr"] = optim.lr
+    return [set_learning_rate(optimizer, step, STEPS, optim) for step in range(STEPS)]
+
+
+def rates_of(name: str, warmup: int, **options: Any) -> list[float]:
+    """The rate of each step by transformers."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RATE)
+    scheduler = get_scheduler(name, optimizer, warmup, STEPS, scheduler_specific_kwargs=options or None)
+    rates = []
+    for _ in range(STEPS):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize("given", SCHEDULES, ids=lambda given: "-".join(map(str, given.values()))[:40])
+@pytest.mark.parametrize("trainer", ["trl"])
+def test_the_rates_of_all_steps_are_those_of_transformers(of, tmp_path: Path, trainer: str, given: dict[str, Any]):
+    found = of(trainer, max_steps=STEPS, learning_rate=RATE, **given)
+    share = given.get("warmup_ratio") or given.get("warmup_steps", 0)
+    warmup = math.ceil(STEPS * share) if share < 1 else share
+    theirs = rates_of(given["lr_scheduler_type"], warmup, **given.get("lr_scheduler_kwargs", {}))
+    assert rates_here(found, tmp_path) == pytest.approx(theirs, rel=1e-12, abs=1e-18)
+
+
+@pytest.mark.parametrize(
+    ("given", "warmup", "options"),
+    [
+        ({"warmup_ratio": 0.11}, 4, {}),  # rounded down there
+        ({"warmup_steps": 1}, 2, {}),
+        ({}, 2, {}),  # 3% of 40 is 1, made 2
+        ({"warmup_steps": 6, "cosine_min_lr_ratio": 0.2}, 6, {"min_lr_rate": 0.2}),
+    ],
+)
+def test_the_rates_of_axolotl(of, tmp_path: Path, given: dict[str, Any], warmup: int, options: dict[str, Any]):
+    found = of("axolotl", max_steps=STEPS, **{"learning_rate": RATE, **given})
+    name = "cosine_with_min_lr" if options else "cosine"
+    assert rates_here(found, tmp_path) == pytest.approx(rates_of(name, warmup, **options), rel=1e-12, abs=1e-18)
+
+
+def test_the_rates_of_torchtune(of, tmp_path: Path):
+    schedule = {
+        "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+        "num_warmup_steps": 9,
+    }
+    optimizer = {"_component_": "torch.optim.AdamW", "lr": RATE}
+    found = of("torchtune", max_steps_per_epoch=STEPS, epochs=1, lr_scheduler=schedule, optimizer=optimizer)
+    assert rates_here(found, tmp_path) == pytest.approx(rates_of("cosine", 9), rel=1e-12, abs=1e-18)
+    without = of("torchtune", max_steps_per_epoch=STEPS, optimizer=optimizer)
+    assert rates_here(without, tmp_path) == [RATE] * STEPS
+
+
+@pytest.mark.parametrize("kind", ["inverse_sqrt", "reduce_lr_on_plateau", "greedy"])
+def test_a_schedule_that_there_is_not_is_said(of, kind: str):
+    outcome = of("trl", lr_scheduler_type=kind).conversion.outcomes["lr_scheduler_type"]
+    assert (outcome.kind, "constant, linear, cosine and wsd" in outcome.text) == (Kind.MISSING, True)
+
+
+DEFAULTS: dict[str, dict[str, object]] = {
+    "trl": {
+        "actor.optim.lr": 2e-5,
+        "actor.optim.weight_decay": 0.0,
+        "actor.optim.lr_scheduler": "linear",
+        "actor.global_batch_size": 8,
+        "runner.max_epochs": 3,
+        "runner.save_interval": 500,
+        "data.max_length": 1024,
+        "data.train_on": "all",
+        "actor.model.gradient_checkpointing": True,
+    },
+    "axolotl": {
+        "actor.optim.weight_decay": 0.0,
+        "actor.global_batch_size": 1,
+        "actor.optim.lr_warmup_steps_ratio": 0.03,
+        "runner.save_interval": "epoch",
+        "data.max_length": 512,
+        "data.on_too_long": "drop",
+    },
+    "llama-factory": {
+        "actor.optim.lr": 5e-5,
+        "actor.optim.weight_decay": 0.0,
+        "actor.model.is_lora": True,
+        "actor.model.lora.r": 8,
+        "actor.model.lora.alpha": 16,
+        "actor.model.gradient_checkpointing": True,
+    },
+    "torchtune": {
+        "actor.optim.clip_grad": None,
+        "actor.optim.lr_scheduler": "constant",
+        "actor.optim.groups": [{"pattern": ".", "weight_decay": 0.01}],
+        "data.max_length": 131072,
+        "runner.save_interval": "epoch",
+    },
+}
+
+
+@pytest.mark.parametrize("trainer", DEFAULTS)
+def test_defaults_that_differ_are_written_with_whose_they_are(of, trainer: str):
+    found = of(trainer)
+    assert {key: value(found, key) for key in DEFAULTS[trainer]} == DEFAULTS[trainer]
+    comments = [found.conversion.lines[key].comment for key in DEFAULTS[trainer]]
+    assert all(comment for comment in comments)
+    assert sum("default" in comment for comment in comments) >= 2
+
+
+OFFLOAD, RESHARD = "actor.fsdp_config.cpu_offload", "actor.fsdp_config.reshard_after_forward"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "given", "key", "expected"),
+    [
+        ("trl", {"assistant_only_loss": True}, "data.train_on", "assistant"),
+        ("trl", {"completion_only_loss": False}, "data.train_on", "all"),
+        ("trl", {"max_grad_norm": 0}, "actor.optim.clip_grad", None),
+        ("trl", {"bf16": False}, "actor.model.precision", "fp32"),
+        ("trl", {"fp16": True}, "actor.model.precision", "fp16"),
+        ("trl", {"learning_rate": "2e-5"}, "actor.optim.lr", 2e-5),
+        ("trl", {"num_train_epochs": 2.0}, "runner.max_epochs", 2),
+        ("trl", {"optim": "paged_adamw_8bit"}, "actor.optim.state_dtype", "int8"),
+        ("trl", {"optim": "sgd", "optim_args": "momentum=0.9"}, "actor.optim.args", {"momentum": 0.9}),
+        ("trl", {"eval_strategy": "epoch"}, "runner.val_check_interval", "epoch"),
+        ("trl", {"save_steps": 0.25, "max_steps": 40}, "runner.save_interval", 10),
+        ("trl", {"eval_strategy": "epoch"}, "data.eval_data_paths", {"path": "org/rows", "split": "test"}),
+        ("trl", {"dataset_config": "main"}, "data.train_data_paths", "org/rows:main"),
+        ("trl", {"use_peft": True, "load_in_4bit": True}, "actor.model.lora.base_dtype", "nf4"),
+        ("trl", {"use_peft": True}, "actor.model.lora.dropout", 0.05),
+        ("trl", {"use_peft": True}, "actor.model.lora.target_modules", ["q_proj", "v_proj"]),
+        ("trl", {"output_dir": "out/first"}, "runner.logger.log_path", "out"),
+        (
+            "trl",
+            {"report_to": ["wandb", "tensorboard"]},
+            "runner.logger.logger_backends",
+            ["jsonl", "wandb", "tensorboard"],
+        ),
+        ("trl", {"fsdp": "full_shard offload"}, "actor.fsdp_config.cpu_offload", True),
+        ("trl", {"fsdp_config": {"fsdp_reshard_after_forward": "NO_SHARD"}}, RESHARD, False),
+        ("trl", {"deepspeed": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}}, OFFLOAD, True),
+        ("axolotl", {"model_config": {"rope_theta": 5}}, "actor.model.config_overrides", {"rope_theta": 5}),
+        ("axolotl", {"train_on_inputs": True}, "data.train_on", "all"),
+        ("axolotl", {"excess_length_strategy": "raise"}, "data.on_too_long", "fail"),
+        ("axolotl", {"batch_size": 12, "micro_batch_size": 3}, "actor.global_batch_size", 12),
+        ("axolotl", {"wandb_project": "p"}, "runner.logger.project_name", "p"),
+        ("axolotl", {"chat_template": "chatml"}, "data.chat_template", "chatml"),
+        ("axolotl", {"fsdp_config": {"offload_params": True}}, "actor.fsdp_config.cpu_offload", True),
+        ("llama-factory", {"mask_history": True}, "data.train_on", "last_assistant"),
+        ("llama-factory", {"train_on_prompt": True}, "data.train_on", "all"),
+        ("llama-factory", {"finetuning_type": "full"}, "actor.model.is_lora", "absent"),
+        ("llama-factory", {"quantization_bit": 4}, "actor.model.lora.base_dtype", "nf4"),
+        ("llama-factory", {"pissa_init": True}, "actor.model.lora.init", "pissa_niter_16"),
+        ("llama-factory", {"packing": True, "cutoff_len": 100}, "actor.global_batch_tokens", 800),
+        ("torchtune", {"clip_grad_norm": 2.0}, "actor.optim.clip_grad", 2.0),
+        ("torchtune", {"epochs": 2, "max_steps_per_epoch": 30}, "runner.max_steps", 60),
+        ("torchtune", {"batch_size": 3, "gradient_accumulation_steps": 4}, "actor.global_batch_size", 12),
+    ],
+)
+def test_values_mean_the_same(of, trainer: str, given: dict[str, Any], key: str, expected: object):
+    found = of(trainer, **given)
+    assert value(found, key) == expected
+    assert "does not load" not in found.report
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [({"prompt": "a", "completion": "b"}, "assistant"), ({"messages": []}, "all"), ({"text": "a"}, "all")],
+)
+def test_what_trl_trains_depends_on_the_rows_where_they_are_at_hand(of, tmp_path: Path, row: object, expected: str):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    assert value(of("trl", dataset_name="rows.jsonl"), "data.train_on") == expected
+
+
+def test_data_sets_of_axolotl_become_entries(of):
+    sets = [
+        {"path": "org/chat", "type": "chat_template", "field_messages": "conversations", "split": "train[:50]",
+         "message_property_mappings": {"role": "from", "content": "value"}},
+        {"path": "org/code", "type": "alpaca", "shards": 2},
+        {"path": "json", "data_files": ["a.jsonl"], "type": {"field_instruction": "q", "field_output": "a"}},
+    ]  # fmt: skip
+    found = of("axolotl", datasets=sets)
+    assert value(found, "data.train_data_paths") == [
+        {"path": "org/chat", "split": "train[:50]"},
+        "org/code",
+        {"path": "a.jsonl", "columns": {"instruction": "q", "output": "a"}},
+    ]
+    missing = {name for name, one in found.conversion.outcomes.items() if one.kind is Kind.MISSING}
+    assert missing == {"datasets[1].type", "datasets[1].shards"}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "given", "name"),
+    [
+        ("trl", {"num_train_epochs": 0.5}, "num_train_epochs"),
+        ("trl", {"load_in_8bit": True, "use_peft": True}, "load_in_8bit"),
+        ("trl", {"optim": "lion_8bit"}, "optim"),
+        ("trl", {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+        ("trl", {"average_tokens_across_devices": False}, "average_tokens_across_devices"),
+        ("trl", {"packing": True, "packing_strategy": "wrapped"}, "packing_strategy"),
+        ("trl", {"dtype": "bfloat16"}, "dtype"),
+        ("axolotl", {"evals_per_epoch": 4, "val_set_size": 0.1}, "evals_per_epoch"),
+        ("axolotl", {"val_set_size": 100}, "val_set_size"),
+        ("axolotl", {"special_tokens": {"eos_token": "<e>"}}, "special_tokens.eos_token"),
+        ("llama-factory", {"template": "alpaca"}, "template"),
+        ("llama-factory", {"use_galore": True}, "use_galore"),
+        ("torchtune", {"optimizer_in_bwd": True}, "optimizer_in_bwd"),
+    ],
+)
+def test_what_has_no_counterpart_has_a_remedy(of, trainer: str, given: dict[str, Any], name: str):
+    found = of(trainer, **given)
+    outcome = found.conversion.outcomes[name]
+    assert outcome.kind is Kind.MISSING
+    assert len(outcome.text) > 15
+    assert "does not load" not in found.report

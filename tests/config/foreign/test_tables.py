@@ -1,0 +1,91 @@
+"""The tables name keys that exist, hold all keys of transformers, and answer for unknown keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from transformers import TrainingArguments
+
+from shardtune.config import KEYS
+from shardtune.config.foreign.hints import hint
+from shardtune.config.foreign.table import By, Missing, NotNeeded, To
+from shardtune.config.foreign.trainers import TRAINERS, recognise
+from shardtune.config.keys import OTHER_NAMES
+from shardtune.config.schema import DataEntry
+from shardtune.errors import ConfigError
+
+OURS = re.compile(r"\b(?:runner|actor|data|eval)\.[a-z_]+(?:\.[a-z_0-9]+)*")
+ENTRIES = [(word, name, entry) for word, known in TRAINERS.items() for name, entry in known.table.items()]
+
+
+def test_each_entry_names_keys_that_exist():
+    for word, name, entry in ENTRIES:
+        text = {To: lambda e: e.key, By: lambda e: e.line, NotNeeded: lambda e: e.why, Missing: lambda e: e.remedy}
+        for key in OURS.findall(text[type(entry)](entry)):
+            assert key in KEYS, f"{word}: {name} names {key}"
+    assert len(ENTRIES) > 700
+
+
+@pytest.mark.parametrize("word", ["trl", "llama-factory"])
+def test_all_keys_of_transformers_are_known(word: str):
+    names = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert not names - set(TRAINERS[word].table)
+
+
+def test_an_entry_of_a_data_set_has_the_options_that_remedies_name():
+    assert {"path", "weight", "split", "max_samples", "columns"} <= set(DataEntry.model_fields)
+
+
+def test_names_that_are_suggested_elsewhere_lead_to_the_same_keys():
+    for name, key in OTHER_NAMES.items():
+        for known in TRAINERS.values():
+            entry = known.table.get(name)
+            if isinstance(entry, To):
+                assert entry.key == key, name
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ("load_in_4bit: true", "actor.model.lora.base_dtype: nf4"),
+        ("packing: true", "rows are always packed"),
+        ("template: llama3", "data.chat_template: FILE.jinja"),
+        ("push_to_hub: true", "final/"),
+        ("dataset: a.jsonl", "data.train_data_paths: "),
+        ("adapter: qlora", "actor.model.is_lora: true"),
+        ("learning_rate: 2.0e-4", "write actor.optim.lr: 0.0002"),
+        ("per_device_train_batch_size: 4", "write actor.micro_batch_size: 4"),
+        ("num_train_epochs: 3", "write runner.max_epochs: 3"),
+        ("output_dir: out", "runner.logger.log_path: FOLDER"),
+        ("max_seq_length: 99", "write data.max_length: 99"),
+        ("lora_target_modules: [q_proj]", "actor.model.lora.target_modules"),
+        ("deepspeed: z.json", "FSDP2"),
+        ("gradient_checkpointing: true", "write actor.model.gradient_checkpointing: true"),
+        ("actor: {load_in_8bit: true}", "there are no eight"),
+        ("optim: adamw_torch", "actor.optim.name: AdamW"),
+    ],
+)
+def test_an_unknown_key_of_another_trainer_is_answered_with_the_line_to_write(load_text, given: str, remedy: str):
+    with pytest.raises(ConfigError, match="unknown key") as error:
+        load_text(f"data: {{train_data_paths: a.jsonl}}\n{given}")
+    assert remedy in str(error.value)
+
+
+def test_overrides_are_answered_too(load):
+    with pytest.raises(ConfigError, match=r"write actor\.optim\.lr: 1 \(learning_rate of transformers\)"):
+        load("actor.optim.learning_rate=1")
+
+
+def test_a_section_in_the_wrong_place_is_no_key_of_another_trainer():
+    assert hint("optim", {"lr": 1e-5}) is None
+    assert hint("runer.seed") == hint("seed")
+    assert hint("xyzzy") is None
+
+
+def test_recipes_and_names_of_halos_are_not_taken_for_others():
+    assert recognise({"actor": {}, "learning_rate": 1, "model_name_or_path": "x", "dataset_name": "y"}) is None
+    assert recognise({"model": {"name_or_path": "x", "batch_size": 4}, "lr": 1e-4, "exp_name": "x"}) is None
+    assert recognise({"model": {"model_type": "causal_lm"}, "seed": 1}) is None
+    assert recognise({"learning_rate": 1e-4}) is None
