@@ -102,7 +102,7 @@ def _lay(
             yield ConfigError(
                 f"{dotted} is a section, not {value!r}",
                 where=layer.where(dotted),
-                remedy=f"its keys are: {', '.join(inner.model_fields)}",
+                remedy=hint(dotted, value) or f"its keys are: {', '.join(inner.model_fields)}",
             )
 
 

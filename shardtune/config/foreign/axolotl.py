@@ -138,7 +138,7 @@ def _intervals(c: Conversion, total: int | None) -> None:
     evaluation = "evaluation_strategy" if c.has("evaluation_strategy") else "eval_strategy"
     is_evaluated = bool(number(c.get("val_set_size"))) or c.has("test_datasets")
     for key, strategy, steps, times, default in (
-        ("runner.val_check_interval", evaluation, "eval_steps", "evals_per_epoch", "no"),
+        ("runner.eval_interval", evaluation, "eval_steps", "evals_per_epoch", "no"),
         ("runner.save_interval", "save_strategy", "save_steps", "saves_per_epoch", "epoch"),
     ):
         if key.endswith("check_interval") and not is_evaluated:
@@ -194,7 +194,7 @@ def _adapter(c: Conversion) -> None:
         return
     c.put("actor.model.is_lora", True, "adapter")
     if c.has("lora_model_dir"):
-        c.put("actor.model.lora.adapter_path", c.path(c.get("lora_model_dir")), "lora_model_dir")
+        c.put("actor.model.lora.load_from", c.path(c.get("lora_model_dir")), "lora_model_dir")
         c.not_needed("they are those of the adapter", *own)
     else:
         _new_adapter(c)

@@ -36,8 +36,8 @@ TABLE: Table = {
     "model_revision": Missing(
         "download that revision and name its directory as actor.model.model_path", (None, "main")
     ),
-    "adapter_name_or_path": By("actor.model.lora.adapter_path: FOLDER"),
-    "adapter_folder": Missing("actor.model.lora.adapter_path: FOLDER"),
+    "adapter_name_or_path": By("actor.model.lora.load_from: FOLDER"),
+    "adapter_folder": Missing("actor.model.lora.load_from: FOLDER"),
     "trust_remote_code": To("actor.model.trust_remote_code", is_on),
     "flash_attn": To("actor.model.attn_implementation", lambda value: ATTENTION.get(str(value), str(value))),
     "stage": By("nothing: the training is supervised fine-tuning"),
@@ -98,7 +98,7 @@ TABLE: Table = {
     "early_stopping_steps": By("runner.early_stop: {enabled: true, patience: N}"),
     "compute_accuracy": Missing("eval.generate: true for the share of right answers, or eval.metrics"),
     "use_muon": By("actor.optim.name: Muon"),
-    "ray_num_workers": Missing("runner.launcher: ray and runner.num_workers: N", (None, 1)),
+    "ray_num_workers": Missing("runner.launcher: ray and runner.num_ranks: N", (None, 1)),
     "master_port": To("runner.master_port", whole),
     "deterministic": To("runner.deterministic", is_on),
     "streaming": Missing("rows are read into a cache of tokens, which is memory-mapped"),
@@ -252,7 +252,7 @@ def _adapter(c: Conversion) -> None:
     c.put("actor.model.is_lora", True, "finetuning_type", comment=comment)
     adapters = listed(c.get("adapter_name_or_path"))
     if adapters:
-        c.put("actor.model.lora.adapter_path", c.path(adapters[-1]), "adapter_name_or_path")
+        c.put("actor.model.lora.load_from", c.path(adapters[-1]), "adapter_name_or_path")
         c.not_needed("they are those of the adapter", *own)
         if len(adapters) > 1:
             remedy = "the last one is trained; merge those before it into the model (shardtune export --merge)"

@@ -38,7 +38,7 @@ TABLE: Table = {
     "tokenizer": By("actor.tokenizer.tokenizer_model: FOLDER"),
     "dataset": By("data.train_data_paths: FILE or OWNER/NAME"),
     "dataset_val": By("data.eval_data_paths: FILE or OWNER/NAME"),
-    "run_val_every_n_steps": To("runner.val_check_interval", whole),
+    "run_val_every_n_steps": To("runner.eval_interval", whole),
     "batch_size_val": To("actor.eval_micro_batch_size", whole),
     "batch_size": By("actor.micro_batch_size: N"),
     "gradient_accumulation_steps": By("actor.global_batch_size: N (rows of a step over all ranks)"),
@@ -202,7 +202,7 @@ def _model(c: Conversion) -> None:
     if folder is not None:
         c.record("checkpointer.checkpoint_dir", Kind.TRANSLATED, f"actor.model.model_path: {c.path(folder)}")
     if c.has("checkpointer.adapter_checkpoint"):
-        c.missing("actor.model.lora.adapter_path: a directory in PEFT's format", "checkpointer.adapter_checkpoint")
+        c.missing("actor.model.lora.load_from: a directory in PEFT's format", "checkpointer.adapter_checkpoint")
     c.not_needed(
         "the tokenizer is that of actor.model.model_path",
         *(n for n in c.given if n.startswith("tokenizer.") and n not in c.outcomes),

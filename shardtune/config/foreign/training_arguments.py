@@ -36,9 +36,9 @@ TRAINING_ARGUMENTS: Table = {
     "gradient_checkpointing": To("actor.model.gradient_checkpointing", is_on, note="changes no number"),
     "activation_checkpointing": To("actor.model.gradient_checkpointing", is_on, note="changes no number"),
     "torch_compile": To("actor.model.compile", is_on),
-    "eval_strategy": By("runner.val_check_interval: N (steps), or epoch"),
-    "evaluation_strategy": By("runner.val_check_interval: N (steps), or epoch"),
-    "eval_steps": By("runner.val_check_interval: N"),
+    "eval_strategy": By("runner.eval_interval: N (steps), or epoch"),
+    "evaluation_strategy": By("runner.eval_interval: N (steps), or epoch"),
+    "eval_steps": By("runner.eval_interval: N"),
     "eval_on_start": To("runner.eval_before_training", is_on),
     "save_strategy": By("runner.save_interval: N (steps), or epoch"),
     "save_steps": By("runner.save_interval: N"),
@@ -158,7 +158,7 @@ def _intervals(c: Conversion, total: int | None, logging: int) -> None:
     every = number(c.get("logging_steps", logging))
     rules.interval(
         c,
-        "runner.val_check_interval",
+        "runner.eval_interval",
         strategy,
         "eval_steps",
         default="no",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator
 
@@ -9,8 +10,10 @@ import yaml
 
 from shardtune.config.foreign.conversion import Conversion, Kind, Line, Outcome, short
 from shardtune.config.keys import KEYS
+from shardtune.config.schema import short_key
 
 WIDTH = 118
+OF_ACTOR = re.compile(r"\bactor\.(?=[a-z])")
 HEADINGS = (Kind.TRANSLATED, Kind.DEFAULT, Kind.NOT_NEEDED, Kind.MISSING, Kind.UNKNOWN)
 REQUIRED = ("actor.model.model_path", "data.train_data_paths")
 
@@ -18,7 +21,7 @@ REQUIRED = ("actor.model.model_path", "data.train_data_paths")
 def recipe_text(c: Conversion, source: str) -> str:
     """The recipe in YAML: each line with its origin, and at the end what has no counterpart."""
     head = f"# {source}, a configuration of {c.trainer}, as a recipe of shardtune (shardtune convert)."
-    return "\n".join([head, *_sections(c), *_remarks(c)]) + "\n"
+    return _short("\n".join([head, *_sections(c), *_remarks(c)])) + "\n"
 
 
 def report_text(c: Conversion, source: str) -> str:
@@ -35,7 +38,12 @@ def report_text(c: Conversion, source: str) -> str:
     absent = [key for key in REQUIRED if key not in c.lines]
     if absent:
         lines += ["", f"still to be given: {', '.join(absent)}"]
-    return "\n".join(lines)
+    return _short("\n".join(lines))
+
+
+def _short(text: str) -> str:
+    """A text that names keys without `actor.`."""
+    return OF_ACTOR.sub("", text)
 
 
 def _counts(c: Conversion) -> str:
@@ -61,7 +69,7 @@ def _sections(c: Conversion) -> Iterator[str]:
     ordered = [key for key in KEYS if key in c.lines]
     begun: list[str] = []
     for key in ordered:
-        *parents, name = key.split(".")
+        *parents, name = short_key(key).split(".")
         for depth, parent in enumerate(parents):
             if begun[: depth + 1] != parents[: depth + 1]:
                 if depth == 0:

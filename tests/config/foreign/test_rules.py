@@ -168,7 +168,7 @@ OFFLOAD, RESHARD = "actor.fsdp_config.cpu_offload", "actor.fsdp_config.reshard_a
         ("trl", {"num_train_epochs": 2.0}, "runner.max_epochs", 2),
         ("trl", {"optim": "paged_adamw_8bit"}, "actor.optim.state_dtype", "int8"),
         ("trl", {"optim": "sgd", "optim_args": "momentum=0.9"}, "actor.optim.args", {"momentum": 0.9}),
-        ("trl", {"eval_strategy": "epoch"}, "runner.val_check_interval", "epoch"),
+        ("trl", {"eval_strategy": "epoch"}, "runner.eval_interval", "epoch"),
         ("trl", {"save_steps": 0.25, "max_steps": 40}, "runner.save_interval", 10),
         ("trl", {"eval_strategy": "epoch"}, "data.eval_data_paths", {"path": "org/rows", "split": "test"}),
         ("trl", {"dataset_config": "main"}, "data.train_data_paths", "org/rows:main"),

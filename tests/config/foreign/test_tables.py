@@ -49,26 +49,26 @@ def test_names_that_are_suggested_elsewhere_lead_to_the_same_keys():
 @pytest.mark.parametrize(
     ("given", "remedy"),
     [
-        ("load_in_4bit: true", "actor.model.lora.base_dtype: nf4"),
+        ("load_in_4bit: true", "model.lora.base_dtype: nf4"),
         ("packing: true", "rows are always packed"),
         ("template: llama3", "data.chat_template: FILE.jinja"),
         ("push_to_hub: true", "final/"),
         ("dataset: a.jsonl", "data.train_data_paths: "),
-        ("adapter: qlora", "actor.model.is_lora: true"),
-        ("learning_rate: 2.0e-4", "write actor.optim.lr: 0.0002"),
-        ("per_device_train_batch_size: 4", "write actor.micro_batch_size: 4"),
+        ("adapter: qlora", "model.is_lora: true"),
+        ("learning_rate: 2.0e-4", "write optim.lr: 0.0002"),
+        ("per_device_train_batch_size: 4", "write micro_batch_size: 4"),
         ("num_train_epochs: 3", "write runner.max_epochs: 3"),
         ("output_dir: out", "runner.logger.log_path: FOLDER"),
         ("max_seq_length: 99", "write data.max_length: 99"),
-        ("lora_target_modules: [q_proj]", "actor.model.lora.target_modules"),
+        ("lora_target_modules: [q_proj]", "model.lora.target_modules"),
         ("deepspeed: z.json", "FSDP2"),
-        ("gradient_checkpointing: true", "write actor.model.gradient_checkpointing: true"),
+        ("gradient_checkpointing: true", "write model.gradient_checkpointing: true"),
         ("actor: {load_in_8bit: true}", "there are no eight"),
-        ("optim: adamw_torch", "actor.optim.name: AdamW"),
+        ("optim: adamw_torch", "optim.name: AdamW"),
     ],
 )
 def test_an_unknown_key_of_another_trainer_is_answered_with_the_line_to_write(load_text, given: str, remedy: str):
-    with pytest.raises(ConfigError, match="unknown key") as error:
+    with pytest.raises(ConfigError, match="unknown key|is a section") as error:
         load_text(f"data: {{train_data_paths: a.jsonl}}\n{given}")
     assert remedy in str(error.value)
 
