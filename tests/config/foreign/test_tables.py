@@ -68,7 +68,7 @@ def test_names_that_are_suggested_elsewhere_lead_to_the_same_keys():
     ],
 )
 def test_an_unknown_key_of_another_trainer_is_answered_with_the_line_to_write(load_text, given: str, remedy: str):
-    with pytest.raises(ConfigError, match="unknown key|is a section") as error:
+    with pytest.raises(ConfigError, match=r"unknown key|is a section") as error:
         load_text(f"data: {{train_data_paths: a.jsonl}}\n{given}")
     assert remedy in str(error.value)
 
