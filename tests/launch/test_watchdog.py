@@ -52,8 +52,14 @@ def waits(rank: int, name: str = "all_reduce", **known: object) -> StandReport:
         ([waits(0), waits(1, "barrier", in_users=True)], [], (1,), "your own code"),
         ([waits(0), waits(1, "barrier"), waits(2)], [], (1,), "another collective than the others"),
         ([waits(0), waits(1, "barrier", beats=4)], [], (), ""),
-        ([waits(0, rounds=3), waits(1, rounds=4)], [], (1,), "past the collective"),
-        ([waits(0, issued=5), waits(1, issued=4)], [], (1,), "fewer collectives"),
+        ([waits(0), waits(1, in_users=True), waits(2, in_users=True)], [], (0,), "has not called the collective"),
+        ([waits(0, rounds=2, begun=3), waits(1, rounds=3, begun=2)], [], (1,), "left out a training step"),
+        ([waits(0, rounds=2, begun=3, in_users=True), waits(1, rounds=3, begun=2)], [], (1,), "left out"),
+        ([waits(0, rounds=4, begun=3), waits(1, rounds=4, begun=2)], [], (), ""),  # a worker that means to
+        ([waits(0, rounds=3, begun=3), waits(1, rounds=3, begun=4)], [], (), ""),
+        ([waits(0, begun=1), waits(1, begun=1, micro_batch=1), waits(2, begun=1)], [], (1,), "another position"),
+        ([waits(0, issued=5), waits(1, issued=4)], [], (), ""),
+        ([waits(0, issued=5), waits(1, issued=4), waits(2, issued=5)], [], (1,), "number of collectives"),
         ([waits(0), waits(1)], [], (), ""),
     ],
 )
@@ -61,6 +67,20 @@ def test_the_rank_that_differs(reports: list[StandReport], silent: list[int], ra
     found = judge({report.rank: report for report in reports}, silent)
     assert found.ranks == ranks
     assert reason in found.reason
+
+
+def test_of_two_ranks_that_have_parted_neither_is_blamed():
+    reports = {
+        0: waits(0, begun=8, rounds=7, micro_batch=1, micro_batches=2, issued=5),
+        1: waits(1, begun=7, rounds=7, issued=6, phase="saving a checkpoint"),
+    }
+    text = describe(judge(reports, []), reports, {}, num_ranks=2)
+    assert "after step 7: the ranks have parted" in text
+    assert "rank 0 in step 8, micro-batch 1 of 2, in a training step, after 5 collectives, waits in" in text
+    assert "rank 1 after step 7, in saving a checkpoint, after 6 collectives, waits in" in text
+    assert "no rank differs" in describe(
+        judge({0: waits(0), 1: waits(1)}, []), {0: waits(0), 1: waits(1)}, {}, num_ranks=2
+    )
 
 
 def test_a_thousand_ranks_are_one_message():
@@ -137,7 +157,7 @@ def test_the_time_limit_of_collectives_is_the_recipes(tiny: Tiny, monkeypatch: p
     assert joined == [77]
 
 
-@pytest.mark.parametrize("way", ["stopped", "holds_the_interpreter", "calls_a_collective_alone", "leaves"])
+@pytest.mark.parametrize("way", ["stopped", "holds_the_interpreter", "skips_a_step", "leaves"])
 def test_of_two_ranks_the_one_that_is_stuck_is_named(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, way: str):
     if way == "stopped":
         shardtune.train(tiny.recipe("whole", runner__nproc_per_node=2))
@@ -150,11 +170,11 @@ def test_of_two_ranks_the_one_that_is_stuck_is_named(tiny: Tiny, monkeypatch: py
     expected = {
         "stopped": "rank 1 is stopped by a signal (state T",
         "holds_the_interpreter": "in holds_the_interpreter",
-        "calls_a_collective_alone": "rank 1 waits in a collective of your own code",
+        "skips_a_step": "rank 1 has left out a training step",
         "leaves": "sys.exit(3) was called",
     }
     assert expected[way] in told
-    assert ("rank 0 waits in the collective" in told) == (way != "leaves")
+    assert ("waits in the collective" in told) == (way != "leaves")
     if way == "stopped":
         shardtune.train(recipe)
         last = "checkpoints/global_step_8"
