@@ -20,7 +20,8 @@ class Phase:
     patience: int = 1
 
 
-START = Phase("the start", 0)
+START = Phase("the start", 6)
+"""Loading, tokenising, meeting: whoever computes, reads or writes makes progress."""
 FIRST_STEP = Phase("the first step, which compiles the model", 6)
 STEP = Phase("a training step")
 EVALUATION = Phase("an evaluation")
@@ -49,12 +50,11 @@ class Progress:
     def __init__(self) -> None:
         self.beats = 0
         self.phase = START
-        self.step = 0
         self.start()
 
     def start(self) -> None:
         """Count steps from here on: a run begins."""
-        self.rounds = self.begun = self.micro_batch = self.micro_batches = 0
+        self.step = self.rounds = self.begun = self.micro_batch = self.micro_batches = 0
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:

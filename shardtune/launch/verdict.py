@@ -192,12 +192,13 @@ def describe(verdict: Verdict, reports: Mapping[int, StandReport], states: Mappi
 
 def _differing(reports: Iterable[StandReport]) -> list[Callable[[StandReport], str]]:
     """What is not the same on all ranks, each as the words for one of them."""
-    words: tuple[Callable[[StandReport], str], ...] = (
+    found = list(reports)
+    words: list[Callable[[StandReport], str]] = [
         lambda report: report.position_in_words,
         lambda report: f"in {report.phase}",
-        lambda report: f"after {report.issued:,} collectives",
-    )
-    found = list(reports)
+    ]
+    if all(report.collective for report in found):  # otherwise they differ by the ones that are waited in
+        words.append(lambda report: f"after {report.issued:,} collectives")
     return [of for of in words if len({of(report) for report in found}) > 1]
 
 

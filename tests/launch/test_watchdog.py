@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -15,14 +16,16 @@ import shardtune
 from shardtune.batch import Batch
 from shardtune.config import load_recipe
 from shardtune.launch import watchdog
-from shardtune.launch.local import RanksStuck, ReportedError
-from shardtune.launch.progress import PROGRESS
-from shardtune.launch.stacks import place_in, place_of
+from shardtune.launch.local import REPORT_DIR, RanksStuck, ReportedError, _reports
+from shardtune.launch.progress import PROGRESS, START
+from shardtune.launch.signals import StopSignal
+from shardtune.launch.stacks import Place, place_in, place_of
 from shardtune.launch.torchrun import final_code
 from shardtune.launch.verdict import StandReport, describe, judge
 from shardtune.parallel.ranks import join_ranks
 from shardtune.training.worker import base
 from shardtune.training.worker.adapter_worker import SFTWorker
+from shardtune.training.worker.base import FSDPSftWorker
 from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny
 
 PLUGIN = str(Path(__file__).parents[1] / "support" / "stuck_ways.py")
@@ -93,6 +96,10 @@ def test_a_thousand_ranks_are_one_message():
 
 
 def test_where_a_thread_stands(tmp_path: Path):
+    lock = compile("found = place_of(sys._getframe())", "/lib/filelock/_api.py", "exec")
+    exec(lock, known := {"place_of": place_of, "sys": sys})
+    assert known["found"].for_lock
+    assert not place_of(sys._getframe()).for_lock
     assert str(place_of(sys._getframe())).startswith(f"is at {__file__}:")
     written = (
         f'Thread 0x1 (most recent call first):\n  File "{threading.__file__}", line 5 in wait\n\n'
@@ -140,9 +147,51 @@ def test_one_rank_that_is_stuck_raises(tiny: Tiny, monkeypatch: pytest.MonkeyPat
     assert "in test_one_rank_that_is_stuck_raises.<locals>.stuck: time.sleep(1000)" in told
     assert "global_step_2: the same command continues" in told
     assert "time.sleep(1000)" in (tiny.run(name) / "stuck" / "rank_0.txt").read_text()
-    assert PROGRESS.phase.patience == 0
+    assert PROGRESS.phase is START
     shardtune.train(recipe)
     assert [line["step"] for line in lines(tiny.run(name))] == list(range(1, 9))
+
+
+def test_a_start_that_hangs_raises_one_that_works_does_not(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
+    def computes(self: FSDPSftWorker, *_: object, **__: object) -> None:
+        child = subprocess.Popen([sys.executable, "-Ec", "while True: pass"])
+        time.sleep(2.5)  # the child works
+        child.kill()
+        child.wait()
+        raise ArithmeticError("it has come through")
+
+    def hangs(self: FSDPSftWorker, *_: object, **__: object) -> None:
+        time.sleep(1000)
+
+    recipe = tiny.recipe("start", runner__watchdog_seconds=0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(FSDPSftWorker, "_build", hangs)
+        with pytest.raises(RanksStuck) as raised:
+            shardtune.train(recipe)
+    told = str(raised.value)
+    assert "no progress for 1 s in the start" in told
+    assert "<locals>.hangs: time.sleep(1000)" in told
+    assert "there is no checkpoint yet: the same command starts again" in told
+    monkeypatch.setattr(FSDPSftWorker, "_build", computes)
+    with pytest.raises(ArithmeticError):
+        shardtune.train(recipe)
+
+
+def test_a_rank_that_hangs_at_the_start_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Wherever the others are; one that waits for them in a collective does not."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(REPORT_DIR, str(tmp_path))
+    monkeypatch.setattr(watchdog, "_leave", lambda: sys.exit(76))
+    PROGRESS.start()
+    started = watchdog.Watchdog(0, tmp_path / "stuck", StopSignal(), goes_on=lambda: "it starts again")
+    with pytest.raises(SystemExit):
+        started._stuck_alone(START, 3600.0)
+    (report,) = _reports(tmp_path)
+    assert (report.rank, report.stuck) == (1, True)
+    assert "3600 s in the start: rank 1 neither computes nor reads nor writes\n  rank 1 is at" in report.message
+    monkeypatch.setattr(watchdog, "place_of_main_thread", lambda: Place("x.py:1", collective="all_reduce"))
+    assert not started._stuck_alone(START, 3600.0)
 
 
 def test_the_time_limit_of_collectives_is_the_recipes(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
