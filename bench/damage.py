@@ -1,10 +1,10 @@
 """Damage a stopped run in 200 ways: each is found, and the run goes on from the newest sound checkpoint, bit for bit.
 
-    python bench/damage.py [--every N] [--save]
+    python bench/damage.py [--every N] [--saves] [--save]
 
 Every file of the newest checkpoint is flipped (one bit, at many places), emptied, cut, removed, and exchanged for the
-same file of another step and of another run; then the run's own files are. Also measured: the share of a save's time
-that its checksums take, and how fast a checkpoint is verified.
+same file of another step and of another run; then the run's own files are. With `--saves`: what checksums add to the
+time of a save, and how fast a checkpoint is verified.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
@@ -29,6 +30,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # noqa: E402
 from results import machine, table, write_section  # noqa: E402
+from torch.distributed.checkpoint.filesystem import FileSystem  # noqa: E402
 
 import shardtune  # noqa: E402
 from shardtune.checkpoint import dcp  # noqa: E402
@@ -46,7 +48,8 @@ from tests.support.tiny_run import (  # noqa: E402
 STEPS, STOPPED = 8, 6
 DAMAGES = 200
 KEYS = {"actor__model__is_lora": True}
-SAVED_MB = (16, 64, 256)
+SAVED_MB = {16: 121, 64: 61, 256: 21}
+"""Sizes of a rank's part, and how often each is saved in each way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,49 +133,72 @@ def outcome(tiny: Tiny, damage: Damage) -> str:
     return ""
 
 
+def save_without_checksums(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """As `dcp.save_tensors`, with torch's own files."""
+    with (
+        mock.patch.object(dcp._SummedFiles, "create_stream", FileSystem.create_stream),
+        mock.patch.object(dcp, "add_checksums"),
+    ):
+        dcp.save_tensors(folder, tensors)
+
+
 def saves(folder: Path) -> list[list[str]]:
-    """Per size: seconds of a save, and the share of its checksums; medians of five."""
+    """Per size: seconds of a save without and with checksums, by turns, and what they add to each pair; medians."""
     rows = []
-    for size in SAVED_MB:
+    for size, times in SAVED_MB.items():
         tensors = {f"layer.{number}": torch.randn(size << 14) for number in range(16)}
-        taken: list[tuple[float, float, float]] = []
-        originals, spent = (dcp.checksum, dcp.add_checksums), [0.0]
-
-        def timed(original: Callable[..., Any], spent: list[float] = spent) -> Callable[..., Any]:
-            def call(*arguments: object) -> object:
+        seconds: dict[str, list[float]] = {"with": [], "without": [], "read": []}
+        ways = (("with", dcp.save_tensors), ("without", save_without_checksums))
+        for number in range(times):
+            for way, save in ways if number % 2 else ways[::-1]:
                 began = time.perf_counter()
-                found = original(*arguments)
-                spent[0] += time.perf_counter() - began
-                return found
-
-            return call
-
-        dcp.checksum, dcp.add_checksums = map(timed, originals)
-        try:
-            for number in range(5):
-                spent[0], began = 0.0, time.perf_counter()
-                dcp.save_tensors(folder / str(number), tensors)
-                whole = time.perf_counter() - began
-                began = time.perf_counter()
-                for file in (folder / str(number)).glob("*.safetensors"):
-                    file_parts(file)
-                taken.append((spent[0] / whole, whole, time.perf_counter() - began))
-                shutil.rmtree(folder / str(number))
-        finally:
-            dcp.checksum, dcp.add_checksums = originals
-        share, whole, read = (sorted(column)[2] for column in zip(*taken, strict=True))
-        rows.append([f"{size} MB", f"{whole:.2f} s", f"{share:.1%}", f"{size / 1024 / read:.1f} GB/s"])
+                save(folder / way, tensors)
+                seconds[way].append(time.perf_counter() - began)
+                if way == "with":
+                    began = time.perf_counter()
+                    for file in (folder / way).glob("*.safetensors"):
+                        file_parts(file)
+                    seconds["read"].append(time.perf_counter() - began)
+                shutil.rmtree(folder / way)
+        summed, plain, read = (median(seconds[way]) for way in ("with", "without", "read"))
+        added = median(one / other for one, other in zip(seconds["with"], seconds["without"], strict=True)) - 1
+        rows.append(
+            [f"{size} MB", times, f"{plain * 1e3:.1f} ms", f"{summed * 1e3:.1f} ms", f"{added:+.1%}",
+             f"{size / 1024 / read:.1f} GB/s"]
+        )  # fmt: skip
     return rows
+
+
+def file_system(folder: Path) -> str:
+    """The type of the file system that a folder is on."""
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    found = [(point, kind) for point, kind in mounts if folder.resolve().is_relative_to(point)]
+    return max(found, key=lambda mount: len(mount[0]))[1]
+
+
+def measure_saves(*, save: bool) -> None:
+    """The table of what checksums cost."""
+    with tempfile.TemporaryDirectory() as folder:
+        text = f"{machine()}; {file_system(Path(folder))}; medians\n\n" + table(
+            ["size of a rank's part", "saves of each kind", "without checksums", "with", "difference", "verified at"],
+            saves(Path(folder)),
+        )
+    print(text)
+    if save:
+        write_section("checksums", text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=int, default=1, help="only every N-th damage")
     parser.add_argument("--save", action="store_true", help="write the result into docs/benchmarks.md")
+    parser.add_argument("--saves", action="store_true", help="only measure what checksums cost")
     options = parser.parse_args()
+    if options.saves:
+        measure_saves(save=options.save)
+        return
     tried, failed = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     with tempfile.TemporaryDirectory() as folder:
-        sizes = saves(Path(folder))
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             tiny = make_runs(Path(folder) / "runs-of-bench")
         for number, damage in enumerate(damages(tiny)):
@@ -194,7 +220,6 @@ def main() -> None:
         table(["file", *hows], rows),
         f"{sum(tried.values())} damages, {sum(tried.values()) - sum(failed.values())} found; each of these runs went "
         "on from the newest sound checkpoint and ended with the same bits as the run that was left alone.",
-        table(["size of a rank's part", "save", "of it checksums", "verified at"], sizes),
     ])  # fmt: skip
     print(text)
     if options.save:

@@ -2,7 +2,8 @@
 
     python bench/stuck.py [--ways sleeps,stopped] [--launchers native,torchrun] [--results FILE] [--save]
 
-One rank gets stuck in its third step (`tests/support/stuck_ways.py`); `runner.watchdog_seconds` is 5. Results are kept
+One rank gets stuck, in its third step or before the first (`tests/support/stuck_ways.py`); `runner.watchdog_seconds`
+is 5. Results are kept
 in a file, and a way that is in it is not tried again.
 """
 
@@ -28,7 +29,11 @@ from tests.support.tiny_run import Tiny, make_tiny  # noqa: E402
 
 SECONDS = 5
 LIMIT = 180.0
-BY_TORCHRUN = ("stopped", "sleeps", "holds_the_interpreter", "skips_a_step", "leaves", "leaves_at_once")
+BY_TORCHRUN = (
+    *("stopped", "sleeps", "holds_the_interpreter", "loading_sleeps", "skips_a_step"),
+    *("leaves", "leaves_at_once"),
+)
+BY_RAY = ("sleeps", "stopped", "loading_sleeps")
 """The ways in which torchrun, as the parent of the ranks, may matter."""
 
 
@@ -43,6 +48,8 @@ def command(tiny: Tiny, name: str, launcher: str, way: str) -> list[str]:
         keys["runner__save_interval"] = 1
     if launcher == "native":
         keys["runner__nproc_per_node"] = 2
+    elif launcher == "ray":
+        keys |= {"runner__launcher": "ray", "runner__num_workers": 2}
     recipe = tiny.folder / f"{name}.yaml"
     recipe.write_text(yaml.safe_dump(tiny.recipe(name, **keys)))
     torchrun = ["-m", "shardtune.launch.torchrun", "--standalone", "--nproc-per-node", "2"]
@@ -61,7 +68,7 @@ def try_way(tiny: Tiny, launcher: str, way: str, guilty: int) -> dict[str, objec
         began = progress = time.monotonic()
         written: list[str] = []
         while process.poll() is None and time.monotonic() - began < LIMIT:
-            text = [line for line in log.read_text().splitlines() if line.startswith("step ")]
+            text = [line for line in log.read_text().splitlines() if "step " in line[:14]]
             if text != written:
                 written, progress = text, time.monotonic()
             time.sleep(0.05)
@@ -93,15 +100,17 @@ def named_right(text: str, guilty: int | None) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--launchers", default="native,torchrun")
+    parser.add_argument("--launchers", default="native,torchrun,ray")
     parser.add_argument("--results", type=Path, help="a file of JSON lines that is read and added to")
     parser.add_argument("--save", action="store_true", help="write the result into docs/benchmarks.md")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     chosen = [(launcher, way, 1) for launcher in options.launchers.split(",") for way in options.ways.split(",")]
-    chosen = [each for each in chosen if each[0] == "native" or each[1] in BY_TORCHRUN]
-    chosen += [(launcher, "stopped", 0) for launcher in options.launchers.split(",") if "stopped" in options.ways]
+    some = {"torchrun": BY_TORCHRUN, "ray": BY_RAY}
+    chosen = [each for each in chosen if each[1] in some.get(each[0], WAYS)]
+    by = [launcher for launcher in options.launchers.split(",") if launcher != "ray"]
+    chosen += [(launcher, "stopped", 0) for launcher in by if "stopped" in options.ways]
     done = []
     if options.results is not None and options.results.exists():
         done = [json.loads(line) for line in options.results.read_text().splitlines()]

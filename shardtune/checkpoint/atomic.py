@@ -33,24 +33,32 @@ def sync_tree(folder: Path) -> None:
         sync_folder(Path(parent))
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replaces a file in one step: a reader sees the old text or the new one."""
+def write_text(path: Path, text: str, *, durably: bool = True) -> None:
+    """Replaces a file in one step: a reader sees the old text or the new one.
+
+    Args:
+        path: of the file.
+        text: its new content.
+        durably: wait until it is on the disk; False where its folder is synced as a whole.
+    """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         with temporary.open("w", encoding="utf-8") as stream:
             stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
+            if durably:
+                stream.flush()
+                os.fsync(stream.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    if durably:
+        sync_folder(path.parent)
 
 
-def write_json(path: Path, value: object) -> None:
-    """Replaces a JSON file in one step. Floats come back bit for bit."""
-    write_text(path, json.dumps(value, indent=1) + "\n")
+def write_json(path: Path, value: object, *, durably: bool = True) -> None:
+    """Replaces a JSON file in one step, as `write_text`. Floats come back bit for bit."""
+    write_text(path, json.dumps(value, indent=1) + "\n", durably=durably)
 
 
 def read_json(path: Path) -> Any:

@@ -16,10 +16,16 @@ SMALL_BYTES = 64 << 20
 _SHARD = re.compile(r"shard-(\d+)-.*")
 
 
-def add_checksums(folder: Path, files: Mapping[str, Parts]) -> None:
-    """Add files to a directory's checksums, or replace theirs."""
+def add_checksums(folder: Path, files: Mapping[str, Parts], *, durably: bool = True) -> None:
+    """Add files to a directory's checksums, or replace theirs.
+
+    Args:
+        folder: the directory.
+        files: their sizes and checksums.
+        durably: wait until they are on the disk; False where the directory is synced as a whole.
+    """
     known = read_checksums(folder) or {}
-    write_json(folder / CHECKSUMS, sealed({FILES: {**known, **files}}))
+    write_json(folder / CHECKSUMS, sealed({FILES: {**known, **files}}), durably=durably)
 
 
 def complete_checksums(folder: Path, known: Mapping[str, Parts]) -> None:

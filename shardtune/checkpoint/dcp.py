@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -28,7 +29,7 @@ from torch.futures import Future as TorchFuture
 
 from shardtune.checkpoint.checksums import add_checksums, read_checksums, share
 from shardtune.checkpoint.safetensors_file import StoredTensor, read_header
-from shardtune.data.checksum import checksum, content_fault
+from shardtune.data.checksum import BLOCK_BYTES, content_fault
 from shardtune.errors import CheckpointError, ShardtuneError
 
 # The writer holds one file's bytes in memory, twice, while it writes them.
@@ -44,7 +45,8 @@ def save_tensors(
     """Writes `tensors` into the folder `path`, durably; all ranks call it with the same names in the same order.
 
     A plain tensor is the same on all ranks and is written by one of them; of a DTensor each rank writes its shard.
-    Returns when the files of all ranks are on the disk, with their checksums in `checksums.json`.
+    Returns when the files of all ranks are on the disk. `checksums.json` beside them is there once the whole folder is
+    synced (`publish`, `sync_tree`).
 
     Raises:
         CheckpointError: the disk is full or cannot be written; on every rank.
@@ -186,15 +188,23 @@ class _Reader(dcp.HuggingFaceStorageReader):
 
 
 class _SummedStream(BufferedWriter):
-    """A new file, and the checksum of what is written into it; the writer writes each file as one piece."""
+    """A new file, and the checksum of what is written into it; the writer writes each file as one piece.
+
+    Each block is hashed and then written, so that the second reads it from the processor's cache.
+    """
 
     def __init__(self, path: Path, sums: dict[str, tuple[int, str]]) -> None:
         super().__init__(FileIO(path, "wb"))
         self._path, self._sums = path, sums
 
     def write(self, data: bytes, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        self._sums[self._path.name] = len(data), checksum(data)
-        return super().write(data)
+        found, content = xxhash.xxh3_128(), memoryview(data)
+        for start in range(0, len(content), BLOCK_BYTES):
+            block = content[start : start + BLOCK_BYTES]
+            found.update(block)
+            super().write(block)
+        self._sums[self._path.name] = len(content), found.hexdigest()
+        return len(content)
 
 
 class _SummedFiles(FileSystem):
@@ -227,7 +237,8 @@ class _Writer(dcp.HuggingFaceStorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         files = [file for of_rank in results for file in of_rank]
-        add_checksums(self._folder, {file.index.fqn: [(file.size_in_bytes, file.storage_data)] for file in files})
+        sums = {file.index.fqn: [(file.size_in_bytes, file.storage_data)] for file in files}
+        add_checksums(self._folder, sums, durably=False)
 
 
 def _writer(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dcp.HuggingFaceStorageWriter:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from shardtune.data.cache_directory import cache_error, cache_root, writable, write_atomically
+from shardtune.data.checksum import is_sealed, sealed
 from shardtune.data.encoder import FrameOptions, Row, RowError, bad_row
 from shardtune.data.robot.content import content_digest
 from shardtune.data.robot.frames import describe_frame
@@ -288,10 +290,10 @@ def source_statistics(
 
 def _of_source(source: Source, root: Path, skip_bad: bool) -> dict[str, Statistics]:
     path = root / "statistics" / f"{_key(source, root, skip_bad)}.json"
-    try:
-        return from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, DataError):
-        pass
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, DataError):  # none there, or damaged
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if is_sealed(document):
+            return from_json(document["statistics"])
     masks = _masks(source)
     computed = {
         key: one.with_mask(masks[key]) if key in masks else one
@@ -301,7 +303,7 @@ def _of_source(source: Source, root: Path, skip_bad: bool) -> dict[str, Statisti
         raise DataError("no frame can be used", where=source.files[0].label, remedy="see shardtune data preview")
     try:
         writable(path.parent)
-        write_atomically(path, json.dumps(to_json(computed)).encode())
+        write_atomically(path, json.dumps(sealed({"statistics": to_json(computed)})).encode())
     except OSError as error:
         raise cache_error(error, root) from error
     return computed

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from shardtune.launch.progress import PROGRESS
+
 _LINE_SECONDS = 10.0
 
 
@@ -24,6 +26,7 @@ class BuildProgress:
 
     def update(self, rows: int, share: float) -> None:
         """`rows` have been read, which is `share` of the file, 0 if unknown."""
+        PROGRESS.beats += 1
         now = time.monotonic()
         if self._bar is not None:
             bar, task = self._bar

@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardtune.checkpoint.atomic import sync_tree
 from shardtune.checkpoint.dcp import load_tensors, save_tensors
 from shardtune.checkpoint.optimizer import load_optimizer_tensors, optimizer_tensors
+from shardtune.data.durable import sync_folder
 from shardtune.engine.offload import optimizers_of
 from shardtune.errors import CheckpointError
 from shardtune.parallel.fsdp2 import Weights
@@ -34,7 +36,9 @@ def save_state(folder: Path, module: nn.Module, weights: Weights) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f"{STATE}.partial"
         partial.write_text(json.dumps(described, default=_number))
+        sync_tree(folder)
         partial.replace(folder / STATE)  # last: it marks the folder as complete
+        sync_folder(folder)
     if dist.is_initialized():
         dist.barrier()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,51 @@ class Identity:
 
     def kill(self) -> None:
         self.send(signal.SIGKILL)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a process and all that it has started have done so far.
+
+    Attributes:
+        seconds: of processors.
+        moved: bytes read from disks and written anywhere.
+    """
+
+    seconds: float
+    moved: int
+
+    def differs(self, before: Work, seconds: float) -> bool:
+        """Whether something was done in these seconds: more than waiting with some threads that look now and then."""
+        moved = abs(self.moved - before.moved)  # less where a process has ended
+        return abs(self.seconds - before.seconds) > BUSY * seconds or moved > BUSY_BYTES * seconds
+
+
+BUSY, BUSY_BYTES = 0.05, 16_000
+"""The share of a processor, and the bytes a second, above which a process works."""
+
+
+def own_work() -> Work | None:
+    """The work of this process, without that of the calling thread, and of all it has started; None without /proc."""
+    if not PROC.is_dir():
+        return None
+    parents: dict[int, list[int]] = {}
+    fields: dict[int, list[str]] = {}
+    for entry in PROC.iterdir():
+        if entry.name.isdecimal():
+            with suppress(OSError, IndexError, ValueError):  # it has ended meanwhile
+                found = (entry / "stat").read_text().rpartition(")")[2].split()
+                parents.setdefault(int(found[1]), []).append(int(entry.name))
+                fields[int(entry.name)] = found
+    ticks, moved, left = 0, 0, [os.getpid()]
+    while left:
+        pid = left.pop()
+        left += parents.get(pid, [])
+        ticks += sum(map(int, fields[pid][11:15])) if pid in fields else 0
+        with suppress(OSError, KeyError, ValueError):
+            counts = dict(line.split(": ") for line in (PROC / str(pid) / "io").read_text().splitlines())
+            moved += int(counts["read_bytes"]) + int(counts["wchar"])
+    return Work(ticks / os.sysconf("SC_CLK_TCK") - time.thread_time(), moved)
 
 
 def own_identity(host: str, stacks: int = -1) -> Identity:

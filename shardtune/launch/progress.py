@@ -20,7 +20,8 @@ class Phase:
     patience: int = 1
 
 
-START = Phase("the start", 0)
+START = Phase("the start", 6)
+"""Loading, tokenising, meeting: whoever computes, reads or writes makes progress."""
 FIRST_STEP = Phase("the first step, which compiles the model", 6)
 STEP = Phase("a training step")
 EVALUATION = Phase("an evaluation")
@@ -36,18 +37,24 @@ class Progress:
 
     Attributes:
         beats: increases with each micro-batch, evaluation batch and phase.
-        rounds: iterations of the loop, as ranks that differ in them have not done the same.
+        rounds: calls of `run_training` that have returned.
+        begun: optimizer steps begun, computed or not; one more than `rounds` inside of a step. Where it is smaller, a
+            step was left out.
+        micro_batch: begun in the current step, of `micro_batches`.
         phase: the current one.
         step: optimizer steps done.
     """
 
-    __slots__ = ("beats", "phase", "rounds", "step")
+    __slots__ = ("beats", "begun", "micro_batch", "micro_batches", "phase", "rounds", "step")
 
     def __init__(self) -> None:
         self.beats = 0
-        self.rounds = 0
         self.phase = START
-        self.step = 0
+        self.start()
+
+    def start(self) -> None:
+        """Count steps from here on: a run begins."""
+        self.step = self.rounds = self.begun = self.micro_batch = self.micro_batches = 0
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:

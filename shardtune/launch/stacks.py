@@ -29,6 +29,7 @@ LIBRARIES = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {"<frozen"}
 )
 DISTRIBUTED = os.sep.join(("", "torch", "distributed", ""))
+LOCKS = os.sep.join(("", "filelock", ""))
 WRAPPERS = frozenset({"wrapper", "_time_logger", "wait", "__exit__", "<lambda>"})
 
 
@@ -41,12 +42,14 @@ class Place:
         line: the text of that line.
         collective: the name of torch's collective in which the thread waits; "" outside of one.
         in_users: whether `at` lies in the user's code.
+        for_lock: whether it waits for a file lock, as for another rank that downloads the same file.
     """
 
     at: str
     line: str = ""
     collective: str = ""
     in_users: bool = False
+    for_lock: bool = False
 
     def __str__(self) -> str:
         waits = f"waits in the collective {self.collective}, called " if self.collective else "is "
@@ -79,7 +82,8 @@ def place_of(frame: FrameType) -> Place:
     code = chosen.f_code
     users = not code.co_filename.startswith(PACKAGE) and not _is_library(code.co_filename)
     line = linecache.getline(code.co_filename, chosen.f_lineno).strip()
-    return Place(f"{code.co_filename}:{chosen.f_lineno}, in {code.co_qualname}", line, collective, users)
+    locked = any(LOCKS in each.f_code.co_filename for each in stack)
+    return Place(f"{code.co_filename}:{chosen.f_lineno}, in {code.co_qualname}", line, collective, users, locked)
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 SHOWN = 4
@@ -27,7 +27,9 @@ class StandReport:
         in_users: whether the user's code has called it.
         issued: collectives that the rank has called so far.
         neighbours: the states of the host's other ranks, in words.
-        rounds: its iterations of the loop.
+        rounds: training steps that have returned.
+        begun: training steps that were begun.
+        micro_batch: begun in the current step, of `micro_batches`.
     """
 
     rank: int
@@ -42,11 +44,26 @@ class StandReport:
     issued: int = 0
     neighbours: Mapping[int, str] = field(default_factory=dict)
     rounds: int = 0
+    begun: int = 0
+    micro_batch: int = 0
+    micro_batches: int = 0
 
     @property
-    def progress(self) -> tuple[int, int]:
-        """Larger where a rank has come further."""
-        return self.rounds, self.beats
+    def position(self) -> tuple[int, int, int]:
+        """In training; larger where a rank has come further."""
+        return self.rounds, self.begun, self.micro_batch
+
+    @property
+    def left_out(self) -> int:
+        """Training steps that have returned without being begun."""
+        return max(0, self.rounds - self.begun)
+
+    @property
+    def position_in_words(self) -> str:
+        if self.begun <= self.rounds:
+            return f"after step {self.step:,}"
+        of = f", micro-batch {self.micro_batch} of {self.micro_batches}" if self.micro_batch else ""
+        return f"in step {self.step + 1:,}{of}"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -71,11 +88,16 @@ class Verdict:
     reason: str
 
 
+NOBODY = Verdict((), "")
+
+
 def judge(reports: Mapping[int, StandReport], silent: Sequence[int]) -> Verdict:
     """The ranks that differ.
 
-    A rank that reports nothing cannot run; one outside of a collective holds up those that wait in one; of ranks that
-    all wait, the one in a collective of the user's code, in another than most, or behind the others differs.
+    A rank that reports nothing cannot run; one outside of a collective holds up those that wait in one. If all wait:
+    a recipe begins a step in each round, so a rank that has left one out differs from its plan, however many ranks
+    there are; so does one that is alone in a collective of the user's code. By its place, its position in training and
+    its number of collectives a rank differs from a majority: of two ranks neither is right.
 
     Args:
         reports: by rank.
@@ -83,35 +105,57 @@ def judge(reports: Mapping[int, StandReport], silent: Sequence[int]) -> Verdict:
     """
     if silent:
         return Verdict(tuple(sorted(silent)), "")
-    waiting = {rank for rank, report in reports.items() if report.collective}
-    outside = reports.keys() - waiting
     if len(reports) == 1:
         return Verdict(tuple(reports), "")
+    waiting = {rank for rank, report in reports.items() if report.collective}
+    outside = reports.keys() - waiting
     if waiting and outside:
-        return _verdict(outside, "does not come to the collective in which the others wait")
+        return Verdict(tuple(sorted(outside)), "does not come to the collective in which the others wait")
     if not waiting:
-        least = min(report.progress for report in reports.values())
-        behind = {rank for rank, report in reports.items() if report.progress == least}
-        return _verdict(behind if len(behind) < len(reports) else (), "is behind the others")
+        return _behind(reports)
+    return _left_out(reports) or _own_collective(reports) or _minority(reports) or NOBODY
+
+
+def _behind(reports: Mapping[int, StandReport]) -> Verdict:
+    """Of ranks of which none waits, those that have done least."""
+    done = {rank: (report.position, report.beats) for rank, report in reports.items()}
+    behind = [rank for rank in sorted(done) if done[rank] == min(done.values())]
+    return Verdict(tuple(behind), "is behind the others") if len(behind) < len(done) else NOBODY
+
+
+def _left_out(reports: Mapping[int, StandReport]) -> Verdict | None:
+    """Ranks that have left out steps, where the others have not; where all have, a user's worker may mean to."""
+    found = {rank: report.left_out for rank, report in reports.items() if report.left_out}
+    if not found or len(found) == len(reports):
+        return None
+    most = max(found.values())
+    what = "a training step" if most == 1 else f"{most:,} training steps"
+    return Verdict(tuple(sorted(found)), f"has left out {what}, which no other rank has")
+
+
+def _own_collective(reports: Mapping[int, StandReport]) -> Verdict | None:
+    """Ranks that wait in a collective of the user's code, or, if most do, those that do not."""
     users = {rank for rank, report in reports.items() if report.in_users}
-    if len(users) < len(reports) and users:
-        return _verdict(users, "waits in a collective of your own code, which the others have not called")
-    places = Counter(report.place for report in reports.values())
-    common, count = places.most_common(1)[0]
-    if count > len(reports) / 2 and len(places) > 1:
-        others = {rank for rank, report in reports.items() if report.place != common}
-        return _verdict(others, "waits in another collective than the others")
-    most = max(report.rounds for report in reports.values())  # a rank that leaves out a step has fewer beats in it
-    ahead = {rank for rank, report in reports.items() if report.rounds == most}
-    if len(ahead) < len(reports):
-        return _verdict(ahead, "is past the collective in which the others wait")
-    fewest = min(report.issued for report in reports.values())
-    behind = {rank for rank, report in reports.items() if report.issued == fewest}
-    return _verdict(behind if len(behind) < len(reports) else (), "has called fewer collectives than the others")
+    if not users or len(users) == len(reports):
+        return None
+    if 2 * len(users) > len(reports):
+        others = sorted(reports.keys() - users)
+        return Verdict(tuple(others), "has not called the collective of your own code in which the others wait")
+    return Verdict(tuple(sorted(users)), "waits in a collective of your own code, which the others have not called")
 
 
-def _verdict(ranks: set[int] | tuple[int, ...], reason: str) -> Verdict:
-    return Verdict(tuple(sorted(ranks)), reason if ranks else "")
+def _minority(reports: Mapping[int, StandReport]) -> Verdict | None:
+    """Ranks in which something differs from what it is in most of them."""
+    facts: tuple[tuple[Callable[[StandReport], object], str], ...] = (
+        (lambda report: report.place, "waits in another collective than the others"),
+        (lambda report: report.position, "is at another position in training than the others"),
+        (lambda report: report.issued, "has called another number of collectives than the others"),
+    )
+    for of, reason in facts:
+        common, count = Counter(map(of, reports.values())).most_common(1)[0]
+        if len(reports) / 2 < count < len(reports):
+            return Verdict(tuple(rank for rank in sorted(reports) if of(reports[rank]) != common), reason)
+    return None
 
 
 def describe(verdict: Verdict, reports: Mapping[int, StandReport], states: Mapping[int, str], *, num_ranks: int) -> str:
@@ -132,16 +176,39 @@ def describe(verdict: Verdict, reports: Mapping[int, StandReport], states: Mappi
     elif states and several:
         what += f": {_names(verdict.ranks)} {_common(states[rank] for rank in verdict.ranks)}"
     elif several and not verdict.ranks:
-        what += ": no rank differs from the others"
+        what += f": {_undecided(reports.values())}"
     described = verdict.reason == "" and len(set(states.values())) == 1
     chosen = [] if described else [*verdict.ranks[:SHOWN]]
     chosen += [rank for rank in sorted(reports) if rank not in verdict.ranks][: SHOWN - len(chosen) or 1]
-    lines = [what]
+    lines, differing = [what], _differing(reports.values())
     for rank in chosen:
-        where = reports[rank].place if rank in reports else states.get(rank, "has reported nothing")
+        where = states.get(rank, "has reported nothing")
+        if rank in reports:
+            where = ", ".join([*(of(reports[rank]) for of in differing), reports[rank].place])
         host = f" on {reports[rank].host}" if rank in reports and len({r.host for r in reports.values()}) > 1 else ""
         lines.append(f"  rank {rank}{host} {where}" if several else f"  it {where}")
     return "\n".join(lines)
+
+
+def _differing(reports: Iterable[StandReport]) -> list[Callable[[StandReport], str]]:
+    """What is not the same on all ranks, each as the words for one of them."""
+    found = list(reports)
+    words: list[Callable[[StandReport], str]] = [
+        lambda report: report.position_in_words,
+        lambda report: f"in {report.phase}",
+    ]
+    if all(report.collective for report in found):  # otherwise they differ by the ones that are waited in
+        words.append(lambda report: f"after {report.issued:,} collectives")
+    return [of for of in words if len({of(report) for report in found}) > 1]
+
+
+def _undecided(reports: Iterable[StandReport]) -> str:
+    """Of ranks of which none is known to be the cause."""
+    found = list(reports)
+    waiting = [report for report in found if report.collective]
+    if not waiting or (len({report.place for report in found}) == 1 and not _differing(found)):
+        return "no rank differs from the others"
+    return "the ranks have parted, and nothing shows which of them is where it should be"
 
 
 def _common(states: Iterable[str]) -> str:

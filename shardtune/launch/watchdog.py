@@ -3,6 +3,9 @@
 While training goes on it reads one counter of its own process, so it costs nothing, on any number of ranks. A rank that
 stands for too long writes its stacks into a file and a report into the rendezvous store; the ranks that wait for it do
 the same. The first of them reads all reports, judges (`launch/verdict.py`), and every rank ends with the same code.
+
+At the start ranks have unequal work and nothing to count. There a rank is stuck that does not wait for others, and that
+for long has not used a processor or a disk, nor has a process that it has started; it ends by itself.
 """
 
 from __future__ import annotations
@@ -23,11 +26,11 @@ import torch.distributed as dist
 from shardtune.launch.events import write_last_event
 from shardtune.launch.exit_codes import note_exit_code
 from shardtune.launch.local import RanksStuck, is_launched, write_report
-from shardtune.launch.processes import ENDED, STOPPED, Identity, own_identity
+from shardtune.launch.processes import ENDED, STOPPED, Identity, own_identity, own_work
 from shardtune.launch.progress import PROGRESS, START, Phase
 from shardtune.launch.signals import StopSignal
 from shardtune.launch.stacks import place_in, place_of_main_thread, stacks_of, stacks_of_all_threads, write_on_signal
-from shardtune.launch.verdict import StandReport, describe, judge
+from shardtune.launch.verdict import StandReport, Verdict, describe, judge
 
 STOP_SECONDS = 10.0
 """Without progress for so long (or five times the usual) after a stop signal, a run counts as stuck."""
@@ -85,6 +88,7 @@ class Watchdog:
         self.identity = own_identity(socket.gethostname(), write_on_signal())
         self._all: Sequence[Identity] = [self.identity]
         self._done = threading.Event()
+        self._work, self._looked_at = own_work(), time.monotonic()
         self._grace = min(GRACE_SECONDS, max(3.0, seconds / 4))
         global _current
         _current = self
@@ -118,12 +122,26 @@ class Watchdog:
                 longest = max(longest, stood) if phase.patience == 1 else longest
                 seen, stood = beats, 0.0
             stood += passed
+            if phase is START and self._has_worked(now):
+                stood = 0.0
             stopping += passed if self._stop.arrived() else 0.0
             if stopping and phase is START and stopping > STOP_SECONDS:
                 _leave(75)  # there is nothing to save, and the main thread does not come back from where it is
             if stood > self._limit(phase, stopping, longest):
-                self._stuck(phase, stood)
-                return
+                if phase is not START:
+                    self._stuck(phase, stood)
+                    return
+                if self._stuck_alone(phase, stood):
+                    return
+                stood = 0.0
+
+    def _has_worked(self, now: float) -> bool:
+        """Whether this process, or one that it has started, has worked since the last look, some seconds ago."""
+        seconds = now - self._looked_at
+        if seconds < max(1.0, self._seconds / 10):
+            return False
+        before, self._work, self._looked_at = self._work, own_work(), now
+        return self._work is None or before is None or self._work.differs(before, seconds)
 
     def _limit(self, phase: Phase, stopping: float, longest: float) -> float:
         if not phase.patience:
@@ -131,6 +149,20 @@ class Watchdog:
         if stopping > STOP_SECONDS / 2 and phase.patience == 1:
             return min(self._seconds, max(STOP_SECONDS, USUAL * longest))
         return self._seconds * phase.patience
+
+    def _stuck_alone(self, phase: Phase, stood: float) -> bool:
+        """End with this rank's own verdict, unless it waits for others: at the start they may not have met."""
+        own, ranks = self._report(phase, stood), int(os.environ.get("WORLD_SIZE", "1"))
+        if own.collective or place_of_main_thread().for_lock:
+            return False
+        self._write_stacks(self._rank, stacks_of_all_threads())
+        verdict = Verdict((self._rank,), "neither computes nor reads nor writes" if ranks > 1 else "")
+        message = self._completed(describe(verdict, {self._rank: own}, {}, num_ranks=ranks))
+        if ranks > 1:
+            self._tell(message, [])
+            _leave()
+        self._raise(message)
+        return True
 
     def _stuck(self, phase: Phase, stood: float) -> None:
         own = self._report(phase, stood)
@@ -145,13 +177,16 @@ class Watchdog:
         message, silent, is_judge = agreed[0] if agreed else self._alone(own)
         self._end_silent(silent)
         if is_judge:
-            self._record(message)
-            error = RanksStuck(message, silent)
-            if is_launched():
-                write_report(self._rank, error, message)
-            else:
-                print(f"rank {self._rank}: error: {message}", file=sys.stderr, flush=True)
+            self._tell(message, silent)
         _leave()
+
+    def _tell(self, message: str, silent: Sequence[int]) -> None:
+        """Give the message of all ranks to the launcher, or print it."""
+        self._record(message)
+        if is_launched():
+            write_report(self._rank, RanksStuck(message, silent), message)
+        else:
+            print(f"rank {self._rank}: error: {message}", file=sys.stderr, flush=True)
 
     def _report(self, phase: Phase, stood: float) -> StandReport:
         place = place_of_main_thread()
@@ -163,6 +198,9 @@ class Watchdog:
             phase=phase.name,
             step=PROGRESS.step,
             rounds=PROGRESS.rounds,
+            begun=PROGRESS.begun,
+            micro_batch=PROGRESS.micro_batch,
+            micro_batches=PROGRESS.micro_batches,
             beats=PROGRESS.beats,
             place=str(place),
             collective=place.collective,
@@ -213,7 +251,9 @@ class Watchdog:
 
     def _message(self, reports: dict[int, StandReport], silent: Sequence[int]) -> str:
         states = {rank: self._state(rank, reports.values()) for rank in silent}
-        text = describe(judge(reports, silent), reports, states, num_ranks=len(self._all))
+        return self._completed(describe(judge(reports, silent), reports, states, num_ranks=len(self._all)))
+
+    def _completed(self, text: str) -> str:
         return (
             f"{text}\n  stacks: {self._folder}/rank_*.txt\n  {self._goes_on()} (runner.watchdog_seconds is "
             f"{self._seconds:g})"

@@ -45,7 +45,7 @@ from shardtune.run.identity import CONFIG, FINAL, MANIFEST, read_manifest
 from shardtune.run.preflight import check_same_rows, is_one_of_several, read_together
 from shardtune.run.prompts import PromptBuilder
 from shardtune.run.resume_check import check_same_data
-from shardtune.run.train_rank import report_finished, train_rank
+from shardtune.run.train_rank import report_finished, train_rank, watching
 from shardtune.training.callbacks import load_callbacks
 from shardtune.training.loggers import SAMPLES, check_logger, read_metrics
 from shardtune.training.worker.adapter_worker import SFTWorker
@@ -140,13 +140,14 @@ def _launch(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal) -
     if not issubclass(kind, SFTWorker):
         check_worker(recipe, kind)
     else:
-        worker = make_worker(recipe, report=display.report)
-        worker.task.check()
-        candidates = () if plan.resume_from is None else (plan.resume_from, *plan.older)
-        readable = [path for path in candidates if damaged_file(path, STATE_FILE) is None]
-        if readable:  # the ranks choose a checkpoint; each is of the same data
-            check_same_data(readable[0], worker.task.data_files(), recipe.runner.allow_changes)
-        del worker
+        with watching(recipe.runner.watchdog_seconds, plan.run_dir, stop):
+            worker = make_worker(recipe, report=display.report)
+            worker.task.check()
+            candidates = () if plan.resume_from is None else (plan.resume_from, *plan.older)
+            readable = [path for path in candidates if damaged_file(path, STATE_FILE) is None]
+            if readable:  # the ranks choose a checkpoint; each is of the same data
+                check_same_data(readable[0], worker.task.data_files(), recipe.runner.allow_changes)
+            del worker
     with tempfile.TemporaryDirectory(prefix="shardtune-") as folder:
         file = Path(folder) / "recipe.yaml"
         file.write_text(recipe.to_yaml(as_given=True))

@@ -34,6 +34,7 @@ from shardtune.run.identity import (
     MANIFEST,
     holds_results,
     holds_run,
+    lost_run,
     read_manifest,
     record_file,
     replaced_records,
@@ -94,6 +95,7 @@ def plan_run(recipe: Recipe) -> RunPlan:
     requested = None if runner.resume_dir in (None, "auto") else open_checkpoint(str(runner.resume_dir))
     if not holds_run(run_dir):
         notes = () if requested is None else _check_changes(_run_of(requested), recipe)
+        notes = (*notes, *lost_run(run_dir))
         return RunPlan(run_dir, resume_from=requested, resumed_from=str(requested) if requested else None, notes=notes)
     if runner.resume_dir is None:
         raise _occupied(run_dir)

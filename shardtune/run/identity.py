@@ -13,6 +13,7 @@ from shardtune.checkpoint.atomic import read_json
 from shardtune.checkpoint.records import intact_copy
 from shardtune.checkpoint.store import CheckpointStore
 from shardtune.errors import CheckpointError
+from shardtune.training.loggers import METRICS_FILE
 
 MANIFEST = "manifest.json"
 CONFIG = "config.yaml"
@@ -60,6 +61,18 @@ def replaced_records(run_dir: Path) -> list[str]:
         f"{file.parents[1].name} is used"
         for name, file in found.items()
         if file is not None and file.parent != run_dir
+    ]
+
+
+def lost_run(run_dir: Path) -> list[str]:
+    """A sentence if a directory, which holds no run, has the metrics of one."""
+    lost = [str(run_dir / name) for name in (CONFIG, MANIFEST) if record_file(run_dir, name) is None]
+    metrics = run_dir / METRICS_FILE
+    if not lost or not metrics.is_file() or not metrics.stat().st_size:
+        return []
+    return [
+        f"a run has trained in this directory, but {' and '.join(lost)} cannot be read, and it has no checkpoint: "
+        f"it begins again, with a new {METRICS_FILE}"
     ]
 
 

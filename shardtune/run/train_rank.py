@@ -133,6 +133,7 @@ def watching(seconds: float | None, run_dir: Path, stop: StopSignal) -> Iterator
             return "there is no checkpoint yet: the same command starts again"
 
     PROGRESS.phase = START
+    PROGRESS.start()
     watchdog = Watchdog(seconds or 0.0, run_dir / FOLDER, stop, goes_on=goes_on, issued=collectives_issued)
     try:
         yield watchdog

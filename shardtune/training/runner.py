@@ -308,7 +308,6 @@ class SFTRunner:
         elif self._line:  # stopped in the middle of the evaluation after this step
             self._after_step(epoch_ended=position.state.rows_consumed == 0, advanced=True)
         while not (position.finished(model.step) or self._watches.stop or Ask.STOP in self._requested):
-            PROGRESS.rounds += 1
             self._poll()
             if self._saver.unfinished is not None:
                 self._saver.finish_if_written()
@@ -345,6 +344,7 @@ class SFTRunner:
             self._profile.before(step + 1)
         began = time.perf_counter()
         metrics = self._run_training()
+        PROGRESS.rounds += 1
         PROGRESS.phase, PROGRESS.step = STEP, model.step
         self._seconds |= {"step": time.perf_counter() - began, **self._actor.step_seconds}
         advanced = model.step != step

@@ -178,6 +178,7 @@ def accumulate(
     key = derive_seed(seed, step, ROW_DRAWS)
     for number, batch in enumerate(micro_batches):
         PROGRESS.beats += 1
+        PROGRESS.micro_batch = number + 1
         if isinstance(batch, Batch):
             batch = replace(batch, key=key)
         if weights.on_ranks:
@@ -219,6 +220,8 @@ def optimizer_step(
     Raises:
         ModelError: no parameter has a gradient, although there are targets; or fp16 overflows at any loss scale.
     """
+    PROGRESS.begun += 1
+    PROGRESS.micro_batch, PROGRESS.micro_batches = 0, len(micro_batches)
     if not any(denominators.values()):
         return StepResult(dict.fromkeys(denominators, 0.0), 0.0, updated=False, problem="no row has a target")
     buffers = weights.copy_buffers() if weights.has_buffers else {}

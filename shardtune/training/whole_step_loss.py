@@ -62,6 +62,7 @@ class WholeStep:
         with torch.no_grad():
             for number, batch in enumerate(micro_batches):
                 PROGRESS.beats += 1
+                PROGRESS.micro_batch = number + 1
                 seed_rng(seed, step, number, rank, "train")
                 found.append(_real(forward(batch), batch))
         mine = _joined(found)
@@ -74,6 +75,7 @@ class WholeStep:
         slopes = dict(zip(leaves, torch.autograd.grad(whole, list(leaves.values()), allow_unused=True), strict=True))
         for number, batch in enumerate(micro_batches):
             PROGRESS.beats += 1
+            PROGRESS.micro_batch = number + 1
             weights.begin_micro_batch(last=number == len(micro_batches) - 1)
             seed_rng(seed, step, number, rank, "train")
             outputs = _checked(forward(batch), batch)

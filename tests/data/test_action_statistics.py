@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -103,11 +104,18 @@ class TestSources:
         with pytest.raises(DataError, match="the mask has 2 values, an action 4 dimensions"):
             found["b"].with_mask([True, False])
 
-    def test_computed_once(self, sets, of, monkeypatch):
+    def test_computed_once_unless_damaged(self, sets, of, data, monkeypatch):
         folder, _ = sets
         first = of(str(folder / "a"))
-        monkeypatch.setattr(action_statistics, "compute", None)
-        assert of(str(folder / "a")) == first
+        with monkeypatch.context() as patch:
+            patch.setattr(action_statistics, "compute", None)
+            assert of(str(folder / "a")) == first
+        (file,) = (Path(data.cache_dir) / "statistics").glob("*.json")
+        written = file.read_text()
+        for damaged in (written.replace('"num_transitions": 36', '"num_transitions": 37'), "[1]", written[:40]):
+            file.write_text(damaged)
+            assert of(str(folder / "a")) == first, "it is computed anew"
+            assert file.read_text() == written
 
     def test_other_content_is_computed_anew(self, sets, of):
         folder, _ = sets

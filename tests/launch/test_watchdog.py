@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -15,14 +16,16 @@ import shardtune
 from shardtune.batch import Batch
 from shardtune.config import load_recipe
 from shardtune.launch import watchdog
-from shardtune.launch.local import RanksStuck, ReportedError
-from shardtune.launch.progress import PROGRESS
-from shardtune.launch.stacks import place_in, place_of
+from shardtune.launch.local import REPORT_DIR, RanksStuck, ReportedError, _reports
+from shardtune.launch.progress import PROGRESS, START
+from shardtune.launch.signals import StopSignal
+from shardtune.launch.stacks import Place, place_in, place_of
 from shardtune.launch.torchrun import final_code
 from shardtune.launch.verdict import StandReport, describe, judge
 from shardtune.parallel.ranks import join_ranks
 from shardtune.training.worker import base
 from shardtune.training.worker.adapter_worker import SFTWorker
+from shardtune.training.worker.base import FSDPSftWorker
 from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny
 
 PLUGIN = str(Path(__file__).parents[1] / "support" / "stuck_ways.py")
@@ -52,8 +55,14 @@ def waits(rank: int, name: str = "all_reduce", **known: object) -> StandReport:
         ([waits(0), waits(1, "barrier", in_users=True)], [], (1,), "your own code"),
         ([waits(0), waits(1, "barrier"), waits(2)], [], (1,), "another collective than the others"),
         ([waits(0), waits(1, "barrier", beats=4)], [], (), ""),
-        ([waits(0, rounds=3), waits(1, rounds=4)], [], (1,), "past the collective"),
-        ([waits(0, issued=5), waits(1, issued=4)], [], (1,), "fewer collectives"),
+        ([waits(0), waits(1, in_users=True), waits(2, in_users=True)], [], (0,), "has not called the collective"),
+        ([waits(0, rounds=2, begun=3), waits(1, rounds=3, begun=2)], [], (1,), "left out a training step"),
+        ([waits(0, rounds=2, begun=3, in_users=True), waits(1, rounds=3, begun=2)], [], (1,), "left out"),
+        ([waits(0, rounds=4, begun=3), waits(1, rounds=4, begun=2)], [], (), ""),  # a worker that means to
+        ([waits(0, rounds=3, begun=3), waits(1, rounds=3, begun=4)], [], (), ""),
+        ([waits(0, begun=1), waits(1, begun=1, micro_batch=1), waits(2, begun=1)], [], (1,), "another position"),
+        ([waits(0, issued=5), waits(1, issued=4)], [], (), ""),
+        ([waits(0, issued=5), waits(1, issued=4), waits(2, issued=5)], [], (1,), "number of collectives"),
         ([waits(0), waits(1)], [], (), ""),
     ],
 )
@@ -61,6 +70,20 @@ def test_the_rank_that_differs(reports: list[StandReport], silent: list[int], ra
     found = judge({report.rank: report for report in reports}, silent)
     assert found.ranks == ranks
     assert reason in found.reason
+
+
+def test_of_two_ranks_that_have_parted_neither_is_blamed():
+    reports = {
+        0: waits(0, begun=8, rounds=7, micro_batch=1, micro_batches=2, issued=5),
+        1: waits(1, begun=7, rounds=7, issued=6, phase="saving a checkpoint"),
+    }
+    text = describe(judge(reports, []), reports, {}, num_ranks=2)
+    assert "after step 7: the ranks have parted" in text
+    assert "rank 0 in step 8, micro-batch 1 of 2, in a training step, after 5 collectives, waits in" in text
+    assert "rank 1 after step 7, in saving a checkpoint, after 6 collectives, waits in" in text
+    assert "no rank differs" in describe(
+        judge({0: waits(0), 1: waits(1)}, []), {0: waits(0), 1: waits(1)}, {}, num_ranks=2
+    )
 
 
 def test_a_thousand_ranks_are_one_message():
@@ -73,6 +96,10 @@ def test_a_thousand_ranks_are_one_message():
 
 
 def test_where_a_thread_stands(tmp_path: Path):
+    lock = compile("found = place_of(sys._getframe())", "/lib/filelock/_api.py", "exec")
+    exec(lock, known := {"place_of": place_of, "sys": sys})
+    assert known["found"].for_lock
+    assert not place_of(sys._getframe()).for_lock
     assert str(place_of(sys._getframe())).startswith(f"is at {__file__}:")
     written = (
         f'Thread 0x1 (most recent call first):\n  File "{threading.__file__}", line 5 in wait\n\n'
@@ -120,9 +147,51 @@ def test_one_rank_that_is_stuck_raises(tiny: Tiny, monkeypatch: pytest.MonkeyPat
     assert "in test_one_rank_that_is_stuck_raises.<locals>.stuck: time.sleep(1000)" in told
     assert "global_step_2: the same command continues" in told
     assert "time.sleep(1000)" in (tiny.run(name) / "stuck" / "rank_0.txt").read_text()
-    assert PROGRESS.phase.patience == 0
+    assert PROGRESS.phase is START
     shardtune.train(recipe)
     assert [line["step"] for line in lines(tiny.run(name))] == list(range(1, 9))
+
+
+def test_a_start_that_hangs_raises_one_that_works_does_not(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
+    def computes(self: FSDPSftWorker, *_: object, **__: object) -> None:
+        child = subprocess.Popen([sys.executable, "-Ec", "while True: pass"])
+        time.sleep(2.5)  # the child works
+        child.kill()
+        child.wait()
+        raise ArithmeticError("it has come through")
+
+    def hangs(self: FSDPSftWorker, *_: object, **__: object) -> None:
+        time.sleep(1000)
+
+    recipe = tiny.recipe("start", runner__watchdog_seconds=0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(FSDPSftWorker, "_build", hangs)
+        with pytest.raises(RanksStuck) as raised:
+            shardtune.train(recipe)
+    told = str(raised.value)
+    assert "no progress for 1 s in the start" in told
+    assert "<locals>.hangs: time.sleep(1000)" in told
+    assert "there is no checkpoint yet: the same command starts again" in told
+    monkeypatch.setattr(FSDPSftWorker, "_build", computes)
+    with pytest.raises(ArithmeticError):
+        shardtune.train(recipe)
+
+
+def test_a_rank_that_hangs_at_the_start_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Wherever the others are; one that waits for them in a collective does not."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(REPORT_DIR, str(tmp_path))
+    monkeypatch.setattr(watchdog, "_leave", lambda: sys.exit(76))
+    PROGRESS.start()
+    started = watchdog.Watchdog(0, tmp_path / "stuck", StopSignal(), goes_on=lambda: "it starts again")
+    with pytest.raises(SystemExit):
+        started._stuck_alone(START, 3600.0)
+    (report,) = _reports(tmp_path)
+    assert (report.rank, report.stuck) == (1, True)
+    assert "3600 s in the start: rank 1 neither computes nor reads nor writes\n  rank 1 is at" in report.message
+    monkeypatch.setattr(watchdog, "place_of_main_thread", lambda: Place("x.py:1", collective="all_reduce"))
+    assert not started._stuck_alone(START, 3600.0)
 
 
 def test_the_time_limit_of_collectives_is_the_recipes(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
@@ -137,7 +206,7 @@ def test_the_time_limit_of_collectives_is_the_recipes(tiny: Tiny, monkeypatch: p
     assert joined == [77]
 
 
-@pytest.mark.parametrize("way", ["stopped", "holds_the_interpreter", "calls_a_collective_alone", "leaves"])
+@pytest.mark.parametrize("way", ["stopped", "holds_the_interpreter", "skips_a_step", "leaves"])
 def test_of_two_ranks_the_one_that_is_stuck_is_named(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, way: str):
     if way == "stopped":
         shardtune.train(tiny.recipe("whole", runner__nproc_per_node=2))
@@ -150,11 +219,11 @@ def test_of_two_ranks_the_one_that_is_stuck_is_named(tiny: Tiny, monkeypatch: py
     expected = {
         "stopped": "rank 1 is stopped by a signal (state T",
         "holds_the_interpreter": "in holds_the_interpreter",
-        "calls_a_collective_alone": "rank 1 waits in a collective of your own code",
+        "skips_a_step": "rank 1 has left out a training step",
         "leaves": "sys.exit(3) was called",
     }
     assert expected[way] in told
-    assert ("rank 0 waits in the collective" in told) == (way != "leaves")
+    assert ("waits in the collective" in told) == (way != "leaves")
     if way == "stopped":
         shardtune.train(recipe)
         last = "checkpoints/global_step_8"

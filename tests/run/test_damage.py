@@ -14,8 +14,10 @@ import pytest
 
 import shardtune
 from shardtune.checkpoint.verified import damage
+from shardtune.config import load_recipe
 from shardtune.errors import CheckpointError, Interrupted
 from shardtune.run import exporting as exporting_module
+from shardtune.run.directory import plan_run
 from shardtune.run.exporting import exporting
 from shardtune.training.runner import SFTRunner
 from tests.support.tiny_run import Tiny, assert_same_tensors, flip_bit, lines, make_tiny, signal_after
@@ -130,6 +132,15 @@ def test_without_any_record_nothing_begins_and_nothing_is_removed(made: Tiny, st
     with pytest.raises(CheckpointError, match=r"steps 1, 2, 3, but manifest.json of the run(?s:.*)experiment_name"):
         shardtune.train(recipe(made, "stopped"))
     assert tree(stopped) == before
+
+
+def test_a_run_that_is_lost_without_a_checkpoint_is_noticed(made: Tiny, stopped: Path) -> None:
+    shutil.rmtree(stopped / "checkpoints")
+    (stopped / "manifest.json").unlink()
+    (note,) = plan_run(load_recipe(recipe(made, "stopped"))).notes
+    assert f"{stopped / 'manifest.json'} cannot be read, and it has no checkpoint: it begins again" in note
+    (stopped / "metrics.jsonl").write_text("")
+    assert plan_run(load_recipe(recipe(made, "stopped"))).notes == ()
 
 
 def test_with_no_sound_checkpoint_the_run_does_not_begin_again(made: Tiny, stopped: Path) -> None:

@@ -1,6 +1,6 @@
-"""A plugin for runs that get stuck: at a step, one rank stops making progress in the way that `TEST_STUCK` names.
+"""A plugin for runs that get stuck: one rank stops making progress in the way that `TEST_STUCK` names.
 
-`TEST_STUCK_RANK` is that rank, 1 by default; the step is the third.
+`TEST_STUCK_RANK` is that rank, 1 by default; it stops in the third step, `loading_sleeps` before the first.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ IN_LOSS: dict[str, Callable[[], None]] = {
         leaves_at_once,
     )
 }
-ELSEWHERE = ("skips_a_step", "loader_sleeps", "evaluation_sleeps", "save_sleeps", "all_sleep")
+ELSEWHERE = ("loading_sleeps", "skips_a_step", "loader_sleeps", "evaluation_sleeps", "save_sleeps", "all_sleep")
 WAYS = (*IN_LOSS, *ELSEWHERE)
 
 way = os.environ.get("TEST_STUCK", "")
@@ -143,5 +143,7 @@ elif guilty and way == "evaluation_sleeps":
     _instead(SFTWorker, "get_eval_model_output", sleeps)
 elif guilty and way == "save_sleeps":
     _instead(FSDPSftWorker, "save_checkpoint", sleeps)
+elif guilty and way == "loading_sleeps":
+    FSDPSftWorker._build = lambda *_, **__: sleeps()
 elif guilty and way == "loader_sleeps":
     _endless_loader()

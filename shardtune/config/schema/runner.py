@@ -164,7 +164,8 @@ class RunnerConfig(Section):
         600,
         "Seconds without progress (a micro-batch, a batch of an evaluation) after which a run counts as stuck: it "
         "names the rank that differs, writes every rank's stack into `stuck/` of the run directory, and ends with code "
-        "76; saving, generation, callbacks and the first compiled step may take six times as long; 0 or null: off.",
+        "76; saving, generation, callbacks, the first compiled step and idleness at the start may take six times as "
+        "long; 0 or null: off.",
         ge=0,
     )
     collective_timeout: Count = key(

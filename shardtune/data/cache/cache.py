@@ -23,6 +23,7 @@ from shardtune.data.progress import show_progress
 from shardtune.data.robot.content import content_digest
 from shardtune.data.sources.resolve import LEROBOT, Source, SourceFile
 from shardtune.errors import DataError
+from shardtune.launch.progress import PROGRESS
 
 # Part of every key: raise it when reading or recognising rows gives something else than before.
 READING_VERSION = 2
@@ -164,6 +165,7 @@ class _Waiting:
         self._next = 1.0
 
     def __call__(self, holder: str, seconds: float) -> None:
+        PROGRESS.beats += 1  # the other one is watched where it works
         if seconds >= self._next:
             self._next = seconds + _WAIT_LINE_SECONDS
             self._report(f"data: waiting for {holder} to tokenise {self._label} ({seconds:.0f} s)")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,11 +12,13 @@ import numpy as np
 import torch
 
 from shardtune.data.cache_directory import cache_error
+from shardtune.data.checksum import checksum
 from shardtune.data.images.images import StoredImage
 from shardtune.data.images.pixel_bytes import ImageBytes
 from shardtune.data.images.placeholders import AppliedImages
 
-_MAGIC = b"pixels1\n"
+_MAGIC = b"pixels2\n"
+_BODY = len(_MAGIC) + 16
 
 
 class PixelCache:
@@ -43,7 +44,7 @@ class PixelCache:
         except OSError as error:
             raise cache_error(error, self._root) from error
         try:
-            return _read(content)
+            return _read(name, content)
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
 
@@ -58,7 +59,7 @@ class PixelCache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                partial.write_bytes(_written(made))
+                partial.write_bytes(_written(name, made))
                 partial.replace(path)
             finally:
                 partial.unlink(missing_ok=True)
@@ -109,10 +110,10 @@ class PixelReader:
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
-# Magic bytes, a checksum of the rest, the header's length, the header (JSON), the arrays end to end.
+# Magic bytes, a checksum of the name and the rest, the header's length, the header (JSON), the arrays end to end.
 
 
-def _written(made: ImageBytes) -> bytes:
+def _written(name: str, made: ImageBytes) -> bytes:
     arrays, header = [made.pixels], {"pixels": list(made.pixels.shape), "further": {}}
     for key, array in made.further.items():
         is_one = not any(array.strides)
@@ -120,15 +121,19 @@ def _written(made: ImageBytes) -> bytes:
         arrays.append(array.reshape(-1)[:1] if is_one else array)
     text = json.dumps(header).encode()
     body = b"".join([len(text).to_bytes(4, "little"), text, *(array.tobytes() for array in arrays)])
-    return b"".join([_MAGIC, zlib.crc32(body).to_bytes(4, "little"), body])
+    return b"".join([_MAGIC, _sum(name, body), body])
 
 
-def _read(content: bytes) -> ImageBytes | None:
-    start = len(_MAGIC) + 4
-    if not content.startswith(_MAGIC) or zlib.crc32(memoryview(content)[start:]) != _number(content, len(_MAGIC)):
+def _sum(name: str, body: bytes | memoryview) -> bytes:
+    """The checksum of a file's content, which that of another image does not have."""
+    return hashlib.blake2b(f"{name} {checksum(body)}".encode(), digest_size=_BODY - len(_MAGIC)).digest()
+
+
+def _read(name: str, content: bytes) -> ImageBytes | None:
+    if not content.startswith(_MAGIC) or _sum(name, memoryview(content)[_BODY:]) != content[len(_MAGIC) : _BODY]:
         return None
-    text_end = start + 4 + _number(content, start)
-    header = json.loads(content[start + 4 : text_end])
+    text_end = _BODY + 4 + _number(content, _BODY)
+    header = json.loads(content[_BODY + 4 : text_end])
     place = text_end
 
     def array(dtype: str, shape: list[int], is_one: bool) -> np.ndarray:

@@ -96,6 +96,10 @@ def test_torn_and_foreign_files_are_made_again(tmp_path: Path) -> None:
         path.write_bytes(content)
     assert same(images.numbers(reader.inputs(stored)), own)
     assert [path.read_bytes() for path in files(tmp_path)] == good
+    for path, content in zip(files(tmp_path), [*good[1:], good[0]], strict=True):  # whole, but of another image
+        path.write_bytes(content)
+    assert same(images.numbers(reader.inputs(stored)), own)
+    assert [path.read_bytes() for path in files(tmp_path)] == good
     for path in files(tmp_path):
         path.write_bytes(b"")
     (tmp_path / "images" / "0.png").unlink()
