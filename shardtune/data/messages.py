@@ -196,6 +196,18 @@ def text_of_part(part: Mapping[str, Any]) -> str:
     return part["text"]
 
 
+def shown_question(turns: Sequence[Mapping[str, Any]]) -> str:
+    """What the next turn answers, for a reader: the last user turn, and what was called and returned since."""
+    asked = max((number for number, turn in enumerate(turns) if turn["role"] == "user"), default=0)
+    lines: list[str] = []
+    for turn in turns[asked:]:
+        lines += [turn["content"]] if turn["content"].strip() else []
+        for call in turn.get("tool_calls") or ():
+            function = call["function"]
+            lines.append(f"{function['name']}({json.dumps(function['arguments'], ensure_ascii=False)})")
+    return "\n→ ".join(lines)
+
+
 def loss_weight_of(turn: Mapping[str, object]) -> float | None:
     """The weight that a message gives its own tokens; None where it gives none."""
     given = [key for key in ("loss_weight", "weight") if turn.get(key) is not None]

@@ -18,7 +18,7 @@ from shardtune.data.chat.outline import Span
 from shardtune.data.chat.reasoning import Thinking, Thought, without_thoughts
 from shardtune.data.chat.template import ChatTemplate, Rendering, missing_template
 from shardtune.data.encoder import LengthLimit, Row, RowError, TooLong
-from shardtune.data.messages import read_turns
+from shardtune.data.messages import read_turns, shown_question
 from shardtune.data.row_formats import Chat, Completion, Text, read_example
 from shardtune.errors import DataError
 
@@ -162,9 +162,13 @@ class ChatEncoder:
         self._check_weights(chat)
         chat, rendering, left_out = self._rendered(chat, self.template)
         ids, weights = self._weigh(chat, rendering)
-        prompt, reference = self._question(chat, rendering) if self.with_prompts else (None, None)
-        tokens = None if prompt is None else self._tokens(prompt)[0]
-        return Sample(ids, weights, tokens, reference, left_out=left_out)
+        if not self.with_prompts:
+            return Sample(ids, weights, left_out=left_out)
+        prompt, reference = self._question(chat, rendering)
+        if prompt is None:
+            return Sample(ids, weights, left_out=left_out)
+        question = shown_question(chat.messages[: rendering.spans[-1].message])
+        return Sample(ids, weights, self._tokens(prompt)[0], reference, question, left_out=left_out)
 
     def _rendered(self, chat: Chat, template: ChatTemplate) -> tuple[Chat, Rendering, int]:
         """The conversation as it is rendered, its rendering, and how many tokens of reasoning that leaves out.
@@ -251,7 +255,7 @@ class ChatEncoder:
         if not self.with_prompts or isinstance(example, Text):
             return Sample(ids, weights)
         before = self._tokens(prompt)[0]
-        return Sample(ids, weights, self._opened(before), text)
+        return Sample(ids, weights, self._opened(before), text, prompt)
 
     def _closed(self, ids: np.ndarray, trained: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The tokens between the begin token, where the tokenizer has one, and the end token, which is a target."""

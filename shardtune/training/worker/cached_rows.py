@@ -277,7 +277,7 @@ class CachedRowsTask(Task):
         written = generator.continuations(prompts, sampling, poll=evaluation.poll)
         texts = [generator.text(tokens) for tokens in written]
         answers = Answers.judge(rows, indices, texts, self._matcher, self.chat_encoder().tokenizer)
-        warning = answers.warning(config.answer_pattern)
+        warning = "" if evaluation.before_training else answers.warning(config.answer_pattern)
         if warning and evaluation.ranks.is_main:
             evaluation.report(warning)
         if evaluation.samples_dir is not None and evaluation.ranks.is_main:
