@@ -11,6 +11,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from shardtune.config import EvalConfig
+from shardtune.config.shown import as_written
 from shardtune.config.user_code import load_function
 from shardtune.data.cache.dataset import TokenDataset
 from shardtune.errors import ConfigError, legible
@@ -117,9 +118,9 @@ class Answers:
             return ""
         shown = "; ".join(f'"{legible(answer.answer, SHOWN_LENGTH)}"' for answer in missed[:SHOWN])
         return (
-            f"{len(missed)} of {len(self.all)} answers count as wrong because eval.answer_pattern, {pattern}, is "
-            f"not in them, such as {shown}. Mend the pattern if these look right; if they are cut off, raise "
-            "eval.max_new_tokens"
+            f"{len(missed)} of {len(self.all)} answers count as wrong because eval.answer_pattern, "
+            f"{as_written(pattern)}, is not in them, such as {shown}. Mend the pattern if these look right; "
+            "if they are cut off, raise eval.max_new_tokens"
         )
 
     def keep(self, folder: Path, step: int, name: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
+from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -47,6 +47,8 @@ STEP_FORMS: Mapping[str, str] = {
 VERDICTS: Mapping[object, str] = {True: "right", False: "wrong"}
 SHOWN_PATTERNS = 8
 RIGHT, UNPARSED = OF_ANSWERS
+OF_OTHERS = ("perplexity",)
+"""Metrics that follow from others; they are in the table at the end."""
 BEFORE_TRAINING = (f"/{RIGHT}", "/loss")
 """The metrics that are shown of an evaluation before training, if it has any of them."""
 BUSY_SECONDS = 0.5
@@ -171,7 +173,7 @@ class Display:
         self._began_at = 0
 
     def report(self, text: str) -> None:
-        self.console.print(plain(text))
+        self.console.print(plain(text), soft_wrap=not self._live)  # a terminal's own wrapping cuts words
 
     log = report
 
@@ -234,7 +236,7 @@ class Display:
         if self._live:
             self._status, self._ticking = status, Ticking(TerminalFoot(self.console, status.lines), delay)
         elif self.console.is_jupyter:
-            self._status, self._ticking = status, Ticking(NotebookFoot(status.lines), delay)
+            self._status, self._ticking = status, Ticking(NotebookFoot(status.lines, keeps=status.total > 0), delay)
 
     @contextmanager
     def during(self, label: str) -> Iterator[None]:
@@ -311,11 +313,17 @@ class Display:
                 table.add_row(plain(key), *cells, shown(key, value))
             self.console.print(table)
         if samples:
-            self.console.print(plain("\nanswers:", style="bold"))
-        for sample in samples:
-            self._show_answer(sample)
-        self.console.print(plain("\nnext:", style="bold"))
-        word = shlex.quote(run)
+            lines = [line for sample in samples for line in self._answer(sample)]
+            self.console.print(Group(plain("\nanswers:", style="bold"), *lines), soft_wrap=not self._live)
+        commands = self._next_in_python(run, answers) if self.console.is_jupyter else self._next(run_dir, answers)
+        width = max(len(command) for command, _ in commands)
+        fits = width + max(len(purpose) for _, purpose in commands) + 6 <= self.console.width
+        lines = [f"  {command.ljust(width)}  # {purpose}" if fits else f"  {command}" for command, purpose in commands]
+        self.console.print(Group(plain("\nnext:", style="bold"), *map(plain, lines)))
+
+    def _next(self, run_dir: Path, answers: bool) -> list[tuple[str, str]]:
+        """What can be done with a run, each with its purpose."""
+        word = shlex.quote(shown_path(run_dir))
         commands = [(f'shardtune generate {word} --prompt "…"', "answer a question")] * answers
         commands += [(f"shardtune chat {word}", "talk to the model")] * answers
         commands += [
@@ -324,20 +332,29 @@ class Display:
         ]
         if (run_dir / "tensorboard").exists():
             commands.append((f"tensorboard --logdir {word}", "curves of the losses"))
-        width = max(len(command) for command, _ in commands)
-        for command, purpose in commands:
-            fits = width + len(purpose) + 6 <= self.console.width
-            self.console.print(plain(f"  {command.ljust(width)}  # {purpose}" if fits else f"  {command}"))
+        return commands
 
-    def _show_answer(self, sample: Mapping[str, object]) -> None:
+    def _next_in_python(self, run: str, answers: bool) -> list[tuple[str, str]]:
+        return [
+            (f'run = shardtune.load_run("{run}")', "what train returns"),
+            *([('run.generate("…")', "answer a question")] * answers),
+            ("run.evaluate()", "evaluate it again"),
+            ('run.export("my-model")', "a directory for transformers or vLLM"),
+        ]
+
+    def _answer(self, sample: Mapping[str, object]) -> list[Text]:
         """A question, the model's answer and whether that is right; what was expected if it is not."""
         right, most = sample["correct"], max(120, 2 * self.console.width - 12)
         verdict = VERDICTS.get(right, "no answer found")
-        self.console.print(plain(f"  {legible(str(sample['question']), most)}", style="dim"))
-        answer = plain(f"    {legible(str(sample['answer']), most) or '(nothing)'}")
-        self.console.print(answer.append(f"  [{verdict}]", style="green" if right else "red"))
+        lines = [
+            plain(f"  {legible(str(sample['question']), most)}", style="dim"),
+            plain(f"    {legible(str(sample['answer']), most) or '(nothing)'}").append(
+                f"  [{verdict}]", style="green" if right else "red"
+            ),
+        ]
         if right is not True and sample["reference"] is not None:
-            self.console.print(plain(f"    expected: {legible(str(sample['reference']), most)}", style="dim"))
+            lines.append(plain(f"    expected: {legible(str(sample['reference']), most)}", style="dim"))
+        return lines
 
 
 def shown_path(path: Path) -> str:
@@ -356,8 +373,8 @@ def evaluation_texts(metrics: Mapping[str, float]) -> list[str]:
         name = key.removeprefix("eval/")
         prefix, _, metric = name.rpartition("/")
         if metric == RIGHT:
-            texts.insert(0 if not prefix else len(texts), f"{f'{prefix} ' if prefix else ''}{value:.1%} right")
-        elif metric != UNPARSED or value:
+            texts.insert(0 if not prefix else len(texts), f"{f'{prefix} ' if prefix else ''}{100 * value:.1f} % right")
+        elif metric not in OF_OTHERS and (metric != UNPARSED or value):
             texts.append(f"{name} {shown(key, value)}")
     return texts
 

@@ -180,10 +180,12 @@ class NotebookFoot:
 
     Args:
         lines: what is drawn.
+        keeps: whether the last of them stay.
     """
 
-    def __init__(self, lines: Lines) -> None:
+    def __init__(self, lines: Lines, *, keeps: bool) -> None:
         self._lines = lines
+        self._keeps = keeps
         self._handle: Any = None
         self._shown = ""
 
@@ -193,10 +195,15 @@ class NotebookFoot:
         self._handle = display({"text/plain": ""}, raw=True, display_id=True)
 
     def draw(self) -> None:
-        text = "\n".join(line.plain for line in self._lines(NOTEBOOK_COLUMNS))
+        self._update("\n".join(line.plain for line in self._lines(NOTEBOOK_COLUMNS)))
+
+    def end(self) -> None:
+        if self._keeps:
+            self.draw()
+        else:
+            self._update("")
+
+    def _update(self, text: str) -> None:
         if text != self._shown:
             self._shown = text
             self._handle.update({"text/plain": text}, raw=True)
-
-    def end(self) -> None:
-        self.draw()

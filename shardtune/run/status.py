@@ -96,7 +96,8 @@ class Status:
     def __init__(
         self, label: str, total: int = 0, step: int = 0, *, ranks: int = 1, progress: Progress = PROGRESS
     ) -> None:
-        self._label, self._total, self._step, self._ranks = label, total, step, ranks
+        self.total = total
+        self._label, self._step, self._ranks = label, step, ranks
         self._progress = progress
         self._metrics: Mapping[str, float] = {}
         self._losses = Curve()
@@ -117,22 +118,22 @@ class Status:
     def seconds_left(self) -> float | None:
         """Estimated from the first step on, evaluations and checkpoints included; None before the second."""
         (first, began), (last, now) = self._first, self._last
-        return None if last <= first else (now - began) / (last - first) * max(0, self._total - last)
+        return None if last <= first else (now - began) / (last - first) * max(0, self.total - last)
 
     def lines(self, width: int) -> Sequence[Text]:
         """The state in lines of at most `width` columns."""
         label = self._activity()
-        if not self._total:
+        if not self.total:
             return [Text(label, style="bold")]
-        counted = f" {self._step:,}/{self._total:,}"
+        counted = f" {self._step:,}/{self.total:,}"
         left = self.seconds_left
-        further = [f"{duration(left)} left"] if left is not None and self._step < self._total else []
+        further = [f"{duration(left)} left"] if left is not None and self._step < self.total else []
         label = label.ljust(LABEL_COLUMNS)
         pieces = _fitting(further, width - len(label) - len(counted) - 10)
         bar = min(BAR_COLUMNS, width - len(label) - len(counted) - len(pieces))
         first = Text(label, style="bold")
         if bar >= 5:
-            first.append_text(_bar(self._step, self._total, bar))
+            first.append_text(_bar(self._step, self.total, bar))
         first.append(counted).append(pieces, style="cyan")
         return [first, self._numbers(width)] if self._metrics else [first]
 
@@ -147,9 +148,8 @@ class Status:
         shown += [form.format(metrics[name]) for name, form in STEP_FORMS.items() if name in metrics]
         if "train/loss" in metrics:
             text.append(f"loss {metrics['train/loss']:.4f}".ljust(LABEL_COLUMNS) + " ")
-            kept = len(_fitting(shown[:2], width - len(text) - 8))
-            curve = self._losses.sparkline(min(CURVE_COLUMNS, width - len(text) - kept))
-            text.append(curve, style="green")
+            columns = max(0, min(CURVE_COLUMNS, width - 59))
+            text.append(self._losses.sparkline(columns).ljust(columns), style="green")
         text.append(_fitting(shown, width - len(text)))
         return text
 

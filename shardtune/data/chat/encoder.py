@@ -24,7 +24,7 @@ from shardtune.errors import DataError
 
 TrainOn = Literal["assistant", "last_assistant", "all"]
 # Part of every cache key: raise it when the same row would be encoded differently.
-ENCODING_VERSION = 2
+ENCODING_VERSION = 3
 
 
 class ChatEncoder:
@@ -292,7 +292,7 @@ def with_offsets(tokenizer: PreTrainedTokenizerBase | str | Path) -> PreTrainedT
     loaded = AutoTokenizer.from_pretrained(str(tokenizer)) if isinstance(tokenizer, (str, Path)) else tokenizer
     if not isinstance(loaded, PreTrainedTokenizerFast):
         raise DataError(
-            f"the tokenizer {loaded.name_or_path or type(loaded).__name__!r} has no character offsets for its tokens, "
+            f"the tokenizer {loaded.name_or_path or type(loaded).__name__} has no character offsets for its tokens, "
             "so the trained tokens cannot be found",
             where="actor.tokenizer.tokenizer_model",
             remedy="use a tokenizer with a tokenizer.json",

@@ -462,7 +462,7 @@ class TestTemplateChoice:
         file = tmp_path / "mine.jinja"
         file.write_text("mine")
         assert load_template(str(file), tokenizer) == "mine"
-        with pytest.raises(DataError, match=r"nowhere.jinja' cannot be read"):
+        with pytest.raises(DataError, match=r"nowhere.jinja cannot be read"):
             load_template(str(tmp_path / "nowhere.jinja"), tokenizer)
 
 
