@@ -116,11 +116,12 @@ class Answers:
         missed = [answer for answer in self.all if answer.correct is None]
         if len(missed) < MANY_UNPARSED * len(self.all):
             return ""
-        shown = "; ".join(f'"{legible(answer.answer, SHOWN_LENGTH)}"' for answer in missed[:SHOWN])
+        distinct = dict.fromkeys(legible(answer.answer, SHOWN_LENGTH) for answer in missed)
+        shown = "; ".join(f'"{text}"' for text in [text for text in distinct if text][:SHOWN]) or "empty ones"
         return (
             f"{len(missed)} of {len(self.all)} answers count as wrong because eval.answer_pattern, "
-            f"{as_written(pattern)}, is not in them, such as {shown}. Mend the pattern if these look right; "
-            "if they are cut off, raise eval.max_new_tokens"
+            f"{as_written(pattern)}, is not in them, such as {shown}. The model may not have learned this form "
+            "yet; if these look right, mend the pattern, and if they are cut off, raise eval.max_new_tokens"
         )
 
     def keep(self, folder: Path, step: int, name: str) -> None:

@@ -51,6 +51,8 @@ OF_OTHERS = ("perplexity",)
 """Metrics that follow from others; they are in the table at the end."""
 BEFORE_TRAINING = (f"/{RIGHT}", "/loss")
 """The metrics that are shown of an evaluation before training, if it has any of them."""
+LOG_LETTERS = 600
+"""Of a question or an answer in a log, at most."""
 BUSY_SECONDS = 0.5
 """Something that takes less is not shown."""
 
@@ -210,7 +212,7 @@ class Display:
         lines.append(("run", shown_path(run_dir)))
         for name, value in lines:
             table.add_row(plain(name, style="bold"), plain(value, overflow="fold"))  # a long path is not cut off
-        self.console.print(table)
+        self.console.print(table, soft_wrap=not self._live)
         if sample is not None:
             marks = f"; trained tokens are {'green' if self._color else 'in ⟦ ⟧'}" if len(sample.input_ids) else ""
             if ((sample.loss_weights > 0) & (sample.loss_weights != 1)).any():
@@ -220,7 +222,7 @@ class Display:
     def show_row(self, sample: Sample, tokenizer: PreTrainedTokenizerBase | None, title: str) -> None:
         text = trained_text(sample, tokenizer, color=self._color)
         if self._live:
-            self.console.print(Panel(text, title=plain(title), title_align="left"))
+            self.console.print(Panel(text, title=plain(title), title_align="left"), soft_wrap=False)
         else:
             self.console.print(plain(f"{title}:"))
             self.console.print(text)
@@ -261,7 +263,11 @@ class Display:
             return
         self._spoken = now
         done = step - self._began_at
-        left = f"  {duration((now - self._began) / done * max(0, self._total - step))} to go" if done else ""
+        left = (
+            f"  {duration((now - self._began) / done * max(0, self._total - step))} to go"
+            if done and step < self._total
+            else ""
+        )
         self.report(f"step {step:,}/{self._total:,}  {text}{left}")
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -344,7 +350,7 @@ class Display:
 
     def _answer(self, sample: Mapping[str, object]) -> list[Text]:
         """A question, the model's answer and whether that is right; what was expected if it is not."""
-        right, most = sample["correct"], max(120, 2 * self.console.width - 12)
+        right, most = sample["correct"], max(120, 2 * self.console.width - 12) if self._live else LOG_LETTERS
         verdict = VERDICTS.get(right, "no answer found")
         lines = [
             plain(f"  {legible(str(sample['question']), most)}", style="dim"),

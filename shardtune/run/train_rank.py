@@ -151,7 +151,10 @@ def report_finished(plan: RunPlan, recipe: Recipe, objects: Objects, report: Cal
         report(note)
     if not (plan.run_dir / FINAL / CHECKSUMS).exists():
         report(f"{plan.run_dir / FINAL} was written by an earlier version and has no checksums: it is not verified")
-    report(f"{plan.run_dir} is finished; its result is {plan.run_dir / FINAL}")
+    report(
+        f"{shown_path(plan.run_dir)} is finished; its result is {shown_path(plan.run_dir / FINAL)}. To train on, raise "
+        "runner.max_epochs or runner.max_steps; to begin anew, choose another runner.logger.experiment_name"
+    )
 
 
 def _checked_by_launcher(recipe: Recipe) -> bool:
@@ -236,7 +239,8 @@ def _train(
         report_begun()
         dropped = write_dropped_rows(plan.run_dir, worker.task.dropped_rows())
         if dropped and display is not None:
-            display.report(f"data: {dropped:,} rows are not trained or evaluated on: {plan.run_dir / DROPPED_ROWS}")
+            file = plan.run_dir / DROPPED_ROWS
+            display.report(f"data: {dropped:,} rows are not trained or evaluated on: {shown_path(file)}")
 
     on_main(worker.ranks, begin)
     try:

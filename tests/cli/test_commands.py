@@ -110,7 +110,7 @@ def test_python_m_shardtune() -> None:
     ("error", "code", "text"),
     [
         (ConfigError("a key", where="here", remedy="do"), 2, "error: a key\n  where:  here\n  remedy: do\n"),
-        (Interrupted("stopped after step 3; the same command continues"), 75, "stopped: stopped after step 3"),
+        (Interrupted("stopped after step 3; the same command continues"), 75, "stopped after step 3"),
         (RuntimeError("a bug"), 1, "RuntimeError: a bug"),
         (KeyboardInterrupt(), 1, "error: interrupted\n"),
     ],
