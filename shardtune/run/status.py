@@ -128,14 +128,17 @@ class Status:
         counted = f" {self._step:,}/{self.total:,}"
         left = self.seconds_left
         further = [f"{duration(left)} left"] if left is not None and self._step < self.total else []
-        label = label.ljust(LABEL_COLUMNS)
+        label = f"{label} ".ljust(LABEL_COLUMNS)
         pieces = _fitting(further, width - len(label) - len(counted) - 10)
         bar = min(BAR_COLUMNS, width - len(label) - len(counted) - len(pieces))
         first = Text(label, style="bold")
         if bar >= 5:
             first.append_text(_bar(self._step, self.total, bar))
         first.append(counted).append(pieces, style="cyan")
-        return [first, self._numbers(width)] if self._metrics else [first]
+        lines = [first, self._numbers(width)] if self._metrics else [first]
+        for line in lines:
+            line.truncate(width, overflow="ellipsis")
+        return lines
 
     def _numbers(self, width: int) -> Text:
         """The second line: loss with its curve, speed, memory, and what else fits."""
@@ -163,7 +166,7 @@ class Status:
             name = "waiting for other ranks"
         since = self._seen[2] if name == self._seen[1] else now
         self._seen = (beats, name, since)
-        return name if name == "training" or now - since < SHOWN_SECONDS else f"{name} {duration(now - since)} "
+        return name if name == "training" or now - since < SHOWN_SECONDS else f"{name} {duration(now - since)}"
 
 
 def _bar(done: int, total: int, columns: int) -> Text:
