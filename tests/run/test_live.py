@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console, ConsoleDimensions
 from rich.text import Text
 
+from shardtune.cli.starting import starting
 from shardtune.run import live
 from shardtune.run.live import NotebookFoot, TerminalFoot
 
@@ -144,3 +145,14 @@ def test_a_notebooks_output_changes_in_place(monkeypatch: pytest.MonkeyPatch) ->
         foot.draw()
         foot.end()
     assert shown == ["loss 1\n2 GB", "loss 1\n2 GB", ""]
+
+
+def test_a_word_while_torch_is_imported_goes_away(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("RANK", raising=False)
+    with starting():
+        assert terminal.shown() == ["starting …"]
+    assert terminal.shown() == [""]
+    monkeypatch.setenv("RANK", "1")
+    with starting():
+        assert terminal.shown() == [""]

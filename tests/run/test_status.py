@@ -79,8 +79,9 @@ def test_what_the_run_waits_for(clock: list[float], monkeypatch: pytest.MonkeyPa
     for _ in range(3):
         clock[0] += 2
         progress.beats += 1
-        line = texts(status, 79)[0]
-    assert line.startswith("saving 6 s ")
+        lines = texts(status, 79)
+        assert len(lines) == 1
+    assert texts(status, 79)[0].startswith("saving 6 s ")
     clock[0] += 4
     assert texts(status, 79)[0].startswith("waiting for other ranks ")
     progress.phase, progress.beats = STEP, progress.beats + 1
