@@ -235,6 +235,7 @@ def test_evaluation_counts_right_wrong_and_unparsed(learned: Path) -> None:
     assert [sample["correct"] for sample in samples] == [True, True, False, True]
     assert samples[0] == {
         "row": f"{learned.parents[1] / 'asked.jsonl'}:1",
+        "question": "Say one.",
         "prompt": "<|im_start|>user\nSay one.<|im_end|>\n<|im_start|>assistant\n",
         "reference": "#### 1",
         "answer": "#### 1",

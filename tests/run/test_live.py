@@ -38,18 +38,21 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    made = Terminal(40)
-    monkeypatch.setattr(sys, "stdout", made)
-    monkeypatch.setattr(sys, "stderr", made)
+def terminal() -> Terminal:
+    return Terminal(40)
+
+
+def attach(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make it the terminal of this process; called by a test itself, as pytest sets the streams before one."""
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(live, "SECONDS", 0.0)  # each print draws
-    monkeypatch.setattr(Console, "size", property(lambda _: ConsoleDimensions(made.screen.columns, 12)))
-    return made
+    monkeypatch.setattr(Console, "size", property(lambda _: ConsoleDimensions(terminal.screen.columns, 12)))
 
 
-@pytest.fixture
-def foot(terminal: Terminal) -> TerminalFoot:
+def begun(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> TerminalFoot:
     """Two lines, the first of which is longer than the terminal is wide."""
+    attach(terminal, monkeypatch)
     drawn = 0
 
     def lines(width: int) -> list[Text]:
@@ -74,7 +77,8 @@ def below(terminal: Terminal) -> list[str]:
     return printed
 
 
-def test_nothing_that_is_printed_is_lost(terminal: Terminal, foot: TerminalFoot) -> None:
+def test_nothing_that_is_printed_is_lost(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    foot = begun(terminal, monkeypatch)
     assert below(terminal) == []
     print("whole")
     print("in ", end="")
@@ -90,7 +94,8 @@ def test_nothing_that_is_printed_is_lost(terminal: Terminal, foot: TerminalFoot)
     assert sys.stdout is terminal
 
 
-def test_a_line_that_is_written_over_stays(terminal: Terminal, foot: TerminalFoot) -> None:
+def test_a_line_that_is_written_over_stays(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    foot = begun(terminal, monkeypatch)
     print("50 %", end="\r")
     foot.draw()
     foot.draw()
@@ -99,7 +104,8 @@ def test_a_line_that_is_written_over_stays(terminal: Terminal, foot: TerminalFoo
     assert below(terminal) == ["100 %"]
 
 
-def test_what_another_process_writes_stays(terminal: Terminal, foot: TerminalFoot) -> None:
+def test_what_another_process_writes_stays(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    foot = begun(terminal, monkeypatch)
     terminal.write("foreign\n")  # past the streams of this process
     foot.draw()
     terminal.write("once more\n")
@@ -107,7 +113,8 @@ def test_what_another_process_writes_stays(terminal: Terminal, foot: TerminalFoo
     assert below(terminal) == ["foreign", "once more"]
 
 
-def test_a_terminal_of_another_size(terminal: Terminal, foot: TerminalFoot) -> None:
+def test_a_terminal_of_another_size(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    foot = begun(terminal, monkeypatch)
     print("a line")
     for columns in (25, 70):
         terminal.screen.resize(12, columns)
@@ -119,6 +126,7 @@ def test_a_terminal_of_another_size(terminal: Terminal, foot: TerminalFoot) -> N
 def test_a_stream_that_is_no_terminal_and_one_of_the_users_are_left_alone(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    attach(terminal, monkeypatch)
     file = io.StringIO()
     monkeypatch.setattr(sys, "stdout", file)
     foot = TerminalFoot(Console(stderr=True, force_terminal=True), lambda _: [Text("line")])
@@ -148,6 +156,7 @@ def test_a_notebooks_output_changes_in_place(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_word_while_torch_is_imported_goes_away(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    attach(terminal, monkeypatch)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("RANK", raising=False)
     with starting():
