@@ -21,6 +21,7 @@ from rich.text import Text
 
 import shardtune
 from shardtune.run.display import Display
+from shardtune.run.status import Status
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = ("examples/quickstart/recipe.yaml",)
@@ -79,6 +80,10 @@ class PicturedDisplay(Display):
         self.screen = Screen()
         self.screen.drawing.print(Text(" ".join(("$ shardtune train", *COMMAND))))
         super().__init__(self.screen)
+
+    def started(self, step: int, total_steps: int) -> None:
+        super().started(step, total_steps)
+        self._status = self._status or Status("training", total_steps, step)  # also where no terminal is
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         super().stepped(step, metrics)

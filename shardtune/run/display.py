@@ -235,7 +235,7 @@ class Display:
 
     def _show(self, status: Status, delay: float = 0.0) -> None:
         """Draw a status from now on, where the output can change what it shows."""
-        if self._live:
+        if self._live and self.console.file.isatty():  # colours may be forced upon a file
             self._status, self._ticking = status, Ticking(TerminalFoot(self.console, status.lines), delay)
         elif self.console.is_jupyter:
             self._status, self._ticking = status, Ticking(NotebookFoot(status.lines, keeps=status.total > 0), delay)

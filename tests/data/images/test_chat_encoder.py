@@ -212,6 +212,7 @@ def test_prompts_end_where_the_answer_begins(family: str, folder: Path) -> None:
     assert sample.prompt_ids.tolist() == ids[: len(sample.prompt_ids)]
     rest = str(images_of(family).tokenizer.decode(ids[len(sample.prompt_ids) :]))
     assert (rest, sample.reference) == ("Dogs,\ntwo.<|im_end|>\n", "Dogs,\ntwo.")
+    assert sample.question == "And ⟨image⟩  or ⟨image⟩ "
     assert text.endswith(rest)
     assert sample.fields[PROMPT_IMAGES] == 3
     opened = maker.prompt([turn("user", [{"type": "image", "path": "green.png"}, "?"])])
@@ -442,6 +443,7 @@ def test_completions_and_texts(folder: Path) -> None:
     assert sample.prompt_ids is not None
     assert images_of("llava").tokenizer.decode(sample.prompt_ids) == f"This {image} is"
     assert (sample.fields[PROMPT_IMAGES], len(from_fields(sample.fields))) == (1, 2)
+    assert sample.question == "This ⟨image⟩  is"
 
 
 def test_rows_with_loss_weights(folder: Path) -> None:
