@@ -38,6 +38,7 @@ STEP_FORMS: Mapping[str, str] = {
 LABEL_COLUMNS, BAR_COLUMNS, CURVE_COLUMNS = 11, 40, 32
 SHOWN_SECONDS = 3.0
 """From this long on, the time is shown that something other than training has taken."""
+LARGE_SPREAD = 10.0
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -70,7 +71,7 @@ class Curve:
         self._counts.append(1)
 
     def sparkline(self, columns: int) -> str:
-        """The numbers as a line of blocks, from the smallest to the largest."""
+        """The numbers as a line of blocks, from the smallest to the largest; by their logarithms if they differ much."""
         means = [total / count for total, count in zip(tuple(self._sums), tuple(self._counts), strict=False)]
         if len(means) < 2 or columns < 2:
             return ""
@@ -78,6 +79,8 @@ class Curve:
             edges = [round(at * len(means) / columns) for at in range(columns + 1)]
             parts = [means[start:stop] for start, stop in pairwise(edges)]
             means = [sum(part) / len(part) for part in parts]
+        if min(means) > 0 and max(means) > LARGE_SPREAD * min(means):
+            means = [math.log(mean) for mean in means]
         low, spread = min(means), max(means) - min(means)
         return "".join(BLOCKS[min(7, int(8 * (mean - low) / spread)) if spread else 0] for mean in means)
 

@@ -58,9 +58,13 @@ def learned(work: Path) -> Path:
     asked = [*pairs, ("Say one.", "#### 7"), ("Say two.", "#### 2.0")]
     write_rows(work / "asked.jsonl", [said(*pair) for pair in asked])
     ended = run_cli(
-        "train", "recipe.yaml", *LEARN, "eval.answer_pattern='#### (\\S+)'", "runner.logger.experiment_name=learned"
+        *("train", "recipe.yaml", *LEARN, "eval.answer_pattern='#### (\\S+)'", "runner.logger.experiment_name=learned"),
+        "runner.eval_before_training=true",
     )
     assert ended.code == 0, ended.err
+    assert "\nbefore training: 0.0 % right  loss " in ended.err
+    assert "count as wrong" not in ended.err, "what an untrained model writes needs no explanation"
+    assert "\n  Say one.\n    #### 1  [right]\n" in ended.err
     return work / "runs/learned"
 
 
