@@ -71,7 +71,7 @@ class Curve:
         self._counts.append(1)
 
     def sparkline(self, columns: int) -> str:
-        """The numbers as a line of blocks, from the smallest to the largest; by their logarithms if they differ much."""
+        """The numbers as a line of blocks, from the least to the largest; by their logarithms if they differ much."""
         means = [total / count for total, count in zip(tuple(self._sums), tuple(self._counts), strict=False)]
         if len(means) < 2 or columns < 2:
             return ""
