@@ -12,21 +12,19 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
-from transformers import PreTrainedTokenizerBase
 
 import shardtune
-from shardtune.batch import Sample
 from shardtune.run.display import Display
-from shardtune.training.run_summary import RunSummary
+from shardtune.run.status import Status
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMAND = ("examples/quickstart/recipe.yaml", "runner.eval_before_training=false")
-RUN = Path("runs/quickstart")
+COMMAND = ("examples/quickstart/recipe.yaml",)
 PICTURE = ROOT / "docs" / "images" / "terminal.svg"
 COLUMNS = 110
 LAST_STEP = 1000
@@ -65,7 +63,7 @@ class Screen(Console):
             color_system="truecolor",
         )
 
-    def print(self, *objects: object, **options: object) -> None:
+    def print(self, *objects: object, **options: Any) -> None:
         super().print(*objects, **options)
         self.drawing.print(*map(_without_root, objects))
 
@@ -83,20 +81,16 @@ class PicturedDisplay(Display):
         self.screen.drawing.print(Text(" ".join(("$ shardtune train", *COMMAND))))
         super().__init__(self.screen)
 
-    def first_screen(
-        self, summary: RunSummary, sample: Sample | None, tokenizer: PreTrainedTokenizerBase | None, run_dir: Path
-    ) -> None:
-        super().first_screen(summary, sample, tokenizer, RUN)
-
-    def saved(self, step: int, path: Path) -> None:
-        super().saved(step, RUN / path.parent.name / path.name)
+    def started(self, step: int, total_steps: int) -> None:
+        super().started(step, total_steps)
+        self._status = self._status or Status("training", total_steps, step)  # also where no terminal is
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         super().stepped(step, metrics)
-        if step < LAST_STEP or self._progress is None:
+        if step < LAST_STEP or self._status is None:
             return
         drawing = self.screen.drawing
-        drawing.print(self._progress.get_renderable())
+        drawing.print(Text("\n").join([Text(), *self._status.lines(COLUMNS)]))
         self.finished()
         PICTURE.parent.mkdir(exist_ok=True)
         drawing.save_svg(str(PICTURE), title="shardtune", theme=THEME)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that control a terminal, change the direction of text, or are none."""
+_NO_TEXT = re.compile(rf"(?:{CONTROL.pattern}|[\ufffd\ue000-\uf8ff])+")
 
 
 class ShardtuneError(Exception):
@@ -48,6 +49,18 @@ def printable(text: str) -> str:
     Rows, answers and file names may hold any; line breaks and tabs stay.
     """
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def legible(text: str, most: int) -> str:
+    """Text of a row or an answer on one line for a reader, without the middle of more than `most` characters.
+
+    What is no text (control characters, bytes that are no characters) is shown as one dot.
+    """
+    flat = " ".join(_NO_TEXT.sub("·", text).split())
+    if len(flat) <= most:
+        return flat
+    half = (most - 3) // 2
+    return f"{flat[:half]} … {flat[-(most - 3 - half) :]}"
 
 
 def cut(text: str) -> str:

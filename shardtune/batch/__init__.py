@@ -35,6 +35,7 @@ class Sample:
             Token 0 has no token before it that could predict it, so its weight never counts.
         prompt_ids: int32 [prompt_length], the conversation up to the answer to generate; only in evaluation rows.
         reference: the answer expected for `prompt_ids`.
+        question: what `prompt_ids` ask, for a reader: the text of the last question, without the template's tokens.
         fields: the arrays of a user's adapter, by name; each of one dtype and number of dimensions in all rows.
         size: the size of a row of fields, by which rows are divided evenly; rows of tokens have their length.
         left_out: tokens of reasoning that the row has and the chat template does not print; not stored in the cache.
@@ -44,6 +45,7 @@ class Sample:
     loss_weights: np.ndarray = field(default_factory=lambda: NO_WEIGHTS)
     prompt_ids: np.ndarray | None = None
     reference: str | None = None
+    question: str | None = None
     fields: Mapping[str, np.ndarray] = field(default_factory=dict)
     size: int = 0
     left_out: int = 0

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from shardtune.cli.exit import UsageError, end, leave, wrong_usage
+from shardtune.cli.starting import starting
 from shardtune.errors import ConfigError, printable
 from shardtune.launch.signals import end_with_parent, is_supervised, listening
 from shardtune.verify.commands import verify_app
@@ -130,7 +131,7 @@ def train(
         rehearse(path, *overrides)
         return
     with listening(own_process=True) as stop:
-        with stop.deferred():  # torch takes seconds; code that is being imported may swallow an exception
+        with stop.deferred(), starting():  # torch takes seconds; code that is being imported may swallow an exception
             from shardtune.run.api import train as run_training
         stop.check()
         run_training(path, *overrides)

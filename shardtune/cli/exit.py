@@ -71,10 +71,10 @@ def end(error: BaseException) -> NoReturn:
 
         write_report(rank, error, text)
     elif rank == 0 or not (launched or (isinstance(error, Interrupted) and error.together)):
-        kind = "stopped" if isinstance(error, Interrupted) else "error"
+        kind = "" if isinstance(error, Interrupted) else "error: "
         prefix = f"rank {rank}: " if "RANK" in os.environ and not launched else ""
         with suppress(OSError):
-            print(f"{prefix}{kind}: {printable(text)}", file=sys.stderr)
+            print(f"{prefix}{kind}{printable(text)}", file=sys.stderr)
     leave(code)
 
 

@@ -10,6 +10,7 @@ from shardtune.config.layers import Merged
 from shardtune.config.model_names import BUILT_IN
 from shardtune.config.rank_layout import Layout
 from shardtune.config.schema import OptimConfig, Recipe
+from shardtune.config.shown import as_written
 from shardtune.config.values import LARGEST, OUT_OF_RANGE, WORKERS
 from shardtune.errors import ConfigError, ParallelError
 
@@ -240,7 +241,7 @@ def _evaluation(context: Context) -> Iterator[ConfigError]:
         value = context.given.given(key)
         yield context.problem(
             key,
-            f"{key}: {value!r} needs evaluation data, and there is none",
+            f"{key}: {as_written(value)} needs evaluation data, and there is none",
             "give data.eval_data_paths or data.eval_split",
         )
 
@@ -252,7 +253,7 @@ def _episodes(context: Context) -> Iterator[ConfigError]:
     if model.adapter is None and model.model_type in ("causal_lm", "vision_language"):
         yield context.problem(
             "eval.environment",
-            f"eval.environment: {config.environment!r} needs a model that acts; {model.model_type} does not",
+            f"eval.environment: {config.environment} needs a model that acts; {model.model_type} does not",
             "leave it out, or set actor.model.model_type: vision_language_action",
         )
     elif model.adapter is None and (config.action_steps or 0) > model.action_chunks_len:
@@ -329,7 +330,7 @@ def _lora(context: Context) -> Iterator[ConfigError]:
                 value = getattr(lora, name)
                 verb = "has" if what.startswith("no effect") else "needs"
                 yield context.problem(
-                    f"{section}.{name}", f"{section}.{name}: {value!r} {verb} {what}", "change one of them"
+                    f"{section}.{name}", f"{section}.{name}: {as_written(value)} {verb} {what}", "change one of them"
                 )
 
 

@@ -13,6 +13,7 @@ from shardtune.config.keys import ALIASES, HALOS_DEFAULTS, IN_ROWS
 from shardtune.config.layers import Layer
 from shardtune.config.overrides import CHOOSING, LISTS, Override, choose, test_splits
 from shardtune.config.schema import ACTOR, Recipe, escape_interpolation
+from shardtune.config.shown import as_written
 from shardtune.config.tree import Tree, copied, flatten, get_value, set_value, take_value
 from shardtune.errors import ConfigError
 
@@ -112,7 +113,7 @@ class Translation:
         return next((value for value in values if value is not None), None)
 
     def refuse(self, name: str, value: object, where: str, remedy: str, why: str = "is not available here") -> None:
-        self.problems.append(ConfigError(f"{name}: {value!r} {why}", where=where, remedy=remedy))
+        self.problems.append(ConfigError(f"{name}: {as_written(value)} {why}", where=where, remedy=remedy))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from shardtune.config.schema import (
     long_key,
     present_key,
 )
+from shardtune.config.shown import as_written
 from shardtune.config.tree import Tree, copied, get_section, take_value
 from shardtune.errors import ConfigError
 
@@ -87,7 +88,7 @@ def _move(tree: Tree, theirs: str, ours: str, layer: Layer) -> Iterator[ConfigEr
 def _twice(one: str, value: object, other: str, its: object, layer: Layer) -> ConfigError:
     places = list(dict.fromkeys([layer.where(one), layer.where(other)]))
     return ConfigError(
-        f"{one} and {other} are the same key, with two values: {value!r} and {its!r}",
+        f"{one} and {other} are the same key, with two values: {as_written(value)} and {as_written(its)}",
         where=", ".join(places),
         remedy="keep one of them",
     )

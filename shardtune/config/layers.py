@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from shardtune.config.foreign.hints import hint
 from shardtune.config.keys import is_free_mapping, nearest, section_type
 from shardtune.config.schema import ACTOR_KEYS, Recipe
+from shardtune.config.shown import as_written
 from shardtune.config.tree import Tree, get_section, get_value, overlay
 from shardtune.errors import ConfigError
 
@@ -100,7 +101,7 @@ def _lay(
             yield from _lay(value, inner, f"{dotted}.", get_section(into, name), layer, origins)
         elif value is not None:  # None is a section whose keys are all commented out
             yield ConfigError(
-                f"{dotted} is a section, not {value!r}",
+                f"{dotted} is a section, not {as_written(value)}",
                 where=layer.where(dotted),
                 remedy=hint(dotted, value) or f"its keys are: {', '.join(inner.model_fields)}",
             )
@@ -108,7 +109,7 @@ def _lay(
 
 def _nothing_inside(dotted: str, previous: object, layer: Layer) -> ConfigError:
     """The error for an override of something inside a value that is no mapping, and would be lost."""
-    shown = ("the list " if isinstance(previous, list) else "") + repr(previous)
+    shown = ("the list " if isinstance(previous, list) else "") + as_written(previous)
     return ConfigError(
         f"{layer.named}: {dotted} is {shown if len(shown) <= 120 else shown[:100] + ' …'}, which has no "
         f"{layer.named.removeprefix(dotted + '.')}",

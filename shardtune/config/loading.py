@@ -256,7 +256,7 @@ def _is_literal(value: object) -> bool:
 def _short(value: object) -> str:
     """A value for a message, without the middle of a long one."""
     try:
-        return cut(repr(value))
+        return cut(f"'{value}'" if isinstance(value, str) else repr(value))  # a pattern without escapes
     except ValueError:  # a number of thousands of digits
         return "a number that is too large"
 

@@ -14,6 +14,7 @@ from shardtune.config.keys import ALIASES, IN_ROWS
 from shardtune.config.layers import Layer
 from shardtune.config.recipe_file import MOST_LEVELS, unresolved
 from shardtune.config.schema import is_actors, present_key
+from shardtune.config.shown import as_written
 from shardtune.config.tree import Tree, get_section, set_value
 from shardtune.errors import ConfigError, cut
 
@@ -152,8 +153,8 @@ def _refuse_two_names(parsed: Sequence[Override]) -> None:
         of_halos = theirs is not None or other.key in {**ALIASES, **IN_ROWS}
         if other.key != override.key and (of_halos or other.value != override.value):
             raise ConfigError(
-                f"{other.key} and {override.key} are two names of {ours}, given as {other.value!r} and "
-                f"{override.value!r}",
+                f"{other.key} and {override.key} are two names of {ours}, given as {as_written(other.value)} "
+                f"and {as_written(override.value)}",
                 where=f"overrides {other.text} and {override.text}",
                 remedy="keep one of them",
             )

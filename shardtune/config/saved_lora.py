@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shardtune.config.layers import Merged
+from shardtune.config.shown import as_written
 from shardtune.config.tree import Tree, get_section
 from shardtune.errors import ConfigError
 
@@ -66,7 +67,8 @@ def adopt_adapter(tree: Tree, given: Merged, base: Path, *, must_exist: bool) ->
         elif must_exist and name in FIXED and _comparable(section[name]) != _comparable(value):
             problems.append(
                 ConfigError(
-                    f"{SECTION}.{name}: {section[name]!r}, but the adapter in {file.parent} has {value!r}",
+                    f"{SECTION}.{name}: {as_written(section[name])}, but the adapter in {file.parent} has "
+                    f"{as_written(value)}",
                     where=given.origins.get(f"{SECTION}.{name}"),
                     remedy="leave it out: with load_from, the adapter's own value is used",
                 )

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, TypeAlias
 
+from shardtune.config.shown import as_written
 from shardtune.errors import ConfigError, ShardtuneError
 
 UserFunction: TypeAlias = Callable[..., Any]
@@ -212,7 +213,7 @@ def import_plugins(plugins: Sequence[str]) -> list[ModuleType]:
             modules.append(import_users(plugin))
         except (Exception, SystemExit) as error:
             raise ConfigError(
-                f"the plugin {plugin!r} cannot be imported: {type(error).__name__}: {error}",
+                f"the plugin {as_written(plugin)} cannot be imported: {type(error).__name__}: {error}",
                 where="plugins",
                 remedy="give a file (my_worker.py, relative to the recipe) or an importable module",
             ) from error

@@ -155,4 +155,5 @@ class LengthLimit:
             loss_weights=sample.loss_weights[: self.max_length],
             prompt_ids=sample.prompt_ids if prompt_fits else None,
             reference=sample.reference if prompt_fits else None,
+            question=sample.question if prompt_fits else None,
         )

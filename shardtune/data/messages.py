@@ -34,6 +34,8 @@ _PASSED_KEYS = {"tool_call_id", "name"}
 _KNOWN_KEYS = _MESSAGE_KEYS | _PASSED_KEYS
 _CALL_KEYS = {"id", "type", "index"}
 TEXT_PARTS = ("text", "input_text", "output_text")
+_TEXT_KEYS = ("text", "value", "content")
+"""The names under which a part has its text."""
 _REASONING_PARTS = ("thinking", "reasoning")
 # Keys of other formats and frequent mistakes -> what is written here instead.
 _HINTS = {
@@ -188,12 +190,28 @@ def _part(part: Any) -> str:
 
 def text_of_part(part: Mapping[str, Any]) -> str:
     """The text of a part of type text. Raises `RowError` for one without, or with something besides."""
-    if not isinstance(part.get("text"), str):
-        raise RowError(f"a content part of type {part['type']!r} without text")
-    unused = [key for key, value in part.items() if key not in ("type", "text") and value not in (None, [])]
+    given = [key for key in _TEXT_KEYS if isinstance(part.get(key), str)]
+    if not given:
+        raise RowError(
+            f"a content part of type {part['type']} without text (its keys: {', '.join(part)}); it is written as "
+            f'{{"type": "{part["type"]}", "text": "…"}}'
+        )
+    unused = [key for key, value in part.items() if key not in ("type", given[0]) and value not in (None, [])]
     if unused:
         raise RowError(f"a content part of type {part['type']!r}: {unknown_key(unused[0], ['type', 'text'])}")
-    return part["text"]
+    return part[given[0]]
+
+
+def shown_question(turns: Sequence[Mapping[str, Any]]) -> str:
+    """What the next turn answers, for a reader: the last user turn, and what was called and returned since."""
+    asked = max((number for number, turn in enumerate(turns) if turn["role"] == "user"), default=0)
+    lines: list[str] = []
+    for turn in turns[asked:]:
+        lines += [turn["content"]] if turn["content"].strip() else []
+        for call in turn.get("tool_calls") or ():
+            function = call["function"]
+            lines.append(f"{function['name']}({json.dumps(function['arguments'], ensure_ascii=False)})")
+    return "\n→ ".join(lines)
 
 
 def loss_weight_of(turn: Mapping[str, object]) -> float | None:

@@ -23,6 +23,7 @@ class BuildProgress:
         self._report = report
         self._bar = bar
         self._began = self._spoken = time.monotonic()
+        self._finished: str | None = None
 
     def update(self, rows: int, share: float) -> None:
         """`rows` have been read, which is `share` of the file, 0 if unknown."""
@@ -41,14 +42,21 @@ class BuildProgress:
     def finish(self, rows: int) -> None:
         seconds = time.monotonic() - self._began
         rate = f", {rows / seconds:,.0f} rows/s" if seconds > 0.5 else ""
-        self._report(f"data: tokenised {self._label}: {rows:,} rows in {seconds:.1f} s{rate}")
+        self._finished = f"data: tokenised {self._label}: {rows:,} rows in {seconds:.1f} s{rate}"
+
+    def close(self) -> None:
+        """Report the end, after the bar is gone."""
+        if self._finished is not None:
+            self._report(self._finished)
 
 
 @contextmanager
 def show_progress(label: str, report: Callable[[str], None]) -> Iterator[BuildProgress]:
     """A bar that disappears when done if the error stream is a terminal; otherwise a line now and then."""
     if not sys.stderr.isatty():
-        yield BuildProgress(label, report, None)
+        progress = BuildProgress(label, report, None)
+        yield progress
+        progress.close()
         return
     columns = (
         TextColumn("tokenising {task.description}"),
@@ -57,4 +65,6 @@ def show_progress(label: str, report: Callable[[str], None]) -> Iterator[BuildPr
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield BuildProgress(label, report, (bar, bar.add_task(label, total=1.0, rows=0)))
+        progress = BuildProgress(label, report, (bar, bar.add_task(label, total=1.0, rows=0)))
+        yield progress
+    progress.close()

@@ -9,6 +9,7 @@ from typing import Any
 
 from shardtune.data.encoder import Row, RowError
 from shardtune.data.messages import REASONING_KEYS, excerpt, loss_weight_of, numbered, parsed, read_turns, role_of
+from shardtune.data.row_shapes import advice
 
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 
@@ -73,12 +74,13 @@ def recognise(row: Row) -> RowFormat:
         missing = [key for key in known.keys if row.get(key) is None]
         if len(missing) < len(known.keys):
             raise RowError(
-                f"the row looks like {known.title}, but has no {' and no '.join(missing)} (its keys: {keys})"
+                f"the row looks like {known.title}, but has no {' and no '.join(missing)} (its keys: {keys}). "
+                + advice(row, missing)
             )
     formats = "; ".join(f"{known.title} ({', '.join(known.keys)})" for known in FORMATS)
     raise RowError(
         f"the row has a format that is not known. Its keys: {keys}. Known formats and their keys: {formats}. "
-        "Map other names with data.columns, for example {question: problem}, or the row with data.transform"
+        + advice(row)
     )
 
 
@@ -125,7 +127,8 @@ def _require_keys(row: Row, known: RowFormat) -> None:
     missing = [key for key in known.keys if row.get(key) is None]
     if missing:
         raise RowError(
-            f"the row has no {' and no '.join(missing)}, which {known.title} needs (its keys: {', '.join(row)})"
+            f"the row has no {' and no '.join(missing)}, which {known.title} needs (its keys: {', '.join(row)}). "
+            + advice(row, missing)
         )
 
 

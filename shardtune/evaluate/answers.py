@@ -11,22 +11,34 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from shardtune.config import EvalConfig
+from shardtune.config.shown import as_written
 from shardtune.config.user_code import load_function
 from shardtune.data.cache.dataset import TokenDataset
-from shardtune.errors import ConfigError
+from shardtune.errors import ConfigError, legible
 from shardtune.evaluate.generate import Matcher, decoded
 from shardtune.models.recipe_hooks import OF_ANSWERS
 
 MANY_UNPARSED = 0.2
 """Share of answers without a match from which a warning is due: more often the pattern is wrong than the model."""
 SHOWN = 3
+SHOWN_LENGTH = 60
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer, as a line of `samples/` has it; `correct` is None where the pattern does not match."""
+    """One answer, as a line of `samples/` has it.
+
+    Attributes:
+        row: its file and number.
+        question: what was asked, without the chat template's tokens.
+        prompt: as the model receives it.
+        reference: the answer expected.
+        answer: the model's.
+        correct: None where the pattern does not match.
+    """
 
     row: str
+    question: str
     prompt: str
     reference: str | None
     answer: str
@@ -79,6 +91,7 @@ class Answers:
             found.append(
                 Answer(
                     row=rows.locate(index),
+                    question=sample.question or "",
                     prompt=decoded(tokenizer, sample.prompt_ids),
                     reference=sample.reference,
                     answer=answer,
@@ -103,11 +116,12 @@ class Answers:
         missed = [answer for answer in self.all if answer.correct is None]
         if len(missed) < MANY_UNPARSED * len(self.all):
             return ""
-        shown = "; ".join(repr(answer.answer[:60]) for answer in missed[:SHOWN])
+        distinct = dict.fromkeys(legible(answer.answer, SHOWN_LENGTH) for answer in missed)
+        shown = "; ".join(f'"{text}"' for text in [text for text in distinct if text][:SHOWN]) or "empty ones"
         return (
-            f"{len(missed)} of {len(self.all)} answers count as wrong because eval.answer_pattern {pattern!r} is "
-            f"not in them, such as {shown}. Mend the pattern if these look right; if they are cut off, raise "
-            "eval.max_new_tokens"
+            f"{len(missed)} of {len(self.all)} answers count as wrong because eval.answer_pattern, "
+            f"{as_written(pattern)}, is not in them, such as {shown}. The model may not have learned this form "
+            "yet; if these look right, mend the pattern, and if they are cut off, raise eval.max_new_tokens"
         )
 
     def keep(self, folder: Path, step: int, name: str) -> None:

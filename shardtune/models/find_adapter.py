@@ -111,7 +111,7 @@ def check_in_memory(model: object, tokenizer: object) -> None:
         is_adapted = isinstance(value, PeftModel)
         raise ConfigError(
             f"{name}= takes an object in memory, a {kind.__name__} of transformers; this is "
-            + (f"the text {str(value)!r}" if is_path else f"a {type(value).__name__}"),
+            + (f"the text {value}" if is_path else f"a {type(value).__name__}"),
             where=f"{name}=",
             remedy=f"write it into the recipe: {key}={value}"
             if is_path

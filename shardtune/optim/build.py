@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardtune.config import OptimConfig
 from shardtune.config.parameter_patterns import as_pattern
+from shardtune.config.shown import as_written
 from shardtune.errors import ConfigError
 from shardtune.optim.low_bit import LOW_BIT, LowBitOptimizer, ParamGroup
 from shardtune.optim.muon import MATRICES, MuonWithAdamW
@@ -132,7 +133,7 @@ def build_optimizer(
     for group in config.groups:
         if not any(re.search(as_pattern(group.pattern), name) for name in parameters):
             raise ConfigError(
-                f"actor.optim.groups: the pattern {group.pattern!r} matches no trainable parameter",
+                f"actor.optim.groups: the pattern {as_written(group.pattern)} matches no trainable parameter",
                 where="actor.optim.groups",
                 remedy=f"names look like {', '.join(list(parameters)[:3])}",
             )

@@ -167,9 +167,9 @@ def check_names(model: nn.Module, plan: Plan, where: str) -> None:
         if pattern not in names:
             near = difflib.get_close_matches(replace_layer_number_by_wildcard(pattern), names, n=1, cutoff=0.0)
             raise ParallelError(
-                f"tensor_plan names {pattern!r}, which is no module or parameter of {type(model).__name__}",
+                f"tensor_plan names {pattern}, which is no module or parameter of {type(model).__name__}",
                 where=where,
-                remedy=f"did you mean {near[0]!r}? Numbers of layers are written as *" if near else "leave it out",
+                remedy=f"did you mean {near[0]}? Numbers of layers are written as *" if near else "leave it out",
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -455,7 +456,8 @@ def _evaluate(
     if worker.ranks.is_main:
         model = f"{target}, checkpoint {checkpoint}" if is_run else str(recipe.actor.model.model_path)
         Display().report(f"evaluating {model} on {_evaluated_on(worker, episodes)}")
-    metrics = evaluation_method(worker)()
+    with Display().during("evaluating") if worker.ranks.is_main else nullcontext():
+        metrics = evaluation_method(worker)()
     leave_ranks(worker.ranks)  # only on success: otherwise the other ranks may be blocked in another collective
     if peers is not None:
         peers.end()

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import math
-import sys
+import os
+import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
+from rich.console import Console, Group
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from shardtune.batch import Sample
 from shardtune.data.images.images import IMAGE_FIELDS, SIZES, SPANS
-from shardtune.errors import printable
+from shardtune.errors import legible, printable
 from shardtune.launch.signals import outlive_output
+from shardtune.models.recipe_hooks import OF_ANSWERS
+from shardtune.run.live import NotebookFoot, TerminalFoot, Ticking
+from shardtune.run.status import Status, duration
 from shardtune.training.run_summary import RunSummary
 
 PLAIN_SECONDS = 10.0
@@ -36,11 +40,21 @@ STEP_FORMS: Mapping[str, str] = {
     "train/loss": "loss {:.4f}",
     "train/grad_norm": "grad {:.2f}",
     "train/learning_rate": "lr {:.2e}",
-    "perf/tokens_per_second": "{:,.0f} tok/s",
+    "perf/tokens_per_second": "{:,.0f} tokens/s",
+    "perf/peak_memory_gb": "{:.1f} GB",
 }
 """The metrics in a line of progress; a step of a user's own `run_training` may lack some."""
 VERDICTS: Mapping[object, str] = {True: "right", False: "wrong"}
 SHOWN_PATTERNS = 8
+RIGHT, UNPARSED = OF_ANSWERS
+OF_OTHERS = ("perplexity",)
+"""Metrics that follow from others; they are in the table at the end."""
+BEFORE_TRAINING = (f"/{RIGHT}", "/loss")
+"""The metrics that are shown of an evaluation before training, if it has any of them."""
+LOG_LETTERS = 600
+"""Of a question or an answer in a log, at most."""
+BUSY_SECONDS = 0.5
+"""Something that takes less is not shown."""
 
 
 def trained_text(sample: Sample, tokenizer: PreTrainedTokenizerBase | None, *, color: bool) -> Text:
@@ -150,17 +164,18 @@ class Display:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or LastingConsole(stderr=True, highlight=False, soft_wrap=True)
-        self._live = self.console.is_terminal
+        self._live = self.console.is_terminal and not self.console.is_dumb_terminal
         self._color = self._live and not self.console.no_color
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
+        self._ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        self._status: Status | None = None
+        self._ticking: Ticking | None = None
         self._total = 0
         self._spoken = -math.inf
         self._began = time.monotonic()
         self._began_at = 0
 
     def report(self, text: str) -> None:
-        self.console.print(plain(text))
+        self.console.print(plain(text), soft_wrap=not self._live)  # a terminal's own wrapping cuts words
 
     log = report
 
@@ -188,26 +203,26 @@ class Display:
             ("training", f"{summary.total_steps:,} steps"),
         ]
         sets = ", ".join(
-            f"{name or 'eval'} {rows:,} rows" if rows is not None else name or "eval"
+            f"{name} {rows:,} rows".strip() if rows is not None else name or "eval"
             for name, rows in summary.evaluation.items()
         )
         if sets:
             lines.append(("evaluation", sets))
         lines += [("note", note) for note in summary.notes]
-        lines.append(("run", str(run_dir)))
+        lines.append(("run", shown_path(run_dir)))
         for name, value in lines:
             table.add_row(plain(name, style="bold"), plain(value, overflow="fold"))  # a long path is not cut off
-        self.console.print(table)
+        self.console.print(table, soft_wrap=not self._live)
         if sample is not None:
             marks = f"; trained tokens are {'green' if self._color else 'in ⟦ ⟧'}" if len(sample.input_ids) else ""
             if ((sample.loss_weights > 0) & (sample.loss_weights != 1)).any():
                 marks += ", darker where they weigh less" if self._color else ", with their weight where it is not 1"
-            self.show_row(sample, tokenizer, f"the first row{marks}")
+            self.show_row(sample, tokenizer, f"the first row as the model receives it{marks}")
 
     def show_row(self, sample: Sample, tokenizer: PreTrainedTokenizerBase | None, title: str) -> None:
         text = trained_text(sample, tokenizer, color=self._color)
         if self._live:
-            self.console.print(Panel(text, title=plain(title), title_align="left"))
+            self.console.print(Panel(text, title=plain(title), title_align="left"), soft_wrap=False)
         else:
             self.console.print(plain(f"{title}:"))
             self.console.print(text)
@@ -216,24 +231,29 @@ class Display:
 
     def started(self, step: int, total_steps: int) -> None:
         self._total, self._began, self._began_at = total_steps, time.monotonic(), step
-        if not self._live:
-            return
-        self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[metrics]}"),
-            TimeRemainingColumn(),
-            console=self.console,
-        )
-        self._progress.start()
-        self._task = self._progress.add_task("training", total=total_steps, completed=step, metrics="")
+        self._show(Status("training", total_steps, step, ranks=self._ranks))
+
+    def _show(self, status: Status, delay: float = 0.0) -> None:
+        """Draw a status from now on, where the output can change what it shows."""
+        if self._live and self.console.file.isatty():  # colours may be forced upon a file
+            self._status, self._ticking = status, Ticking(TerminalFoot(self.console, status.lines), delay)
+        elif self.console.is_jupyter:
+            self._status, self._ticking = status, Ticking(NotebookFoot(status.lines, keeps=status.total > 0), delay)
+
+    @contextmanager
+    def during(self, label: str) -> Iterator[None]:
+        """Show what the run does before or after its steps."""
+        self._show(Status(label, ranks=self._ranks), BUSY_SECONDS)
+        try:
+            yield
+        finally:
+            self.finished()
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
-        text = "  ".join(form.format(metrics[name]) for name, form in STEP_FORMS.items() if name in metrics)
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=step, metrics=text)
+        if self._status is not None:
+            self._status.stepped(step, metrics)
             return
+        text = "  ".join(form.format(metrics[name]) for name, form in STEP_FORMS.items() if name in metrics)
         now = time.monotonic()
         if (
             self._spoken == -math.inf
@@ -243,20 +263,27 @@ class Display:
             return
         self._spoken = now
         done = step - self._began_at
-        left = f"  {duration((now - self._began) / done * max(0, self._total - step))} to go" if done else ""
-        self.report(f"step {step}/{self._total}  {text}{left}")
+        left = (
+            f"  {duration((now - self._began) / done * max(0, self._total - step))} to go"
+            if done and step < self._total
+            else ""
+        )
+        self.report(f"step {step:,}/{self._total:,}  {text}{left}")
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = "  ".join(f"{key.removeprefix('eval/')} {shown(key, value)}" for key, value in metrics.items())
-        self.report(f"step {step}: evaluation  {values}")
+        if step:
+            self.report(f"step {step:,}: {'  '.join(evaluation_texts(metrics))}")
+            return
+        chosen = {key: value for key, value in metrics.items() if key.endswith(BEFORE_TRAINING)}
+        self.report(f"before training: {'  '.join(evaluation_texts(chosen or metrics))}")
 
     def saved(self, step: int, path: Path) -> None:
-        self.report(f"step {step}: saved {path}")
+        self.report(f"step {step:,}: saved {shown_path(path)}")
 
     def finished(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        if self._ticking is not None:
+            self._ticking.end()
+            self._status = self._ticking = None
 
     # The end.
 
@@ -278,10 +305,11 @@ class Display:
             samples: answers to show.
             answers: whether the model can generate.
         """
-        final = run_dir / "final"
+        run = shown_path(run_dir)
         self.console.print()
         if after:
-            table = Table(title=f"{final}, loaded and evaluated afresh", title_justify="left", title_style="bold")
+            title = f"{shown_path(run_dir / 'final')}, loaded and evaluated afresh"
+            table = Table(title=title, title_justify="left", title_style="bold")
             table.add_column("metric")
             if before:
                 table.add_column("before", justify="right")
@@ -290,25 +318,71 @@ class Display:
                 cells = [shown(key, before[key]) if key in before else ""] if before else []
                 table.add_row(plain(key), *cells, shown(key, value))
             self.console.print(table)
-        for sample in samples:
-            verdict = VERDICTS.get(sample["correct"], "no answer found")
-            self.console.print(plain(f"{last_turn(str(sample['prompt']))}", style="dim"))
-            self.console.print(plain(f"  -> {sample['answer']}  [{verdict}; expected {sample['reference']}]"))
-        self.console.print(plain("next:", style="bold"))
-        talking = (f'shardtune generate {run_dir} --prompt "…"', f"shardtune chat {run_dir}")
-        for command in (
-            *(talking if answers else ()),
-            f"shardtune eval {run_dir}",
-            f"shardtune export {run_dir} --to my-model",
-            f"tensorboard --logdir {run_dir}",
-        ):
-            self.console.print(plain(f"  {command}"))
+        if samples:
+            lines = [line for sample in samples for line in self._answer(sample)]
+            self.console.print(Group(plain("\nanswers:", style="bold"), *lines), soft_wrap=not self._live)
+        commands = self._next_in_python(run, answers) if self.console.is_jupyter else self._next(run_dir, answers)
+        width = max(len(command) for command, _ in commands)
+        fits = width + max(len(purpose) for _, purpose in commands) + 6 <= self.console.width
+        lines = [f"  {command.ljust(width)}  # {purpose}" if fits else f"  {command}" for command, purpose in commands]
+        self.console.print(Group(plain("\nnext:", style="bold"), *map(plain, lines)))
+
+    def _next(self, run_dir: Path, answers: bool) -> list[tuple[str, str]]:
+        """What can be done with a run, each with its purpose."""
+        word = shlex.quote(shown_path(run_dir))
+        commands = [(f'shardtune generate {word} --prompt "…"', "answer a question")] * answers
+        commands += [(f"shardtune chat {word}", "talk to the model")] * answers
+        commands += [
+            (f"shardtune eval {word}", "evaluate it again"),
+            (f"shardtune export {word} --to my-model", "a directory for transformers or vLLM"),
+        ]
+        if (run_dir / "tensorboard").exists():
+            commands.append((f"tensorboard --logdir {word}", "curves of the losses"))
+        return commands
+
+    def _next_in_python(self, run: str, answers: bool) -> list[tuple[str, str]]:
+        return [
+            (f'run = shardtune.load_run("{run}")', "what train returns"),
+            *([('run.generate("…")', "answer a question")] * answers),
+            ("run.evaluate()", "evaluate it again"),
+            ('run.export("my-model")', "a directory for transformers or vLLM"),
+        ]
+
+    def _answer(self, sample: Mapping[str, object]) -> list[Text]:
+        """A question, the model's answer and whether that is right; what was expected if it is not."""
+        right, most = sample["correct"], max(120, 2 * self.console.width - 12) if self._live else LOG_LETTERS
+        verdict = VERDICTS.get(right, "no answer found")
+        lines = [
+            plain(f"  {legible(str(sample['question']), most)}", style="dim"),
+            plain(f"    {legible(str(sample['answer']), most) or '(nothing)'}").append(
+                f"  [{verdict}]", style="green" if right else "red"
+            ),
+        ]
+        if right is not True and sample["reference"] is not None:
+            lines.append(plain(f"    expected: {legible(str(sample['reference']), most)}", style="dim"))
+        return lines
 
 
-def last_turn(prompt: str) -> str:
-    """The end of a rendered prompt, on one line."""
-    flat = " ".join(prompt.split())
-    return flat if len(flat) <= 160 else "… " + flat[-158:]
+def shown_path(path: Path) -> str:
+    """A path as it can be typed here: relative to the working directory if it lies in there."""
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # removed meanwhile
+        return str(path)
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def evaluation_texts(metrics: Mapping[str, float]) -> list[str]:
+    """The metrics of an evaluation for a reader: those of answers as the share of right ones."""
+    texts: list[str] = []
+    for key, value in metrics.items():
+        name = key.removeprefix("eval/")
+        prefix, _, metric = name.rpartition("/")
+        if metric == RIGHT:
+            texts.insert(0 if not prefix else len(texts), f"{f'{prefix} ' if prefix else ''}{100 * value:.1f} % right")
+        elif metric not in OF_OTHERS and (metric != UNPARSED or value):
+            texts.append(f"{name} {shown(key, value)}")
+    return texts
 
 
 def count(value: float) -> str:
@@ -322,17 +396,3 @@ def count(value: float) -> str:
 def shown(metric: str, value: float) -> str:
     """A metric's value: counts as whole numbers, everything else to four places."""
     return f"{value:,.0f}" if metric.endswith("unparsed") else f"{value:,.4f}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as 1 h 02 min, 3 min 20 s or 12 s."""
-    whole = round(seconds)
-    if whole >= 3600:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    if whole >= 60:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole} s"
-
-
-def is_terminal() -> bool:
-    return sys.stderr.isatty()

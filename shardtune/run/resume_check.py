@@ -9,6 +9,7 @@ from shardtune.checkpoint.training_state import read_training_state
 from shardtune.config import Recipe, flatten
 from shardtune.config.environment import is_value
 from shardtune.config.schema import present_key
+from shardtune.config.shown import as_written
 from shardtune.config.tree import get_value
 from shardtune.errors import CheckpointError
 
@@ -93,13 +94,13 @@ def check_changes(
         if was == is_now or is_free(key):
             continue
         if _moved(was, is_now):
-            notes.append(f"{key}: moved to {is_now}")
+            notes.append(f"{key}: moved to {as_written(is_now)}")
         elif key in LARGER and has_grown(key, old, recipe):
-            notes.append(f"{key}: {was} -> {is_now}; the schedule's horizon moves with it")
+            notes.append(f"{key}: {as_written(was)} -> {as_written(is_now)}; the schedule's horizon moves with it")
         elif any(key == name or key.startswith(name + ".") for name in allowed):
-            notes.append(f"{key}: {was} -> {is_now} (allowed by runner.allow_changes)")
+            notes.append(f"{key}: {as_written(was)} -> {as_written(is_now)} (allowed by runner.allow_changes)")
         else:
-            refused.append(f"{key}: {was} -> {is_now}")
+            refused.append(f"{key}: {as_written(was)} -> {as_written(is_now)}")
     if refused:
         raise CheckpointError(
             "the recipe is not the one this run was made with:\n    " + "\n    ".join(refused),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ from shardtune.run.directory import (
     without_final,
     write_dropped_rows,
 )
-from shardtune.run.display import Display
+from shardtune.run.display import Display, shown_path
 from shardtune.run.final import FinalScore, check_final, write_final
 from shardtune.run.identity import FINAL
 from shardtune.run.inputs import (
@@ -152,7 +152,10 @@ def report_finished(plan: RunPlan, recipe: Recipe, objects: Objects, report: Cal
         report(note)
     if not (plan.run_dir / FINAL / CHECKSUMS).exists():
         report(f"{plan.run_dir / FINAL} was written by an earlier version and has no checksums: it is not verified")
-    report(f"{plan.run_dir} is finished; its result is {plan.run_dir / FINAL}")
+    report(
+        f"{shown_path(plan.run_dir)} is finished; its result is {shown_path(plan.run_dir / FINAL)}. To train on, raise "
+        "runner.max_epochs or runner.max_steps; to begin anew, choose another runner.logger.experiment_name"
+    )
 
 
 def _checked_by_launcher(recipe: Recipe) -> bool:
@@ -226,8 +229,9 @@ def _train(
         on_start=None if display is None else partial(_show_start, display, plan, worker),
         is_gone=lambda: current_lock[0].is_gone,
     )
-    runner.prepare()
-    check_final(recipe, worker)
+    with nullcontext() if display is None else display.during("loading the model"):
+        runner.prepare()
+        check_final(recipe, worker)
 
     def begin() -> None:
         known = known_models(plan.run_dir if plan.resume_from else None, in_memory)
@@ -236,15 +240,17 @@ def _train(
         report_begun()
         dropped = write_dropped_rows(plan.run_dir, worker.task.dropped_rows())
         if dropped and display is not None:
-            display.report(f"data: {dropped:,} rows are not trained or evaluated on: {plan.run_dir / DROPPED_ROWS}")
+            file = plan.run_dir / DROPPED_ROWS
+            display.report(f"data: {dropped:,} rows are not trained or evaluated on: {shown_path(file)}")
 
     on_main(worker.ranks, begin)
     try:
         runner.run()
         if display is not None:
-            display.report(f"writing {plan.run_dir / 'final'}")
+            display.report(f"writing {shown_path(plan.run_dir / 'final')}")
         ranks, step = worker.ranks, worker.step
         with (
+            nullcontext() if display is None else display.during("writing final/"),
             PROGRESS.during(WRITING_FINAL),
             recorded_end(plan.run_dir, lambda: step, ranks=ranks.world_size, is_main=ranks.is_main),
         ):

@@ -176,7 +176,7 @@ RANK_ERRORS = [
         "torn weights", says="bytes of data | model.safetensors | torn", prepare=cut("model/model.safetensors", 100)
     ),
     with_keys("an optimizer nobody knows", "actor.optim.name=AdamX", says="AdamX | actor.optim.name | AdamW"),
-    with_keys("nothing to freeze", "actor.model.freeze=[visual]", says="'visual' | actor.model.freeze"),
+    with_keys("nothing to freeze", "actor.model.freeze=[visual]", says="pattern visual | actor.model.freeze"),
     with_keys("a metric nobody emits", "runner.best.monitor=eval/acuracy", says="eval/acuracy | eval/loss"),
     going_on("changed rows", says="train.jsonl | other content | runs/done", prepare=run.other_data),
 ]

@@ -58,9 +58,13 @@ def learned(work: Path) -> Path:
     asked = [*pairs, ("Say one.", "#### 7"), ("Say two.", "#### 2.0")]
     write_rows(work / "asked.jsonl", [said(*pair) for pair in asked])
     ended = run_cli(
-        "train", "recipe.yaml", *LEARN, "eval.answer_pattern='#### (\\S+)'", "runner.logger.experiment_name=learned"
+        *("train", "recipe.yaml", *LEARN, "eval.answer_pattern='#### (\\S+)'", "runner.logger.experiment_name=learned"),
+        "runner.eval_before_training=true",
     )
     assert ended.code == 0, ended.err
+    assert "\nbefore training: 0.0 % right  loss " in ended.err
+    assert "count as wrong" not in ended.err, "what an untrained model writes needs no explanation"
+    assert "\n  Say one.\n    #### 1  [right]\n" in ended.err
     return work / "runs/learned"
 
 
@@ -110,7 +114,7 @@ def test_python_m_shardtune() -> None:
     ("error", "code", "text"),
     [
         (ConfigError("a key", where="here", remedy="do"), 2, "error: a key\n  where:  here\n  remedy: do\n"),
-        (Interrupted("stopped after step 3; the same command continues"), 75, "stopped: stopped after step 3"),
+        (Interrupted("stopped after step 3; the same command continues"), 75, "stopped after step 3"),
         (RuntimeError("a bug"), 1, "RuntimeError: a bug"),
         (KeyboardInterrupt(), 1, "error: interrupted\n"),
     ],
@@ -235,6 +239,7 @@ def test_evaluation_counts_right_wrong_and_unparsed(learned: Path) -> None:
     assert [sample["correct"] for sample in samples] == [True, True, False, True]
     assert samples[0] == {
         "row": f"{learned.parents[1] / 'asked.jsonl'}:1",
+        "question": "Say one.",
         "prompt": "<|im_start|>user\nSay one.<|im_end|>\n<|im_start|>assistant\n",
         "reference": "#### 1",
         "answer": "#### 1",

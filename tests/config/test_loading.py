@@ -168,7 +168,7 @@ def test_an_unknown_key_does_not_hide_what_is_missing(load_text):
         ("actor:\n\toptim: 3\n", "not valid YAML", "mine.yaml:2"),
         ("runner: {seed: 1}\nrunner: {seed: 2}\n", "duplicate key", "mine.yaml:2"),
         ("runner: 3\n", "runner is a section, not 3", "mine.yaml:1"),
-        ("actor: [a]\n", "actor is a section, not ['a']", "mine.yaml:1"),
+        ("actor: [a]\n", "actor is a section, not [a]", "mine.yaml:1"),
         ("3: a\n", "3 is not the name of a key", "mine.yaml"),
     ],
 )

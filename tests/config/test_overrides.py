@@ -90,9 +90,9 @@ data: {train_data_paths: {path: a.jsonl, weight: 2}}
         ("actor.optim.lr", "is not an override"),
         ("actor.optim.lr==1", "cannot be read"),
         ("data.train_data_paths[0].weight=3", "names an entry of a list by its number"),
-        ("data.train_data_paths.weight=3", "is 'train.jsonl', which has no weight"),
+        ("data.train_data_paths.weight=3", "is train.jsonl, which has no weight"),
         ("data.system_prompt=be (brief", "cannot be read"),
-        ("wandb.enabled=maybe", "wandb.enabled: 'maybe' is not allowed"),
+        ("wandb.enabled=maybe", "wandb.enabled: maybe is not allowed"),
         ("lr=abc", "actor.optim.lr: 'abc' is not allowed"),
         ("model=lama", "did you mean llama?"),
         ("loss=dpo", "the config group loss has no 'dpo'"),
@@ -214,7 +214,7 @@ def test_named_sets_are_set_one_by_one(load, load_text):
     assert set(load_text(text, "data.eval_data_paths.b=b.jsonl").data.eval_data_paths) == {"a", "b"}
     assert set(load_text(text, "data.eval_data_paths={b: b.jsonl}").data.eval_data_paths) == {"b"}
     one = text.replace("{a: a.jsonl}", "a.jsonl")
-    with pytest.raises(ConfigError, match=r"data.eval_data_paths is 'a.jsonl', which has no b"):
+    with pytest.raises(ConfigError, match=r"data.eval_data_paths is a.jsonl, which has no b"):
         load_text(one, "data.eval_data_paths.b=b.jsonl")
     entry = text.replace("t.jsonl", "{path: t.jsonl, max_samples: 3}")
     source = load_text(entry, "data.train_data_paths.weight=2").data.train_data_paths

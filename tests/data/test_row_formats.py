@@ -7,6 +7,7 @@ import json
 import pytest
 
 from shardtune.data.encoder import RowError
+from shardtune.data.messages import shown_question
 from shardtune.data.row_formats import Chat, Completion, Text, as_row, read_example, recognise, rename_columns
 
 
@@ -90,6 +91,26 @@ def test_messages_in_full():
     assert example.messages[4] == assistant("Fine.", reasoning_content="blue is fine")
     assert example.weights == (None, None, 0.5, None, None)
     assert example.tools == ({"type": "function", "function": {"name": "look", "parameters": {}}},)
+
+
+@pytest.mark.parametrize("key", ["text", "value", "content"])
+def test_a_part_has_its_text_under_any_of_its_names(key):
+    parts = read_example({"messages": [user([{"type": "text", key: "Hi"}]), assistant("Yo")]})
+    assert parts == read_example({"messages": [user("Hi"), assistant("Yo")]})
+
+
+def test_a_part_without_text_is_refused_with_its_form():
+    with pytest.raises(RowError, match=r'type text without text \(its keys: type, txt\).*"text": "…"'):
+        read_example({"messages": [user([{"type": "text", "txt": "Hi"}]), assistant("Yo")]})
+
+
+def test_a_question_for_a_reader_is_the_last_one_with_its_calls_and_results():
+    call = {"function": {"name": "look", "arguments": {"at": "sky"}}}
+    turns = [user("Hi"), assistant("Hello"), user("Weather?"), assistant(None, tool_calls=[call])]
+    turns.append({"role": "tool", "content": "blue"})
+    example = read_example({"messages": [*turns, assistant("Fine.")]})
+    assert isinstance(example, Chat)
+    assert shown_question(example.messages[:-1]) == 'Weather?\n→ look({"at": "sky"})\n→ blue'
 
 
 def test_a_call_under_the_older_name():

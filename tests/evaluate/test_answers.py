@@ -10,7 +10,7 @@ from shardtune.evaluate.answers import Answer, Answers, make_matcher
 
 
 def answers(*verdicts: bool | None) -> Answers:
-    return Answers([Answer(f"r:{n}", "q", "1", f"so it is {n}", verdict) for n, verdict in enumerate(verdicts)])
+    return Answers([Answer(f"r:{n}", "q", "<q>", "1", f"so it is {n}", verdict) for n, verdict in enumerate(verdicts)])
 
 
 def test_an_answer_without_the_pattern_is_wrong_and_counted() -> None:
@@ -19,8 +19,8 @@ def test_an_answer_without_the_pattern_is_wrong_and_counted() -> None:
 
 def test_many_answers_without_the_pattern_are_told_of_with_examples() -> None:
     told = answers(None, True, None, None, None).warning("#### (.*)")
-    assert told.startswith("4 of 5 answers count as wrong because eval.answer_pattern '#### (.*)' is not in them")
-    assert "'so it is 0'; 'so it is 2'; 'so it is 3'. Mend the pattern" in told
+    assert told.startswith("4 of 5 answers count as wrong because eval.answer_pattern, #### (.*), is not in them")
+    assert '"so it is 0"; "so it is 2"; "so it is 3". The model may not' in told
     assert answers(*[True] * 9, None).warning("#### (.*)") == ""
 
 

@@ -192,7 +192,7 @@ def test_torchrun_with_one_rank_is_signalled(tiny: Tiny, how: str) -> None:
         last = [line for line in told.splitlines() if not line.startswith("step ")][-2:]
         assert last == [
             "stopping: saving a checkpoint first",
-            f"rank 0: stopped: stopped after step {saved}; the same command continues",
+            f"rank 0: stopped after step {saved}; the same command continues",
         ]
 
 

@@ -128,7 +128,7 @@ def test_the_last_group_that_matches_counts_key_by_key() -> None:
 
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'lm_head' matches no trainable parameter"):
+    with pytest.raises(ConfigError, match="pattern lm_head matches no trainable parameter"):
         build_optimizer(parameters(), config(groups=[{"pattern": "lm_head", "lr": 0.1}]))
 
 

@@ -93,11 +93,11 @@ def test_errors_are_raised(tiny: Tiny) -> None:
 
 
 def test_a_path_is_no_object_in_memory(tiny: Tiny) -> None:
-    with pytest.raises(ConfigError, match=r"the text 'model'(.|\n)*actor.model.model_path=model"):
+    with pytest.raises(ConfigError, match=r"the text model(.|\n)*actor.model.model_path=model"):
         shardtune.train(tiny.recipe("wrong"), model="model")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match=r"a Linear(.|\n)*actor.model.adapter: file.py:Class"):
         shardtune.train(tiny.recipe("wrong"), model=torch.nn.Linear(2, 2))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match=r"the text 'model'(.|\n)*actor.tokenizer.tokenizer_model=model"):
+    with pytest.raises(ConfigError, match=r"the text model(.|\n)*actor.tokenizer.tokenizer_model=model"):
         shardtune.SFTWorker(tiny.recipe("wrong"), tokenizer="model")  # pyright: ignore[reportArgumentType]
     assert not tiny.run("wrong").exists()
 

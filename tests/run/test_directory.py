@@ -60,7 +60,10 @@ def test_a_finished_run_says_so_and_does_nothing(tiny: Tiny, capsys: pytest.Capt
             run = shardtune.train(tiny.recipe("done", runner__resume_dir=resume_dir, **DONE))
         assert seen == []
         assert run.dir == tiny.run("done")
-    assert f"{tiny.run('done')} is finished" in capsys.readouterr().err
+    assert (
+        f"{tiny.run('done')} is finished; its result is {tiny.run('done') / 'final'}. To train on, raise"
+        in capsys.readouterr().err
+    )
     assert tree(tiny.run("done")) == before
 
 

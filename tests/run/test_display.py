@@ -1,13 +1,17 @@
-"""What a preview shows of a row: the trained part, wherever it is, with the weights of its tokens."""
+"""What is shown of a row (the trained part, wherever it is, with its weights), of evaluations, and at the end."""
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
+
 import numpy as np
 import pytest
+from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from shardtune.batch import Sample
-from shardtune.run.display import CONTEXT_TOKENS, PREVIEW_TOKENS, TARGET_TOKENS, trained_text
+from shardtune.run.display import CONTEXT_TOKENS, PREVIEW_TOKENS, TARGET_TOKENS, Display, shown_path, trained_text
 from tests.support.tiny_run import make_tokenizer
 
 
@@ -58,3 +62,70 @@ def test_weights_are_shades(tokenizer: PreTrainedTokenizerFast) -> None:
     colored = trained_text(row, tokenizer, color=True)
     assert colored.plain == "?halfwhole"
     assert [str(span.style) for span in colored.spans] == ["dim", "bold rgb(0,140,0)", "bold green"]
+
+
+def shown_by(terminal: bool) -> tuple[Display, io.StringIO]:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, no_color=True, width=80, soft_wrap=True, highlight=False)
+    return Display(console), out
+
+
+def test_evaluations_for_a_reader() -> None:
+    display, out = shown_by(False)
+    metrics = {"eval/loss": 6.07, "eval/perplexity": 432.0, "eval/token_accuracy": 0.0, "eval/eval_accuracy": 0.0}
+    display.evaluated(0, {**metrics, "eval/unparsed": 500.0})
+    display.evaluated(1200, {**metrics, "eval/eval_accuracy": 0.994, "eval/unparsed": 0.0})
+    display.evaluated(1200, {"eval/a/loss": 1.0, "eval/a/eval_accuracy": 0.5, "eval/a/unparsed": 2.0, "eval/own": 3.0})
+    display.evaluated(0, {"eval/own": 3.0})
+    assert out.getvalue().splitlines() == [
+        "before training: 0.0 % right  loss 6.0700",
+        "step 1,200: 99.4 % right  loss 6.0700  token_accuracy 0.0000",
+        "step 1,200: a/loss 1.0000  a 50.0 % right  a/unparsed 2  own 3.0000",
+        "before training: own 3.0000",
+    ]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_end_shows_questions_answers_and_what_to_do_next(
+    terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (run := tmp_path / "runs" / "my run").mkdir(parents=True)
+    samples = [
+        {"question": "What is\n1+1?", "prompt": "<|im_start|>user", "answer": "2", "reference": "2", "correct": True},
+        {"question": "And 2+2?", "prompt": "…", "answer": "\ufffd\x11\x00=\ufffd", "reference": "4", "correct": None},
+        {"question": "And 3?", "prompt": "…", "answer": "", "reference": None, "correct": False},
+    ]
+    display, out = shown_by(terminal)
+    display.summary(run, {"eval/loss": 2.0}, {"eval/loss": 1.0}, samples, answers=True)
+    shown = out.getvalue().replace("\x1b[1m", "").replace("\x1b[2m", "").replace("\x1b[0m", "")
+    told = shown[shown.index("answers:") :].splitlines()
+    assert [line.rstrip() for line in told] == [
+        "answers:",
+        "  What is 1+1?",
+        "    2  [right]",
+        "  And 2+2?",
+        "    ·=·  [no answer found]",
+        "    expected: 4",
+        "  And 3?",
+        "    (nothing)  [wrong]",
+        "",
+        "next:",
+        "  shardtune generate 'runs/my run' --prompt \"…\"",
+        "  shardtune chat 'runs/my run'",
+        "  shardtune eval 'runs/my run'",
+        "  shardtune export 'runs/my run' --to my-model",
+    ]
+    assert "runs/my run/final, loaded and evaluated afresh" in shown
+    assert shown_path(tmp_path.parent / "elsewhere") == str(tmp_path.parent / "elsewhere")
+
+
+@pytest.mark.parametrize(("terminal", "whole"), [(True, False), (False, True)])
+def test_words_are_not_cut_on_a_terminal_and_lines_not_in_a_log(terminal: bool, whole: bool) -> None:
+    display, out = shown_by(terminal)
+    message = "word " * 30 + "end"
+    display.report(message)
+    lines = out.getvalue().splitlines()
+    assert (lines == [message]) == whole
+    assert max(map(len, lines)) <= 80 or whole
+    assert " ".join(line.strip() for line in lines) == message

@@ -19,13 +19,13 @@ from shardtune.data.cache.fields import FieldColumn, FieldsReader, FieldsWriter,
 from shardtune.data.checksum import is_sealed, sealed
 from shardtune.data.durable import sync_folder
 
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 ROWS, DESCRIPTION = "rows.bin", "entry.json"
 _KEPT_NOTES = 100
 _ALIGNMENT = 64
 # Array -> element type. Loss weights are stored as runs of equal values, of which most rows have two or three: the
 # weights 0 0 0 1 1 of a row are run_values 0 1 and run_lengths 3 2. The arrays of all rows are laid end to end; row i
-# has the runs [run_offsets[i], run_offsets[i + 1]), and likewise its tokens, prompt and reference.
+# has the runs [run_offsets[i], run_offsets[i + 1]), and likewise its tokens, prompt, reference and question.
 _ARRAYS = {
     "tokens": np.dtype("<i4"),
     "lengths": np.dtype("<i4"),
@@ -39,6 +39,8 @@ _ARRAYS = {
     "prompt_offsets": np.dtype("<i8"),
     "references": np.dtype("<u1"),
     "reference_offsets": np.dtype("<i8"),
+    "questions": np.dtype("<u1"),
+    "question_offsets": np.dtype("<i8"),
 }
 _WEIGHT = np.dtype("<f8")
 _DROPPED_ROWS = "dropped"  # a line of JSON per dropped row: number, cause, reason
@@ -154,7 +156,7 @@ class EncodedRows:
     """Consecutive encoded rows as flat arrays: the result of a worker process.
 
     The keys are those of `_ARRAYS`, with counts per row (`token_counts`, `run_counts`, `prompt_counts`,
-    `reference_counts`) in place of offsets.
+    `reference_counts`, `question_counts`) in place of offsets.
     """
 
     arrays: dict[str, np.ndarray]
@@ -174,7 +176,8 @@ class EncodedRows:
         lengths = [count or row.sample.length for count, row in zip(token_counts, rows, strict=True)]
         runs = [_runs(row.sample.loss_weights) for row in rows]
         prompts = [_prompt(row.sample) for row in rows]
-        references = [np.frombuffer((row.sample.reference or "").encode(), np.uint8) for row in rows]
+        references = [_text(row.sample.reference) for row in rows]
+        questions = [_text(row.sample.question) for row in rows]
         names = sorted({name for row in rows for name in row.weights})
         arrays = {
             "tokens": _joined([row.sample.input_ids for row in rows], "tokens"),
@@ -189,6 +192,8 @@ class EncodedRows:
             "prompt_counts": np.array([len(prompt) for prompt in prompts], np.int64),
             "references": _joined(references, "references"),
             "reference_counts": np.array([len(reference) for reference in references], np.int64),
+            "questions": _joined(questions, "questions"),
+            "question_counts": np.array([len(question) for question in questions], np.int64),
         }
         terms = {name: np.array([row.weights.get(name, 0.0) for row in rows], _WEIGHT) for name in names}
         return cls(arrays, terms, pack_fields([row.sample.fields for row in rows if row.sample.fields]), tally)
@@ -206,6 +211,10 @@ class EncodedRow:
 
 def _joined(pieces: Sequence[np.ndarray], name: str) -> np.ndarray:
     return np.concatenate([*pieces, np.empty(0, _ARRAYS[name])]).astype(_ARRAYS[name], copy=False)
+
+
+def _text(text: str | None) -> np.ndarray:
+    return np.frombuffer((text or "").encode(), np.uint8)
 
 
 def _prompt(sample: Sample) -> np.ndarray:
@@ -244,7 +253,7 @@ class EntryWriter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, IO[bytes]] = {}
-        self._ends = {"offsets": 0, "run_offsets": 0, "prompt_offsets": 0, "reference_offsets": 0}
+        self._ends = dict.fromkeys((name for name in _ARRAYS if name.endswith("offsets")), 0)
         self._terms: dict[str, list[np.ndarray]] = {}
         self._fields = FieldsWriter(self._append)
         self.tally = Tally()
@@ -258,6 +267,7 @@ class EntryWriter:
             "run_offsets": rows.arrays["run_counts"],
             "prompt_offsets": rows.arrays["prompt_counts"],
             "reference_offsets": rows.arrays["reference_counts"],
+            "question_offsets": rows.arrays["question_counts"],
         }
         for name in _ARRAYS:
             if name in counts:
@@ -384,13 +394,17 @@ class Entry:
         """int64 [rows]: how many elements along its first dimension a field has in each row."""
         return self._fields.counts(name)
 
-    def _prompt(self, index: int) -> tuple[np.ndarray | None, str | None]:
+    def _prompt(self, index: int) -> tuple[np.ndarray | None, str | None, str | None]:
+        """The prompt of a row, its reference and its question."""
         arrays = self._arrays
         start, stop = arrays["prompt_offsets"][index : index + 2]
         if start == stop:
-            return None, None
-        begin, end = arrays["reference_offsets"][index : index + 2]
-        return arrays["prompts"][start:stop], arrays["references"][begin:end].tobytes().decode()
+            return None, None, None
+        return arrays["prompts"][start:stop], self._text("reference", index), self._text("question", index)
+
+    def _text(self, kind: str, index: int) -> str:
+        start, stop = self._arrays[f"{kind}_offsets"][index : index + 2]
+        return self._arrays[f"{kind}s"][start:stop].tobytes().decode()
 
 
 def read_description(folder: Path) -> dict[str, Any]:

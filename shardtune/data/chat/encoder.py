@@ -18,13 +18,13 @@ from shardtune.data.chat.outline import Span
 from shardtune.data.chat.reasoning import Thinking, Thought, without_thoughts
 from shardtune.data.chat.template import ChatTemplate, Rendering, missing_template
 from shardtune.data.encoder import LengthLimit, Row, RowError, TooLong
-from shardtune.data.messages import read_turns
+from shardtune.data.messages import read_turns, shown_question
 from shardtune.data.row_formats import Chat, Completion, Text, read_example
 from shardtune.errors import DataError
 
 TrainOn = Literal["assistant", "last_assistant", "all"]
 # Part of every cache key: raise it when the same row would be encoded differently.
-ENCODING_VERSION = 2
+ENCODING_VERSION = 3
 
 
 class ChatEncoder:
@@ -162,9 +162,13 @@ class ChatEncoder:
         self._check_weights(chat)
         chat, rendering, left_out = self._rendered(chat, self.template)
         ids, weights = self._weigh(chat, rendering)
-        prompt, reference = self._question(chat, rendering) if self.with_prompts else (None, None)
-        tokens = None if prompt is None else self._tokens(prompt)[0]
-        return Sample(ids, weights, tokens, reference, left_out=left_out)
+        if not self.with_prompts:
+            return Sample(ids, weights, left_out=left_out)
+        prompt, reference = self._question(chat, rendering)
+        if prompt is None:
+            return Sample(ids, weights, left_out=left_out)
+        question = shown_question(chat.messages[: rendering.spans[-1].message])
+        return Sample(ids, weights, self._tokens(prompt)[0], reference, question, left_out=left_out)
 
     def _rendered(self, chat: Chat, template: ChatTemplate) -> tuple[Chat, Rendering, int]:
         """The conversation as it is rendered, its rendering, and how many tokens of reasoning that leaves out.
@@ -251,7 +255,7 @@ class ChatEncoder:
         if not self.with_prompts or isinstance(example, Text):
             return Sample(ids, weights)
         before = self._tokens(prompt)[0]
-        return Sample(ids, weights, self._opened(before), text)
+        return Sample(ids, weights, self._opened(before), text, prompt)
 
     def _closed(self, ids: np.ndarray, trained: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The tokens between the begin token, where the tokenizer has one, and the end token, which is a target."""
@@ -288,7 +292,7 @@ def with_offsets(tokenizer: PreTrainedTokenizerBase | str | Path) -> PreTrainedT
     loaded = AutoTokenizer.from_pretrained(str(tokenizer)) if isinstance(tokenizer, (str, Path)) else tokenizer
     if not isinstance(loaded, PreTrainedTokenizerFast):
         raise DataError(
-            f"the tokenizer {loaded.name_or_path or type(loaded).__name__!r} has no character offsets for its tokens, "
+            f"the tokenizer {loaded.name_or_path or type(loaded).__name__} has no character offsets for its tokens, "
             "so the trained tokens cannot be found",
             where="actor.tokenizer.tokenizer_model",
             remedy="use a tokenizer with a tokenizer.json",

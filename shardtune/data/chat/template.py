@@ -14,6 +14,7 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
+from shardtune.config.shown import as_written
 from shardtune.data.chat.outline import Outline, Shape, Span, given_pieces, probed, shape_of
 from shardtune.data.chat.reasoning import KEY, TAGS, Thought, lost_thoughts
 from shardtune.data.encoder import RowError
@@ -100,7 +101,7 @@ def load_template(choice: str | None, tokenizer: PreTrainedTokenizerBase) -> str
         return _valid(Path(choice).read_text(encoding="utf-8"), choice)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"the chat template {choice!r} cannot be read: {error}",
+            f"the chat template {as_written(choice)} cannot be read: {error}",
             where="data.chat_template",
             remedy="null (the tokenizer's own), chatml, or the path of a Jinja file",
         ) from error
@@ -432,10 +433,15 @@ class ChatTemplate:
         stop = len(text) - len(rest)
         if not mark or not text.startswith(head) or not text.endswith(rest) or stop < len(head):
             raise self._unstable(index)
-        start = _start_of_turn(head, before) if before is not None else len(head)
+        start = len(head) if before is None else _start_of_turn(head, before, self._opening_of(chat, index, before))
         if not rest.lstrip().startswith(self.end_of_turn):
             raise self._unstable(index)
         return Span(index, start, text.index(self.end_of_turn, stop) + len(self.end_of_turn))
+
+    def _opening_of(self, chat: Chat, index: int, before: str) -> str:
+        """What opens turn `index` behind the turns before it; "" where those end differently without it."""
+        earlier = self._try(chat, index, prompt=False)
+        return before[len(earlier) :] if earlier is not None and before.startswith(earlier) else ""
 
     def _unstable(self, index: int) -> RowError:
         return RowError(
@@ -446,7 +452,7 @@ class ChatTemplate:
     def _replaced(self, chat: Chat, index: int) -> str | None:
         """The whole rendering with only the mark in message `index`; None if that cannot be rendered."""
         messages = list(chat.messages)
-        kept = {key: messages[index][key] for key in ("role", "name", "tool_call_id") if key in messages[index]}
+        kept = {key: messages[index][key] for key in ("role", "name", "tool_call_id", KEY) if key in messages[index]}
         messages[index] = {**kept, "content": _MARK}
         try:
             text = self.render(messages, chat.tools)
@@ -497,15 +503,24 @@ def _turns(chat: Chat) -> list[int]:
     return [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
 
 
-def _start_of_turn(head: str, before: str) -> int:
-    """Where the turn begins in `head`, the rendering up to its text; `before` is the opening of such a turn."""
+def _start_of_turn(head: str, before: str, opening: str) -> int:
+    """Where a turn begins.
+
+    Args:
+        head: the rendering up to the text of the turn.
+        before: the rendering of the turns before it, with the opening of such a turn.
+        opening: that opening alone; "" where it is not known.
+    """
     if head.startswith(before):
         return len(before)
     # Blanks that the opening does not end in belong to the turn, as in Mistral's "[/INST] answer".
-    bare, opening = head.rstrip(), before.rstrip()
-    if bare.endswith(opening[-_OPENING:]) and head[len(bare) :].startswith(before[len(opening) :]):
-        return len(bare) + len(before) - len(opening)
-    return len(head)
+    bare, prompt = head.rstrip(), before.rstrip()
+    if bare.endswith(prompt[-_OPENING:]) and head[len(bare) :].startswith(before[len(prompt) :]):
+        return len(bare) + len(before) - len(prompt)
+    # Only the turns before it are rendered otherwise. Behind the opening stands what belongs to the turn, as an empty
+    # block of reasoning.
+    place = head.rfind(opening) if opening.strip() else -1
+    return len(head) if place < 0 else place + len(opening)
 
 
 def _freeze_dates(text: str) -> str:

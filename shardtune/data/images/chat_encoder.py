@@ -18,7 +18,8 @@ from shardtune.data.chat.template import ChatTemplate, Rendering, missing_templa
 from shardtune.data.encoder import Row, RowDropped, RowError, TooLong
 from shardtune.data.images.images import IMAGE_STOP, SPANS, StoredImage, read_image, to_fields
 from shardtune.data.images.placeholders import AppliedImages, Expanded
-from shardtune.data.images.rows import IMAGE_MARK, mark_images, read_image_row
+from shardtune.data.images.rows import IMAGE_MARK, SHOWN_IMAGE, mark_images, read_image_row
+from shardtune.data.messages import shown_question
 from shardtune.data.row_formats import MEDIA_KEYS, Chat, Completion, Text, recognise
 from shardtune.errors import DataError
 
@@ -222,7 +223,8 @@ class ImageChatEncoder(ChatEncoder):
         count = prompt.count(self.images.image_token)
         tokens = self._tokens(self._expand(prompt, images[:count]).text)[0]
         reference = (reference or "").replace(IMAGE_MARK, "")
-        return replace(whole, prompt_ids=tokens, reference=reference), count, spans
+        question = shown_question(chat.messages[: rendering.spans[-1].message]).replace(IMAGE_MARK, SHOWN_IMAGE)
+        return replace(whole, prompt_ids=tokens, reference=reference, question=question), count, spans
 
     def _encode_images_text(
         self, example: Completion | Text, images: Sequence[StoredImage]
@@ -239,6 +241,8 @@ class ImageChatEncoder(ChatEncoder):
         opened = len(self._opened(ids)) > len(ids)  # a begin token precedes the text
         weights = sample.loss_weights.copy()
         spans = self._leave_out_images(whole, weights[1:] if opened else weights)
+        if sample.prompt_ids is not None and isinstance(example, Completion):
+            sample = replace(sample, question=example.prompt.replace(IMAGE_MARK, SHOWN_IMAGE))
         return replace(sample, loss_weights=weights), count, spans + opened
 
     def _leave_out_images(self, expanded: Expanded, weights: np.ndarray) -> np.ndarray:

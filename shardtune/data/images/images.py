@@ -19,6 +19,7 @@ from typing import SupportsFloat
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from shardtune.config.shown import as_written
 from shardtune.data.encoder import RowError, caused_by
 from shardtune.data.images.web import fetch
 from shardtune.errors import DataError
@@ -243,7 +244,7 @@ def _of_mapping(value: Mapping[str, object], folder: Path, hosts: Sequence[str])
 def _file(path: Path, folder: Path) -> tuple[ImageKind, bytes]:
     place = (folder / path.expanduser()).absolute()
     if not _is_file(place):
-        raise RowError(f"the image {str(path)!r} does not exist (looked for {place})")
+        raise RowError(f"the image {as_written(path)} does not exist (looked for {place})")
     return ImageKind.FILE, str(place).encode()
 
 

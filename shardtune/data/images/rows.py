@@ -15,6 +15,8 @@ from shardtune.data.row_formats import MEDIA_KEYS, Chat, Completion, Example, Te
 IMAGE_MARK = "\ue0f7"
 """Marks the place of an image in a turn until the chat template is rendered."""
 IMAGE_TAG = "<image>"
+SHOWN_IMAGE = "⟨image⟩ "
+"""An image in a text for a reader."""
 _KEYS = ("images", "image")
 _PARTS = ("image", "image_url", "input_image")
 _SOURCES = ("image", "image_url", "url", "path", "base64", "bytes", "video")

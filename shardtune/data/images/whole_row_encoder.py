@@ -14,8 +14,9 @@ from shardtune.data.chat.template import missing_template
 from shardtune.data.encoder import RowDropped
 from shardtune.data.images.chat_encoder import ImageChatEncoder
 from shardtune.data.images.images import PROMPT_TEXT, ROW_TEXT, SUFFIX_START, StoredImage, to_fields
-from shardtune.data.images.rows import IMAGE_MARK, mark_images
+from shardtune.data.images.rows import IMAGE_MARK, SHOWN_IMAGE, mark_images
 from shardtune.data.images.whole_rows import WholeRow, WholeRows
+from shardtune.data.messages import shown_question
 from shardtune.data.row_formats import Chat, Completion, Text
 
 
@@ -92,7 +93,9 @@ class WholeRowEncoder(ImageChatEncoder):
         if prompt is None:
             return sample, 0, spans
         count = prompt.count(self.images.image_token)
-        return self._asked(sample, prompt, (reference or "").replace(IMAGE_MARK, ""), images[:count]), count, spans
+        asked = self._asked(sample, prompt, (reference or "").replace(IMAGE_MARK, ""), images[:count])
+        question = shown_question(chat.messages[: rendering.spans[-1].message]).replace(IMAGE_MARK, SHOWN_IMAGE)
+        return replace(asked, question=question), count, spans
 
     def _encode_images_text(
         self, example: Completion | Text, images: Sequence[StoredImage]
@@ -113,7 +116,8 @@ class WholeRowEncoder(ImageChatEncoder):
         sample, spans = self._weighed(text, characters, images)
         if not self.with_prompts or isinstance(example, Text):
             return sample, count, spans
-        return self._asked(sample, prompt, example.completion, images[:count]), count, spans
+        asked = self._asked(sample, prompt, example.completion, images[:count])
+        return replace(asked, question=example.prompt.replace(IMAGE_MARK, SHOWN_IMAGE)), count, spans
 
     def _closes(self, text: str, characters: np.ndarray, images: Sequence[StoredImage]) -> bool:
         """Whether the processor writes an end token after a row by itself."""

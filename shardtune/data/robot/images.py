@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardtune.config.shown import as_written
 from shardtune.data.encoder import RowError
 
 ImageRecord = Mapping[str, Any]
@@ -47,5 +48,5 @@ def _content(value: Any) -> bytes:
 def _file(path: str, folder: Path, kind: str) -> str:
     found = (folder / path).absolute()
     if not found.is_file():
-        raise RowError(f"the {kind} file {path!r} is missing (looked for {found})")
+        raise RowError(f"the {kind} file {as_written(path)} is missing (looked for {found})")
     return str(found)

@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 
 from pydantic import BaseModel
 
+from shardtune.config.shown import as_written
 from shardtune.data.cache_directory import cache_root, print_line
 from shardtune.data.encoder import FrameOptions, Row, RowError, bad_row, caused_by
 from shardtune.data.robot.frames import Origin, describe_frame
@@ -219,7 +220,9 @@ def load_transform(spec: str) -> Transform:
         code = Path(path).read_bytes()
     except OSError as error:
         remedy = "write file.py:function; relative paths are relative to the recipe's directory"
-        raise DataError(f"{path or spec!r} cannot be read: {error.strerror}", where=where, remedy=remedy) from error
+        raise DataError(
+            f"{as_written(path or spec)} cannot be read: {error.strerror}", where=where, remedy=remedy
+        ) from error
     digest = blake2b(code, digest_size=20).hexdigest()
     function: Any = vars(_import_code(code, path, f"shardtune_transform_{digest}", where)).get(name)
     if not callable(function):
@@ -363,13 +366,15 @@ def _missing(path: Path) -> DataError:
         remedy = "check the name; relative paths are relative to the recipe's directory"
     else:
         remedy = f"the directory {path.parent} does not exist or is empty either"
-    return DataError(f"the data file {str(path)!r} does not exist", where="data", remedy=remedy)
+    return DataError(f"the data file {as_written(path)} does not exist", where="data", remedy=remedy)
 
 
 def _file(path: Path, label: str | None = None) -> SourceFile:
     kind = kind_of(path)
     if kind is None:
-        raise DataError(f"the kind of the file {path.name!r} is not known", where=str(path), remedy=f"use {SUPPORTED}")
+        raise DataError(
+            f"the kind of the file {as_written(path.name)} is not known", where=str(path), remedy=f"use {SUPPORTED}"
+        )
     if path.stat().st_size == 0:
         raise DataError("the data file is empty", where=str(path), remedy=_FILL)
     return SourceFile(path, kind, label or str(path))
@@ -380,7 +385,7 @@ def _matches(pattern: str) -> list[SourceFile]:
     files = [path for path in paths if path.is_file() and not path.name.startswith(".")]
     if not files:
         raise DataError(
-            f"nothing matches {pattern!r}", where="data", remedy="check the pattern; ** crosses directories"
+            f"nothing matches {as_written(pattern)}", where="data", remedy="check the pattern; ** crosses directories"
         )
     return [_file(path) for path in files]
 

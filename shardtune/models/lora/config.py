@@ -171,7 +171,7 @@ def _ending(model: nn.Module, ending: str) -> list[str]:
     if not found:
         known = sorted({name.rpartition(".")[2] for name, module in named.items() if isinstance(module, ADAPTABLE)})
         raise ConfigError(
-            f"{where}: no module of {class_name(model)} is called {ending!r}",
+            f"{where}: no module of {class_name(model)} is called {ending}",
             where=where,
             remedy=f"use {ALL_LINEAR}, or of {', '.join(known)}",
         )
@@ -264,7 +264,7 @@ def _check_parameter(model: nn.Module, ending: str) -> None:
         return
     stacked = sorted({n.rpartition(".")[2] for n, p in model.named_parameters() if p.ndim == 3})
     raise ConfigError(
-        f"{key}: {ending!r} {'has not two or three dimensions' if found else 'matches no parameter'}",
+        f"{key}: {ending} {'has not two or three dimensions' if found else 'matches no parameter'}",
         where=key,
         remedy=f"parameters of three dimensions here: {', '.join(stacked) or 'none'}",
     )
@@ -287,7 +287,7 @@ def trained_in_full(model: nn.Module, endings: Collection[str], notes: list[str]
         matching = [name for name in named if ends(name, ending)]
         if not matching or not any(True for name in matching for _ in named[name].parameters()):
             raise ConfigError(
-                f"{SECTION}.modules_to_save: no module with parameters of {class_name(model)} is called {ending!r}",
+                f"{SECTION}.modules_to_save: no module with parameters of {class_name(model)} is called {ending}",
                 where=f"{SECTION}.modules_to_save",
                 remedy=f"modules at the top are {', '.join(name for name, _ in model.named_children())}",
             )

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from shardtune.checkpoint.hf_load import initialise_weights, load_weights
 from shardtune.checkpoint.module_weights import Supply, check_names, in_files, load_plain
 from shardtune.config.parameter_patterns import as_pattern
+from shardtune.config.shown import as_written
 from shardtune.errors import ConfigError, ModelError, ShardtuneError
 from shardtune.models.adapter import WeightSource
 from shardtune.models.lora.attach import base_tensors, is_adapted
@@ -90,7 +91,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         matched = [parameter for name, parameter in names.items() if re.search(as_pattern(pattern), name)]
         if not matched:
             raise ConfigError(
-                f"actor.model.freeze: the pattern {pattern!r} matches no parameter",
+                f"actor.model.freeze: the pattern {as_written(pattern)} matches no parameter",
                 where="actor.model.freeze",
                 remedy=f"names look like {', '.join(list(names)[:3])}",
             )

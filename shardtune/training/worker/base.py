@@ -263,8 +263,16 @@ class FSDPSftWorker(ABC):
         episodes = context.episodes_dir
         if episodes is None and context.samples_dir is not None:
             episodes = context.samples_dir / f"step_{self.step}"
+        before_training = "position" in vars(self) and not self.step
         evaluation = Evaluation(
-            self.model, self.ranks, self.step, context.poll, self.report, context.samples_dir, episodes
+            self.model,
+            self.ranks,
+            self.step,
+            context.poll,
+            self.report,
+            context.samples_dir,
+            episodes,
+            before_training=before_training,
         )
         self.model.eval()
         try:

@@ -95,6 +95,7 @@ class CachedRowsTask(Task):
         self.prepared = prepared
         self.methods = methods
         self._matcher = make_matcher(recipe.eval)
+        self._explained: set[str] = set()  # evaluation sets whose unmatched answers have been reported
 
     @property
     def text(self) -> TextParts:
@@ -277,8 +278,9 @@ class CachedRowsTask(Task):
         written = generator.continuations(prompts, sampling, poll=evaluation.poll)
         texts = [generator.text(tokens) for tokens in written]
         answers = Answers.judge(rows, indices, texts, self._matcher, self.chat_encoder().tokenizer)
-        warning = answers.warning(config.answer_pattern)
-        if warning and evaluation.ranks.is_main:
+        warning = "" if evaluation.before_training else answers.warning(config.answer_pattern)
+        if warning and evaluation.ranks.is_main and name not in self._explained:
+            self._explained.add(name)  # further evaluations of a run have the number alone
             evaluation.report(warning)
         if evaluation.samples_dir is not None and evaluation.ranks.is_main:
             answers.keep(evaluation.samples_dir, evaluation.step, name)

@@ -60,6 +60,7 @@ class Evaluation:
         report: receives lines for the user.
         samples_dir: where answers are written; None: nowhere.
         episodes_dir: where episodes are written; None: nowhere.
+        before_training: whether it is the one before the first step of a run, whose answers need no explanation.
     """
 
     model: nn.Module
@@ -69,6 +70,7 @@ class Evaluation:
     report: Callable[[str], None]
     samples_dir: Path | None = None
     episodes_dir: Path | None = None
+    before_training: bool = False
 
     @property
     def device(self) -> torch.device:

@@ -47,9 +47,9 @@ def tokens_and_fields(n: int) -> Sample:
     """Tokens in some rows only, with prompts in some of those."""
     ids = np.arange(n % 3, dtype=np.int32)
     prompt = ids[:1] if n % 3 == 2 else None
-    reference = None if prompt is None else "yes"
+    reference, question = (None, None) if prompt is None else ("yes", "well, ü?")
     fields = {"labels": np.arange(n % 2, dtype=np.int64)}
-    return Sample(ids, np.ones(len(ids), np.float32), prompt, reference, fields, size=7)
+    return Sample(ids, np.ones(len(ids), np.float32), prompt, reference, question, fields, size=7)
 
 
 class ArrayEncoder:
@@ -110,7 +110,7 @@ def assert_same(sample: Sample, expected: Sample) -> None:
     assert sample.input_ids.tolist() == expected.input_ids.tolist()
     assert sample.loss_weights.tolist() == expected.loss_weights.tolist()
     assert (sample.prompt_ids is None) == (expected.prompt_ids is None)
-    assert sample.reference == expected.reference
+    assert (sample.reference, sample.question) == (expected.reference, expected.question)
     assert sample.length == expected.length
     assert sample.fields.keys() == expected.fields.keys()
     for name, array in sample.fields.items():

@@ -157,7 +157,7 @@ class TestSupervisedText:
         )
         expected = re.sub(r"Today Date: .*\n", "Today Date: 01 Jan 2025\n", expected)
         assert tokenizer.decode(sample.prompt_ids) == expected
-        assert sample.reference == "It is 4."
+        assert (sample.question, sample.reference) == ("And 2+2?", "It is 4.")
 
     def test_end_of_turn_stops_generation(self, style):
         _, tokenizer, template, answer = style
@@ -217,6 +217,19 @@ class TestUnstableTemplates:
         sample = ChatEncoder(tokenizer, self.THINKING, thinking="template").encode({"messages": messages})
         assert trained(tokenizer, sample) == ["Hello!<|im_end|>", "<think>add</think>It is 4.<|im_end|>"]
         assert sample.left_out == len(tokenizer("they greet", add_special_tokens=False)["input_ids"])
+
+    def test_the_empty_block_of_a_last_turn_behind_another_one_is_trained(self, make_tokenizer, trained):
+        """The turn before is rendered otherwise once others follow, so the prompt is no beginning of the whole."""
+        tokenizer = make_tokenizer(eos_token="<|im_end|>")
+        reads = self.THINKING.replace(
+            "{%- if loop.last %}", "{%- set thought = message.reasoning_content or thought %}{%- if loop.last %}"
+        )
+        for template, given, thought in ((self.THINKING, {}, ""), (reads, {"reasoning_content": "so"}, "so")):
+            turns = [turn("user", "Hi"), turn("assistant", "same"), {**turn("assistant", "same"), **given}]
+            sample = ChatEncoder(tokenizer, template).encode({"messages": turns})
+            whole = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
+            assert tokenizer.decode(sample.input_ids) == whole
+            assert trained(tokenizer, sample) == ["same<|im_end|>", f"<think>{thought}</think>same<|im_end|>"]
 
     def test_generation_prompt_with_more_than_the_turn_has(self, make_tokenizer, trained):
         tokenizer = make_tokenizer(eos_token="</s>")
@@ -462,7 +475,7 @@ class TestTemplateChoice:
         file = tmp_path / "mine.jinja"
         file.write_text("mine")
         assert load_template(str(file), tokenizer) == "mine"
-        with pytest.raises(DataError, match=r"nowhere.jinja' cannot be read"):
+        with pytest.raises(DataError, match=r"nowhere.jinja cannot be read"):
             load_template(str(tmp_path / "nowhere.jinja"), tokenizer)
 
 

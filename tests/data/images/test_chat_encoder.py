@@ -212,6 +212,7 @@ def test_prompts_end_where_the_answer_begins(family: str, folder: Path) -> None:
     assert sample.prompt_ids.tolist() == ids[: len(sample.prompt_ids)]
     rest = str(images_of(family).tokenizer.decode(ids[len(sample.prompt_ids) :]))
     assert (rest, sample.reference) == ("Dogs,\ntwo.<|im_end|>\n", "Dogs,\ntwo.")
+    assert sample.question == "And ⟨image⟩  or ⟨image⟩ "
     assert text.endswith(rest)
     assert sample.fields[PROMPT_IMAGES] == 3
     opened = maker.prompt([turn("user", [{"type": "image", "path": "green.png"}, "?"])])
@@ -442,6 +443,7 @@ def test_completions_and_texts(folder: Path) -> None:
     assert sample.prompt_ids is not None
     assert images_of("llava").tokenizer.decode(sample.prompt_ids) == f"This {image} is"
     assert (sample.fields[PROMPT_IMAGES], len(from_fields(sample.fields))) == (1, 2)
+    assert sample.question == "This ⟨image⟩  is"
 
 
 def test_rows_with_loss_weights(folder: Path) -> None:
@@ -467,12 +469,12 @@ PLAIN = [turn("user", "What?"), turn("assistant", "A cat.")]
         (asked({"type": "image"}, WORDS), "0 images and 1 places"),
         (asked({"type": "image", "index": 3}, WORDS) | {"images": FILES}, "3 images and 1 places"),
         (asked({"type": "image", "path": "red.png"}, WORDS) | {"images": FILES[:1]}, "parts name others"),
-        (asked({"type": "image", "image": "red.png"}, {"type": "text"}), "type 'text'"),
+        (asked({"type": "image", "image": "red.png"}, {"type": "text"}), "type text without text"),
         (asked(7, WORDS), "type 'int'"),
         ({"messages": [turn("user", "a\ue0f7"), turn("assistant", "A.")]}, r"U\+E0F7"),
         ({"messages": [turn("assistant", "A cat.")], "images": FILES[:1]}, "no user turn"),
         ({"messages": [turn("user", "<image>?")], "images": FILES[:1]}, "no assistant turn"),
-        ({"messages": QUESTION, "images": ["grey.png"]}, r"'grey.png' does not exist \(looked for /"),
+        ({"messages": QUESTION, "images": ["grey.png"]}, r"the image grey.png does not exist \(looked for /"),
         ({"messages": QUESTION, "images": [3]}, "an image is int"),
         ({"messages": QUESTION, "images": [{"file": "red.png"}]}, r"none of bytes.*its keys: file"),
         ({"caption": "A cat.", "image": "red.png"}, "format that is not known"),

@@ -243,7 +243,7 @@ def test_bad_images(name: str, place: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ("images", "'images' does not exist"),
+        ("images", "the image images does not exist"),
         ("x" * 300, "does not exist"),
         ("iVBORw0KGgo???", "no valid base64"),
         ("data:image/png;base64,a", "no valid base64"),

@@ -435,7 +435,7 @@ class TestBadData:
 
     def test_missing_image_file(self, foreign, build):
         change_frame(foreign, 0, 0, observation__image={"bytes": None, "path": "images/a.png"})
-        with pytest.raises(DataError, match=r"camera 'image': the image file 'images/a\.png' is missing"):
+        with pytest.raises(DataError, match=r"camera 'image': the image file images/a\.png is missing"):
             build(foreign)
 
     def test_image_files(self, foreign, read):

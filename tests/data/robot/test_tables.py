@@ -207,7 +207,7 @@ class TestBadRows:
 
     def test_missing_image(self, tmp_path, read):
         rows = list(frames(2, **{"observation.images.top": "top.png"}))
-        with pytest.raises(DataError, match=r"the image file 'top\.png' is missing"):
+        with pytest.raises(DataError, match=r"the image file top\.png is missing"):
             read(write(tmp_path / "rows.jsonl", rows))
 
     def test_episodes_that_do_not_stand_together(self, tmp_path, read):

@@ -383,7 +383,7 @@ class TestColumnsAndTransform:
 class TestFaults:
     def test_missing_file_names_a_near_one(self, tmp_path, resolve):
         write_jsonl(tmp_path / "train.jsonl")
-        with pytest.raises(DataError, match=r"(?s)trian.jsonl' does not exist.*did you mean .*train.jsonl"):
+        with pytest.raises(DataError, match=r"(?s)trian.jsonl does not exist.*did you mean .*train.jsonl"):
             resolve(str(tmp_path / "trian.jsonl"))
         with pytest.raises(DataError, match=r"(?s)does not exist.*directory .*nowhere does not exist"):
             resolve(str(tmp_path / "nowhere" / "a.jsonl"))
@@ -395,7 +395,7 @@ class TestFaults:
             ("a.jsonl", b"\n\n", "holds no rows"),
             ("a.json", b"[]", "holds no rows"),
             ("a.csv", b"question,answer\n", "holds no rows"),
-            ("a.txt", b"hello", r"(?s)kind of the file 'a.txt' is not known.*\.jsonl"),
+            ("a.txt", b"hello", r"(?s)kind of the file a.txt is not known.*\.jsonl"),
             ("a", b"hello", "is not known"),
             ("a.json", b'{\n "question": "1",\n "answer": "2"\n}', r"(?s)not hold a list.*begins '\{"),
             ("a.json", b'"text"', "not hold a list"),

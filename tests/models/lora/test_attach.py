@@ -291,13 +291,13 @@ def test_a_name_that_is_also_an_ending_is_taken_exactly() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target_modules": ["q_proj"]}, "no module of Attends is called 'q_proj'"),
+        ({"target_modules": ["q_proj"]}, "no module of Attends is called q_proj"),
         ({"target_modules": ["attention"]}, "attention is a MultiheadAttention, which cannot be adapted"),
         ({"target_modules": ["out_proj"]}, "is inside an nn.MultiheadAttention"),
         ({"target_modules": ["wide"]}, "wide is a Conv1d with dilation, which cannot be adapted"),
         ({"target_modules": ["inner"]}, "inner is a Sequential, which cannot be adapted"),
         ({"target_modules": ["line"], "modules_to_save": ["line"]}, "line is both adapted and trained in full"),
-        ({"modules_to_save": ["lines"]}, "is called 'lines'"),
+        ({"modules_to_save": ["lines"]}, "is called lines"),
         ({"target_parameters": ["line.bias"]}, "has not two or three dimensions"),
     ],
 )

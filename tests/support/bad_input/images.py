@@ -100,7 +100,7 @@ IMAGES: list[Case] = [
         says="it is animated (2 frames)",
     ),
     bad_image("an image of 100 megapixels", "a.png", hundred_megapixels(), says="100 million pixels, more than 64"),
-    bad_row("a wrong path of an image", row(images=["god.png"]), says="'god.png' does not exist | looked for"),
+    bad_row("a wrong path of an image", row(images=["god.png"]), says="god.png does not exist | looked for"),
     bad_row("an image that is a number", row(images=[7]), says="an image is int"),
     bad_row(
         "a URL where none is allowed",

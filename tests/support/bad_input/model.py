@@ -113,7 +113,7 @@ MODEL: list[Case] = [
     ),
     with_keys("an attention nobody knows", "actor.model.attn_implementation=quick", says="quick | attn_implementation"),
     with_keys(
-        "nothing to freeze", "actor.model.freeze=[visual]", says="'visual' | actor.model.freeze | names look like"
+        "nothing to freeze", "actor.model.freeze=[visual]", says="pattern visual | actor.model.freeze | names look like"
     ),
     with_keys(
         "everything frozen", "actor.model.freeze=['.']", says="nothing to train | actor.model.freeze | freeze less"
@@ -139,6 +139,6 @@ MODEL: list[Case] = [
     with_keys(
         "a group of no parameter",
         "actor.optim.groups=[{pattern: vision, lr: 1e-4}]",
-        says="'vision' | actor.optim.groups | names look like",
+        says="pattern vision | actor.optim.groups | names look like",
     ),
 ]

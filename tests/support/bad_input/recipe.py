@@ -137,7 +137,7 @@ FEATURES: list[Case] = [
         "an adapter on modules that are not there",
         "actor.model.is_lora=true",
         "actor.model.lora.target_modules=[query]",
-        says="actor.model.lora.target_modules | 'query' | all-linear | q_proj",
+        says="actor.model.lora.target_modules | called query | all-linear | q_proj",
     ),
     with_keys("settings of no adapter", "actor.model.lora.r=8", says="actor.model.lora.r | no effect | is_lora"),
     with_keys(
