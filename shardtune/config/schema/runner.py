@@ -13,6 +13,7 @@ from shardtune.config.values import (
     Distinct,
     FunctionInFile,
     Interval,
+    LoggerName,
     Number,
     RankCount,
     RunName,
@@ -52,14 +53,17 @@ class PrometheusConfig(Section):
 
 class LoggerConfig(Section):
     log_path: Text = key("runs", "The directory of all run directories; relative to the working directory.")
-    project_name: Text = key("shardtune", "The project name in Weights & Biases.")
+    project_name: Text = key(
+        "shardtune", "The project name in Weights & Biases, trackio and SwanLab, and the experiment's in MLflow."
+    )
     experiment_name: RunName | None = key(
         None, "The name of the run directory in `log_path`; null: the recipe file's name without its suffix."
     )
-    logger_backends: Annotated[list[Literal["jsonl", "tensorboard", "wandb", "timings", "prometheus"]], Distinct] = key(
+    logger_backends: Annotated[list[LoggerName], Distinct] = key(
         ["jsonl", "tensorboard"],
-        "Where metrics are logged; wandb and prometheus need the extra of that name; timings: `timings.jsonl`, with "
-        "wall time, host, restarts and the seconds of each part of a step.",
+        "Where metrics are logged; wandb, mlflow, trackio, swanlab and prometheus need the extra of that name; "
+        "timings: `timings.jsonl`, with wall time, host, restarts and the seconds of each part of a step; a class of "
+        "yours: package.module:Class or file.py:Class.",
     )
     log_interval: Count = key(1, "Optimizer steps between two logged lines of metrics.")
     rank_logs: bool = key(
