@@ -27,6 +27,7 @@ LOGGER_EXTRAS = {
 }
 """The backends that need an extra of the same name, and the module that it installs."""
 CLASS_IN_MODULE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+HUB_NAME = re.compile(r"(?!.*(?:--|\.\.))[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}(?<![.-])(?<!\.git)")
 PISSA_STEPS = re.compile(r"pissa_niter_[0-9]+")
 LORA_INITS = ("gaussian", "orthogonal", "pissa", "olora", "mica")
 NEED_DATA = ("eva", "corda", "lora_ga")
@@ -105,6 +106,12 @@ def _logger(value: object) -> object:
     if value in LOGGERS or (isinstance(value, str) and CLASS_IN_MODULE.fullmatch(value)):
         return value
     return _function_in_file(value)
+
+
+def _hub_name(value: object) -> object:
+    if isinstance(value, str) and HUB_NAME.fullmatch(value):
+        return value
+    raise ValueError("not a name on the Hub")
 
 
 def _answer_pattern(value: object) -> object:
@@ -197,6 +204,7 @@ EnvironmentName = Annotated[str, BeforeValidator(_environment), Allowed(f"{', '.
 LoggerName = Annotated[
     str, BeforeValidator(_logger), Allowed(f"{', '.join(LOGGERS)}, package.module:Class, or file.py:Class")
 ]
+HubName = Annotated[str, BeforeValidator(_hub_name), Allowed("owner/name")]
 Match = Annotated[str, BeforeValidator(_match), Allowed("exact, numeric, or file.py:function")]
 AnswerPattern = Annotated[
     str, BeforeValidator(_answer_pattern), Allowed("a regular expression with at least one group")

@@ -42,8 +42,10 @@ from shardtune.run.directory import (
 from shardtune.run.display import Display
 from shardtune.run.exporting import exporting
 from shardtune.run.identity import CONFIG, FINAL, MANIFEST, read_manifest
+from shardtune.run.model_card import CARD, RunRecord, make_card
 from shardtune.run.preflight import check_same_rows, is_one_of_several, read_together
 from shardtune.run.prompts import PromptBuilder
+from shardtune.run.push import check_push
 from shardtune.run.resume_check import check_same_data
 from shardtune.run.train_rank import report_finished, train_rank
 from shardtune.training.callbacks import load_callbacks
@@ -107,6 +109,8 @@ def _train(loaded: Recipe, objects: Objects) -> Run:
     if plan.finished:
         report_finished(plan, loaded, objects, display.report)
         return Run(plan.run_dir, trained_here=True)
+    if loaded.runner.push_to_hub is not None:
+        check_push(loaded.runner.push_to_hub)
     by_ray = loaded.runner.launcher == "ray"
     if by_ray or loaded.runner.nproc_per_node > 1:
         _refuse_objects(loaded, objects)
@@ -387,16 +391,29 @@ class Run:
         exactly = (f"actor.model.precision={full}", "actor.model.lora.base_dtype=auto") if config.is_lora else ()
         worker = self.worker(checkpoint, *NO_EVALUATION, *exactly)
         target.parent.mkdir(parents=True, exist_ok=True)
+        checked = None
         with exporting(target) as temporary:
             worker.export(temporary, dtype, merge=merge)
             if check:
                 worker.weights.restore_model()
-                report(f"{target}: {check_reload(worker.inner_model, temporary)}")
+                checked = check_reload(worker.inner_model, temporary)
+                report(f"{target}: {checked}")
+            self._write_card(temporary, target.name, checkpoint, worker.step, merge=merge, checked=checked)
             complete_checksums(temporary, {})
             if target.exists():
                 target.rmdir()
             publish(temporary, target)
         return target
+
+    def _write_card(
+        self, directory: Path, name: str, checkpoint: str, step: int, *, merge: bool, checked: str | None
+    ) -> None:
+        """Write the model card of an exported directory, unless the model has brought one."""
+        if (directory / CARD).exists():
+            return
+        record, at = RunRecord.read(self.dir, read_manifest(self.dir)), None if checkpoint == FINAL else step
+        card = make_card(record, directory, title=name, merged=merge, step=at, checked=checked)
+        (directory / CARD).write_text(card, encoding="utf-8")
 
 
 def evaluate(

@@ -12,6 +12,7 @@ from shardtune.config.values import (
     CountOrUnlimited,
     Distinct,
     FunctionInFile,
+    HubName,
     Interval,
     LoggerName,
     Number,
@@ -177,6 +178,11 @@ class RunnerConfig(Section):
     callbacks: Annotated[list[FunctionInFile], Distinct] = key(
         [],
         "Your classes that receive the run's events and may request a stop, a save or an evaluation: [file.py:Class].",
+    )
+    push_to_hub: HubName | None = key(
+        None,
+        "A repository on the Hugging Face Hub, owner/name, to which `final/` is pushed with a model card when the run "
+        "has ended; a new one is private; null: none.",
     )
     early_stop: EarlyStopConfig = section(EarlyStopConfig, "When to end before the last step.")
     best: BestConfig = section(BestConfig, "Which checkpoint counts as the best.")
