@@ -109,9 +109,10 @@ def _train(loaded: Recipe, objects: Objects) -> Run:
     if plan.finished:
         report_finished(plan, loaded, objects, display.report)
         return Run(plan.run_dir, trained_here=True)
-    if loaded.runner.push_to_hub is not None:
-        check_push(loaded.runner.push_to_hub)
     by_ray = loaded.runner.launcher == "ray"
+    if not by_ray:  # there another host may log
+        check_logger(loaded.runner.logger)
+    check_push(loaded.runner.push_to_hub)
     if by_ray or loaded.runner.nproc_per_node > 1:
         _refuse_objects(loaded, objects)
         for note in loaded.notes:  # the ranks read a recipe without them
@@ -137,7 +138,6 @@ def _refuse_objects(recipe: Recipe, objects: Objects) -> None:
 def _launch(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal) -> None:
     """Run all checks that need no ranks, tokenise, then start the ranks on this machine."""
     free_port(recipe.runner.master_port)
-    check_logger(recipe.runner.logger)
     choose_device(recipe.runner.device, recipe.runner.nproc_per_node - 1)
     # A user-defined worker is created in the ranks only: it may hold resources that cannot be shared.
     kind = worker_class(recipe)

@@ -103,14 +103,16 @@ def push(
     return str(done.commit_url)
 
 
-def check_push(repo: str, *, public: bool = False, where: str = KEY) -> None:
-    """Refuse, before any work, a repository that cannot be pushed to.
+def check_push(repo: str | None, *, public: bool = False, where: str = KEY) -> None:
+    """Refuse, before any work, a repository that cannot be pushed to; None is none to push to.
 
     Raises:
         ConfigError: no such name, no token, offline, no permission, or the repository is public and `public` is not
             set.
         PushError: the Hub cannot be reached.
     """
+    if repo is None:
+        return
     if not HUB_NAME.fullmatch(repo):
         raise ConfigError(f"{repo!r} is no name on the Hub", where=where, remedy="write owner/name")
     if is_offline_mode():
