@@ -75,8 +75,8 @@ class Background:
             while (call := self._calls.get()) is not None:
                 call(experiment)
             experiment.close()
-        except Exception as error:  # of any kind: it belongs to the service, not to the run
-            self._failure = error
+        except BaseException as error:  # of any kind, SystemExit too: it belongs to the service, not to the run
+            self._failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
             self._started.set()
             if experiment is not None:
                 with suppress(Exception):

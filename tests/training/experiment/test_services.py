@@ -44,6 +44,7 @@ def write(run_dir: Path, steps: range, *names: str, done: int = -1) -> None:
     assert not told
 
 
+@pytest.mark.lengthy
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("WANDB_CONSOLE", "off")):
@@ -59,6 +60,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [table["data"] for table in tables] == [[["2+2", "4", "True"]]] * 3
 
 
+@pytest.mark.lengthy
 def test_mlflow_with_a_file_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -79,6 +81,7 @@ def test_mlflow_with_a_file_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert json.loads(answers.read_text()) == {"answers": ANSWERS}
 
 
+@pytest.mark.lengthy
 def test_trackio_in_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     pytest.importorskip("trackio")
@@ -93,6 +96,7 @@ def test_trackio_in_its_own_directory(tmp_path: Path, monkeypatch: pytest.Monkey
     assert SQLiteStorage.get_runs("proj") == ["my-run"]
 
 
+@pytest.mark.lengthy
 def test_swanlab_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWANLAB_MODE", "offline")
     pytest.importorskip("swanlab")
@@ -168,10 +172,15 @@ def test_a_service_that_hangs_does_not_hold_the_run(tmp_path: Path, monkeypatch:
 def test_a_service_that_cannot_be_started_ends_only_a_run_that_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    problem: BaseException = SystemExit(1)
+
     def start(run: object) -> Any:
-        raise OSError("no network")
+        raise problem
 
     monkeypatch.setitem(SERVICES, "mlflow", start)
+    with pytest.raises(ConfigError, match=r"mlflow cannot be started: RuntimeError: SystemExit\(1\)"):
+        tracked(tmp_path, "mlflow", "jsonl")
+    problem = OSError("no network")
     with pytest.raises(ConfigError, match=r"mlflow cannot be started: OSError: no network(?s:.*)nothing has been"):
         tracked(tmp_path, "mlflow", "jsonl")
     told: list[str] = []
