@@ -276,7 +276,7 @@ def _last(path: object) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}".rstrip("0").rstrip(".")
+    return "" if value is None else f"{value:.4f}".removesuffix(".0000")
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:

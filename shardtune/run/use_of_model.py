@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 TEXT = """\
-from transformers import AutoTokenizer
 {imports}
 
 tokenizer = AutoTokenizer.from_pretrained("{repo}")
@@ -20,7 +19,6 @@ inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_
 PLAIN = """\
 inputs = tokenizer("The capital of Norway is", return_tensors="pt")"""
 IMAGES = """\
-from transformers import AutoProcessor
 {imports}
 
 processor = AutoProcessor.from_pretrained("{repo}")
@@ -48,7 +46,8 @@ def usage(directory: Path, model_type: str, repo: str, base: str | None, *, adap
     if not adapter and not (directory / "config.json").exists():
         return _block(MODULE.format(repo=repo))
     kind = CLASSES.get(model_type, "AutoModel")
-    imports, load = f"from transformers import {kind}", f'model = {kind}.from_pretrained("{repo}")'
+    beside = "AutoTokenizer" if model_type == "causal_lm" else "AutoProcessor"
+    imports, load = f"from transformers import {kind}, {beside}", f'model = {kind}.from_pretrained("{repo}")'
     if adapter:
         imports = f"from peft import PeftModel\n{imports}"
         base_load = f'base = {kind}.from_pretrained("{base or "path/to/the/base/model"}")'

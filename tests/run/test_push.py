@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,24 +20,16 @@ from shardtune.config import load_recipe
 from shardtune.errors import CheckpointError, ConfigError
 from shardtune.run.model_card import is_unedited
 from shardtune.run.push import PushError, check_push, push, push_command
-from tests.support.hub_server import Hub, standing_in
+from tests.support.hub_server import TOKEN, Hub, replaced_hub
 from tests.support.tiny_run import Tiny, flip_bit, make_tiny
 
-TOKEN = "hf_" + "Qz7" * 11
 SECRET = "geheim-4711-(.*)"
 SKIPPED = {"checksums.json"}
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with standing_in() as made:
-        monkeypatch.setattr(constants, "ENDPOINT", made.endpoint)
-        places = f"{made.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", places)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
+def hub() -> Iterator[Hub]:
+    with replaced_hub() as made:
         yield made
 
 
@@ -117,7 +108,7 @@ def test_a_run_is_published_privately_with_its_card(hub: Hub, tiny: Tiny, monkey
 
 
 def _number(value: float) -> str:
-    return f"{value:.4f}".rstrip("0").rstrip(".")
+    return f"{value:.4f}".removesuffix(".0000")
 
 
 def _no_token(hub: Hub, run_dir: Path, told: list[str]) -> None:
@@ -284,8 +275,7 @@ def test_the_command(hub: Hub, tiny: Tiny) -> None:
 @pytest.mark.slow
 @pytest.mark.own_start
 def test_the_command_in_a_process_of_its_own(hub: Hub, tiny: Tiny) -> None:
-    environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0"}
     words = [sys.executable, "-m", "shardtune", *_typed(tiny)]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     _check_typed(hub, done.stdout + done.stderr)

@@ -13,6 +13,10 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import pytest
+from huggingface_hub import constants
+
+TOKEN = "hf_" + "Qz7" * 11
 REPO = r"[\w.-]+/[\w.-]+"
 
 
@@ -71,6 +75,27 @@ def standing_in() -> Iterator[Hub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def replaced_hub() -> Iterator[Hub]:
+    """A stand-in to which this process, and those that it starts, publish meanwhile, with `TOKEN`."""
+    with standing_in() as hub, pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "ENDPOINT": hub.endpoint,
+            "HUGGINGFACE_CO_URL_TEMPLATE": f"{hub.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True,
+        }.items():
+            patch.setattr(constants, name, value)
+        for name, value in {
+            "HF_ENDPOINT": hub.endpoint,
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_TOKEN": TOKEN,
+        }.items():
+            patch.setenv(name, value)
+        yield hub
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from shardtune.config.secrets import without_secrets
 from shardtune.config.values import LOGGER_EXTRAS, LOGGERS
 from shardtune.errors import ConfigError
 from shardtune.training.experiment.user_class import KEY, load_class
@@ -72,7 +73,7 @@ def _wandb_settings() -> Iterator[tuple[str, str]]:
         parser = configparser.ConfigParser()
         try:
             parser.read(file)
-        except configparser.Error:
+        except (configparser.Error, UnicodeDecodeError):
             continue
         if parser.has_section("default"):
             yield from parser.items("default", raw=True)
@@ -89,7 +90,7 @@ def _has_entry(file: Path, host: str) -> bool:
         return netrc.netrc(file).authenticators(host) is not None
     except OSError:
         return False
-    except netrc.NetrcParseError:  # the package decides what it can read of it
+    except (netrc.NetrcParseError, UnicodeDecodeError):  # the package decides what it can read of it
         return True
 
 
@@ -106,9 +107,9 @@ def _check_mlflow() -> None:
         else:
             MlflowClient()
     except Exception as error:  # of any kind: each store has its own
-        shown = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"MLflow cannot use its tracking URI {shown}: {str(error).strip().splitlines()[0]}",
+            without_secrets(f"MLflow cannot use its tracking URI {uri}: {why}"),
             where=KEY,
             remedy="set MLFLOW_TRACKING_URI to a server that runs (http://host:5000); sqlite:///mlflow.db, without a "
             "server, needs the whole package: pip install mlflow",
