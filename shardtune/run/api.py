@@ -45,7 +45,7 @@ from shardtune.run.identity import CONFIG, FINAL, MANIFEST, read_manifest
 from shardtune.run.model_card import CARD, RunRecord, make_card
 from shardtune.run.preflight import check_same_rows, is_one_of_several, read_together
 from shardtune.run.prompts import PromptBuilder
-from shardtune.run.push import check_push
+from shardtune.run.push import check_push, push
 from shardtune.run.resume_check import check_same_data
 from shardtune.run.train_rank import report_finished, train_rank
 from shardtune.training.callbacks import load_callbacks
@@ -404,6 +404,21 @@ class Run:
                 target.rmdir()
             publish(temporary, target)
         return target
+
+    def push(
+        self,
+        repo: str,
+        *,
+        public: bool = False,
+        revision: str | None = None,
+        replace_card: bool = False,
+        report: Callable[[str], None] = silent,
+    ) -> str:
+        """Publish `final/` on the Hugging Face Hub, with a model card; returns the address of the commit.
+
+        Arguments and errors are those of `shardtune.run.push.push`.
+        """
+        return push(self.dir, repo, public=public, revision=revision, replace_card=replace_card, report=report)
 
     def _write_card(
         self, directory: Path, name: str, checkpoint: str, step: int, *, merge: bool, checked: str | None

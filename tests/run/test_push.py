@@ -241,7 +241,7 @@ def test_the_end_of_a_run_pushes_and_a_failure_is_only_said(
     shardtune.train(tiny.recipe("pushed", **given))  # finished: nothing is pushed, but the command is shown
     assert f"to push it again: {command}" in capsys.readouterr().err
     hub.fails = 0
-    push(run.dir, "me/at-the-end", report=lambda _: None)
+    shardtune.load_run(run.dir).push("me/at-the-end")
     assert hub.repos["me/at-the-end"].private
     assert "model.safetensors" in hub.files("me/at-the-end")
     _no_token(hub, run.dir, [output])
