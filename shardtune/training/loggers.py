@@ -21,7 +21,7 @@ import yaml
 from shardtune.config.schema.runner import LoggerConfig
 from shardtune.config.secrets import without_secrets
 from shardtune.data.durable import sync_folder
-from shardtune.errors import ConfigError
+from shardtune.errors import ConfigError, ShardtuneError
 from shardtune.launch.events import restart_count
 from shardtune.training.experiment.background import Background
 from shardtune.training.experiment.checks import check_services
@@ -232,29 +232,36 @@ def open_tracker(
     backends: dict[str, Backend] = {}
     timed: dict[str, TimedBackend] = {}
     record = JsonLines(run_dir) if "jsonl" in logger.logger_backends else None
-    for name in logger.logger_backends:
-        if name == "timings":
-            timed[name] = Timings(run_dir, restart=restart, ranks=ranks)
-        elif name == "prometheus":
-            timed[name] = Prometheus(logger.prometheus, run=run.name, restart=restart)
-        elif name != "jsonl":
-            try:
-                backends[name] = _start(name, run)
-            except ConfigError:
-                raise
-            except Exception as error:  # of any kind: each package has its own
-                if not run.resumed:
-                    raise _not_started(name, error) from error
-                report(f"{name} could not be started and logs nothing; training goes on: {_described(error)}")
+    try:
+        for name in logger.logger_backends:
+            if name == "timings":
+                timed[name] = Timings(run_dir, restart=restart, ranks=ranks)
+            elif name == "prometheus":
+                timed[name] = Prometheus(logger.prometheus, run=run.name, restart=restart)
+            elif name != "jsonl":
+                started = _start(name, run, report)
+                backends |= {name: started} if started is not None else {}
+    except ShardtuneError:
+        Tracker(record, backends, timed, report=report).close()
+        raise
     return Tracker(record, backends, timed, samples=run_dir / SAMPLES, report=report)
 
 
-def _start(name: str, run: LoggedRun) -> Backend:
-    if name == "tensorboard":
-        return TensorBoard(run)
-    if name in SERVICES:
-        return Background(name, partial(SERVICES[name], run))
-    return UserLogger(load_class(name), run)
+def _start(name: str, run: LoggedRun, report: Callable[[str], None]) -> Backend | None:
+    """A backend; None, reported, if it cannot be started and the run continues."""
+    try:
+        if name == "tensorboard":
+            return TensorBoard(run)
+        if name in SERVICES:
+            return Background(name, partial(SERVICES[name], run))
+        return UserLogger(load_class(name), run)
+    except ConfigError:
+        raise
+    except Exception as error:  # of any kind: each package has its own
+        if not run.resumed:
+            raise _not_started(name, error) from error
+        report(f"{name} could not be started and logs nothing; training goes on: {_described(error)}")
+        return None
 
 
 def _not_started(name: str, error: Exception) -> ConfigError:
