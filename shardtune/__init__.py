@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardtune.run.api import Run, load_run, train
     from shardtune.run.halos import SFTTrainer
     from shardtune.training.callbacks import Ask, Callback
+    from shardtune.training.experiment.run import LoggedRun
     from shardtune.training.runner import SFTRunner
     from shardtune.training.worker.adapter_worker import SFTWorker
     from shardtune.training.worker.base import FSDPSftWorker
@@ -31,6 +32,7 @@ _HOME = {
     "Batch": "batch",
     "Callback": "training.callbacks",
     "FSDPSftWorker": "training.worker.base",
+    "LoggedRun": "training.experiment.run",
     "LossSum": "batch",
     "Metric": "batch",
     "NeedParallel": "engine.split_arguments",
@@ -59,6 +61,7 @@ __all__ = [
     "Batch",
     "Callback",
     "FSDPSftWorker",
+    "LoggedRun",
     "LossSum",
     "Metric",
     "NeedParallel",

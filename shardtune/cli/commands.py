@@ -288,6 +288,32 @@ def export(
     load_run(run, trust=trust or ()).export(to, checkpoint=checkpoint, dtype=dtype, merge=merge, report=typer.echo)
 
 
+@app.command()
+def push(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or one that shardtune export wrote.")],
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="The repository on the Hugging Face Hub: owner/name.")],
+    public: Annotated[
+        bool, typer.Option("--public", help="Anyone may read it; a new one is private otherwise.")
+    ] = False,
+    revision: Annotated[str | None, typer.Option(help="The branch; by default main. A new one is made.")] = None,
+    replace_card: Annotated[
+        bool, typer.Option("--replace-card", help="Replace a README.md there that somebody has written or edited.")
+    ] = False,
+) -> None:
+    """Publish a trained model on the Hugging Face Hub, with a model card made from the run's records.
+
+    **Examples**
+
+    ```text
+    shardtune push runs/recipe me/my-model
+    shardtune push my-model me/my-model --public --revision v1
+    ```
+    """
+    from shardtune.run.push import push as publish
+
+    typer.echo(publish(run, repo, public=public, revision=revision, replace_card=replace_card, report=typer.echo))
+
+
 @data_app.command("preview")
 def preview(
     recipe: RecipeArgument = None,

@@ -25,6 +25,7 @@ EXAMPLES = {
     "runner.min_ranks": "4",
     "runner.callbacks": "[my_callbacks.py:Plot]",
     "runner.best.monitor": "eval/eval_accuracy",
+    "runner.push_to_hub": "me/my-model",
     "runner.logger.experiment_name": "first",
     "runner.ray.address": "auto",
     "runner.ray.gpus_per_rank": "1",

@@ -19,6 +19,7 @@ MODEL_KEYS = ("actor.model.model_path", "actor.tokenizer.tokenizer_model")
 FUNCTION_KEYS = (
     *("actor.worker", "actor.model.adapter", "actor.loss", "data.transform"),
     *("eval.match", "eval.environment", "runner.callbacks", "eval.metrics"),
+    "runner.logger.logger_backends",
 )
 FILE_KEYS = ("actor.model.lora.load_from", "actor.model.action_statistics", "data.chat_template")
 PATH_KEYS = {

@@ -16,6 +16,18 @@ WORKERS = ("sft_trainer",)
 """Names of the built-in workers, for `actor.worker`."""
 ENVIRONMENTS = ("reach", "point2d")
 """Names of the built-in environments, for `eval.environment`."""
+LOGGERS = ("jsonl", "tensorboard", "wandb", "mlflow", "trackio", "swanlab", "timings", "prometheus")
+"""Names of the built-in backends, for `runner.logger.logger_backends`."""
+LOGGER_EXTRAS = {
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+    "swanlab": "swanlab",
+    "prometheus": "prometheus_client",
+}
+"""The backends that need an extra of the same name, and the module that it installs."""
+CLASS_IN_MODULE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+HUB_NAME = re.compile(r"(?!.*(?:--|\.\.))[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}(?<![.-])(?<!\.git)")
 PISSA_STEPS = re.compile(r"pissa_niter_[0-9]+")
 LORA_INITS = ("gaussian", "orthogonal", "pissa", "olora", "mica")
 NEED_DATA = ("eva", "corda", "lora_ga")
@@ -88,6 +100,18 @@ def _worker(value: object) -> object:
 
 def _environment(value: object) -> object:
     return value if value in ENVIRONMENTS else _function_in_file(value)
+
+
+def _logger(value: object) -> object:
+    if value in LOGGERS or (isinstance(value, str) and CLASS_IN_MODULE.fullmatch(value)):
+        return value
+    return _function_in_file(value)
+
+
+def _hub_name(value: object) -> object:
+    if isinstance(value, str) and HUB_NAME.fullmatch(value):
+        return value
+    raise ValueError("not a name on the Hub")
 
 
 def _answer_pattern(value: object) -> object:
@@ -177,6 +201,10 @@ RunName = Annotated[
 FunctionInFile = Annotated[str, BeforeValidator(_function_in_file), Allowed("file.py:name")]
 Worker = Annotated[str, BeforeValidator(_worker), Allowed(f"{', '.join(WORKERS)}, or file.py:Class")]
 EnvironmentName = Annotated[str, BeforeValidator(_environment), Allowed(f"{', '.join(ENVIRONMENTS)}, or file.py:Class")]
+LoggerName = Annotated[
+    str, BeforeValidator(_logger), Allowed(f"{', '.join(LOGGERS)}, package.module:Class, or file.py:Class")
+]
+HubName = Annotated[str, BeforeValidator(_hub_name), Allowed("owner/name")]
 Match = Annotated[str, BeforeValidator(_match), Allowed("exact, numeric, or file.py:function")]
 AnswerPattern = Annotated[
     str, BeforeValidator(_answer_pattern), Allowed("a regular expression with at least one group")

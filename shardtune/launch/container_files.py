@@ -15,6 +15,7 @@ from pathlib import Path
 from textwrap import indent
 
 from shardtune.config import Recipe
+from shardtune.config.values import LOGGER_EXTRAS
 from shardtune.errors import Interrupted, ShardtuneError
 from shardtune.launch.torchrun import TORCHRUN
 
@@ -95,7 +96,7 @@ class Job:
 def dockerfile(job: Job) -> str:
     """An image with shardtune and the versions of constraints.txt; for CUDA unless the recipe's device is the CPU."""
     logger, model = job.recipe.runner.logger, job.recipe.actor.model
-    extras = ["ray", *(name for name in ("wandb", "prometheus") if name in logger.logger_backends)]
+    extras = ["ray", *(name for name in LOGGER_EXTRAS if name in logger.logger_backends)]
     extras += ["vlm"] if model.model_type.startswith("vision_language") else []
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     gpus = "--gpus all " if job.gpus else ""

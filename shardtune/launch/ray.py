@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 FORWARDED = (
-    *("SHARDTUNE_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "TORCH", "NCCL_", "GLOO_", "CUBLAS_"),
+    *("SHARDTUNE_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH", "NCCL_", "GLOO_", "CUBLAS_"),
+    *("WANDB_", "MLFLOW_", "TRACKIO_", "SWANLAB_"),
     *("OMP_NUM_THREADS", "PYTHONPATH", "XDG_CACHE_HOME"),
 )
 """Prefixes of the variables that ranks inherit from the launcher's environment."""

@@ -43,8 +43,10 @@ from shardtune.run.directory import (
 from shardtune.run.display import Display
 from shardtune.run.exporting import exporting
 from shardtune.run.identity import CONFIG, FINAL, MANIFEST, read_manifest
+from shardtune.run.model_card import CARD, RunRecord, make_card
 from shardtune.run.preflight import check_same_rows, is_one_of_several, read_together
 from shardtune.run.prompts import PromptBuilder
+from shardtune.run.push import check_push, push
 from shardtune.run.resume_check import check_same_data
 from shardtune.run.train_rank import report_finished, train_rank, watching
 from shardtune.training.callbacks import load_callbacks
@@ -109,6 +111,9 @@ def _train(loaded: Recipe, objects: Objects) -> Run:
         report_finished(plan, loaded, objects, display.report)
         return Run(plan.run_dir, trained_here=True)
     by_ray = loaded.runner.launcher == "ray"
+    if not by_ray:  # there another host may log
+        check_logger(loaded.runner.logger)
+    check_push(loaded.runner.push_to_hub)
     if by_ray or loaded.runner.nproc_per_node > 1:
         _refuse_objects(loaded, objects)
         for note in loaded.notes:  # the ranks read a recipe without them
@@ -134,7 +139,6 @@ def _refuse_objects(recipe: Recipe, objects: Objects) -> None:
 def _launch(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal) -> None:
     """Run all checks that need no ranks, tokenise, then start the ranks on this machine."""
     free_port(recipe.runner.master_port)
-    check_logger(recipe.runner.logger)
     choose_device(recipe.runner.device, recipe.runner.nproc_per_node - 1)
     # A user-defined worker is created in the ranks only: it may hold resources that cannot be shared.
     kind = worker_class(recipe)
@@ -389,16 +393,44 @@ class Run:
         exactly = (f"actor.model.precision={full}", "actor.model.lora.base_dtype=auto") if config.is_lora else ()
         worker = self.worker(checkpoint, *NO_EVALUATION, *exactly)
         target.parent.mkdir(parents=True, exist_ok=True)
+        checked = None
         with exporting(target) as temporary:
             worker.export(temporary, dtype, merge=merge)
             if check:
                 worker.weights.restore_model()
-                report(f"{target}: {check_reload(worker.inner_model, temporary)}")
+                checked = check_reload(worker.inner_model, temporary)
+                report(f"{target}: {checked}")
+            self._write_card(temporary, target.name, checkpoint, worker.step, merge=merge, checked=checked)
             complete_checksums(temporary, {})
             if target.exists():
                 target.rmdir()
             publish(temporary, target)
         return target
+
+    def push(
+        self,
+        repo: str,
+        *,
+        public: bool = False,
+        revision: str | None = None,
+        replace_card: bool = False,
+        report: Callable[[str], None] = silent,
+    ) -> str:
+        """Publish `final/` on the Hugging Face Hub, with a model card; returns the address of the commit.
+
+        Arguments and errors are those of `shardtune.run.push.push`.
+        """
+        return push(self.dir, repo, public=public, revision=revision, replace_card=replace_card, report=report)
+
+    def _write_card(
+        self, directory: Path, name: str, checkpoint: str, step: int, *, merge: bool, checked: str | None
+    ) -> None:
+        """Write the model card of an exported directory, unless the model has brought one."""
+        if (directory / CARD).exists():
+            return
+        record, at = RunRecord.read(self.dir, read_manifest(self.dir)), None if checkpoint == FINAL else step
+        card = make_card(record, directory, title=name, merged=merge, step=at, checked=checked)
+        (directory / CARD).write_text(card, encoding="utf-8")
 
 
 def evaluate(

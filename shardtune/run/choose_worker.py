@@ -21,7 +21,7 @@ from shardtune.config.model_names import (
     registered_worker,
 )
 from shardtune.config.user_code import code_hashes, import_plugins, load_function, names_in
-from shardtune.config.values import ENVIRONMENTS
+from shardtune.config.values import ENVIRONMENTS, FUNCTION_IN_FILE
 from shardtune.errors import ConfigError
 from shardtune.models.action.check_length import check_stored_length
 from shardtune.models.registered_functions import require_known
@@ -257,4 +257,5 @@ def user_code(recipe: Recipe) -> dict[str, str]:
     worker = None if recipe.actor.worker in BUILT_IN_WORKERS else recipe.actor.worker
     environment = None if recipe.eval.environment in ENVIRONMENTS else recipe.eval.environment
     named = [worker, recipe.actor.model.adapter, recipe.actor.loss, environment, *recipe.eval.metrics]
+    named += [name for name in recipe.runner.logger.logger_backends if FUNCTION_IN_FILE.fullmatch(name)]
     return code_hashes(recipe.plugins, [*named, *recipe.runner.callbacks])

@@ -27,7 +27,9 @@ from shardtune.parallel.ranks import leave_ranks, num_ranks
 from shardtune.run.choose_worker import make_worker, unused_workers, worker_class
 from shardtune.run.directory import plan_run
 from shardtune.run.display import Display, count
+from shardtune.run.push import check_push
 from shardtune.training.callbacks import load_callbacks
+from shardtune.training.loggers import check_logger
 from shardtune.training.step import TRAIN_METRICS
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
@@ -56,6 +58,8 @@ def _dry_run(loaded: Recipe) -> dict[str, float]:
     load_callbacks(loaded.runner.callbacks)
     display = Display()
     plan = plan_run(loaded)
+    check_logger(loaded.runner.logger)
+    check_push(loaded.runner.push_to_hub)
     worker = make_worker(loaded, report=display.report)
     try:
         worker.setup(RunContext(report=display.report, notes=[*loaded.notes, *unused_workers(loaded, worker)]))

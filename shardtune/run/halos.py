@@ -16,6 +16,7 @@ from shardtune.config.user_code import import_plugins
 from shardtune.errors import ConfigError
 from shardtune.run.api import Run, train
 from shardtune.run.choose_worker import Objects
+from shardtune.run.push import check_push
 from shardtune.run.train_rank import train_rank
 from shardtune.training.callbacks import load_callbacks
 from shardtune.training.worker import sft_trainer
@@ -66,6 +67,8 @@ class BasicTrainer(PaddedTrainer):
             )
         import_plugins(self.recipe.plugins)
         load_callbacks(runner.callbacks)
+        if self.ranks.world_size == 1:  # several check it together
+            check_push(runner.push_to_hub)
         model, train_data, eval_data = self._held.values()
         objects = Objects(model=model, train_data=train_data, eval_data=eval_data)
         return Run(train_rank(self.recipe, objects, made=self), trained_here=True)

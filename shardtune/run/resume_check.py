@@ -25,6 +25,7 @@ FREE = (
     "runner.async_save",
     "runner.profile_steps",
     "runner.callbacks",
+    "runner.push_to_hub",
     "runner.device",
     "runner.nproc_per_node",
     "runner.num_ranks",

@@ -54,7 +54,8 @@ from shardtune.run.inputs import (
     record_models,
     run_inputs,
 )
-from shardtune.run.preflight import check_same_rows, connecting, try_collective
+from shardtune.run.preflight import check_same_rows, connecting, is_one_of_several, try_collective
+from shardtune.run.push import check_push, push_command, push_final
 from shardtune.run.resume_check import check_same_data
 from shardtune.training.loggers import first_metrics
 from shardtune.training.runner import SFTRunner
@@ -116,6 +117,8 @@ def train_rank(
         lock.release()
     if peers is not None:
         peers.end()
+    if display is not None and recipe.runner.push_to_hub is not None and not plan.finished:
+        push_final(run_dir, recipe.runner.push_to_hub, display.report)
     return run_dir
 
 
@@ -156,6 +159,8 @@ def report_finished(plan: RunPlan, recipe: Recipe, objects: Objects, report: Cal
         f"{shown_path(plan.run_dir)} is finished; its result is {shown_path(plan.run_dir / FINAL)}. To train on, raise "
         "runner.max_epochs or runner.max_steps; to begin anew, choose another runner.logger.experiment_name"
     )
+    if recipe.runner.push_to_hub is not None:
+        report(f"to push it again: {push_command(plan.run_dir, recipe.runner.push_to_hub)}")
 
 
 def _checked_by_launcher(recipe: Recipe) -> bool:
@@ -229,6 +234,8 @@ def _train(
         on_start=None if display is None else partial(_show_start, display, plan, worker),
         is_gone=lambda: current_lock[0].is_gone,
     )
+    if recipe.runner.push_to_hub is not None and is_one_of_several():  # otherwise `shardtune.train` has done so
+        on_main(worker.ranks, partial(check_push, recipe.runner.push_to_hub))
     with nullcontext() if display is None else display.during("loading the model"):
         runner.prepare()
         check_final(recipe, worker)

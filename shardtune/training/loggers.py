@@ -1,29 +1,40 @@
-"""Backends for metrics: metrics.jsonl, TensorBoard, Weights & Biases, timings, Prometheus. Only rank 0 has them."""
+"""Backends for metrics: metrics.jsonl, TensorBoard, timings, Prometheus, services. Only rank 0 has them."""
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
+import yaml
+
 from shardtune.config.schema.runner import LoggerConfig
+from shardtune.config.secrets import without_secrets
 from shardtune.data.durable import sync_folder
-from shardtune.errors import ConfigError
+from shardtune.errors import ConfigError, ShardtuneError
 from shardtune.launch.events import restart_count
+from shardtune.training.experiment.background import Background
+from shardtune.training.experiment.checks import check_services
+from shardtune.training.experiment.run import LoggedRun
+from shardtune.training.experiment.services import SERVICES
+from shardtune.training.experiment.user_class import KEY, UserLogger, load_class
 from shardtune.training.prometheus import Prometheus, check_port
 from shardtune.training.timings import Timings
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES = "samples"
-EXTRAS = {"wandb": "wandb", "prometheus": "prometheus_client"}
-"""The extra of a backend that needs one, by the name of both, and the package it installs."""
+SHOWN_ANSWERS = 20
+"""How many answers of an evaluation set loggers show; `samples/` has all."""
 NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
@@ -31,7 +42,7 @@ class Backend(Protocol):
     """A destination of metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-    def sync(self) -> None: ...
+    def samples(self, step: int, name: str, answers: Sequence[Mapping[str, object]]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -65,134 +76,200 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Event files under `tensorboard/`; readers purge events past step `done`."""
+    """Event files under `tensorboard/`, with the recipe and answers as text; readers purge events past step `done`."""
 
-    def __init__(self, run_dir: Path, done: int) -> None:
+    def __init__(self, run: LoggedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-        folder = run_dir / "tensorboard"
-        if done < 0:
+        folder, done = run.run_dir / "tensorboard", run.done
+        if not run.resumed:
             shutil.rmtree(folder, ignore_errors=True)
-        self._writer = SummaryWriter(str(folder), purge_step=done + 1 if done >= 0 else None)
+        self._writer = SummaryWriter(str(folder), purge_step=done + 1 if run.resumed else None)
+        text = yaml.safe_dump(dict(run.recipe), sort_keys=False, allow_unicode=True)
+        self._writer.add_text("recipe", f"```yaml\n{text}```", max(done, 0))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for key, value in metrics.items():
             self._writer.add_scalar(key, value, step)
         self._writer.flush()
 
-    def sync(self) -> None:
-        """Nothing: readers skip what is torn."""
+    def samples(self, step: int, name: str, answers: Sequence[Mapping[str, object]]) -> None:
+        columns = list(answers[0])
+        rows = [[_cell(row.get(column)) for column in columns] for row in answers]
+        lines = [columns, ["---"] * len(columns), *rows]
+        self._writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
 
 
-def check_backends(names: Sequence[str]) -> None:
-    """Refuse a backend whose package is not installed."""
-    for name in names:
-        if name in EXTRAS and find_spec(EXTRAS[name]) is None:
-            raise ConfigError(
-                f"runner.logger.logger_backends names {name}, but {EXTRAS[name]} is not installed",
-                where="runner.logger.logger_backends",
-                remedy=f"pip install 'shardtune[{name}]', or leave it out",
-            )
+def _cell(value: object) -> str:
+    """Text for a cell of a Markdown table."""
+    return html.escape(str(value)).replace("|", "&#124;").replace("\n", "<br>")
 
 
 def check_logger(logger: LoggerConfig) -> None:
     """Refuse, before training, backends that cannot be opened on this host.
 
     Raises:
-        ConfigError: a package is not installed.
+        ConfigError: a package or a key is missing, a server cannot be reached, or a class cannot be used.
         ParallelError: the port for Prometheus is in use.
     """
-    check_backends(logger.logger_backends)
+    check_services(logger.logger_backends)
     if "prometheus" in logger.logger_backends:
         check_port(logger.prometheus)
 
 
-class WeightsAndBiases:
-    """A Weights & Biases run; its id is kept in the run directory, so that a resumed run continues under it."""
-
-    def __init__(self, run_dir: Path, project: str, name: str, config: Mapping[str, object], resumed: bool) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        id_file = run_dir / "wandb_id"
-        known = id_file.read_text().strip() if resumed and id_file.exists() else None
-        self._run = wandb.init(
-            project=project,
-            name=name,
-            id=known,
-            resume="allow" if known else None,
-            config=dict(config),
-            dir=str(run_dir),
-        )
-        id_file.write_text(self._run.id)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def sync(self) -> None:
-        """Nothing: the service has the lines."""
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 class Tracker:
-    """Writes to all chosen backends."""
+    """Writes to all chosen backends. One that fails is reported once and left out from then on.
 
-    def __init__(self, backends: Sequence[Backend], timed: Sequence[TimedBackend] = ()) -> None:
-        self._backends = list(backends)
-        self._timed = list(timed)
+    Args:
+        record: `metrics.jsonl`, the record of the run: its failure is one of the run.
+        backends: the others, by name.
+        timed: likewise, those that get the seconds of each step's parts.
+        samples: the directory of the answers of evaluations.
+        report: receives a line about a backend that failed.
+    """
+
+    def __init__(
+        self,
+        record: JsonLines | None = None,
+        backends: Mapping[str, Backend] = MappingProxyType({}),
+        timed: Mapping[str, TimedBackend] = MappingProxyType({}),
+        *,
+        samples: Path | None = None,
+        report: Callable[[str], None] = print,
+    ) -> None:
+        self._record, self._samples, self._report = record, samples, report
+        self._backends, self._timed = dict(backends), dict(timed)
 
     def log(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float] = NOTHING) -> None:
-        for backend in self._backends:
-            backend.log(step, metrics)
-        for backend in self._timed:
-            backend.log(step, metrics, seconds)
+        if self._record is not None:
+            self._record.log(step, metrics)
+        for name, backend in list(self._backends.items()):
+            try:
+                backend.log(step, metrics)
+            except Exception as error:  # of any kind: it is the logger's, not the run's
+                self._leave_out(name, error)
+        for name, timed in list(self._timed.items()):
+            try:
+                timed.log(step, metrics, seconds)
+            except Exception as error:
+                self._leave_out(name, error)
+
+    def samples(self, step: int) -> None:
+        """Show some answers of the evaluations after a step, from their files."""
+        if not self._backends or self._samples is None:
+            return
+        for file in sorted(self._samples.glob(f"step_{step}*.jsonl")):
+            found = re.fullmatch(rf"step_{step}(?:_(.+))?", file.stem)
+            if found is None:
+                continue
+            with open(file, encoding="utf-8") as lines:
+                answers = [json.loads(line) for line in islice(lines, SHOWN_ANSWERS)]
+            name = f"{SAMPLES}/{found[1]}" if found[1] else SAMPLES
+            for backend, shown in list(self._backends.items()) if answers else ():
+                try:
+                    shown.samples(step, name, answers)
+                except Exception as error:
+                    self._leave_out(backend, error)
 
     def sync(self) -> None:
         """Bring what is logged to the disk."""
-        for backend in self._backends:
-            backend.sync()
+        if self._record is not None:
+            self._record.sync()
 
     def close(self) -> None:
-        for backend in (*self._backends, *self._timed):
-            backend.close()
+        if self._record is not None:
+            self._record.close()
+        for name, backend in {**self._backends, **self._timed}.items():
+            try:
+                backend.close()
+            except Exception as error:
+                self._report(f"{name}: not everything may be logged: {_described(error)}")
+
+    def _leave_out(self, name: str, error: Exception) -> None:
+        left_out = self._backends.pop(name, None) or self._timed.pop(name)
+        with suppress(Exception):  # it has failed before
+            left_out.close()
+        kept = f"; {METRICS_FILE} has the metrics" if self._record is not None else ""
+        self._report(f"{name} failed and logs nothing more; training goes on{kept}: {_described(error)}")
+
+
+def _described(error: Exception) -> str:
+    text = str(error).strip()
+    return without_secrets(f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__)
 
 
 def open_tracker(
-    run_dir: Path, logger: LoggerConfig, *, config: Mapping[str, object], done: int, ranks: int = 1
+    run_dir: Path,
+    logger: LoggerConfig,
+    *,
+    config: Mapping[str, object],
+    done: int,
+    ranks: int = 1,
+    report: Callable[[str], None] = print,
 ) -> Tracker:
     """Open the backends of `runner.logger.logger_backends` and truncate their logs.
 
     Args:
         run_dir: the run directory.
         logger: the recipe's settings.
-        config: the recipe, for Weights & Biases.
+        config: the recipe, for those that show it.
         done: the last step whose line is kept; -1: the run starts.
         ranks: of the run.
+        report: receives a line about a backend that fails in the run.
 
     Raises:
         ParallelError: the port for Prometheus is in use.
+        ConfigError: a service or a class cannot be started, and the run begins; a run that continues does without it.
     """
     cut_back(run_dir / METRICS_FILE, done)
     cut_samples(run_dir / SAMPLES, done)
-    name, restart = str(logger.experiment_name), restart_count(run_dir)
-    backends: list[Backend] = []
-    timed: list[TimedBackend] = []
-    for backend in logger.logger_backends:
-        if backend == "jsonl":
-            backends.append(JsonLines(run_dir))
-        elif backend == "tensorboard":
-            backends.append(TensorBoard(run_dir, done))
-        elif backend == "timings":
-            timed.append(Timings(run_dir, restart=restart, ranks=ranks))
-        elif backend == "prometheus":
-            timed.append(Prometheus(logger.prometheus, run=name, restart=restart))
-        else:
-            backends.append(WeightsAndBiases(run_dir, logger.project_name, name, config, resumed=done >= 0))
-    return Tracker(backends, timed)
+    restart = restart_count(run_dir)
+    run = LoggedRun(logger.project_name, str(logger.experiment_name), run_dir, config, done)
+    backends: dict[str, Backend] = {}
+    timed: dict[str, TimedBackend] = {}
+    record = JsonLines(run_dir) if "jsonl" in logger.logger_backends else None
+    try:
+        for name in logger.logger_backends:
+            if name == "timings":
+                timed[name] = Timings(run_dir, restart=restart, ranks=ranks)
+            elif name == "prometheus":
+                timed[name] = Prometheus(logger.prometheus, run=run.name, restart=restart)
+            elif name != "jsonl":
+                started = _start(name, run, report)
+                backends |= {name: started} if started is not None else {}
+    except ShardtuneError:
+        Tracker(record, backends, timed, report=report).close()
+        raise
+    return Tracker(record, backends, timed, samples=run_dir / SAMPLES, report=report)
+
+
+def _start(name: str, run: LoggedRun, report: Callable[[str], None]) -> Backend | None:
+    """A backend; None, reported, if it cannot be started and the run continues."""
+    try:
+        if name == "tensorboard":
+            return TensorBoard(run)
+        if name in SERVICES:
+            return Background(name, partial(SERVICES[name], run))
+        return UserLogger(load_class(name), run)
+    except ConfigError:
+        raise
+    except Exception as error:  # of any kind: each package has its own
+        if not run.resumed:
+            raise _not_started(name, error) from error
+        report(f"{name} could not be started and logs nothing; training goes on: {_described(error)}")
+        return None
+
+
+def _not_started(name: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{name} cannot be started: {_described(error)}",
+        where=KEY,
+        remedy="check its settings and the network, or leave it out; nothing has been trained yet",
+    )
 
 
 def cut_samples(folder: Path, done: int) -> None:

@@ -118,7 +118,7 @@ class SFTRunner:
         self._line: dict[str, float] = {}  # metrics of the step that is not logged yet
         self._saves_logged = 0.0  # seconds of waiting for checkpoints that are in logged lines
         self._seconds: dict[str, float] = {}  # of the parts of that step, and of evaluations and saves since the last
-        self._tracker = Tracker([])
+        self._tracker = Tracker()
         self._alive = Alive(self.run_dir, lambda: actor.step)  # on rank 0
         self._on_start, self._is_gone = on_start, is_gone
         self._prepared = False
@@ -243,7 +243,12 @@ class SFTRunner:
         write_event(self.run_dir, began, step=step, ranks=ranks, reason=source)
         recipe = self._recipe
         self._tracker = open_tracker(
-            self.run_dir, recipe.runner.logger, config=recipe.to_stored(), done=done, ranks=ranks
+            self.run_dir,
+            recipe.runner.logger,
+            config=recipe.to_stored(),
+            done=done,
+            ranks=ranks,
+            report=self._actor.report,
         )
         if self._resume_from is not None and self._is_own(self._resume_from):
             self.store.go_back_to(self._actor.step)
@@ -407,6 +412,7 @@ class SFTRunner:
         self._evaluated_at, self._last_eval = self._actor.step, metrics
         self._line = {"epoch": self._actor.position.epoch, **self._line, **metrics}
         self._observer.evaluated(self._actor.step, metrics)
+        self._tracker.samples(self._actor.step)
         self._requested &= ~Ask.EVALUATE
         self._notify(Evaluated, metrics=metrics)
 

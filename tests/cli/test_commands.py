@@ -21,7 +21,9 @@ import shardtune.run.api
 from shardtune.errors import ConfigError, Interrupted
 from tests.support.workspace import END, Outcome, make_workspace, run_cli, write_rows
 
-COMMANDS = ("train", "eval", "generate", "chat", "export", "models", "env", "data preview", "config explain")
+COMMANDS = (
+    *("train", "eval", "generate", "chat", "export", "push", "models", "env", "data preview", "config explain"),
+)
 ANSI = re.compile(r"\x1b\[")
 LEARN = [
     "runner.max_steps=200",
@@ -318,6 +320,9 @@ def test_an_export_is_a_model_of_its_own(learned: Path, tmp_path: Path) -> None:
     assert model.dtype == torch.bfloat16
     assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == END
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Loaded in a new process after the export" in card
+    assert "gives the same logits" in card
 
 
 def test_chat_in_a_terminal(learned: Path) -> None:

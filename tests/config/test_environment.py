@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,7 +16,8 @@ from shardtune.config.environment import digests, is_value, variables
 from shardtune.errors import CheckpointError
 from shardtune.run.preflight import take_inventory
 from shardtune.run.resume_check import check_changes
-from shardtune.training.loggers import WeightsAndBiases, open_tracker
+from shardtune.training.experiment.services import SERVICES
+from shardtune.training.loggers import open_tracker
 
 TEXT = """\
 runner:
@@ -93,8 +95,8 @@ def test_ranks_and_trackers_get_no_value(
     first, other = take_inventory(load()).recipe, take_inventory(load(LR="1e-4")).recipe
     assert "geheim" not in json.dumps(first)
     assert {key for key in first if first[key] != other[key]} == {"actor.optim.lr (hashed)"}
-    seen = []
-    monkeypatch.setattr(WeightsAndBiases, "__init__", lambda self, *given, **_: seen.append(given[3]))
+    seen: list[Any] = []
+    monkeypatch.setitem(SERVICES, "wandb", lambda run: seen.append(run.recipe))
     logger = load().runner.logger.model_copy(update={"logger_backends": ["wandb"]})
     open_tracker(tmp_path, logger, config=load().to_stored(), done=-1)
     assert "geheim" not in json.dumps(seen)

@@ -109,7 +109,7 @@ def test_numbers_as_people_write_them(load_text, text, expected):
         ("runner: {resume_dir: false}", "runner.resume_dir: False"),
         ("runner: {logger: {experiment_name: ../elsewhere}}", "runner.logger.experiment_name: '../elsewhere'"),
         ("runner: {logger: {experiment_name: 2024}}", "put it in quotes"),
-        ("runner: {logger: {logger_backends: [jsonl, mlflow]}}", "runner.logger.logger_backends[1]: 'mlflow'"),
+        ("runner: {logger: {logger_backends: [jsonl, mlfow]}}", "runner.logger.logger_backends[1]: 'mlfow'"),
         ("runner: {logger: {logger_backends: [jsonl, jsonl]}}", "it names an entry twice"),
         ("data: {train_on: user}", "data.train_on: 'user'"),
         ("data: {eval_split: 1.0}", "data.eval_split: 1.0"),

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from shardtune.config import Recipe, load_recipe
 from shardtune.config.schema import ACTOR_KEYS, short_key
 from shardtune.verify.adapter import verify_adapter
 from tests.support.doc_blocks import PAGES, ROOT, Block, blocks
+from tests.support.hub_server import replaced_hub
 from tests.support.vision import save_image_rows, save_vision_model
 from tests.support.workspace import make_workspace, run_cli
 
@@ -213,7 +215,8 @@ def test_commands_run_in_their_order(page: str, sandbox: Path, monkeypatch: pyte
             words = shlex.split(command)
             if not words[0].endswith("shardtune") or "nproc_per_node" in command:
                 continue
-            outcome = run_cli(*words[1:])
+            with replaced_hub() if words[1] == "push" else nullcontext():
+                outcome = run_cli(*words[1:])
             assert outcome.code == 0, f"{block}: {command}\n{outcome.err}"
             ran.append(command)
     assert len(ran) >= 2

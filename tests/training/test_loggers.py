@@ -13,9 +13,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardtune.config.schema.runner import LoggerConfig, PrometheusConfig
-from shardtune.errors import ConfigError, ParallelError
+from shardtune.errors import ParallelError
 from shardtune.launch.events import write_event
-from shardtune.training.loggers import check_backends, check_logger, cut_back, open_tracker, read_metrics
+from shardtune.training.loggers import check_logger, cut_back, open_tracker, read_metrics
 from tests.support.tiny_run import free_ports
 
 
@@ -59,6 +59,28 @@ def test_a_resumed_run_hides_what_tensorboard_showed_past_the_checkpoint(tmp_pat
     assert [event.step for event in shown.Scalars("train/loss")] == [1, 2]
 
 
+def test_tensorboard_shows_the_recipe_and_answers_as_text(tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    opened = tracker(tmp_path, "tensorboard")
+    for name, answer in (("step_3", "a|b <i>"), ("step_3_math", "4"), ("step_30", "no"), ("step_3_empty", None)):
+        line = "" if answer is None else json.dumps({"prompt": "2+2", "answer": answer, "correct": True}) + "\n"
+        (tmp_path / "samples" / f"{name}.jsonl").write_text(line)
+    opened.samples(3)
+    opened.close()
+    shown = EventAccumulator(str(tmp_path / "tensorboard"))
+    shown.Reload()
+    texts = {
+        tag.removesuffix("/text_summary"): [event.tensor_proto.string_val[0].decode() for event in shown.Tensors(tag)]
+        for tag in shown.Tags()["tensors"]
+    }
+    assert texts["recipe"] == ["```yaml\na: 1\n```"]
+    assert texts["samples"] == [
+        "| prompt | answer | correct |\n| --- | --- | --- |\n| 2+2 | a&#124;b &lt;i&gt; | True |"
+    ]
+    assert "| 4 |" in texts["samples/math"][0]
+    assert len(texts) == 3
+
+
 def test_answers_of_later_evaluations_go(tmp_path: Path) -> None:
     (tmp_path / "samples").mkdir()
     for name in ("step_2.jsonl", "step_4.jsonl", "step_4_math.jsonl", "step_12_math.jsonl"):
@@ -70,6 +92,8 @@ def test_answers_of_later_evaluations_go(tmp_path: Path) -> None:
 
 class FakeWandb:
     """Records what a run is started with and what it is given."""
+
+    Table = dict
 
     def __init__(self) -> None:
         self.started: list[dict[str, Any]] = []
@@ -147,13 +171,6 @@ def test_prometheus_reads_the_last_logged_step(tmp_path: Path) -> None:
         'shardtune_seconds{part="save",run="my-run"} 0.25',
     ):
         assert line in text
-
-
-def test_wandb_that_is_not_installed_is_an_error_with_the_way_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardtune.training.loggers.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"not installed(?s:.*)pip install 'shardtune\[wandb\]'"):
-        check_backends(["jsonl", "wandb"])
-    check_backends(["jsonl", "tensorboard"])
 
 
 def test_metrics_survive_a_round_trip(tmp_path: Path) -> None:

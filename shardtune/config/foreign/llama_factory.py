@@ -109,7 +109,7 @@ TABLE: Table = {
     "enable_torch_profiler": Missing("runner.profile_steps: [FIRST, LAST]"),
     "profile_modules": NotNeeded("runner.profile_steps: [FIRST, LAST]"),
     "swanlab_project": To("runner.logger.project_name"),
-    "use_swanlab": Missing("runner.logger.logger_backends: jsonl, tensorboard, wandb or prometheus"),
+    "use_swanlab": By("runner.logger.logger_backends: [jsonl, swanlab]"),
     "mixture_of_depths": Missing("write an adapter: docs/add-a-model.md"),
     "shift_attn": Missing("attention is the model's own"),
     "vllm_config": NotNeeded("it is for generation"),

@@ -250,7 +250,7 @@ def loggers(c: Conversion, name: str, given: Sequence[object]) -> None:
     """Where metrics go; jsonl is always among them."""
     wanted = [str(one).lower() for one in given]
     if "all" in wanted:
-        c.missing("runner.logger.logger_backends names each: jsonl, tensorboard, wandb, prometheus", name)
+        c.missing(f"runner.logger.logger_backends names each: jsonl, {', '.join(REPORTS)}, prometheus", name)
         return
     known = [REPORTS[one] for one in wanted if one in REPORTS]
     unknown = [one for one in wanted if one not in REPORTS and one != "none"]
@@ -259,5 +259,7 @@ def loggers(c: Conversion, name: str, given: Sequence[object]) -> None:
     elif not unknown:
         c.put("runner.logger.logger_backends", ["jsonl"], name)
     if unknown:
-        remedy = f"there is no {', '.join(unknown)}: jsonl, tensorboard, wandb and prometheus; or runner.callbacks"
+        remedy = (
+            f"there is no {', '.join(unknown)}: jsonl, {', '.join(REPORTS)}; or a class of yours, package.module:Class"
+        )
         c.missing(remedy, name)

@@ -43,7 +43,7 @@ PRECISIONS = {
     **dict.fromkeys(("float32", "fp32"), "fp32"),
     **dict.fromkeys(("float64", "fp64"), "fp64"),
 }
-REPORTS = {"wandb": "wandb", "tensorboard": "tensorboard"}
+REPORTS = {name: name for name in ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")}
 
 
 def is_on(value: object) -> bool:

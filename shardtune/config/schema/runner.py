@@ -12,7 +12,9 @@ from shardtune.config.values import (
     CountOrUnlimited,
     Distinct,
     FunctionInFile,
+    HubName,
     Interval,
+    LoggerName,
     Number,
     RankCount,
     RunName,
@@ -52,14 +54,17 @@ class PrometheusConfig(Section):
 
 class LoggerConfig(Section):
     log_path: Text = key("runs", "The directory of all run directories; relative to the working directory.")
-    project_name: Text = key("shardtune", "The project name in Weights & Biases.")
+    project_name: Text = key(
+        "shardtune", "The project name in Weights & Biases, trackio and SwanLab, and the experiment's in MLflow."
+    )
     experiment_name: RunName | None = key(
         None, "The name of the run directory in `log_path`; null: the recipe file's name without its suffix."
     )
-    logger_backends: Annotated[list[Literal["jsonl", "tensorboard", "wandb", "timings", "prometheus"]], Distinct] = key(
+    logger_backends: Annotated[list[LoggerName], Distinct] = key(
         ["jsonl", "tensorboard"],
-        "Where metrics are logged; wandb and prometheus need the extra of that name; timings: `timings.jsonl`, with "
-        "wall time, host, restarts and the seconds of each part of a step.",
+        "Where metrics are logged; wandb, mlflow, trackio, swanlab and prometheus need the extra of that name; "
+        "timings: `timings.jsonl`, with wall time, host, restarts and the seconds of each part of a step; a class of "
+        "yours: package.module:Class or file.py:Class.",
     )
     log_interval: Count = key(1, "Optimizer steps between two logged lines of metrics.")
     rank_logs: bool = key(
@@ -174,6 +179,11 @@ class RunnerConfig(Section):
     callbacks: Annotated[list[FunctionInFile], Distinct] = key(
         [],
         "Your classes that receive the run's events and may request a stop, a save or an evaluation: [file.py:Class].",
+    )
+    push_to_hub: HubName | None = key(
+        None,
+        "A repository on the Hugging Face Hub, owner/name, to which `final/` is pushed with a model card when the run "
+        "has ended; a new one is private; null: none.",
     )
     early_stop: EarlyStopConfig = section(EarlyStopConfig, "When to end before the last step.")
     best: BestConfig = section(BestConfig, "Which checkpoint counts as the best.")

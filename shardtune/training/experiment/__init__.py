@@ -1,0 +1,1 @@
+"""Services for experiments: Weights & Biases, MLflow, trackio, SwanLab, or a class of the user's own."""
