@@ -62,8 +62,12 @@ NODE = """
 # With --no-kill Slurm keeps the job without the node of this script, where nothing ends it: another node requeues it.
 NODE='trap : TERM; "$@"; code=$?
   alive() { timeout 10 bash -c "< /dev/tcp/$SLURM_SRUN_COMM_HOST/$SLURM_SRUN_COMM_PORT"; }
-  running() { scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; }
-  if ((code)) && ! alive && running; then scontrol requeue "$SLURM_JOB_ID"; fi
+  state() { scontrol show job "$SLURM_JOB_ID" | grep -o "JobState=[A-Z]*"; }
+  if ((code)) && ! alive; then   # again while the controller does not answer
+    while s=$(state); [[ ${s:-JobState=RUNNING} = JobState=RUNNING ]] && ! scontrol requeue "$SLURM_JOB_ID"; do
+      sleep 30
+    done
+  fi
   exit $code'
 """
 

@@ -26,7 +26,8 @@ PROGRAMS = {
     "srun": '[[ $CALLS ]] && echo "srun $*" >> "$CALLS"; eval "$SRUN"',
     "scancel": 'echo "scancel $*" >> "$CALLS"',
     "scontrol": 'case "$*" in "show job "*) echo "JobState=$STATE PreemptTime=$PREEMPT_TIME";; '
-    '*) echo "scontrol $*" >> "$CALLS";; esac',
+    '*) echo "scontrol $*" >> "$CALLS"; (($(grep -c "^scontrol requeue" "$CALLS") > ${REFUSED:-0}));; esac',
+    "sleep": '[[ $1 = 30 ]] || exec /bin/sleep "$@"',
 }
 SAVE = "mkdir -p runs/mine/checkpoints; echo global_step_8 > runs/mine/checkpoints/latest; "
 FINISH = """mkdir -p runs/mine; echo '{\n "finished": {\n  "step": 8\n }\n}' > runs/mine/manifest.json; """
@@ -149,6 +150,8 @@ def test_a_node_to_spare_keeps_the_job(here: Path) -> None:
     for state, requeued in (("RUNNING", True), ("CANCELLED", False)):
         code, _, calls = run(here, on_node, text=spare, STATE=state, **environment)
         assert (code, REQUEUE in calls) == (3, requeued), "nothing else ends a job whose first node is gone"
+    _, _, calls = run(here, on_node, text=spare, STATE="RUNNING", REFUSED="2", **environment)
+    assert calls.count(REQUEUE) == 3, "the controller may be out of reach for a while"
 
 
 def test_each_task_of_an_array_has_its_own_run(here: Path) -> None:
