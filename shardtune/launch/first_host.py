@@ -7,8 +7,10 @@ agent's ranks runs any more, the agent ends.
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -18,6 +20,8 @@ LOST_SECONDS = 60.0
 """Without an answer for so long the first host is lost."""
 ATTEMPTS = 3
 """To connect, within that time."""
+WAITING_SECONDS = 15.0
+"""Without ranks for so long at the start, the agent reports what it waits for."""
 
 
 class FirstHostWatch:
@@ -27,15 +31,24 @@ class FirstHostWatch:
         host: name or address of the first host.
         port: of its store.
         leave: ends this process; called in another thread than the main one, which may be blocked.
+        report: reports that no ranks have been started yet; receives whether the first host has answered.
         seconds: without an answer.
 
     Attributes:
         met: whether the first host has answered.
     """
 
-    def __init__(self, host: str, port: int, leave: Callable[[], None], seconds: float = LOST_SECONDS) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        leave: Callable[[], None],
+        report: Callable[[bool], None],
+        seconds: float = LOST_SECONDS,
+    ) -> None:
         self._address = host, port
         self._leave = leave
+        self._report = report
         self._seconds = seconds / ATTEMPTS / 2  # between two attempts, and of one at most
         self._done = threading.Event()
         self.met = False
@@ -46,15 +59,20 @@ class FirstHostWatch:
         self._done.set()
 
     def _watch(self) -> None:
-        missed = 0
+        missed, waits_until = 0, time.monotonic() + WAITING_SECONDS
         while not self._done.is_set():
             try:
                 socket.create_connection(self._address, timeout=self._seconds).close()
                 self.met, missed = True, 0
             except OSError:
                 missed += 1
-            if self.met and missed >= ATTEMPTS and not _children_run() and not self._done.is_set():
+            alone = not _children_run()
+            if self.met and missed >= ATTEMPTS and alone and not self._done.is_set():
                 self._leave()
+            if time.monotonic() > waits_until:
+                waits_until = math.inf
+                if alone:
+                    self._report(self.met)
             self._done.wait(self._seconds if self.met else min(self._seconds, 1.0))
 
 

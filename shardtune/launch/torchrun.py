@@ -32,6 +32,8 @@ TORCHRUN = ("python", "-m", "shardtune.launch.torchrun")
 """The words that take the place of `torchrun` in a command."""
 PORT = 29400
 """Of the first host's store, where --rdzv-endpoint has none: torchrun's default."""
+LOG_LEVELS = {"LOGLEVEL": "CRITICAL", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+"""Of the agent, unless they are set: the messages here replace its tables, tracebacks and frames of C++."""
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 SAVE_SECONDS = 600
 """How long the ranks may take after a signal, unless --shutdown-timeout says otherwise; torchrun gives them 30."""
@@ -56,13 +58,13 @@ def final_code(codes: Sequence[int | None]) -> int:
 
 def main() -> NoReturn:
     """Run torchrun with the arguments of the command line; never returns."""
-    quiet = "LOGLEVEL" not in os.environ
-    if quiet:
-        os.environ["LOGLEVEL"] = "CRITICAL"  # read by torch's loggers when they are made
+    quiet = {name: level for name, level in LOG_LEVELS.items() if name not in os.environ}
+    os.environ |= quiet  # read by torch when it is imported; ranks do not get them
     from torch.distributed.run import parse_args
 
-    if quiet:
-        del os.environ["LOGLEVEL"]
+    for name in quiet:
+        del os.environ[name]
+    if "LOGLEVEL" in quiet:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     arguments = _with_defaults(parse_args(sys.argv[1:]), os.environ)
     for name in SIGNALS.split(","):  # the agent's own handlers follow, before it starts ranks
@@ -108,15 +110,15 @@ def _run(arguments: Namespace, folder: Path) -> tuple[int, str]:
         code = _noted_code(arguments, folder)
         name = signal.Signals(stopped.sigval).name
         return code, f"error: after {name} not every rank has ended in order" if code == 1 else ""
-    except (RendezvousConnectionError, RendezvousTimeoutError) as error:
-        if watch is not None and watch.met and isinstance(error, RendezvousConnectionError):
-            code = _noted_code(arguments, folder)
-            return code, _first_host_lost(arguments) if code == 1 else ""
-        return 1, (
-            f"error: not all hosts have come to {arguments.rdzv_endpoint} in time: {error}\n"
-            "  remedy: start the command on every host, with an --rdzv-endpoint that all of them reach; --rdzv-conf "
-            "join_timeout=… has the seconds"
-        )
+    except RendezvousTimeoutError:
+        return 1, _not_met(f"not all hosts have come to {arguments.rdzv_endpoint} in time")
+    except RendezvousConnectionError as error:
+        if watch is None:
+            return 1, _not_met(str(error))
+        if not watch.met:
+            return 1, _not_met(f"{arguments.rdzv_endpoint}, where the hosts meet, has not answered in time")
+        code = _noted_code(arguments, folder)
+        return code, _first_host_lost(arguments) if code == 1 else ""
     finally:
         if watch is not None:
             watch.end()
@@ -136,7 +138,19 @@ def _watch_first_host(arguments: Namespace, folder: Path) -> FirstHostWatch | No
             print(_first_host_lost(arguments), file=sys.stderr, flush=True)
         os._exit(code)
 
-    return FirstHostWatch(*parse_rendezvous_endpoint(arguments.rdzv_endpoint, PORT), leave)
+    def report(met: bool) -> None:
+        what = "the other hosts to come to" if met else "an answer from"
+        print(f"waiting for {what} {arguments.rdzv_endpoint}, where the hosts meet", file=sys.stderr, flush=True)
+
+    return FirstHostWatch(*parse_rendezvous_endpoint(arguments.rdzv_endpoint, PORT), leave, report)
+
+
+def _not_met(what: str) -> str:
+    return (
+        f"error: {what}\n"
+        "  remedy: start the command on every host, with an --rdzv-endpoint that all of them reach; --rdzv-conf "
+        "join_timeout=… has the seconds"
+    )
 
 
 def _first_host_lost(arguments: Namespace) -> str:

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,19 +19,26 @@ from shardtune.launch import first_host, torchrun
 from shardtune.launch.first_host import FirstHostWatch
 
 
+def wait_for(condition: Callable[[], object]) -> None:
+    until = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
 def test_an_agent_leaves_once_the_first_host_is_lost_and_its_ranks_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = SimpleNamespace(status=lambda: psutil.STATUS_RUNNING)
     ranks = [rank]
     monkeypatch.setattr(first_host.psutil, "Process", lambda: SimpleNamespace(children=lambda: ranks))
-    left = threading.Event()
+    monkeypatch.setattr(first_host, "WAITING_SECONDS", 0.1)
+    left, reported = threading.Event(), list[bool]()
     with socket.create_server(("127.0.0.1", 0)) as store:
         host, port = store.getsockname()
-        watch = FirstHostWatch(host, port, left.set, seconds=0.3)
-        never = FirstHostWatch(host, 1, left.set, seconds=0.3)  # it has not come yet: the agent's own limit counts
-        until = time.monotonic() + 5
-        while not watch.met and time.monotonic() < until:
-            time.sleep(0.02)
-        assert watch.met
+        watch = FirstHostWatch(host, port, left.set, reported.append, seconds=0.3)
+        never = FirstHostWatch(host, 1, left.set, reported.append, seconds=0.3)  # not there yet
+        wait_for(lambda: watch.met)
+        assert not left.wait(0.3)
+        assert not reported, "there are ranks"
         ranks.clear()
         assert not left.wait(0.5), "the first host is there"
         ranks.append(rank)
@@ -40,6 +48,10 @@ def test_an_agent_leaves_once_the_first_host_is_lost_and_its_ranks_have_ended(mo
     assert not never.met
     watch.end()
     never.end()
+    waiting = FirstHostWatch(host, 1, left.set, reported.append, seconds=0.3)
+    wait_for(lambda: reported)
+    waiting.end()
+    assert reported == [False]
 
 
 @pytest.mark.parametrize(("noted", "code"), [(None, 1), (75, 75), (2, 2)])
