@@ -23,10 +23,8 @@ from shardtune.launch.slurm_script import (
     slurm_script,
     task_overrides,
 )
-from shardtune.launch.torchrun import JOIN_SECONDS, TORCHRUN
+from shardtune.launch.torchrun import JOIN_SECONDS, PORT, TORCHRUN
 
-PORT = 29400
-"""The rendezvous port unless runner.master_port sets one: torchrun's default."""
 STOP_SECONDS = 600
 """How long ranks may take to save after a stop signal."""
 CONTAINER_FILES = {"docker": dockerfile, "kuberay": ray_job, "jobset": job_set, "skypilot": sky_task}

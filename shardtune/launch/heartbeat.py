@@ -22,6 +22,8 @@ from shardtune.launch.events import write_last_event
 from shardtune.launch.local import is_launched
 
 BEATS_PER_LIMIT = 6
+LONGEST_BEATS = 3.0
+"""A pause counts as so many beats at most: in a longer one the process itself did not run, and heard nobody."""
 
 
 class PeerWatch:
@@ -38,9 +40,10 @@ class PeerWatch:
         self._nodes = [(node.partition("/")[0], list(ranks)) for node, ranks in nodes.items()]
         self._rank = rank
         self._limit = limit
+        self._every = limit / BEATS_PER_LIMIT
         self._run_dir = run_dir
         self._done = threading.Event()
-        self._heard = time.monotonic()  # of the store
+        self._answers = 0  # of the store
         for work in (self._beat, self._judge):
             threading.Thread(target=work, name="shardtune-peer-watch", daemon=True).start()
 
@@ -55,47 +58,59 @@ class PeerWatch:
 
     def _beat(self) -> None:
         """Write heartbeats and read those of the others; blocks if the network does."""
-        store = dist.TCPStore(
+        mine = next((number for number, (_, ranks) in enumerate(self._nodes) if ranks[0] == self._rank), None)
+        seen = [(-1, 0.0)] * len(self._nodes)
+        prefix = "shardtune/peers"  # agents may count restarts differently
+        store, last = None, time.monotonic()
+        while not self._done.is_set():
+            try:
+                store = store or self._connect()
+                if mine is not None:
+                    store.add(f"{prefix}/{mine}", 1)
+                if self._rank == 0:
+                    now = time.monotonic()
+                    self._look(store, prefix, seen, self._passed(now - last))
+                    last = now
+                elif store.check([f"{prefix}/lost"]):
+                    self._leave(store.get(f"{prefix}/lost").decode())
+                self._answers += 1
+            except RuntimeError:  # a broken connection; `_judge` waits first, as ranks may be ending
+                store = None
+            self._done.wait(self._every)
+
+    def _connect(self) -> dist.Store:
+        return dist.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             is_master=False,
             wait_for_workers=False,
             timeout=timedelta(seconds=self._limit),
         )
-        mine = next((number for number, (_, ranks) in enumerate(self._nodes) if ranks[0] == self._rank), None)
-        seen: dict[int, tuple[int, float]] = {}
-        beat, prefix = 0, "shardtune/peers"  # agents may count restarts differently
-        while not self._done.is_set():
-            try:
-                beat += 1
-                if mine is not None:
-                    store.add(f"{prefix}/{mine}", 1)
-                if self._rank == 0:
-                    self._look(store, prefix, seen)
-                elif store.check([f"{prefix}/lost"]):
-                    self._leave(store.get(f"{prefix}/lost").decode())
-                self._heard = time.monotonic()
-            except RuntimeError:  # the store is closed; `_judge` waits first, as ranks may be ending
-                self._done.wait(self._limit / BEATS_PER_LIMIT)
-                continue
-            self._done.wait(self._limit / BEATS_PER_LIMIT)
 
-    def _look(self, store: dist.Store, prefix: str, seen: dict[int, tuple[int, float]]) -> None:
-        now = time.monotonic()
+    def _passed(self, seconds: float) -> float:
+        return min(seconds, LONGEST_BEATS * self._every)
+
+    def _look(self, store: dist.Store, prefix: str, seen: list[tuple[int, float]], passed: float) -> None:
+        """End all ranks if a host is silent; `seen` has the beats of each host and the seconds since the last."""
         for number, (host, ranks) in enumerate(self._nodes):
+            before, silent = seen[number]
             count = store.add(f"{prefix}/{number}", 0)
-            if number not in seen or seen[number][0] != count:
-                seen[number] = count, now
-            elif now - seen[number][1] > self._limit:
+            seen[number] = count, 0.0 if count != before else silent + passed
+            if seen[number][1] > self._limit:
                 lost = f"{host} ({_ranks(ranks)}) is lost: nothing was heard of it for {self._limit:g} s"
                 store.set(f"{prefix}/lost", lost)
                 self._record(lost, ranks)
-                self._done.wait(2 * self._limit / BEATS_PER_LIMIT)  # for the others to read it
+                self._done.wait(2 * self._every)  # for the others to read it
                 self._leave(lost)
 
     def _judge(self) -> None:
-        while not self._done.wait(self._limit / BEATS_PER_LIMIT):
-            if time.monotonic() - self._heard > self._limit:
+        """End this rank if the store does not answer."""
+        seen, silent, last = self._answers, 0.0, time.monotonic()
+        while not self._done.wait(self._every):
+            now = time.monotonic()
+            silent = silent + self._passed(now - last) if self._answers == seen else 0.0
+            seen, last = self._answers, now
+            if silent > self._limit:
                 first, ranks = self._nodes[0]
                 lost = f"{first} (rank 0), where the ranks meet, is lost: no answer for {self._limit:g} s"
                 if self._rank == self._nodes[1][1][0]:  # one of the ranks that are left

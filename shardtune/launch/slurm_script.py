@@ -22,6 +22,9 @@ TASK = "$SLURM_ARRAY_TASK_ID"
 NAME_KEY = "runner.logger.experiment_name"
 WARNING_SECONDS = 120
 JOB_ID = '"$SLURM_JOB_ID"'
+ARRAY_JOB = """\
+# The number of one task's job is that of the whole array too, which would be signalled and requeued with it.
+export JOB=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"""
 JOB_PORT = "$((29400 + SLURM_JOB_ID % 3000))"
 """Jobs on one node have different rendezvous ports, below those that systems give to outgoing connections."""
 SINFO_SECONDS = 5.0
@@ -36,14 +39,15 @@ SCRIPT = """\
 # module load cuda && source .venv/bin/activate
 {environment}
 RUN={run_dir}   # the run directory that the recipe names
+{job}
 # A requeued job continues its own run, whatever runner.overwrite and runner.resume_dir are.
 export SHARDTUNE_LAUNCH_ID=slurm-$SLURM_JOB_ID SHARDTUNE_RESTARTS=${{SLURM_RESTART_COUNT:-0}}
 
 finished() {{ grep -s -A 99 '"finished"' "$RUN/manifest.json"; }}
 saved() {{ cat "$RUN/checkpoints/latest" 2> /dev/null; }}
-preempted() {{ scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; }}
+preempted() {{ scontrol show job "$JOB" | grep -q 'PreemptTime=[0-9]'; }}
 finished_before=$(finished) saved_before=$(saved) warned='' cancelled=''
-trap 'warned=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1   # the time is nearly up: the ranks save and end
+trap 'warned=yes; scancel --signal=TERM "$JOB"' USR1   # the time is nearly up: the ranks save and end
 trap 'cancelled=yes' TERM   # by scancel, which ends the ranks too
 {node}
 srun {srun} \\
@@ -54,7 +58,7 @@ until wait $!; code=$?; ! kill -0 $! 2> /dev/null; do :; done   # a signal ends 
 # The exit code of srun does not show how the run ended, where a node was lost; its directory does.
 if [[ $(finished) && $(finished) != "$finished_before" ]]; then exit 0; fi
 if [[ ! $cancelled ]]; then
-  if preempted || [[ $warned && $(saved) != "$saved_before" ]]; then exec scontrol requeue "$SLURM_JOB_ID"; fi
+  if preempted || [[ $warned && $(saved) != "$saved_before" ]]; then exec scontrol requeue "$JOB"; fi
   if [[ $warned ]]; then echo "not requeued: no new checkpoint in $RUN; more --time, or an earlier --signal" >&2; fi
 fi
 exit $code"""
@@ -62,8 +66,12 @@ NODE = """
 # With --no-kill Slurm keeps the job without the node of this script, where nothing ends it: another node requeues it.
 NODE='trap : TERM; "$@"; code=$?
   alive() { timeout 10 bash -c "< /dev/tcp/$SLURM_SRUN_COMM_HOST/$SLURM_SRUN_COMM_PORT"; }
-  running() { scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; }
-  if ((code)) && ! alive && running; then scontrol requeue "$SLURM_JOB_ID"; fi
+  state() { scontrol show job "$JOB" | grep -o "JobState=[A-Z]*"; }
+  if ((code)) && ! alive; then   # again while the controller does not answer
+    while s=$(state); [[ ${s:-JobState=RUNNING} = JobState=RUNNING ]] && ! scontrol requeue "$JOB"; do
+      sleep 30
+    done
+  fi
   exit $code'
 """
 
@@ -141,6 +149,7 @@ def slurm_script(
         options="\n".join(_options(recipe, job)),
         environment="\n".join([*_head(job), *environment]),
         run_dir=_quoted(str(log_path / name)),
+        job=ARRAY_JOB if job.array else "export JOB=$SLURM_JOB_ID",
         srun=" ".join(_srun(job)),
         node=NODE if job.spare else "",
         torchrun=" \\\n  ".join(['bash -c "$NODE" node', *torchrun] if job.spare else torchrun),

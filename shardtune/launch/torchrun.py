@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from shardtune.errors import Interrupted, ShardtuneError
 from shardtune.launch.exit_codes import EXIT_DIR, read_exit_codes
+from shardtune.launch.first_host import FirstHostWatch
 from shardtune.launch.local import RanksStuck
 from shardtune.launch.signals import LAUNCHER_PID
 
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
 
 TORCHRUN = ("python", "-m", "shardtune.launch.torchrun")
 """The words that take the place of `torchrun` in a command."""
+PORT = 29400
+"""Of the first host's store, where --rdzv-endpoint has none: torchrun's default."""
+LOG_LEVELS = {"LOGLEVEL": "CRITICAL", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+"""Of the agent, unless they are set: the messages here replace its tables, tracebacks and frames of C++."""
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 SAVE_SECONDS = 600
 """How long the ranks may take after a signal, unless --shutdown-timeout says otherwise; torchrun gives them 30."""
@@ -52,13 +58,13 @@ def final_code(codes: Sequence[int | None]) -> int:
 
 def main() -> NoReturn:
     """Run torchrun with the arguments of the command line; never returns."""
-    quiet = "LOGLEVEL" not in os.environ
-    if quiet:
-        os.environ["LOGLEVEL"] = "CRITICAL"  # read by torch's loggers when they are made
+    quiet = {name: level for name, level in LOG_LEVELS.items() if name not in os.environ}
+    os.environ |= quiet  # read by torch when it is imported; ranks do not get them
     from torch.distributed.run import parse_args
 
-    if quiet:
-        del os.environ["LOGLEVEL"]
+    for name in quiet:
+        del os.environ[name]
+    if "LOGLEVEL" in quiet:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     arguments = _with_defaults(parse_args(sys.argv[1:]), os.environ)
     for name in SIGNALS.split(","):  # the agent's own handlers follow, before it starts ranks
@@ -92,27 +98,76 @@ def _run(arguments: Namespace, folder: Path) -> tuple[int, str]:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
-    from torch.distributed.run import determine_local_world_size, run
+    from torch.distributed.run import run
 
+    watch = _watch_first_host(arguments, folder)
     try:
         run(arguments)
     except ChildFailedError as failed:
         codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
         return _outcome({**codes, **read_exit_codes(folder)})
     except SignalException as stopped:
-        found = read_exit_codes(folder)
-        silent = determine_local_world_size(arguments.nproc_per_node) - len(found)
-        codes = [*found.values(), *[None] * silent]
-        code = final_code(codes)
+        code = _noted_code(arguments, folder)
         name = signal.Signals(stopped.sigval).name
         return code, f"error: after {name} not every rank has ended in order" if code == 1 else ""
-    except (RendezvousConnectionError, RendezvousTimeoutError) as error:
-        return 1, (
-            f"error: not all hosts have come to {arguments.rdzv_endpoint} in time: {error}\n"
-            "  remedy: start the command on every host, with an --rdzv-endpoint that all of them reach; --rdzv-conf "
-            "join_timeout=… has the seconds"
-        )
+    except RendezvousTimeoutError:
+        return 1, _not_met(f"not all hosts have come to {arguments.rdzv_endpoint} in time")
+    except RendezvousConnectionError as error:
+        if watch is None:
+            return 1, _not_met(str(error))
+        if not watch.met:
+            return 1, _not_met(f"{arguments.rdzv_endpoint}, where the hosts meet, has not answered in time")
+        code = _noted_code(arguments, folder)
+        return code, _first_host_lost(arguments) if code == 1 else ""
+    finally:
+        if watch is not None:
+            watch.end()
     return 0, ""
+
+
+def _watch_first_host(arguments: Namespace, folder: Path) -> FirstHostWatch | None:
+    """A watch over the host at which several hosts meet; None for one host, and for another backend than c10d."""
+    if arguments.standalone or arguments.rdzv_backend != "c10d" or not arguments.rdzv_endpoint:
+        return None
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    def leave() -> NoReturn:
+        code = _noted_code(arguments, folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        if code == 1:
+            print(_first_host_lost(arguments), file=sys.stderr, flush=True)
+        os._exit(code)
+
+    def report(met: bool) -> None:
+        what = "the other hosts to come to" if met else "an answer from"
+        print(f"waiting for {what} {arguments.rdzv_endpoint}, where the hosts meet", file=sys.stderr, flush=True)
+
+    return FirstHostWatch(*parse_rendezvous_endpoint(arguments.rdzv_endpoint, PORT), leave, report)
+
+
+def _not_met(what: str) -> str:
+    return (
+        f"error: {what}\n"
+        "  remedy: start the command on every host, with an --rdzv-endpoint that all of them reach; --rdzv-conf "
+        "join_timeout=… has the seconds"
+    )
+
+
+def _first_host_lost(arguments: Namespace) -> str:
+    return (
+        f"error: the first host is lost: no connection to {arguments.rdzv_endpoint}, where the hosts meet\n"
+        "  remedy: start the same command again on every host, with an --rdzv-endpoint that all of them reach: "
+        "it continues from the last checkpoint"
+    )
+
+
+def _noted_code(arguments: Namespace, folder: Path) -> int:
+    """The exit code of a launch, from what the ranks of this host have noted."""
+    from torch.distributed.run import determine_local_world_size
+
+    found = read_exit_codes(folder)
+    silent = determine_local_world_size(arguments.nproc_per_node) - len(found)
+    return final_code([*found.values(), *[None] * silent])
 
 
 def _outcome(codes: dict[int, int]) -> tuple[int, str]:

@@ -39,8 +39,6 @@ GRACE_SECONDS = 15.0
 """How long the other ranks may take at most to report."""
 RAISED_SECONDS = 5.0
 FOLDER = "stuck"
-AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""True under torchrun, whose agent serves the rendezvous store; otherwise rank 0 does."""
 
 
 _current: Watchdog | None = None
@@ -68,6 +66,7 @@ class Watchdog:
         stop: the run's stop requests: a stuck run that is stopped ends within seconds.
         goes_on: completes the message, with the last checkpoint.
         issued: the number of collectives that this process has called.
+        rank_0_serves: whether the rendezvous store ends with rank 0.
     """
 
     def __init__(
@@ -78,12 +77,14 @@ class Watchdog:
         *,
         goes_on: Callable[[], str],
         issued: Callable[[], int] = lambda: 0,
+        rank_0_serves: bool = True,
     ) -> None:
         self._seconds = seconds
         self._folder = folder
         self._stop = stop
         self._goes_on = goes_on
         self._issued = issued
+        self._rank_0_serves = rank_0_serves
         self._rank = int(os.environ.get("RANK", "0"))
         self.identity = own_identity(socket.gethostname(), write_on_signal())
         self._all: Sequence[Identity] = [self.identity]
@@ -213,7 +214,7 @@ class Watchdog:
         """The verdict of all ranks: the message, the ranks that have not reported, and whether this rank judges."""
         grace = self._grace
         try:
-            if self._cannot_run(self._all[0]) and os.environ.get(AGENT_STORE) != "True":
+            if self._rank_0_serves and self._cannot_run(self._all[0]):
                 raise RuntimeError
             store = _connect(grace)
             prefix = "shardtune/stuck/{0.host}/{0.pid}/{0.born}".format(self._all[0])

@@ -11,48 +11,58 @@ import torch.distributed as dist
 
 LOOPBACK = ("127.0.0.1", "localhost")
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-_served: dict[int, dist.Store] = {}
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_served: dict[tuple[str, int], dist.Store] = {}
+"""The stores that this process serves, kept until it ends: a server ends with the last reference to its store."""
+
+
+def served_by_agent() -> bool:
+    """Whether torchrun's agent serves the rendezvous store; otherwise rank 0 does."""
+    return os.environ.get(AGENT_STORE) == "True"
 
 
 def meet(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The store in which ranks meet; rank 0 serves it and waits for the others, unless torchrun serves one.
+    """The store in which ranks meet; rank 0 serves it until it ends, unless torchrun's agent serves one.
 
     Ranks of one machine, whose address is loopback, serve it and connect to each other there alone. torch's own
     rendezvous serves it on all interfaces, where any host could write a key, and gloo takes the host's own address.
     """
     if address in LOOPBACK:
         _keep_gloo_on_loopback()
-        if rank == 0 and os.environ.get(_AGENT_STORE) != "True":
-            store = _serve(port, world_size, timeout)
-            if store is not None:
-                return store
+    if rank or served_by_agent():
+        return _connect(address, port, rank, world_size, timeout)
+    if (address, port) not in _served:  # several groups of this process use it, one after another
+        store = _serve(port, world_size, timeout) if address in LOOPBACK else None
+        _served[address, port] = store or _connect(address, port, rank, world_size, timeout)
+    return _served[address, port]
+
+
+def _connect(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """torch's own rendezvous, in which rank 0 serves the store on all interfaces."""
     host = f"[{address}]" if ":" in address else address
     store, _, _ = next(iter(dist.rendezvous(f"tcp://{host}:{port}", rank, world_size, timeout=timeout)))
     return store
 
 
 def _serve(port: int, world_size: int, timeout: timedelta) -> dist.Store | None:
-    """The store that this process serves on loopback; None where the port is taken, perhaps by a store of its own."""
-    if port not in _served:  # kept for several groups of this process, one after another
-        listening = socket.socket()
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listening.bind((LOOPBACK[0], port))
-            listening.listen(1024)
-        except OSError:
-            listening.close()
-            return None
-        _served[port] = dist.TCPStore(
-            LOOPBACK[0],
-            port,
-            world_size,
-            is_master=True,
-            timeout=timeout,
-            multi_tenant=True,
-            master_listen_fd=listening.detach(),
-        )
-    return _served[port]
+    """A store on loopback; None where the port is taken, perhaps by a store of this process."""
+    listening = socket.socket()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((LOOPBACK[0], port))
+        listening.listen(1024)
+    except OSError:
+        listening.close()
+        return None
+    return dist.TCPStore(
+        LOOPBACK[0],
+        port,
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        multi_tenant=True,
+        master_listen_fd=listening.detach(),
+    )
 
 
 def _keep_gloo_on_loopback() -> None:

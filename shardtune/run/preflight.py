@@ -33,7 +33,7 @@ from shardtune.config.paths import named_files
 from shardtune.data.sources.fingerprint import contents
 from shardtune.errors import ParallelError, ShardtuneError
 from shardtune.launch.heartbeat import PeerWatch
-from shardtune.parallel.rendezvous import GLOO_INTERFACE, meet
+from shardtune.parallel.rendezvous import GLOO_INTERFACE, meet, served_by_agent
 from shardtune.run.directory import run_directory
 from shardtune.training.worker.base import FSDPSftWorker
 
@@ -268,7 +268,7 @@ def _check_store() -> None:
     """
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    if again and hosts > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if again and hosts > 1 and served_by_agent():
         raise ParallelError(
             f"torchrun has started the ranks of {hosts} hosts again, in a store with the previous start's keys",
             where="torchrun --max-restarts",

@@ -26,6 +26,7 @@ from shardtune.launch.watchdog import FOLDER, Watchdog
 from shardtune.models.lora.attach import trainable_patterns
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.parallel.ranks import leave_ranks
+from shardtune.parallel.rendezvous import served_by_agent
 from shardtune.parallel.torch_private import collectives_issued
 from shardtune.run.accelerate_settings import contradicted_settings
 from shardtune.run.choose_worker import NOTHING, Objects, make_worker, unused_workers, user_code
@@ -137,7 +138,14 @@ def watching(seconds: float | None, run_dir: Path, stop: StopSignal) -> Iterator
 
     PROGRESS.phase = START
     PROGRESS.start()
-    watchdog = Watchdog(seconds or 0.0, run_dir / FOLDER, stop, goes_on=goes_on, issued=collectives_issued)
+    watchdog = Watchdog(
+        seconds or 0.0,
+        run_dir / FOLDER,
+        stop,
+        goes_on=goes_on,
+        issued=collectives_issued,
+        rank_0_serves=not served_by_agent(),
+    )
     try:
         yield watchdog
     finally:

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 import shardtune
+from shardtune.launch.first_host import LOST_SECONDS
 from shardtune.run.preflight import OWN_STORE
 from tests.support.dist.hosts import Host, hosts, lines_of, why_not
 from tests.support.tiny_run import Tiny, lines, make_tiny
@@ -86,12 +87,19 @@ class Job:
         self.started.append((process, log))
         return process
 
-    def torchrun(self, made: list[Host], nodes: str, *options: str, **environment: str) -> list[subprocess.Popen[str]]:
+    def torchrun(
+        self,
+        made: list[Host],
+        nodes: str,
+        *options: str,
+        module: str = "torch.distributed.run",
+        **environment: str,
+    ) -> list[subprocess.Popen[str]]:
         """The same command on every host, as a cluster's users type it."""
         return [
             self.start(
                 host,
-                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "1"),
+                *(sys.executable, "-m", module, "--nnodes", nodes, "--nproc-per-node", "1"),
                 *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{made[0].address}:29400", "--rdzv-id", self.name),
                 *("--local-addr", host.address, "--rdzv-conf", "last_call_timeout=2", *options),
                 *("-m", "shardtune", "train", str(self.recipe)),
@@ -184,6 +192,26 @@ def test_torchrun_goes_on_with_two_of_three_hosts(tiny: Tiny, three: list[Host])
     assert "continuing after step" in job.said()
     job.check_whole()
     assert [host.processes() for host in three] == [[], [], []]
+
+
+@pytest.mark.slow
+def test_without_the_first_host_the_other_agent_ends_and_the_command_continues_elsewhere(
+    tiny: Tiny, two: list[Host]
+) -> None:
+    job, module = Job(tiny, "first-lost"), "shardtune.launch.torchrun"
+    here, there = job.torchrun(two, "1:2", "--max-restarts", "1", module=module, **{OWN_STORE: "1"})
+    job.wait_for(lambda: job.saved() >= 2, here, there)
+    two[0].lose_power()
+    began = time.monotonic()
+    assert job.end(there, 2 * LOST_AFTER + LOST_SECONDS + 45) == 1, job.said()
+    print(f"the first host lost power: the other agent ended after {time.monotonic() - began:.1f} s")
+    assert f"error: the first host is lost: no connection to {two[0].address}:29400" in job.said()
+    assert two[1].processes() == []
+    job.go.touch()
+    (again,) = job.torchrun(two[1:], "1", module=module)
+    assert job.end(again) == 0, job.said()
+    assert "continuing after step" in job.said()
+    job.check_whole()
 
 
 def rank_processes(host: Host) -> list[int]:

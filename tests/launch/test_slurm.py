@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.support.dist.slurm import Slurm, slurm, why_no_slurm
-from tests.support.dist.slurm_scenarios import NODES, SCENARIOS, Outcome, dead_first_node, train_whole
+from tests.support.dist.slurm_scenarios import NODES, SCENARIOS, Outcome, train_whole
 from tests.support.tiny_run import Tiny, make_tiny
 
 pytestmark = pytest.mark.slow
@@ -28,16 +28,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield made
 
 
-SOMETIMES = pytest.mark.xfail(reason="another node requeues it in some cases only (docs/launching.md)", strict=False)
-
-
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        pytest.param(scenario, id=scenario.__name__, marks=SOMETIMES if scenario is dead_first_node else ())
-        for scenario in SCENARIOS
-    ],
-)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_what_happens_to_a_job(cluster: Slurm, tiny: Tiny, scenario: Callable[[Slurm, Tiny], Outcome]) -> None:
     cluster.restore()
     print(scenario(cluster, tiny))

@@ -26,7 +26,8 @@ PROGRAMS = {
     "srun": '[[ $CALLS ]] && echo "srun $*" >> "$CALLS"; eval "$SRUN"',
     "scancel": 'echo "scancel $*" >> "$CALLS"',
     "scontrol": 'case "$*" in "show job "*) echo "JobState=$STATE PreemptTime=$PREEMPT_TIME";; '
-    '*) echo "scontrol $*" >> "$CALLS";; esac',
+    '*) echo "scontrol $*" >> "$CALLS"; (($(grep -c "^scontrol requeue" "$CALLS") > ${REFUSED:-0}));; esac',
+    "sleep": '[[ $1 = 30 ]] || exec /bin/sleep "$@"',
 }
 SAVE = "mkdir -p runs/mine/checkpoints; echo global_step_8 > runs/mine/checkpoints/latest; "
 FINISH = """mkdir -p runs/mine; echo '{\n "finished": {\n  "step": 8\n }\n}' > runs/mine/manifest.json; """
@@ -149,6 +150,8 @@ def test_a_node_to_spare_keeps_the_job(here: Path) -> None:
     for state, requeued in (("RUNNING", True), ("CANCELLED", False)):
         code, _, calls = run(here, on_node, text=spare, STATE=state, **environment)
         assert (code, REQUEUE in calls) == (3, requeued), "nothing else ends a job whose first node is gone"
+    _, _, calls = run(here, on_node, text=spare, STATE="RUNNING", REFUSED="2", **environment)
+    assert calls.count(REQUEUE) == 3, "the controller may be out of reach for a while"
 
 
 def test_each_task_of_an_array_has_its_own_run(here: Path) -> None:
@@ -156,11 +159,13 @@ def test_each_task_of_an_array_has_its_own_run(here: Path) -> None:
     assert "#SBATCH --array=0-3%2\n" in text
     assert "#SBATCH --output=%x-%A_%a.log\n" in text
     save = SAVE.replace("mine", "mine-3")
-    _, _, calls = run(here, f"{WARN}{save}exit 1", text=text, SLURM_ARRAY_TASK_ID="3")
+    task = {"SLURM_ARRAY_JOB_ID": "123", "SLURM_ARRAY_TASK_ID": "3"}
+    _, _, calls = run(here, f"{WARN}{save}exit 1", text=text, **task)
     assert "runner.seed=3 runner.logger.experiment_name=mine-3\n" in calls
-    assert calls.endswith(REQUEUE)
+    assert "scancel --signal=TERM 123_3\n" in calls, "123 is one task's job, and all tasks"
+    assert calls.endswith("scontrol requeue 123_3\n")
     named = script("runner.logger.experiment_name=a b-$SLURM_ARRAY_TASK_ID", nodes=1, array="1,5")
-    _, _, calls = run(here, "", text=named, SLURM_ARRAY_TASK_ID="5")
+    _, _, calls = run(here, "", text=named, SLURM_ARRAY_JOB_ID="123", SLURM_ARRAY_TASK_ID="5")
     assert "recipe.yaml runner.logger.experiment_name=a b-5\n" in calls
     assert "RUN='runs/a b-'\"$SLURM_ARRAY_TASK_ID\"" in named
     for array, launchers in (("all", ("slurm",)), ("0-3", ("torchrun", "slurm"))):

@@ -1,4 +1,4 @@
-"""Ranks of one machine listen on its loopback interface alone."""
+"""Ranks of one machine listen on its loopback interface alone; the store of several is served to the end."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import socket
 from datetime import timedelta
 
 import psutil
+import pytest
 import torch
 import torch.distributed as dist
 
+from shardtune.parallel import rendezvous
 from shardtune.parallel.rendezvous import GLOO_INTERFACE, meet
 from tests.support.dist.ranks import run_ranks
 
@@ -46,3 +48,20 @@ def test_a_store_and_its_group_listen_on_loopback_alone() -> None:
     (first, total, _), (second, _, _) = run_ranks(_found, 2)
     assert first == second == {"127.0.0.1"}
     assert total == 2
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2"], ids=["one machine", "several"])
+def test_rank_0_serves_the_store_after_those_who_met_have_forgotten_it(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    """Ranks compare before there is a group; the watch over the other hosts connects in between."""
+    monkeypatch.setattr(rendezvous, "_served", {})
+    monkeypatch.setenv(GLOO_INTERFACE, "lo")
+    with socket.create_server((address, 0)) as free:
+        port = free.getsockname()[1]
+    timeout = timedelta(seconds=2)
+    meet(address, port, 0, 1, timeout).set("compared", "yes")
+    watch = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    assert watch.get("compared") == b"yes"
+    assert meet(address, port, 0, 1, timeout).get("compared") == b"yes"
+    assert watch.check(["compared"])

@@ -86,6 +86,14 @@ class RayCluster:
         assert fails or process.returncode == 0, f"{' '.join(command)} ended with {process.returncode}: {said}"
         return said
 
+    def version(self) -> str:
+        return self.run("--version").strip().replace(", version", "")
+
+    def restore(self) -> None:
+        """Connect the hosts that were cut off: for the next scenario."""
+        for host in self.hosts:
+            host.plug_in()
+
     def train(self, *words: str, **environment: str) -> subprocess.Popen[str]:
         """`shardtune train` on the head."""
         given = {**self._environment, "RAY_ADDRESS": f"{self.hosts[0].address}:6379", **environment}

@@ -104,7 +104,8 @@ class Slurm:
         self.wait_for(lambda: all(self.node_state(node) == "IDLE" for node in self.nodes), 30)
 
     def begin_node(self, node: Host) -> None:
-        """Start a node's slurmd, for the first time or after `Host.kill`."""
+        """Start a node's slurmd, for the first time or after `Host.lose_power`."""
+        node.plug_in()
         (self.folder / f"spool-{node.name}").mkdir(exist_ok=True)
         self._daemon(node, "slurmd", "-N", node.name)
 
@@ -121,6 +122,9 @@ class Slurm:
         if process.returncode:
             raise AssertionError(f"{' '.join(command)} ended with {process.returncode}: {said}")
         return said
+
+    def version(self) -> str:
+        return self.run("sinfo", "--version").strip()
 
     def submit(self, script: Path, *options: str) -> int:
         """`sbatch`; returns the job's number."""

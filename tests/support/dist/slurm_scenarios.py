@@ -89,9 +89,22 @@ class Job:
         script.write_text(launch_commands(str(self.recipe), overrides, nodes, 1, ("slurm",), **launch))
         self.numbers.append(self.cluster.submit(script, *options))
 
+    @classmethod
+    def begun(cls, cluster: Slurm, tiny: Tiny, name: str, **launch: Any) -> Job:
+        """A submitted job that has saved a checkpoint."""
+        job = cls(cluster, tiny, name)
+        job.submit(**launch)
+        job.until(lambda: job.saved() >= 2)
+        return job
+
     @property
     def number(self) -> int:
         return self.numbers[-1]
+
+    def node(self, place: int) -> Host:
+        """One of its nodes; the first runs the script."""
+        names = self.cluster.run("scontrol", "show", "hostnames", self.cluster.job(self.number, "NodeList")).split()
+        return next(node for node in self.cluster.nodes if node.name == names[place])
 
     def state(self) -> str:
         return self.cluster.job(self.number)
@@ -121,9 +134,21 @@ class Job:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log()}") from None
 
+    def until_restarted(self) -> float:
+        return self.until(lambda: self.restarts() > 0)
+
+    def until_running(self) -> float:
+        return self.until(lambda: self.state() == "RUNNING")
+
     def until_ended(self, wanted: str = "COMPLETED") -> float:
         self.go.touch()
         return self.until(lambda: self.state() == wanted)
+
+    def complete(self, saved: int | None = None) -> None:
+        """Wait until the job is completed: it has continued (after step `saved`), and is bitwise the whole run."""
+        self.until_ended()
+        assert f"continuing after step {saved or ''}" in self.log(), self.log()
+        self.check_bitwise()
 
     def check_bitwise(self, whole: str = "whole", run: str | None = None) -> None:
         """The run is that of two ranks that nothing happened to, bit for bit."""
@@ -149,60 +174,53 @@ def train_whole(tiny: Tiny) -> None:
 
 def time_limit(cluster: Slurm, tiny: Tiny) -> Outcome:
     """The time is up in the middle of a run, with `overwrite: true`, which would begin every job anew."""
-    job = Job(cluster, tiny, "limit", seconds=8.0, runner__overwrite=True)
-    job.submit("--time=2", "--signal=B:USR1@75")
-    job.until(lambda: job.restarts() > 0)
+    job = Job(cluster, tiny, "limit", seconds=16.0, runner__overwrite=True)
+    job.submit("--time=3", "--signal=B:USR1@75")
+    job.until_restarted()
     saved = job.saved()
-    again = job.until(lambda: job.state() == "RUNNING")
-    job.until_ended()
     assert saved > 0
-    assert f"continuing after step {saved}" in job.log(), job.log()
+    again = job.until_running()
+    job.complete(saved)
     assert "step 1/8" in job.log(), "the log of the first start is gone"
-    job.check_bitwise()
     return Outcome(
-        "time limit of 120 s, `--signal=B:USR1@75`, 2 nodes, `overwrite: true`",
+        "time limit of 180 s, `--signal=B:USR1@75`, 2 nodes, `overwrite: true`",
         f"requeued after step {saved}, begins again after {again:.0f} s",
         "COMPLETED; bitwise the run without a limit",
     )
 
 
 def array(cluster: Slurm, tiny: Tiny) -> Outcome:
-    """Two tasks of an array, each with its own seed and run, are warned and requeued."""
+    """Of two tasks, each with its own seed and run, the last is warned, whose number is that of the array too."""
     job = Job(cluster, tiny, "array")
     job.submit(nodes=1, array="0-1", overrides=("runner.seed=$SLURM_ARRAY_TASK_ID",))
     runs = [tiny.run(f"array-{task}") for task in range(2)]
     job.until(lambda: all((run / "checkpoints/latest").exists() for run in runs))
-    began = time.monotonic()
-    for task in range(2):
-        cluster.run("scancel", "--batch", "--signal=USR1", f"{job.number}_{task}")
     tasks = [f"{job.number}_{task}" for task in range(2)]
-    job.until(lambda: all(cluster.job(task, "Restarts") == "1" for task in tasks))
-    seconds = time.monotonic() - began
+    cluster.run("scancel", "--batch", "--signal=USR1", tasks[1])
+    seconds = job.until(lambda: cluster.job(tasks[1], "Restarts") == "1")
+    assert cluster.job(tasks[0]) in ("RUNNING", "COMPLETED"), job.log()
+    assert cluster.job(tasks[0], "Restarts") == "0", job.log()
     job.go.touch()
     job.until(lambda: all(cluster.job(task) not in ("PENDING", "RUNNING", "COMPLETING") for task in tasks))
     assert [cluster.job(task) for task in tasks] == ["COMPLETED"] * 2, job.log()
     for task in range(2):
         job.check_bitwise(f"whole-{task}", f"array-{task}")
     return Outcome(
-        "array of 2 tasks, USR1 to each",
-        f"both saved and requeued after {seconds:.0f} s",
+        "array of 2 tasks, USR1 to the last",
+        f"saved and requeued after {seconds:.0f} s, the other one trained on",
         "both COMPLETED; bitwise the runs of their seeds",
     )
 
 
 def dead_node(cluster: Slurm, tiny: Tiny) -> Outcome:
-    """A node dies, no node is to spare: Slurm requeues the job, which continues when a node is back."""
-    job = Job(cluster, tiny, "dead")
-    job.submit()
-    job.until(lambda: job.saved() >= 2)
-    node = _node_of(cluster, job, 1)
-    node.kill()
-    noticed = job.until(lambda: job.restarts() == 1)
+    """A node loses power, no node is to spare: Slurm requeues the job, which continues when a node is back."""
+    job = Job.begun(cluster, tiny, "dead")
+    node = job.node(1)
+    node.lose_power()
+    noticed = job.until_restarted()
     cluster.begin_node(node)
-    again = job.until(lambda: job.state() == "RUNNING")
-    job.until_ended()
-    assert "continuing after step" in job.log()
-    job.check_bitwise()
+    again = job.until_running()
+    job.complete()
     return Outcome(
         f"a node of 2 dies (`SlurmdTimeout={NODE_LOST_SECONDS}`)",
         f"requeued by Slurm after {noticed:.0f} s, begins again {again:.0f} s later",
@@ -211,19 +229,14 @@ def dead_node(cluster: Slurm, tiny: Tiny) -> Outcome:
 
 
 def dead_node_with_spare(cluster: Slurm, tiny: Tiny) -> Outcome:
-    """A node of three dies: the same job continues on two."""
-    job = Job(cluster, tiny, "spare")
-    job.submit(nodes=3, fewest=2, restarts=2)
-    job.until(lambda: job.saved() >= 2)
-    node = _node_of(cluster, job, 2)
-    node.kill()
+    """A node of three loses power: the same job continues on two."""
+    job = Job.begun(cluster, tiny, "spare", nodes=3, fewest=2, restarts=2)
+    job.node(2).lose_power()
     again = job.until(lambda: "ranks     2 on cpu" in job.log())
     job.until_ended()
     assert job.restarts() == 0
     assert "continuing after step" in job.log()
     job.check_close()
-    cluster.begin_node(node)
-    cluster.wait_for(lambda: cluster.node_state(node) == "IDLE", 60)
     return Outcome(
         f"a node of 3 dies, `--min-nodes 2` (`runner.lost_after` {LOST_AFTER} s)",
         f"2 nodes train again after {again:.0f} s, without a requeue",
@@ -232,20 +245,14 @@ def dead_node_with_spare(cluster: Slurm, tiny: Tiny) -> Outcome:
 
 
 def dead_first_node(cluster: Slurm, tiny: Tiny) -> Outcome:
-    """The first node, which runs the script, dies: Slurm would keep the job without it; the other node requeues it."""
-    job = Job(cluster, tiny, "first")
-    job.submit(nodes=2, fewest=1, restarts=2)
-    job.until(lambda: job.saved() >= 2)
-    node = _node_of(cluster, job, 0)
-    node.kill()
-    noticed = job.until(lambda: job.restarts() == 1)
-    again = job.until(lambda: job.state() == "RUNNING")
-    job.until_ended()
-    job.check_bitwise()
-    cluster.begin_node(node)
-    cluster.wait_for(lambda: cluster.node_state(node) == "IDLE", 60)
+    """The first node loses power: Slurm would keep the job without the script that it runs; another requeues it."""
+    job = Job.begun(cluster, tiny, "first", nodes=2, fewest=1, restarts=2)
+    job.node(0).lose_power()
+    noticed = job.until_restarted()
+    again = job.until_running()
+    job.complete()
     return Outcome(
-        "the first node of 2 dies, `--min-nodes 1`",
+        f"the first node of 2 dies, `--min-nodes 1` (`runner.lost_after` {LOST_AFTER} s)",
         f"requeued by the other after {noticed:.0f} s, begins again {again:.0f} s later",
         "COMPLETED; bitwise the run without a loss",
     )
@@ -253,17 +260,12 @@ def dead_first_node(cluster: Slurm, tiny: Tiny) -> Outcome:
 
 def preempted(cluster: Slurm, tiny: Tiny) -> Outcome:
     """A job of higher priority takes the nodes."""
-    job = Job(cluster, tiny, "preempted")
-    job.submit()
-    job.until(lambda: job.saved() >= 2)
+    job = Job.begun(cluster, tiny, "preempted")
     urgent = job.folder / "urgent.sh"
     urgent.write_text("#!/bin/bash\n#SBATCH --nodes=3 --exclusive --partition=urgent\nsleep 1\n")
     cluster.submit(urgent)
-    gone = job.until(lambda: job.restarts() == 1)
-    saved = job.saved()
-    job.until_ended()
-    assert f"continuing after step {saved}" in job.log()
-    job.check_bitwise()
+    gone = job.until_restarted()
+    job.complete(job.saved())
     return Outcome(
         "preempted (`PreemptMode=REQUEUE`, `GraceTime=30`)",
         f"saved and requeued after {gone:.0f} s",
@@ -273,17 +275,13 @@ def preempted(cluster: Slurm, tiny: Tiny) -> Outcome:
 
 def cancelled(cluster: Slurm, tiny: Tiny) -> Outcome:
     """`scancel` saves and does not requeue; the next job continues."""
-    job = Job(cluster, tiny, "cancelled")
-    job.submit()
-    job.until(lambda: job.saved() >= 2)
+    job = Job.begun(cluster, tiny, "cancelled")
     cluster.run("scancel", str(job.number))
     ended = job.until(lambda: job.state() == "CANCELLED")
     saved = job.saved()
     assert job.restarts() == 0
     job.submit()
-    job.until_ended()
-    assert f"continuing after step {saved}" in job.log()
-    job.check_bitwise()
+    job.complete(saved)
     return Outcome(
         f"`scancel`, then `sbatch` again (`KillWait={KILL_SECONDS}`)",
         f"saved and ended after {ended:.0f} s",
@@ -295,7 +293,7 @@ def no_progress(cluster: Slurm, tiny: Tiny) -> Outcome:
     """The time is up before training begins: a requeue would only repeat that."""
     job = Job(cluster, tiny, "stuck", hang=True)
     job.submit()
-    job.until(lambda: job.state() == "RUNNING")
+    job.until_running()
     time.sleep(10)
     cluster.run("scancel", "--batch", "--signal=USR1", str(job.number))
     ended = job.until_ended("FAILED")
@@ -303,12 +301,6 @@ def no_progress(cluster: Slurm, tiny: Tiny) -> Outcome:
     return Outcome(
         "USR1 before the first step", f"ended after {ended:.0f} s", "FAILED with the reason in the log; not requeued"
     )
-
-
-def _node_of(cluster: Slurm, job: Job, place: int) -> Host:
-    """A node of a job, the first being the one that runs the script."""
-    names = cluster.run("scontrol", "show", "hostnames", cluster.job(job.number, "NodeList")).split()
-    return next(node for node in cluster.nodes if node.name == names[place])
 
 
 SCENARIOS = (

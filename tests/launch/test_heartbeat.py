@@ -1,0 +1,83 @@
+"""The watch of ranks over the other hosts, in one process with a store."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from shardtune.launch import heartbeat
+from shardtune.launch.heartbeat import PeerWatch
+
+LIMIT = 0.6
+HOSTS = {"host-a/0": [0], "host-b/1": [1]}
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        number = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(number))
+    return number
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once a watch would end the process."""
+    event = threading.Event()
+    environ = heartbeat.os.environ
+    monkeypatch.setattr(heartbeat, "os", SimpleNamespace(environ=environ, _exit=lambda code: event.set()))
+    return event
+
+
+def serve(port: int) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+
+
+def beaten(store: dist.TCPStore, host: int) -> None:
+    """Wait for a heartbeat of a host."""
+    before, until = store.add(f"shardtune/peers/{host}", 0), time.monotonic() + 5
+    while store.add(f"shardtune/peers/{host}", 0) == before:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_a_broken_connection_to_the_store_is_made_anew(
+    port: int, left: threading.Event, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store = serve(port)
+    watch = PeerWatch(HOSTS, 1, LIMIT, tmp_path)
+    beaten(store, 1)
+    del store
+    store = serve(port)
+    beaten(store, 1)
+    assert not left.wait(1.5 * LIMIT)
+    del store
+    assert left.wait(6 * LIMIT)
+    watch.end()
+    assert "host-a (rank 0), where the ranks meet, is lost: no answer for 0.6 s" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_time_in_which_the_process_was_suspended_does_not_count(
+    port: int, left: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    store, ahead = serve(port), [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0], time=time.time)
+    monkeypatch.setattr(heartbeat, "time", clock)
+    watch = PeerWatch(HOSTS, rank, LIMIT, tmp_path)
+    for _ in range(3):
+        store.add(f"shardtune/peers/{1 - rank}", 1)
+        beaten(store, rank)
+        ahead[0] += 100.0
+    assert not left.wait(LIMIT / 3)
+    if rank == 0:
+        assert left.wait(6 * LIMIT), "host-b is silent"
+    watch.end()
