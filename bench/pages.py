@@ -133,7 +133,9 @@ def main() -> int:
         for fault in faults[path]:
             print(f"{path}: {fault}")
     wrong = sum(map(bool, faults.values()))
-    print(f"{len(paths)} pages at {' and '.join(map(str, WIDTHS.values()))} px, {links} links: {wrong} pages with faults")
+    print(
+        f"{len(paths)} pages at {' and '.join(map(str, WIDTHS.values()))} px, {links} links: {wrong} pages with faults"
+    )
     return 1 if wrong else 0
 
 

@@ -125,7 +125,8 @@ def test_yaml_blocks_are_recipes(block: Block, tmp_path: Path):
     assert set(content) <= {*Recipe.model_fields, *ACTOR_KEYS}, f"{block} is no recipe: excuse it"
     missing = [key for key in REQUIRED if not _has(content, key) and not _has(content, short_key(key))]
     # What a fragment watches needs rows to be measured on.
-    if not _has(content, "data.eval_data_paths") and "eval/" in block.text:
+    given = _has(content, "data.eval_data_paths") or _has(content, "data.eval_split")
+    if not given and "eval/" in block.text:
         missing.append("data.eval_data_paths")
     recipe = load_recipe(
         content, ["++runner.logger.experiment_name=documentation"], in_memory=missing, files_must_exist=False

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.doc_blocks import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PLACES = (ROOT / "shardtune", ROOT)
 """What a path is relative to."""
 READERS_OWN = {
