@@ -29,7 +29,8 @@ HEIGHT = 900
 WIDER = """() => {
   const page = document.documentElement, wide = page.scrollWidth - page.clientWidth;
   if (wide <= 0) return null;
-  const worst = [...document.querySelectorAll("body *")].filter(e => e.getBoundingClientRect().right > page.clientWidth + 1)
+  const worst = [...document.querySelectorAll("body *")]
+    .filter(e => e.getBoundingClientRect().right > page.clientWidth + 1)
     .map(e => e.tagName.toLowerCase() + (e.className ? "." + e.className : "") + " " + e.textContent.slice(0, 40));
   return `${wide} px wider than the window: ${worst.slice(-1)[0] || ""}`;
 }"""
@@ -133,9 +134,8 @@ def main() -> int:
         for fault in faults[path]:
             print(f"{path}: {fault}")
     wrong = sum(map(bool, faults.values()))
-    print(
-        f"{len(paths)} pages at {' and '.join(map(str, WIDTHS.values()))} px, {links} links: {wrong} pages with faults"
-    )
+    widths = " and ".join(map(str, WIDTHS.values()))
+    print(f"{len(paths)} pages at {widths} px, {links} links: {wrong} pages with faults")
     return 1 if wrong else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -49,6 +50,13 @@ def check(page: Path) -> None:
     assert not broken, f"{page}: {broken}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_headings_leave_out_no_level(page: Path):
+    levels = [len(mark) for mark in re.findall(r"^(#+) ", _FENCED.sub("", page.read_text(encoding="utf-8")), re.M)]
+    assert levels[0] == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+
+
 def led_to(page: Path) -> set[Path]:
     """The files that a page links to."""
     return {(page.parent / link.partition("#")[0]).resolve() for link in links(page) if "://" not in link}
@@ -78,7 +86,7 @@ def test_an_anchor_or_an_image_that_is_gone_is_found(tmp_path: Path):
     page.write_text("# Same\n\n# Same\n\n[a](#same-1) [b](#same-2) ![c](gone.svg)\n")
     assert anchors(page) == {"same", "same-1"}
     assert links(page) == ["#same-1", "#same-2", "gone.svg"]
-    with pytest.raises(AssertionError, match="gone.svg"):
+    with pytest.raises(AssertionError, match=r"gone\.svg"):
         check(page)
 
 
