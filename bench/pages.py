@@ -107,7 +107,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="only pages whose path contains this text; links are not checked")
     given = parser.parse_args()
     paths = sorted(path.relative_to(given.site).as_posix() for path in given.site.rglob("*.html"))
-    paths = [path for path in paths if given.only in path and not path.startswith("_")]
+    # The first page of the folder only leads on to the site's own.
+    paths = [path for path in paths if given.only in path and not path.startswith("_") and path != "index.html"]
     if given.screenshots:
         given.screenshots.mkdir(parents=True, exist_ok=True)
     faults: dict[str, list[str]] = {}
@@ -120,6 +121,8 @@ def main() -> int:
         for name, width in WIDTHS.items():
             context = browser.new_context(viewport={"width": width, "height": HEIGHT}, device_scale_factor=1)
             for path in paths:
+                if path.startswith("source/") and name != "phone":
+                    continue  # a listing is as wide as its window
                 picture = given.screenshots / f"{path.replace('/', '_')}.{name}.png" if given.screenshots else None
                 page = context.new_page()
                 pages[path] = opened(page, base, path, picture)

@@ -52,6 +52,7 @@ html_static_path = ["sphinx/static"]
 html_css_files = ["site.css"]
 html_extra_path = ["sphinx/root"]
 html_show_sphinx = False
+html_show_copyright = False
 html_copy_source = False
 html_favicon = "sphinx/static/icon.svg"
 html_theme_options = {"navigation_with_keys": True}
