@@ -14,6 +14,7 @@ from typing import Any
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
+from sphinx.builders.html import StandaloneHTMLBuilder
 from sphinx.environment import BuildEnvironment
 
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".txt": "text", ".sh": "bash", "": "text"}
@@ -49,6 +50,7 @@ def forget(_: Sphinx, env: BuildEnvironment, docname: str) -> None:
 
 def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     """The page of each file that is linked to."""
+    assert isinstance(app.builder, StandaloneHTMLBuilder)
     for path in sorted(set().union(*linked(app.env).values())):
         file = Path(app.srcdir) / path
         code = file.read_text(encoding="utf-8")

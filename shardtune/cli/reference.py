@@ -16,8 +16,7 @@ def all_commands() -> str:
     """Markdown with a section for each command: its usage, its help, its arguments and options."""
     root = typer.main.get_command(app)
     assert isinstance(root, TyperGroup)
-    context = root.make_context(PROGRAM, [], resilient_parsing=True)
-    return "\n".join(_sections(root, context))
+    return "\n".join(_sections(root, typer.Context(root, info_name=PROGRAM)))
 
 
 def _sections(group: TyperGroup, parent: typer.Context) -> Iterator[str]:
