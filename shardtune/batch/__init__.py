@@ -52,6 +52,7 @@ class Sample:
 
     @property
     def length(self) -> int:
+        """Number of tokens; of a row of fields its `size`."""
         return len(self.input_ids) or self.size
 
     @property
@@ -251,4 +252,5 @@ class Metric:
 
     @property
     def mean(self) -> float:
+        """`total / weight`; NaN without weight."""
         return self.total / self.weight if self.weight else float("nan")

@@ -209,6 +209,7 @@ class TrainEngine:
 
     @property
     def num_ranks(self) -> int:
+        """Number of ranks on which the engine is built."""
         return self._layout.num_ranks
 
     @property

@@ -235,6 +235,7 @@ class Run:
 
     @property
     def recipe(self) -> Recipe:
+        """The resolved recipe that the run directory holds."""
         return load_config(self.dir)
 
     def executable_recipe(self) -> Recipe:

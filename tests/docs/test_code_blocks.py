@@ -32,7 +32,7 @@ KNOWN = {"python", "yaml", "json", "toml", "console", ""}
 REQUIRED = {"actor.model.model_path": "model", "data.train_data_paths": "train.jsonl"}
 EXECUTED = ("README.md", "docs/getting-started.md", "docs/export.md")
 """Pages whose commands are not only parsed: they are run, from top to bottom, in one directory each."""
-WALKED = ("docs/add-a-model.md",)
+WALKED = ("docs/add-a-model.md", "docs/losses.md", "docs/tutorials/distillation.md")
 """Pages that a reader follows from top to bottom in an empty directory: tests/docs/test_walked_pages.py."""
 RECIPE = """\
 actor:
@@ -127,7 +127,8 @@ def test_yaml_blocks_are_recipes(block: Block, tmp_path: Path):
     assert set(content) <= {*Recipe.model_fields, *ACTOR_KEYS}, f"{block} is no recipe: excuse it"
     missing = [key for key in REQUIRED if not _has(content, key) and not _has(content, short_key(key))]
     # What a fragment watches needs rows to be measured on.
-    if not _has(content, "data.eval_data_paths") and "eval/" in block.text:
+    given = _has(content, "data.eval_data_paths") or _has(content, "data.eval_split")
+    if not given and "eval/" in block.text:
         missing.append("data.eval_data_paths")
     recipe = load_recipe(
         content, ["++runner.logger.experiment_name=documentation"], in_memory=missing, files_must_exist=False

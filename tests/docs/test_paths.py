@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.doc_blocks import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PLACES = (ROOT / "shardtune", ROOT)
 """What a path is relative to."""
 READERS_OWN = {
@@ -17,6 +17,9 @@ READERS_OWN = {
     "houses.py",
     "houses_model.py",
     "doubles.py",
+    "distil.py",
+    "matches.py",
+    "prices.py",
     "launch.py",
     "my_script.py",
     "my_worker.py",

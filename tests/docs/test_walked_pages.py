@@ -32,7 +32,7 @@ def test_a_reader_can_follow(page: str, tmp_path: Path, monkeypatch: pytest.Monk
             exec(compile(block.text, str(block), "exec"), {"__name__": "documentation"})
         elif block.language == "console":
             ran += _type(block)
-    assert len(ran) >= 5
+    assert len(ran) >= 2
 
 
 def _type(block: Block) -> list[str]:

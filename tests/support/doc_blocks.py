@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "examples/*/README.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/*/README.md")
 _FENCE = re.compile(r"^```(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 _MARK = re.compile(r"<!-- (?P<kind>not run|file|from): (?P<text>[^\n]+) -->\n\Z")
 
