@@ -311,13 +311,15 @@ def test_final_stops_at_its_end_of_turn_in_plain_transformers(learned: Path) -> 
 
 
 def test_an_export_is_a_model_of_its_own(learned: Path, tmp_path: Path) -> None:
-    told = run_cli("export", "runs/learned", "--to", str(tmp_path / "out"), "--dtype", "bf16")
+    told = run_cli("export", "runs/learned", str(tmp_path / "out"), "--dtype", "bf16")
     assert told.code == 0, told.err
     assert "gives the same logits" in told.out
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.dtype == torch.bfloat16
     assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == END
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    for model in (tmp_path / "out", "runs/learned/final"):
+        assert run_cli("generate", str(model), "Say two.", "Say one.").out == "#### 2\n#### 1\n"
 
 
 def test_chat_in_a_terminal(learned: Path) -> None:
