@@ -28,8 +28,8 @@ from tests.support.workspace import make_workspace, run_cli, write_rows
 
 MODEL, TRAIN, LR = "actor.model.model_path", "data.train_data_paths", "actor.optim.lr"
 COMMANDS = (
-    *("", "train", "eval", "generate", "chat", "export", "launch", "models", "init", "env", "version"),
-    *("data", "data preview", "verify", "verify adapter", "verify checkpoint"),
+    *("", "train", "eval", "generate", "chat", "export", "launch", "models", "init", "env", "version", "convert"),
+    *("config", "config explain", "data", "data preview", "verify", "verify adapter", "verify checkpoint"),
 )
 
 
@@ -206,7 +206,7 @@ def test_every_help_is_there_and_complete(command: str, monkeypatch: pytest.Monk
         for part in re.findall(r"[^\s]+", text.replace("&lt;", "<").replace("&gt;", ">")):
             assert part in shown, f"{command}: {part!r} of {text!r} is lost"
     examples = [line.strip() for line in told.out.splitlines() if line.strip().startswith(f"shardtune {command}")]
-    assert len(examples) >= 2 or command in ("env", "version", "data", "verify")
+    assert len(examples) >= 2 or command in ("env", "version", "config", "data", "verify")
 
 
 @pytest.mark.parametrize("words", ["version", "--version"])
