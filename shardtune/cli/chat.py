@@ -12,6 +12,7 @@ from rich.console import Console
 from transformers import TextStreamer
 
 from shardtune.data.chat.encoder import ChatEncoder
+from shardtune.data.chat.template import missing_template
 from shardtune.data.encoder import RowError, caused_by
 from shardtune.data.images.chat_encoder import ImageChatEncoder
 from shardtune.data.images.rows import image_parts
@@ -92,6 +93,8 @@ def chat(run: Run, checkpoint: str, system: str | None, sampling: Sampling) -> N
     """
     worker = answering(run, checkpoint)
     encoder, console = worker.chat_encoder(), Console(highlight=False)
+    if encoder.template is None:
+        raise missing_template(str(run.dir))
     generator = worker.generator()
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
     messages, images = list(opening), list[str]()

@@ -10,7 +10,9 @@ from typing import Annotated
 import typer
 
 from shardtune.cli.exit import UsageError, end, leave, wrong_usage
+from shardtune.cli.group import SETTINGS, Commands, RecipeCommand
 from shardtune.cli.starting import starting
+from shardtune.cli.words import is_override, split_words, without_flags
 from shardtune.errors import ConfigError, printable
 from shardtune.launch.signals import end_with_parent, is_supervised, listening
 from shardtune.verify.commands import verify_app
@@ -19,13 +21,17 @@ CTRL_C = 130
 """The exit code that typer returns for a KeyboardInterrupt."""
 
 app = typer.Typer(
+    cls=Commands,
+    context_settings=dict(SETTINGS),
     help=(
         "Supervised fine-tuning of any Hugging Face model, sharded with FSDP2, with numbers that a command proves.\n\n"
         "**Start with**\n\n"
         "    shardtune train recipe.yaml --dry-run\n"
         "    shardtune train recipe.yaml\n"
+        "    shardtune train --model Qwen/Qwen3-0.6B --data rows.jsonl\n"
         '    shardtune generate runs/recipe --prompt "What is 2 plus 3?"\n\n'
-        "Any key of a recipe may be overridden on the command line: actor.optim.lr=3e-5.\n\n"
+        "Any key of a recipe may be overridden on the command line: actor.optim.lr=3e-5, or --actor.optim.lr 3e-5. "
+        "`shardtune COMMAND -h` has examples of each command.\n\n"
         "**Exit codes**: 0 done; 2 an error in your input, see the message; 75 stopped by a signal after saving, run "
         "the same command to continue; 76 stuck, the same command continues from the last checkpoint; 1 anything else."
     ),
@@ -41,11 +47,27 @@ app.add_typer(verify_app, name="verify")
 
 RecipeArgument = Annotated[
     list[str] | None,
-    typer.Argument(metavar="RECIPE.yaml [key=value …]", help="A recipe, then overrides of its keys (Hydra's grammar)."),
+    typer.Argument(
+        metavar="RECIPE.yaml [key=value …]",
+        help="A recipe, also as --config FILE; then overrides of its keys, key=value (Hydra's grammar) or --key value.",
+    ),
 ]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory of a training run.")]
+RunOrModel = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RUN_OR_MODEL",
+        help="A run directory, a model directory (final/, an export, any causal or image-text model of transformers, "
+        "an adapter of PEFT), or a name on the Hub.",
+    ),
+]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", "--model-name-or-path", help="The same as RUN_OR_MODEL, as an option.")
+]
 Checkpoint = Annotated[str, typer.Option(help="final | latest | best | a step | a checkpoint's path")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Maximum tokens of one answer.")]
+MaxNewTokens = Annotated[
+    int, typer.Option("--max-new-tokens", "--max-tokens", min=1, help="Maximum tokens of one answer.")
+]
 Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0: greedy decoding.")]
 TopP = Annotated[
     float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this total probability.")
@@ -71,16 +93,14 @@ def _help(context: typer.Context) -> None:
 
 def _print_version(is_set: bool) -> None:
     if is_set:
-        from importlib.metadata import version
-
-        typer.echo(f"shardtune {version('shardtune')}")
+        version()
         raise typer.Exit
 
 
 @app.callback(invoke_without_command=True)
 def shardtune(
     context: typer.Context,
-    version: Annotated[
+    print_version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
@@ -88,48 +108,41 @@ def shardtune(
         typer.echo(context.get_help())
 
 
-def _split(arguments: list[str] | None) -> tuple[str | None, list[str]]:
-    """The recipe, if one is named, and the overrides; the recipe is the first word that is no `key=value`."""
-    given = arguments or []
-    recipe = next((word for word in given if "=" not in word or _is_file(word)), None)
-    if recipe is None:
-        return None, given
-    place = given.index(recipe)
-    return recipe, [*given[:place], *given[place + 1 :]]
-
-
-def _is_file(word: str) -> bool:
-    try:
-        return Path(word).is_file()
-    except OSError:  # the value of a key is longer than a name can be
-        return False
-
-
-@app.command()
+@app.command(cls=RecipeCommand)
 def train(
     recipe: RecipeArgument = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, show the first rows, run one step, save nothing.")
     ] = False,
 ) -> None:
-    """Fine-tune a model by a recipe; the same command continues an interrupted run.
+    """Fine-tune a model by a recipe, or by a model and rows; the same command continues an interrupted run.
+
+    A key may be set as key=value or as --key value, and by its usual name in other trainers where that means the same:
+    --learning_rate, --epochs, --output_dir. Paths in a recipe start at the recipe, paths that are typed at the working
+    directory.
 
     **Examples**
 
     ```text
     shardtune train recipe.yaml --dry-run
+    shardtune train --model Qwen/Qwen3-0.6B --data rows.jsonl
     shardtune train recipe.yaml actor.optim.lr=3e-5 runner.max_epochs=3
+    shardtune train --config recipe.yaml --learning_rate 3e-5 --epochs 3
     shardtune train recipe.yaml runner.nproc_per_node=2
     shardtune train loss=sft model=llama datasets=[ultrachat] ++model.name_or_path=path/to/model
     torchrun --nproc-per-node 2 -m shardtune train recipe.yaml
     ```
     """
-    path, overrides = _split(recipe)
+    path, overrides = split_words(recipe)
     if dry_run:
         from shardtune.run.dry_run import dry_run as rehearse
 
         rehearse(path, *overrides)
         return
+    _train(path, *overrides)
+
+
+def _train(path: str | None, *overrides: str) -> None:
     with listening(own_process=True) as stop:
         with stop.deferred(), starting():  # torch takes seconds; code that is being imported may swallow an exception
             from shardtune.run.api import train as run_training
@@ -137,7 +150,7 @@ def train(
         run_training(path, *overrides)
 
 
-@app.command("eval")
+@app.command("eval", cls=RecipeCommand)
 def evaluate(
     target: Annotated[
         list[str],
@@ -146,23 +159,31 @@ def evaluate(
     checkpoint: Checkpoint = "final",
     trust: Trust = None,
 ) -> None:
-    """Evaluate a run's model, or a recipe's base model, on the recipe's evaluation sets; prints JSON.
+    """Evaluate a run's model, a recipe's base model, or any model, on the evaluation rows of the recipe; prints JSON.
+
+    Paths that are typed start at the working directory; those in the run's recipe are the files that it was trained
+    with.
 
     **Examples**
 
     ```text
     shardtune eval runs/recipe
     shardtune eval runs/recipe --checkpoint best data.eval_data_paths=other.jsonl
+    shardtune eval runs/recipe data.eval_data_paths.math=a.jsonl data.eval_data_paths.chat=b.jsonl
     shardtune eval recipe.yaml eval.generate=true
+    shardtune eval --model Qwen/Qwen3-0.6B --eval_data rows.jsonl
     ```
     """
-    path, overrides = _split(target)
-    if path is None:
+    path, overrides = split_words(target)
+    if path is None and not any(word.partition("=")[0].endswith("model_path") for word in overrides):
         raise ConfigError(
             f"there is nothing to evaluate: {' '.join(target)} names neither a run nor a recipe",
             where="RUN_OR_RECIPE",
-            remedy="shardtune eval runs/recipe, or shardtune eval recipe.yaml",
+            remedy="shardtune eval runs/recipe, or shardtune eval recipe.yaml, or a model and rows: shardtune eval "
+            "--model Qwen/Qwen3-0.6B --eval_data rows.jsonl",
         )
+    if path is not None and (Path(path) / "config.json").is_file():
+        path, overrides = None, without_flags([f"--model={path}"], []) + overrides
     from shardtune.run.api import evaluate as run_evaluation
 
     metrics = run_evaluation(path, *overrides, checkpoint=checkpoint, trust=trust or ())
@@ -172,16 +193,24 @@ def evaluate(
 
 @app.command()
 def generate(
-    run: RunArgument,
-    prompt: Annotated[list[str] | None, typer.Option(help="A user turn to answer; may be repeated.")] = None,
+    run: RunOrModel = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="A user turn to answer; may be repeated.")
+    ] = None,
     file: Annotated[
         Path | None,
-        typer.Option(help="A JSONL file with rows {prompt}, {question} or {messages}, and images; answered in order."),
+        typer.Option(
+            help="A JSONL file with rows {prompt}, {question} or {messages}, and images; answered in order. Relative "
+            "paths of images start at the file."
+        ),
     ] = None,
     image: Annotated[
         list[str] | None,
-        typer.Option(help="An image for every --prompt, in the place of <image> or before the text; a path or a URL."),
+        typer.Option(
+            help="An image for every prompt, in the place of &lt;image&gt; or before the text; a path or a URL."
+        ),
     ] = None,
+    model: ModelOption = None,
     checkpoint: Checkpoint = "final",
     system: Annotated[str | None, typer.Option(help="A system turn before each prompt.")] = None,
     raw: Annotated[
@@ -193,22 +222,27 @@ def generate(
     seed: Seed = 0,
     trust: Trust = None,
 ) -> None:
-    """Answer prompts: plain text for --prompt, JSON lines for --file.
+    """Answer prompts with a run's model or any other: plain text for prompts, JSON lines for --file.
+
+    Decoding is greedy unless --temperature is given. Paths that are typed start at the working directory.
 
     **Examples**
 
     ```text
     shardtune generate runs/recipe --prompt "What is 2 plus 3?"
+    shardtune generate Qwen/Qwen3-0.6B "What is 2 plus 3?"
     shardtune generate runs/recipe --prompt "What is this?" --image photo.jpg
     shardtune generate runs/recipe --file questions.jsonl > answers.jsonl
     shardtune generate runs/recipe --prompt "A rhyme, please." --temperature 0.8 --top-p 0.9 --seed 7
     ```
     """
-    if (not prompt) == (file is None):
+    target, typed = _target("generate", run, model)
+    prompts = [*typed, *(prompt or ())]
+    if (not prompts) == (file is None):
         raise ConfigError(
-            "give either --prompt or --file" if file is None else "--prompt and --file exclude each other",
+            "give a prompt or --file" if file is None else "a prompt and --file exclude each other",
             where="shardtune generate",
-            remedy='shardtune generate RUN --prompt "…", or --file prompts.jsonl',
+            remedy=f'shardtune generate {target} --prompt "…", or --file prompts.jsonl',
         )
     if file is not None and image:
         raise ConfigError(
@@ -218,11 +252,11 @@ def generate(
         )
     from shardtune.cli.chat import Question, answer_line, read_prompts
     from shardtune.evaluate.generate import Sampling
-    from shardtune.run.api import load_run
+    from shardtune.run.plain_model import load_run_or_model
 
-    questions = read_prompts(file) if file else [Question(text, image or []) for text in prompt or ()]
+    questions = read_prompts(file) if file else [Question(text, image or []) for text in prompts]
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    answers = load_run(run, trust=trust or ()).generate(
+    answers = load_run_or_model(target, trust=trust or ()).generate(
         [question.prompt for question in questions],
         checkpoint=checkpoint,
         system=system,
@@ -235,9 +269,22 @@ def generate(
         typer.echo(answer_line(question, answer) if file else printable(answer))
 
 
+def _target(command: str, words: list[str] | None, model: str | None) -> tuple[str, list[str]]:
+    """The run or model that is named, and the words after it."""
+    named = [*([] if model is None else [model]), *(words or ())]
+    if not named:
+        raise ConfigError(
+            "there is no run and no model",
+            where=f"shardtune {command}",
+            remedy=f"shardtune {command} runs/recipe, or a model: shardtune {command} Qwen/Qwen3-0.6B",
+        )
+    return named[0], named[1:]
+
+
 @app.command()
 def chat(
-    run: RunArgument,
+    run: RunOrModel = None,
+    model: ModelOption = None,
     checkpoint: Checkpoint = "final",
     system: Annotated[str | None, typer.Option(help="The system turn.")] = None,
     max_new_tokens: MaxNewTokens = 512,
@@ -246,26 +293,40 @@ def chat(
     seed: Seed = 0,
     trust: Trust = None,
 ) -> None:
-    """Chat with a run's model; /reset clears the conversation, an empty line or Ctrl-D ends it.
+    """Chat with a run's model or any other; /reset clears the conversation, an empty line or Ctrl-D ends it.
 
     **Examples**
 
     ```text
     shardtune chat runs/recipe
+    shardtune chat Qwen/Qwen3-0.6B
     shardtune chat runs/recipe --checkpoint best --system "Be brief." --temperature 0.7
     ```
     """
+    target, more = _target("chat", run, model)
+    if more:
+        raise ConfigError(
+            f"chat reads its turns from the terminal; {more[0]!r} has no meaning here",
+            where="shardtune chat",
+            remedy=f"shardtune chat {target}, or shardtune generate {target} --prompt {more[0]!r}",
+        )
     from shardtune.cli.chat import chat as talk
     from shardtune.evaluate.generate import Sampling
-    from shardtune.run.api import load_run
+    from shardtune.run.plain_model import load_run_or_model
 
-    talk(load_run(run, trust=trust or ()), checkpoint, system, Sampling(max_new_tokens, temperature, top_p, seed))
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    talk(load_run_or_model(target, trust=trust or ()), checkpoint, system, sampling)
 
 
 @app.command()
 def export(
     run: RunArgument,
-    to: Annotated[Path, typer.Option(help="The directory to write; must be new or empty.")],
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="The directory to write; must be new or empty.")
+    ] = None,
+    to: Annotated[
+        Path | None, typer.Option("--to", "--output-dir", "-o", help="The same directory, as an option.")
+    ] = None,
     checkpoint: Checkpoint = "final",
     dtype: Annotated[str, typer.Option(help="auto (the base model's) | fp32 | bf16 | fp16")] = "auto",
     merge: Annotated[bool, typer.Option("--merge", help="Merge a LoRA adapter into the base weights.")] = False,
@@ -276,16 +337,23 @@ def export(
     **Examples**
 
     ```text
-    shardtune export runs/recipe --to my-model
-    shardtune export runs/recipe --to my-model --checkpoint best --dtype bf16
-    shardtune export runs/lora --to my-model --merge
+    shardtune export runs/recipe my-model
+    shardtune export runs/recipe my-model --checkpoint best --dtype bf16
+    shardtune export runs/lora my-model --merge
     ```
     """
     if dtype not in ("auto", "fp32", "bf16", "fp16"):
         raise ConfigError(f"{dtype} is not a dtype for export", where="--dtype", remedy="auto, fp32, bf16 or fp16")
+    target = directory or to
+    if target is None or (directory and to):
+        raise ConfigError(
+            f"two directories are given: {directory} and {to}" if target else "there is no directory to write",
+            where="shardtune export",
+            remedy=f"shardtune export {run} my-model",
+        )
     from shardtune.run.api import load_run
 
-    load_run(run, trust=trust or ()).export(to, checkpoint=checkpoint, dtype=dtype, merge=merge, report=typer.echo)
+    load_run(run, trust=trust or ()).export(target, checkpoint=checkpoint, dtype=dtype, merge=merge, report=typer.echo)
 
 
 @app.command()
@@ -314,7 +382,7 @@ def push(
     typer.echo(publish(run, repo, public=public, revision=revision, replace_card=replace_card, report=typer.echo))
 
 
-@data_app.command("preview")
+@data_app.command("preview", cls=RecipeCommand)
 def preview(
     recipe: RecipeArgument = None,
     rows: Annotated[int, typer.Option(min=1, help="How many training rows to show, and of each evaluation set.")] = 3,
@@ -331,7 +399,7 @@ def preview(
     """
     from shardtune.run.dry_run import preview as show
 
-    path, overrides = _split(recipe)
+    path, overrides = split_words(recipe)
     show(path, *overrides, rows=rows, start=start)
 
 
@@ -354,7 +422,7 @@ def explain_key(
     typer.echo(groups() if key is None else explain(key))
 
 
-@app.command()
+@app.command(cls=RecipeCommand)
 def launch(
     recipe: RecipeArgument = None,
     show: Annotated[bool, typer.Option("--print", help="Print the commands; nothing is run.")] = False,
@@ -367,43 +435,60 @@ def launch(
     ] = None,
     max_restarts: Annotated[int, typer.Option(min=0, help="How often to restart after a loss.")] = 0,
     by: Annotated[
-        str, typer.Option(help="torchrun | slurm | ray | docker | kuberay | jobset | skypilot | all")
-    ] = "all",
+        str | None,
+        typer.Option(
+            help="torchrun | slurm | ray | docker | kuberay | jobset | skypilot | all; by default, to start: Slurm "
+            "where a cluster answers, otherwise this machine; to print: all."
+        ),
+    ] = None,
     array: Annotated[
         str | None,
         typer.Option(help="Slurm: numbers of a job array, one run each; overrides may use $SLURM_ARRAY_TASK_ID."),
     ] = None,
 ) -> None:
-    """Print how to start a recipe on several hosts: commands for torchrun, Slurm and Ray, files for containers.
+    """Start a recipe on this machine or as a job of Slurm, or print how to start it on several hosts.
+
+    With --print nothing is started: commands for torchrun, Slurm and Ray, files for containers.
 
     **Examples**
 
     ```text
+    shardtune launch recipe.yaml --nproc-per-node 8
+    shardtune launch recipe.yaml --nodes 4 --nproc-per-node 8 --by slurm
     shardtune launch recipe.yaml --print --nodes 4 --nproc-per-node 8
     shardtune launch recipe.yaml --print --nodes 2 --nproc-per-node 8 --by slurm > job.sh
-    shardtune launch recipe.yaml --print --by slurm --array 0-3 'actor.seed=$SLURM_ARRAY_TASK_ID' > job.sh
+    shardtune launch recipe.yaml --print --by slurm --array 0-3 'runner.seed=$SLURM_ARRAY_TASK_ID' > job.sh
     shardtune launch recipe.yaml --print --nodes 2 --nproc-per-node 8 --by jobset > jobset.yaml
     ```
     """
     from shardtune.launch.cluster_commands import LAUNCHERS, launch_commands
 
-    path, overrides = _split(recipe)
-    if path is None or not show:
-        raise ConfigError(
-            "launch only prints commands" if path else "there is no recipe to launch",
-            where="shardtune launch",
-            remedy=f"shardtune launch {path or 'recipe.yaml'} --print, or shardtune train {path or 'recipe.yaml'}",
-        )
-    if by not in (*LAUNCHERS, "all"):
+    path, overrides = split_words(recipe)
+    if by is not None and by not in (*LAUNCHERS, "all"):
         raise ConfigError(f"{by} is not a known launcher", where="--by", remedy=f"{', '.join(LAUNCHERS)} or all")
-    launchers = LAUNCHERS if by == "all" else (by,)
+    if not show:
+        from shardtune.cli.launch import Request, start
+
+        request = Request(path, overrides, by, nodes, nproc_per_node, min_nodes, max_restarts, array)
+        start(request, _train, lambda line: typer.echo(line, err=True))
+        return
+    if path is None:
+        raise ConfigError(
+            "there is no recipe to launch", where="shardtune launch", remedy="shardtune launch recipe.yaml --print"
+        )
+    launchers = LAUNCHERS if by in (None, "all") else (by,)
     again = {"fewest": min_nodes, "restarts": max_restarts}
     typer.echo(launch_commands(path, overrides, nodes, nproc_per_node, launchers, **again, array=array))
 
 
-@app.command()
-def models(recipe: RecipeArgument = None) -> None:
-    """List the values of actor.model.model_type: built in, from installed packages, and from a recipe's plugins.
+@app.command(cls=RecipeCommand)
+def models(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RECIPE.yaml] [WORD …]", help="A recipe with plugins; words to search for: qwen3."),
+    ] = None,
+) -> None:
+    """List the values of actor.model.model_type, or search them: built in, from installed packages, from plugins.
 
     Of the built-in ones, the architectures that have been trained with the numbers of plain transformers, by how:
     packed, only rows of one length in a forward, or one row per forward. Others may train too; a probe checks each
@@ -413,26 +498,18 @@ def models(recipe: RecipeArgument = None) -> None:
 
     ```text
     shardtune models
+    shardtune models qwen3
     shardtune models recipe.yaml
-    shardtune models | grep -o "qwen[^,]*"
     ```
     """
-    from shardtune.config import load_recipe
-    from shardtune.config.model_names import describe, known_names
-    from shardtune.config.user_code import import_plugins
-    from shardtune.models.find_adapter import known_architectures
-    from shardtune.models.registered_functions import MODEL_TYPES
+    from shardtune.cli.model_list import is_recipe, listing, read_plugins, search
 
-    if recipe:
-        path, overrides = _split(recipe)
-        import_plugins(load_recipe(path, overrides, files_must_exist=False).plugins)
-    known = known_architectures()
-    for name, meaning in MODEL_TYPES.items():
-        typer.echo(f"{name}: {meaning}")
-        for how, architectures in known.get(name, {}).items():
-            typer.echo(f"  {how}: {len(architectures)} architectures seen to train: {', '.join(architectures)}")
-    for name in known_names():
-        typer.echo(f"{name}: {describe(name)}")
+    overrides = [word for word in words or () if is_override(word)]
+    recipe = next((word for word in words or () if is_recipe(word)), None)
+    wanted = [word for word in words or () if word != recipe and word not in overrides]
+    read_plugins(recipe, overrides)
+    for line in search(wanted) if wanted else listing():
+        typer.echo(line)
 
 
 @app.command()
@@ -483,6 +560,28 @@ def init(
     from shardtune.cli.init import next_steps, write_starter
 
     typer.echo(next_steps(write_starter(name, to)))
+
+
+@app.command()
+def version() -> None:
+    """Print the version.
+
+    **Examples**
+
+    ```text
+    shardtune version
+    shardtune --version
+    ```
+    """
+    from importlib.metadata import version as version_of
+
+    typer.echo(f"shardtune {version_of('shardtune')}")
+
+
+@app.command("help", hidden=True)
+def help_(context: typer.Context) -> None:
+    """Print the list of commands; `shardtune help COMMAND`, the help of one."""
+    typer.echo(context.parent.get_help() if context.parent else "")
 
 
 @app.command()

@@ -56,6 +56,8 @@ def wrong_usage(error: typer.BadParameter) -> ConfigError:
 
 def end(error: BaseException) -> NoReturn:
     """Print an error once, or report it to the launcher, and leave with its exit code."""
+    if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
+        leave(1)  # nobody reads any more, as in `shardtune --help | head`
     error = _as_users(error)
     rank = int(os.environ.get("RANK", "0"))
     launched = "SHARDTUNE_REPORT_DIR" in os.environ

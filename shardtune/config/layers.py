@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pydantic import BaseModel
@@ -63,14 +63,18 @@ class Merged:
         return get_value(self.tree, dotted)
 
 
-def merge(layers: Iterable[Layer]) -> tuple[Merged, list[ConfigError]]:
+def merge(layers: Iterable[Layer], prepare: Callable[[Layer], Layer]) -> tuple[Merged, list[ConfigError]]:
     """Merge layers, later ones winning; keys that the schema lacks are left out and reported.
 
     Sections and free mappings (`actor.optim.args`) merge key by key; every other value replaces the earlier one whole.
+
+    Args:
+        layers: earlier ones first.
+        prepare: is applied to each layer, whose keys are in our places.
     """
     merged = Merged({}, {})
     problems: list[ConfigError] = []
-    for layer in layers:
+    for layer in map(prepare, layers):
         problems += _lay(layer.tree, Recipe, "", merged.tree, layer, merged.origins)
     return merged, problems
 
@@ -114,8 +118,18 @@ def _nothing_inside(dotted: str, previous: object, layer: Layer) -> ConfigError:
         f"{layer.named}: {dotted} is {shown if len(shown) <= 120 else shown[:100] + ' …'}, which has no "
         f"{layer.named.removeprefix(dotted + '.')}",
         where=layer.origin,
-        remedy=f"give the whole value: '{dotted}=…', e.g. a list [{{path: a.jsonl, weight: 2}}, b.jsonl]",
+        remedy=f"give the whole value: {_whole(dotted, previous, layer)}",
     )
+
+
+def _whole(dotted: str, previous: object, layer: Layer) -> str:
+    """The override to type instead: with both, if the earlier value can be a named set beside the new one."""
+    added = get_value(layer.tree, dotted)
+    if dotted == "data.eval_data_paths" and isinstance(previous, str) and isinstance(added, Mapping):
+        sets = {"eval": previous, **added}
+        if all(isinstance(value, str) for value in sets.values()):
+            return f"'{dotted}={{{', '.join(f'{name}: {value}' for name, value in sets.items())}}}'"
+    return f"'{dotted}=…', e.g. a list [{{path: a.jsonl, weight: 2}}, b.jsonl]"
 
 
 def unknown_key(dotted: str, where: str, section: type[BaseModel], prefix: str, value: object = None) -> ConfigError:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -21,7 +23,7 @@ from shardtune.config.halos import NAMES, translate
 from shardtune.config.key_forms import at_present_keys
 from shardtune.config.keys import HALOS_DEFAULTS, KEYS, allowed, nearest
 from shardtune.config.layers import Layer, Merged, merge, raise_all
-from shardtune.config.overrides import GROUPS, read_overrides
+from shardtune.config.overrides import DATA, GROUPS, MODEL, CommandLine, read_overrides
 from shardtune.config.paths import make_absolute, named_files, user_path
 from shardtune.config.recipe_config import RecipeConfig
 from shardtune.config.recipe_file import read_file, read_mapping, read_value
@@ -40,6 +42,7 @@ from shardtune.config.schema import (
     short_key,
 )
 from shardtune.config.tree import Tree, get_section, get_value, set_value
+from shardtune.config.typed_paths import TYPED, from_working_directory
 from shardtune.config.values import escape_interpolation
 from shardtune.errors import ConfigError, cut
 
@@ -48,6 +51,8 @@ RecipeSource: TypeAlias = str | Path | Mapping[str, object] | DictConfig
 EXPERIMENT_NAME = "runner.logger.experiment_name"
 LOG_PATH = "runner.logger.log_path"
 ALLOWED = "runner.allow_changes"
+NAMES_ENOUGH = ("model_path", "train_data_paths")
+"""Endings of the keys that a run without a recipe begins with."""
 ENTRY_TYPES: dict[str, type[BaseModel]] = {
     "actor.optim.groups": ParameterGroup,
     "data.train_data_paths": DataEntry,
@@ -82,11 +87,11 @@ def load_recipe(
         unchanged = recipe.unchanged_recipe()
         if unchanged is not None:
             return unchanged
-    written = _read(recipe, overrides)
     command = read_overrides(overrides)
+    written = _read(recipe, overrides, command)
     (first, *others), twice = _at_present_keys([written, *command.values])
     halos = translate([first, *command.groups, *others], in_memory)
-    merged, unknown = merge(halos.layers)
+    merged, unknown = merge(halos.layers, partial(from_working_directory, beside=_base(recipe)))
     earlier = recipe.spelling if isinstance(recipe, RecipeConfig) else None
     names = dict(earlier.written if earlier else first.written)
     names |= {key: name for layer in others for key, name in layer.written.items()}
@@ -108,7 +113,8 @@ def load_recipe(
     if unresolved or mistyped:  # contradictions can only be found between values of the right types
         report(problems)
     if get_value(tree, EXPERIMENT_NAME) is None:
-        set_value(tree, EXPERIMENT_NAME, _name(recipe) or command.name or "run")
+        named = "run" if recipe is not None else _named_after(tree)
+        set_value(tree, EXPERIMENT_NAME, _name(recipe) or command.name or named)
     changes = get_section(tree, "runner")
     changes["allow_changes"] = [present_key(str(name)) for name in _listed(changes["allow_changes"])]
     with spelling.in_errors():
@@ -134,7 +140,7 @@ def _former_names(names: Mapping[str, str]) -> list[str]:
     return [f"former names of keys, which go on working: {', '.join(used)}"] if used else []
 
 
-def _read(recipe: RecipeSource | None, overrides: Sequence[str]) -> Layer:
+def _read(recipe: RecipeSource | None, overrides: Sequence[str], command: CommandLine) -> Layer:
     if isinstance(recipe, str | Path):
         return _of_shardtune(read_file(user_path(recipe, "RECIPE")))
     if isinstance(recipe, Mapping | DictConfig):
@@ -145,11 +151,13 @@ def _read(recipe: RecipeSource | None, overrides: Sequence[str]) -> Layer:
         kind = type(recipe).__name__
         raise ConfigError(f"a recipe is a path, a dict or a DictConfig, not a {kind}", remedy="give one of them")
     chosen = {override.lstrip("+").partition("=")[0] for override in overrides}
+    if not command.groups and any(layer.named.endswith(NAMES_ENOUGH) for layer in command.values):
+        return Layer({}, "command line")
     if not chosen & set(GROUPS):
-        groups = "loss=sft model=llama datasets=[ultrachat]"
-        given = " ".join(overrides) or "nothing"
         raise ConfigError(
-            "there is no recipe", where=f"given: {given}", remedy=f"name a YAML file, or config groups: {groups}"
+            "there is no recipe",
+            where=f"given: {' '.join(overrides) or 'nothing'}",
+            remedy="name a YAML file, or a model and rows: shardtune train --model Qwen/Qwen3-0.6B --data rows.jsonl",
         )
     return Layer(HALOS_DEFAULTS if "loss" in chosen else {}, "config groups")
 
@@ -168,6 +176,18 @@ def _of_shardtune(recipe: Layer) -> Layer:
 
 def _name(recipe: RecipeSource | None) -> str | None:
     return Path(recipe).stem if isinstance(recipe, str | Path) else None
+
+
+def _named_after(tree: Tree) -> str:
+    """The name of a run without a recipe: of its model and its first rows, as in `Qwen3-0.6B-rows`."""
+    rows = get_value(tree, DATA)
+    while isinstance(rows, list | dict) and rows:
+        rows = rows.get("path") if isinstance(rows, dict) else rows[0]
+    model = str(get_value(tree, MODEL) or "")
+    paths = [Path(model).expanduser().resolve() if model in (".", "..") else Path(model)]
+    paths += [Path(rows.partition("*")[0])] if isinstance(rows, str) else []
+    names = [re.sub(r"[^\w.-]+", "-", path.name if path == paths[0] else path.name.partition(".")[0]) for path in paths]
+    return "-".join(name.strip("-.")[:60] for name in names if name.strip("-.")) or "run"
 
 
 def _base(recipe: RecipeSource | None) -> Path:
@@ -366,7 +386,8 @@ def _missing_files(recipe: Recipe) -> list[ConfigError]:
         ConfigError(
             f"{dotted}: there is no {path}",
             where=recipe.where(dotted),
-            remedy="check the name; a relative path starts at the recipe's own directory",
+            remedy="check the name; a relative path starts at the "
+            + ("working directory" if str(recipe.where(dotted)).startswith(TYPED) else "recipe's own directory"),
         )
         for dotted, path in named_files(recipe.to_dict())
         if not Path(path).exists()

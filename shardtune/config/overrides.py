@@ -12,8 +12,9 @@ from pathlib import Path
 
 from shardtune.config.keys import ALIASES, IN_ROWS
 from shardtune.config.layers import Layer
+from shardtune.config.paths import exists
 from shardtune.config.recipe_file import MOST_LEVELS, unresolved
-from shardtune.config.schema import is_actors, present_key
+from shardtune.config.schema import is_actors, present_key, short_key
 from shardtune.config.shown import as_written
 from shardtune.config.tree import Tree, get_section, set_value
 from shardtune.errors import ConfigError, cut
@@ -24,6 +25,7 @@ GROUPS = ("loss", "model", LISTED_GROUP)
 LISTS = {name: ALIASES[name] for name in (LISTED_GROUP, "train_datasets", "test_datasets")}
 """Names under which choices of the listed group may be given, and our keys."""
 CHOOSING = (*GROUPS, *(name for name in LISTS if name != LISTED_GROUP))
+MODEL, DATA = "actor.model.model_path", "data.train_data_paths"
 TEST = "test"  # of an entry of `datasets`: the split that HALOs evaluates on
 
 
@@ -40,6 +42,11 @@ class Override:
     text: str
     key: str
     value: object
+
+    @property
+    def name(self) -> str:
+        """The key as the user wrote it, without `+`."""
+        return self.text.partition("=")[0].lstrip("+")
 
     @property
     def origin(self) -> str:
@@ -124,8 +131,22 @@ def _parse(texts: Sequence[str]) -> list[Override]:
                 where=" ".join(texts),
                 remedy="write a list in brackets, key=[a,b], or text with a comma in quotes, 'key=\"a,b\"'",
             )
-        parsed.append(Override(text, override.key_or_group, value))
+        parsed.append(Override(text, _in_full(override.key_or_group, value), value))
     return parsed
+
+
+def _in_full(key: str, value: object) -> str:
+    """The key that is meant: `model=DIRECTORY`, `model=org/name` and `data=rows.jsonl` name the model and the rows."""
+    if key == "data" and isinstance(value, str | list):
+        return DATA
+    if (
+        key == "model"
+        and isinstance(value, str)
+        and value not in options(key)
+        and ("/" in value or exists(Path(value)))
+    ):
+        return short_key(MODEL)
+    return key
 
 
 def _check_depth(text: str) -> None:
@@ -151,9 +172,9 @@ def _refuse_two_names(parsed: Sequence[Override]) -> None:
         ours = theirs or present_key(override.key)
         other = given.setdefault(ours, override)
         of_halos = theirs is not None or other.key in {**ALIASES, **IN_ROWS}
-        if other.key != override.key and (of_halos or other.value != override.value):
+        if other.name != override.name and (of_halos or other.value != override.value):
             raise ConfigError(
-                f"{other.key} and {override.key} are two names of {ours}, given as {as_written(other.value)} "
+                f"{other.name} and {override.name} are two names of {ours}, given as {as_written(other.value)} "
                 f"and {as_written(override.value)}",
                 where=f"overrides {other.text} and {override.text}",
                 remedy="keep one of them",

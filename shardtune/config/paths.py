@@ -30,6 +30,10 @@ PATH_KEYS = {
 }
 """Keys that hold a path, and the word in its place that is none."""
 
+DATA_KEYS = ("data.train_data_paths", "data.eval_data_paths")
+ALL_KEYS = ("plugins", "runner.logger.log_path", *MODEL_KEYS, *FUNCTION_KEYS, *PATH_KEYS, *DATA_KEYS)
+"""All keys that may hold a path."""
+
 
 def user_path(text: str | Path, where: str | None) -> Path:
     """A path that a user gave, with `~` expanded.
@@ -68,7 +72,7 @@ def make_absolute(tree: Tree, base: Path, origins: Mapping[str, str] | None = No
     """Make every path of a resolved recipe absolute, in place.
 
     Args:
-        tree: the recipe, all keys present and valid.
+        tree: the recipe, all keys present and valid; or some of its keys.
         base: the recipe's directory, which all paths but the log path are relative to; that one is relative to the
             working directory.
         origins: dotted key -> where it was given, for messages.
@@ -87,9 +91,11 @@ def make_absolute(tree: Tree, base: Path, origins: Mapping[str, str] | None = No
         for key in keys:
             with _named(key, origins):
                 _change(tree, key, change)
-    for key in ("data.train_data_paths", "data.eval_data_paths"):
-        with _named(key, origins):
-            set_value(tree, key, _sources(get_value(tree, key), base))
+    for key in DATA_KEYS:
+        sources = get_value(tree, key)
+        if sources is not None:
+            with _named(key, origins):
+                set_value(tree, key, _sources(sources, base))
 
 
 @contextmanager
@@ -116,7 +122,7 @@ def _change(tree: Tree, key: str, change: Callable[[str], str]) -> None:
     if isinstance(value, str):
         set_value(tree, key, change(value))
     elif isinstance(value, list):
-        set_value(tree, key, [change(text) for text in value])
+        set_value(tree, key, [change(text) if isinstance(text, str) else text for text in value])
 
 
 def _texts(value: object) -> list[str]:
@@ -128,7 +134,8 @@ def _absolute(path: str, base: Path) -> str:
     return os.path.normpath(user_path(base / user_path(path, None), None))
 
 
-def _exists(path: Path) -> bool:
+def exists(path: Path) -> bool:
+    """Whether there is a file or directory; false for a name that none can have."""
     try:
         return path.exists()
     except OSError:  # its name is too long
@@ -141,7 +148,7 @@ def _looks_like_path(text: str) -> bool:
 
 def _model(text: str, base: Path) -> str:
     """A model's directory made absolute; `org/name` that is no directory here is left as a Hub name."""
-    return _absolute(text, base) if _looks_like_path(text) or _exists(base / text) else text
+    return _absolute(text, base) if _looks_like_path(text) or exists(base / text) else text
 
 
 def _plugin(text: str, base: Path) -> str:
@@ -159,7 +166,7 @@ def _sources(value: object, base: Path) -> object:
         return [_sources(item, base) for item in value]
     if isinstance(value, dict):
         if "path" in value:
-            return {**value, "path": _source(value["path"], base)}
+            return {**value, "path": _sources(value["path"], base)}
         return {name: _sources(item, base) for name, item in value.items()}
     return _source(value, base) if isinstance(value, str) else value
 
@@ -168,4 +175,4 @@ def _source(text: str, base: Path) -> str:
     if "://" in text:
         return text
     path = _looks_like_path(text) or glob.has_magic(text) or Path(text).suffix.lower() in FORMATS + COMPRESSIONS
-    return _absolute(text, base) if path or _exists(base / text) else text
+    return _absolute(text, base) if path or exists(base / text) else text

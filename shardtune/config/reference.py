@@ -38,12 +38,16 @@ data:
   meaning is in the tables below; `+key=` and `++key=` are the same as `key=`. Mappings with names of your choice
   (`optim.args`) merge key by key, and `data.eval_data_paths.math=a.jsonl` sets one of several named sets;
   everything else is replaced.
+- **Flags.** `--actor.optim.lr 3e-5` is the same as `actor.optim.lr=3e-5`. A flag may be the last part of a key
+  (`--max_length`), or the name that is usual in other trainers where one key means the same (`--learning_rate`,
+  `--epochs`, `--output_dir`). `--config recipe.yaml` names the recipe; without one, `--model` and `--data` are enough.
+  `--data` may be repeated.
 - **References.** `${runner.seed}` is replaced by the value of that key, `${oc.env:HOME}` by an environment variable;
   stored recipes keep the latter as written, so that no secret is stored, and the run goes on with the same value only.
   The key's type decides what the value is: `runner.seed: ${oc.env:SEED,7}` is a whole number. Write
   `\\${` for the characters themselves.
-- **Paths** are relative to the recipe's own directory, on the command line too; only `runner.logger.log_path` starts at
-  the working directory. A data or model path that neither exists nor looks like a file (`./`, for data also `*` or a
+- **Paths** in a recipe are relative to its own directory; paths in overrides, and `runner.logger.log_path`, to the
+  working directory. A data or model path that neither exists nor looks like a file (`./`, for data also `*` or a
   suffix such as `.jsonl`) is a name on the Hub.
 - **Mistakes.** Unknown keys, wrong types and contradictions are reported together, with file and line, before anything
   starts.

@@ -10,7 +10,9 @@ from functools import partial
 from pathlib import Path
 
 from shardtune.config import Recipe, load_recipe
+from shardtune.config.paths import ALL_KEYS
 from shardtune.config.rank_layout import Layout
+from shardtune.config.typed_paths import TYPED
 from shardtune.errors import ConfigError
 from shardtune.launch.container_files import Job, dockerfile, job_set, ray_job, sky_task
 from shardtune.launch.rank_logs import LOGS
@@ -205,7 +207,9 @@ def _ray(recipe: Recipe, hosts: Hosts, command: list[str]) -> str:
     keys.append("runner.ray.address=auto")
     train, recipe_file, *overrides = command
     log_path = f"runner.logger.log_path={recipe.runner.logger.log_path}"
-    job = [train, str(Path(recipe_file).absolute()), *overrides, *keys, log_path]
+    job = ["shardtune", train, str(Path(recipe_file).absolute()), *overrides, *keys, log_path]
+    if any(str(recipe.where(key)).startswith(TYPED) for key in ALL_KEYS):  # typed paths start at the working directory
+        job = ["env", "-C", str(Path.cwd()), *job]
     return "\n".join([
         "# Ray, on the first host. The token keeps others out; every host needs a copy of ~/.ray/auth_token.",
         "export RAY_AUTH_MODE=token",
@@ -218,7 +222,7 @@ def _ray(recipe: Recipe, hosts: Hosts, command: list[str]) -> str:
         "# then on the first host; ray stop on each host ends the cluster",
         f"shardtune {shlex.join([*command, *keys])}",
         "# or as a job, on the first host too; paths are absolute, because a job has a directory of its own",
-        f"ray job submit --address=http://127.0.0.1:8265 -- shardtune {shlex.join(job)}",
+        f"ray job submit --address=http://127.0.0.1:8265 -- {shlex.join(job)}",
     ])  # fmt: skip
 
 

@@ -44,6 +44,7 @@ from shardtune.run.display import Display
 from shardtune.run.exporting import exporting
 from shardtune.run.identity import CONFIG, FINAL, MANIFEST, read_manifest
 from shardtune.run.model_card import CARD, RunRecord, make_card
+from shardtune.run.overridden import EVERYTHING, overridden
 from shardtune.run.preflight import check_same_rows, is_one_of_several, read_together
 from shardtune.run.prompts import PromptBuilder
 from shardtune.run.push import check_push, push
@@ -261,8 +262,7 @@ class Run:
             episodes_dir: where the episodes of evaluations are written; None: nowhere.
         """
         recipe, context = self.executable_recipe(), RunContext(report=silent, episodes_dir=episodes_dir)
-        if overrides:
-            recipe = load_recipe(recipe.to_dict(), overrides, in_memory=EVERYTHING, files_must_exist=False)
+        recipe = overridden(recipe, overrides)
         import_plugins(recipe.plugins)
         path = self.dir / FINAL if checkpoint == "final" else None
         if path is None:
@@ -435,51 +435,47 @@ class Run:
 
 
 def evaluate(
-    target: str | Path, *overrides: str, checkpoint: str = "final", trust: Sequence[str] = ()
+    target: str | Path | None, *overrides: str, checkpoint: str = "final", trust: Sequence[str] = ()
 ) -> dict[str, float]:
     """Evaluate a run directory, or the model that a recipe names, on as many ranks as the recipe sets.
 
     Args:
-        target: a run directory or a recipe.
+        target: a run directory or a recipe; None: `overrides` name a model and rows.
         overrides: `key=value` on top of the recipe.
         checkpoint: of a run: final, latest, best, a step, or a path.
         trust: of a run: code that its recipe names and that may be executed, as for `load_run`.
     """
-    is_run = Path(target).is_dir()
-    if is_run:
-        _require_same_worker(load_run(target, trust=trust))
-    recipe = load_run(target).recipe if is_run else load_recipe(target, overrides, in_memory=EVERYTHING[1:2])
-    if is_run and overrides:
-        recipe = load_recipe(recipe.to_dict(), overrides, in_memory=EVERYTHING, files_must_exist=False)
+    run_dir = None if target is None or not Path(target).is_dir() else Path(target)
+    if run_dir is None:
+        recipe = load_recipe(target, overrides, in_memory=EVERYTHING[1:2])
+    else:
+        _require_same_worker(load_run(run_dir, trust=trust))
+        recipe = overridden(load_run(run_dir).recipe, overrides)
     if (recipe.runner.nproc_per_node > 1 or recipe.runner.launcher == "ray") and "RANK" not in os.environ:
-        # A rank on another host has no record of the code that is executed here.
-        consent = [word for name in named_code(recipe) for word in ("--trust", name)] if is_run else []
-        words = ["eval", str(target), *overrides, "--checkpoint", checkpoint, *consent]
-        _evaluate_on_ranks(words, recipe, is_run=is_run)
+        _evaluate_on_ranks(target, overrides, checkpoint, recipe)
         return {}
     if "RANK" in os.environ:
         end_with_parent()
     with recipe.spelling.in_errors():
-        return _evaluate(recipe, target, overrides, checkpoint=checkpoint, trust=trust, is_run=is_run)
+        return _evaluate(recipe, run_dir, overrides, checkpoint=checkpoint, trust=trust)
 
 
 def _evaluate(
     recipe: Recipe,
-    target: str | Path,
+    run_dir: Path | None,
     overrides: Sequence[str],
     *,
     checkpoint: str,
     trust: Sequence[str],
-    is_run: bool,
 ) -> dict[str, float]:
     """`evaluate` on this rank."""
     peers = read_together(lambda: recipe)[1] if is_one_of_several() else None
     logger = recipe.runner.logger
-    run_samples = Path(target) / SAMPLES / Path(checkpoint).name
-    episodes = run_samples if is_run else Path(logger.log_path) / f"{logger.experiment_name}-episodes"
-    if is_run:
-        worker = load_run(target, trust=trust).worker(checkpoint, *overrides, episodes_dir=episodes)
+    if run_dir is not None:
+        episodes = run_dir / SAMPLES / Path(checkpoint).name
+        worker = load_run(run_dir, trust=trust).worker(checkpoint, *overrides, episodes_dir=episodes)
     else:
+        episodes = Path(logger.log_path) / f"{logger.experiment_name}-episodes"
         import_plugins(recipe.plugins)
         worker = make_worker(recipe, training=False, report=Display().report)
         worker.setup_evaluation(context=RunContext(episodes_dir=episodes))
@@ -487,7 +483,7 @@ def _evaluate(
     if not worker.evaluates:
         raise _nothing_to_evaluate()
     if worker.ranks.is_main:
-        model = f"{target}, checkpoint {checkpoint}" if is_run else str(recipe.actor.model.model_path)
+        model = str(recipe.actor.model.model_path) if run_dir is None else f"{run_dir}, checkpoint {checkpoint}"
         Display().report(f"evaluating {model} on {_evaluated_on(worker, episodes)}")
     with Display().during("evaluating") if worker.ranks.is_main else nullcontext():
         metrics = evaluation_method(worker)()
@@ -509,15 +505,21 @@ def _evaluated_on(worker: FSDPSftWorker, episodes: Path) -> str:
     return f"{rows} and {played}" if announced else played
 
 
-def _evaluate_on_ranks(arguments: list[str], recipe: Recipe, *, is_run: bool) -> None:
-    runner = recipe.runner
+def _evaluate_on_ranks(target: str | Path | None, overrides: Sequence[str], checkpoint: str, recipe: Recipe) -> None:
+    runner, is_run = recipe.runner, target is not None and Path(target).is_dir()
+    # A rank on another host has no record of the code that is executed here.
+    consent = [word for name in named_code(recipe) for word in ("--trust", name)] if is_run else []
+    rest = ["--checkpoint", checkpoint, *consent]
     if runner.launcher == "local":
-        run_ranks(arguments, runner.nproc_per_node, master_port=runner.master_port)
+        named = [] if target is None else [str(target)]
+        run_ranks(["eval", *named, *overrides, *rest], runner.nproc_per_node, master_port=runner.master_port)
         return
     from shardtune.launch.ray import connected, run_ranks_on_ray
 
-    arguments[1] = str(Path(arguments[1]).absolute()) if is_run else "RECIPE"
+    # The recipe that is sent has the overrides in it.
+    words = [str(Path(target).absolute()), *overrides] if target is not None and is_run else ["RECIPE"]
     with listening() as stop, connected(runner) as cluster:
+        arguments = ["eval", *words, *rest]
         run_ranks_on_ray(cluster, arguments, recipe, runner.workers, {}, stop=stop, report=silent, bare=True)
 
 
@@ -574,7 +576,6 @@ def _nothing_to_evaluate() -> ConfigError:
     )
 
 
-EVERYTHING = ("actor.model.model_path", "data.train_data_paths", "data.eval_data_paths")
 NO_EVALUATION = ("data.eval_data_paths=null", "data.eval_split=0", "eval.generate=false", "eval.metrics=[]", *(
     "eval.environment=null",
     "runner.eval_before_training=false", "runner.eval_interval=-1", "runner.early_stop.enabled=false",

@@ -16,7 +16,7 @@ from shardtune.run.api import Run
 
 
 class Encoder:
-    tokenizer = object()
+    tokenizer = template = object()
 
     @staticmethod
     def prompt(messages: list[dict[str, Any]]) -> np.ndarray:

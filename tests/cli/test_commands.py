@@ -313,7 +313,7 @@ def test_final_stops_at_its_end_of_turn_in_plain_transformers(learned: Path) -> 
 
 
 def test_an_export_is_a_model_of_its_own(learned: Path, tmp_path: Path) -> None:
-    told = run_cli("export", "runs/learned", "--to", str(tmp_path / "out"), "--dtype", "bf16")
+    told = run_cli("export", "runs/learned", str(tmp_path / "out"), "--dtype", "bf16")
     assert told.code == 0, told.err
     assert "gives the same logits" in told.out
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -323,6 +323,8 @@ def test_an_export_is_a_model_of_its_own(learned: Path, tmp_path: Path) -> None:
     card = (tmp_path / "out" / "README.md").read_text()
     assert "Loaded in a new process after the export" in card
     assert "gives the same logits" in card
+    for model in (tmp_path / "out", "runs/learned/final"):
+        assert run_cli("generate", str(model), "Say two.", "Say one.").out == "#### 2\n#### 1\n"
 
 
 def test_chat_in_a_terminal(learned: Path) -> None:

@@ -6,6 +6,7 @@ import builtins
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,6 +78,9 @@ def test_generate(trained: Outcome, work: Path) -> None:
     assert filed.code == 0, filed.err
     answers = [json.loads(line)["answer"] for line in filed.out.splitlines()]
     assert "".join(f"{answer}\n" for answer in answers[:2]) == told.out
+    shutil.copytree("runs/demo/final", "taken")
+    taken = run_cli("generate", "taken", "<image>?", "?", "--image", "images/1_0.png", *few)
+    assert taken.out == told.out, taken.err
     run = shardtune.load_run("runs/demo")
     picture = Image.open("images/1_0.png")
     sampling = shardtune.evaluate.generate.Sampling(max_new_tokens=4)

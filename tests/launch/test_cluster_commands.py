@@ -83,6 +83,8 @@ def test_what_ray_is_given_is_a_recipe(recipe: str) -> None:
     assert of_job.runner.workers == 16
     assert f"runner.logger.log_path={of_job.runner.logger.log_path}" in job
     assert Path(of_job.runner.logger.log_path).is_absolute()  # a job's directory is Ray's, and is deleted
+    typed = launch_commands(recipe, ["runner.nproc_per_node=8", "data.chat_template=mine.jinja"], 2, None, ["ray"])
+    assert f"-- env -C {Path.cwd()} shardtune train" in typed  # a path that is typed starts there
     before_start, _, _ = text.partition("ray start --head")
     assert "ray get-auth-token --generate" in before_start
     assert text.count("export RAY_AUTH_MODE=token") == 2  # on the first host, and on every other
@@ -108,7 +110,7 @@ def test_the_command(recipe: str) -> None:
         "num_nodes: 2",
     ):
         assert program in shown.out
-    refused = run_cli("launch", recipe)
+    refused = run_cli("launch", recipe, "--by", "kuberay")
     assert refused.code == 2
     assert "--print" in refused.err
     assert run_cli("launch", recipe, "--print", "--by", "mpi").code == 2

@@ -139,7 +139,8 @@ def missing_template(where: str) -> DataError:
     return DataError(
         "the tokenizer has no chat template, so conversations cannot be rendered",
         where=where,
-        remedy="set data.chat_template to chatml or to a Jinja file, or use the instruction-tuned model's tokenizer",
+        remedy="set data.chat_template to chatml or to a Jinja file, or use the instruction-tuned model's tokenizer; "
+        "shardtune generate --raw needs no template",
     )
 
 

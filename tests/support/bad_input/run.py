@@ -189,7 +189,8 @@ COMMANDS: list[Case] = [
     Case("an unknown command", "trian recipe.yaml", says="trian | train"),
     with_keys("an unknown option", "--dryrun", says="--dryrun | --dry-run"),
     with_keys("a word that is no override", "actor.optim.lr", "1e-3", says="'actor.optim.lr' | key=value"),
-    Case("evaluate what is no run", "eval model", says="model | not a run directory | shardtune train"),
+    Case("evaluate what is no run", "eval runs", says="runs | not a run directory | shardtune train"),
+    Case("evaluate a model on nothing", "eval model", says="nothing to evaluate on | data.eval_data_paths"),
     Case("evaluate what is not there", "eval nothing", says="no such recipe | nothing | remedy"),
     Case(
         "evaluate without data",

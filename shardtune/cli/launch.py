@@ -1,0 +1,127 @@
+"""Starts a recipe where it can be started from here: on this machine, or as a job of Slurm."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shardtune.errors import ConfigError
+from shardtune.launch.slurm_script import SINFO_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a user wants to be started.
+
+    Attributes:
+        recipe: the file; None: the overrides name a model and rows.
+        overrides: `key=value` on top of it.
+        by: the launcher; None: the one that is found.
+        nodes: hosts.
+        per_node: ranks on each; None: as in the recipe.
+        fewest: hosts needed to continue after a loss; None: all.
+        restarts: how often to restart after a loss.
+        array: numbers of a job array of Slurm.
+    """
+
+    recipe: str | None
+    overrides: Sequence[str]
+    by: str | None
+    nodes: int
+    per_node: int | None
+    fewest: int | None
+    restarts: int
+    array: str | None
+
+
+def start(request: Request, train: Callable[..., None], report: Callable[[str], None]) -> None:
+    """Start a recipe and wait for its end, or submit it as a job.
+
+    Args:
+        request: what to start.
+        train: runs `shardtune train` with a recipe and overrides.
+        report: receives one line of text for the user.
+
+    Raises:
+        ConfigError: it cannot be started from here.
+    """
+    by = request.by or ("slurm" if _submits(request) else "local")
+    if by == "slurm":
+        report(_submit(request))
+        return
+    words = shlex.join([request.recipe or "recipe.yaml", *request.overrides])
+    remote = request.nodes > 1 or by not in ("local", "torchrun", "ray")
+    if remote or request.array is not None:
+        what = f"{request.nodes} hosts need a command on each" if request.nodes > 1 else f"{by} needs files of its own"
+        raise ConfigError(
+            "an array of jobs is for Slurm" if request.array is not None else f"{what}, and no Slurm answers here",
+            where="shardtune launch",
+            remedy=f"shardtune launch {words} --nodes {request.nodes} --print"
+            + (f" --by {by}" if by != "local" else "")
+            + " shows how to start it",
+        )
+    keys = _keys(request, by)
+    report(f"here, by: shardtune train {shlex.join([*filter(None, [request.recipe]), *request.overrides, *keys])}")
+    train(request.recipe, *request.overrides, *keys)
+
+
+def _submits(request: Request) -> bool:
+    """Whether a job is submitted: Slurm is here, and this is no job of it, in which the ranks can be started."""
+    return (request.nodes > 1 or "SLURM_JOB_ID" not in os.environ) and _has_slurm()
+
+
+def _has_slurm() -> bool:
+    """Whether a cluster answers: the programs alone may be installed without one."""
+    if shutil.which("sbatch") is None:
+        return False
+    try:
+        return subprocess.run(["sinfo", "--noheader"], capture_output=True, timeout=SINFO_SECONDS).returncode == 0
+    except (OSError, subprocess.SubprocessError):
+        return False
+
+
+def _keys(request: Request, by: str) -> list[str]:
+    """The overrides for ranks on this machine."""
+    count = request.per_node
+    keys = [f"runner.max_restarts={request.restarts}"] if request.restarts else []
+    if by == "ray":
+        keys.append("runner.launcher=ray")
+        return keys if count is None else [*keys, f"runner.num_ranks={count}"]
+    return keys if count is None else [*keys, f"runner.nproc_per_node={count}"]
+
+
+def _submit(request: Request) -> str:
+    """Submit the job script that `--print --by slurm` shows; returns what sbatch prints."""
+    from shardtune.config import load_recipe
+    from shardtune.launch.cluster_commands import launch_commands
+
+    if request.recipe is None:
+        raise ConfigError(
+            "a job needs a recipe", where="shardtune launch", remedy="write the overrides into a YAML file, and name it"
+        )
+    if shutil.which("sbatch") is None:
+        raise ConfigError(
+            "sbatch is not found here, so no job of Slurm can be submitted",
+            where="--by slurm",
+            remedy=f"shardtune launch {request.recipe} --print --by slurm > job.sh, and sbatch job.sh on the cluster",
+        )
+    if request.array is None:
+        # A mistake shows here, not when the job has waited.
+        loaded = load_recipe(request.recipe, request.overrides, files_must_exist=False)
+        ranks = request.nodes * (request.per_node or loaded.runner.workers)
+        load_recipe(request.recipe, [*request.overrides, f"runner.nproc_per_node={ranks}"])
+    again = {"fewest": request.fewest, "restarts": request.restarts, "array": request.array}
+    shape = (request.nodes, request.per_node, ("slurm",))
+    script = launch_commands(request.recipe, request.overrides, *shape, **again)
+    done = subprocess.run(["sbatch"], input=script, capture_output=True, text=True)
+    if done.returncode:
+        raise ConfigError(
+            f"sbatch refuses the job: {done.stderr.strip() or done.stdout.strip()}",
+            where="sbatch",
+            remedy=f"shardtune launch {request.recipe} --print --by slurm > job.sh; change its options; sbatch job.sh",
+        )
+    return done.stdout.strip()

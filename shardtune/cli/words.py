@@ -1,0 +1,156 @@
+"""The words after a command: a recipe, and overrides of its keys, as `key=value` or as `--key value`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import deque
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from shardtune.errors import ConfigError
+
+RECIPE_FLAGS = ("-c", "--config", "--recipe")
+ROWS = (".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".tsv", ".arrow", ".feather")
+UNQUOTED = re.compile(r"[\w./:+%*@?|-]+|[\[{\"'].*|.*\$\{.*", re.DOTALL)
+"""Values that Hydra's grammar reads as they are, or that are written in it."""
+
+
+def split_words(words: Sequence[str] | None) -> tuple[str | None, list[str]]:
+    """The recipe, if one is named, and the overrides; the recipe is the first word that is no `key=value`."""
+    given = list(words or ())
+    recipe = next((word for word in given if not is_override(word)), None)
+    if recipe is None:
+        return None, given
+    given.remove(recipe)
+    return recipe, given
+
+
+def is_override(word: str) -> bool:
+    return "=" in word and not _is_file(word)
+
+
+def _is_file(word: str) -> bool:
+    try:
+        return Path(word).is_file()
+    except OSError:  # the value of a key is longer than a name can be
+        return False
+
+
+def without_flags(words: Sequence[str], options: Collection[str]) -> list[str]:
+    """The same words with every flag as an override: `--learning_rate 1e-5` as `actor.optim.lr=1e-5`.
+
+    A flag that stands for no key becomes an override of its own name, which the recipe then refuses with the key that
+    is probably meant.
+
+    Args:
+        words: after the command, without its own options.
+        options: of the command, for a misspelt one.
+
+    Raises:
+        ConfigError: a flag without its value, given twice, or not known; a file of rows in the place of a recipe.
+    """
+    if not any(word.startswith("-") for word in words):
+        _refuse_rows(words)
+        return [*words]
+    plain: list[str] = []
+    flags: dict[str, list[tuple[str, str]]] = {}  # by key: the flags as typed, and their values
+    rest = deque(words)
+    while rest:
+        word = rest.popleft()
+        if word.partition("=")[0] in RECIPE_FLAGS:
+            plain.append(_value(word, rest))
+        elif word.startswith("-"):
+            for key, value in _keys_of(word, rest, options):
+                flags.setdefault(key, []).append((word.partition("=")[0], value))
+        else:
+            plain.append(word)
+    _refuse_rows(plain)
+    return [*plain, *(_override(key, given) for key, given in flags.items())]
+
+
+def _refuse_rows(words: Sequence[str]) -> None:
+    for word in words:
+        if not is_override(word) and word.lower().endswith(ROWS):
+            raise ConfigError(
+                f"{word} is a file of rows, and a recipe is a YAML file",
+                where=word,
+                remedy=f"write --data {word}; for several files --data a{Path(word).suffix} --data {word}",
+            )
+
+
+def _value(word: str, rest: deque[str]) -> str:
+    """The value of a flag: after its `=`, or the next word."""
+    flag, equals, value = word.partition("=")
+    if equals:
+        return value
+    if not rest or rest[0].startswith("--"):
+        raise ConfigError(f"{flag} has no value", where=flag, remedy=f"write {flag} VALUE, or {flag}=VALUE")
+    return rest.popleft()
+
+
+def _keys_of(word: str, rest: deque[str], options: Collection[str]) -> list[tuple[str, str]]:
+    """The keys that a flag sets, and their values as typed."""
+    from shardtune.cli.flags import FOLDER, NAME, RUN_DIRECTORY, find_flag, known_flags
+
+    flag, equals, given = word.partition("=")
+    name = flag.lstrip("-")
+    if not flag.startswith("--") or not name:
+        raise ConfigError(f"there is no option {flag}", where=word, remedy=_similar(flag, options))
+    if name.replace("-", "_") in RUN_DIRECTORY:
+        folder = Path(_value(word, rest))
+        if not folder.name or folder.name == "..":
+            raise ConfigError(
+                f"{flag} {folder} has no name of its own", where=flag, remedy=f"give a directory: {flag} runs/my-run"
+            )
+        return [(FOLDER, str(folder.parent)), (NAME, folder.name)]
+    found = find_flag(name)
+    if found.key == name and "." not in name and (near := _near(flag, [*options, *known_flags()])):
+        raise ConfigError(f"there is no option {flag}", where=word, remedy=f"did you mean {near}?")
+    if found.switch is None:
+        return [(found.key, _value(word, rest))]
+    if not equals:
+        given = rest.popleft() if rest and rest[0] in (*found.values, found.switch) else found.switch
+    if given not in (*found.values, found.switch):
+        raise ConfigError(
+            f"{flag} is {' or '.join(dict.fromkeys((found.switch, *found.values)))}, not {given}",
+            where=word,
+            remedy=f"write {found.key}=VALUE for another value",
+        )
+    return [(found.key, given)]
+
+
+def _similar(flag: str, options: Collection[str]) -> str:
+    near = _near(flag, options)
+    return f"did you mean {near}?" if near else f"its options are: {', '.join(options)}; or write key=value"
+
+
+def _near(flag: str, options: Collection[str]) -> str | None:
+    names = {name.replace("_", "-"): name for name in options}
+    return next(
+        (names[near] for near in difflib.get_close_matches(flag.replace("_", "-"), names, n=1, cutoff=0.85)), None
+    )
+
+
+def _override(key: str, given: Sequence[tuple[str, str]]) -> str:
+    from shardtune.cli.flags import SEVERAL
+
+    values = [_quoted(value) for _, value in given]
+    if len(values) == 1:
+        return f"{key}={values[0]}"
+    if key in SEVERAL:
+        return f"{key}=[{','.join(values)}]"
+    names = " and ".join(dict.fromkeys(name for name, _ in given))
+    raise ConfigError(
+        f"{key} is given {len(given)} times, as {', '.join(value for _, value in given)}",
+        where=names,
+        remedy="keep one of them",
+    )
+
+
+def _quoted(value: str) -> str:
+    """A value as Hydra's grammar reads it back, unless it is written in that grammar."""
+    if UNQUOTED.fullmatch(value):
+        return value
+    escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)
+    return '"' + re.sub(r"(\\+)$", r"\1\1", escaped) + '"'

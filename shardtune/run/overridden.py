@@ -1,0 +1,41 @@
+"""A run's recipe with overrides, for what is done with its model later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardtune.config import Recipe, load_recipe
+from shardtune.config.overrides import read_overrides
+from shardtune.config.tree import get_value, set_value
+
+EVERYTHING = ("actor.model.model_path", "data.train_data_paths", "data.eval_data_paths")
+"""The keys that may be absent from the recipe of a run: it may have been trained with objects in memory."""
+PATHS, SPLIT = "data.eval_data_paths", "data.eval_split"
+
+
+def overridden(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """A run's recipe with overrides; evaluation rows that they choose replace those that the run's recipe chooses.
+
+    Raises:
+        ConfigError: an override cannot be used.
+    """
+    if not overrides:
+        return recipe
+    values = recipe.to_dict()
+    layers = read_overrides(overrides).values
+    typed = [layer.tree for layer in layers]
+    paths, split = ([value for tree in typed if (value := get_value(tree, key)) is not None] for key in (PATHS, SPLIT))
+    if paths and not split:
+        set_value(values, SPLIT, 0.0)
+    elif any(split) and not paths:
+        set_value(values, PATHS, None)
+    rows = get_value(values, PATHS)
+    if any(layer.named.startswith(f"{PATHS}.") for layer in layers) and not _named_sets(rows):
+        set_value(values, PATHS, None)
+    splits = split[-1] if split else get_value(values, SPLIT)
+    in_memory = EVERYTHING[:2] if splits else EVERYTHING
+    return load_recipe(values, overrides, in_memory=in_memory, files_must_exist=False)
+
+
+def _named_sets(rows: object) -> bool:
+    return isinstance(rows, dict) and "path" not in rows
