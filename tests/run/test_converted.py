@@ -30,6 +30,8 @@ def test_two_steps_of_a_converted_recipe(name: str, workspace: Path):
         f"data.cache_dir={workspace / 'cache'}",
         f"runner.logger.log_path={workspace / 'runs'}",
         "runner.max_steps=2",
+        "runner.push_to_hub=null",
+        "runner.logger.logger_backends=[jsonl]",
         "data.num_workers=0",
     )
     losses = [line["train/loss"] for line in lines(run.dir) if "train/loss" in line]

@@ -8,7 +8,7 @@ from shardtune.config.foreign import axolotl_data, rules
 from shardtune.config.foreign.axolotl_keys import TABLE
 from shardtune.config.foreign.conversion import Conversion, Kind
 from shardtune.config.foreign.sharding import sharding
-from shardtune.config.foreign.values import is_on, listed, names, number, whole
+from shardtune.config.foreign.values import REPORTS, is_on, listed, names, number, whole
 from shardtune.errors import ConfigError
 
 NAME = "Axolotl"
@@ -174,10 +174,12 @@ def _per_epoch(c: Conversion, key: str, name: str, total: int | None) -> None:
 
 def _loggers(c: Conversion) -> None:
     wandb = is_on(c.get("use_wandb")) or (c.has("wandb_project") and c.get("use_wandb") is None)
-    backends = ["jsonl", *(["wandb"] if wandb else []), *(["tensorboard"] if is_on(c.get("use_tensorboard")) else [])]
+    others = [name for name in REPORTS if name != "wandb" and is_on(c.get(f"use_{name}"))]
+    backends = ["jsonl", *(["wandb"] if wandb else []), *others]
     if len(backends) > 1:
-        names_given = ("use_wandb", "use_tensorboard", "wandb_project")
-        c.put("runner.logger.logger_backends", backends, *names_given)
+        c.put("runner.logger.logger_backends", backends, *(f"use_{name}" for name in REPORTS), "wandb_project")
+    if c.has("hub_model_id"):
+        rules.hub(c, "hub_model_id")
     if c.has("wandb_project"):
         c.put("runner.logger.project_name", c.get("wandb_project"), "wandb_project")
 

@@ -6,7 +6,7 @@ from shardtune.config.foreign.sharding import FSDP_CONFIG
 from shardtune.config.foreign.table import By, Missing, NotNeeded, Table, To, each
 from shardtune.config.foreign.values import as_number, clip, is_on, whole, whole_number
 
-HUB = "final/ is a directory for from_pretrained: upload it (huggingface-cli upload NAME runs/NAME/final)"
+HUB = "shardtune push RUN OWNER/NAME publishes final/; --public and --revision are its options"
 TOKENIZER = "change the tokenizer's own files, and name them as actor.tokenizer.tokenizer_model"
 NO_METHOD = "leave it out: optimizers are classes of torch.optim, and adapters LoRA, DoRA and rsLoRA"
 TABLE: Table = {
@@ -143,6 +143,9 @@ TABLE: Table = {
     "wandb_name": By("runner.logger.experiment_name: NAME"),
     "use_wandb": By("runner.logger.logger_backends: [jsonl, wandb]"),
     "use_tensorboard": By("runner.logger.logger_backends: [jsonl, tensorboard]"),
+    "use_mlflow": By("runner.logger.logger_backends: [jsonl, mlflow]"),
+    "use_trackio": By("runner.logger.logger_backends: [jsonl, trackio]"),
+    "use_swanlab": By("runner.logger.logger_backends: [jsonl, swanlab]"),
     "wandb_entity": Missing("WANDB_ENTITY in the environment"),
     "wandb_mode": Missing("WANDB_MODE in the environment"),
     "wandb_run_id": Missing("WANDB_RUN_ID in the environment"),
@@ -163,7 +166,7 @@ TABLE: Table = {
     "ray_num_workers": To("runner.num_ranks", whole_number("a number of ranks")),
     "image_size": Missing("actor.model.image_size: [HEIGHT, WIDTH] checks it; the processor's files set it"),
     "processor_type": By("actor.model.model_type: vision_language"),
-    "hub_model_id": Missing(HUB),
+    "hub_model_id": By("runner.push_to_hub: OWNER/NAME"),
     "hub_strategy": Missing(HUB),
     "hub_revision": Missing(HUB),
     "push_dataset_to_hub": Missing("tokenised rows stay in the cache; rows are uploaded with datasets"),
@@ -189,8 +192,8 @@ TABLE: Table = {
     "embeddings_skip_upcast": NotNeeded("weights that are trained are fp32"),
     "llama4_linearized_experts": NotNeeded("actor.model.lora.target_parameters reaches stacked experts"),
     **each(
-        "use_mlflow use_comet use_trackio use_otel_metrics use_swanlab",
-        Missing("runner.logger.logger_backends: jsonl, tensorboard, wandb or prometheus"),
+        "use_comet use_otel_metrics",
+        Missing("runner.logger.logger_backends has what there is, or a class of yours: package.module:Class"),
     ),
     **each(
         "relora qat quantization fp8 lisa_step_interval lisa_n_layers jagged_restart_steps use_eaft use_pose gptq "

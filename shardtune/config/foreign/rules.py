@@ -263,3 +263,11 @@ def loggers(c: Conversion, name: str, given: Sequence[object]) -> None:
             f"there is no {', '.join(unknown)}: jsonl, {', '.join(REPORTS)}; or a class of yours, package.module:Class"
         )
         c.missing(remedy, name)
+
+
+def hub(c: Conversion, name: str, *others: str) -> None:
+    """The repository that the model is pushed to."""
+    if "/" in str(c.get(name, "")):
+        c.put("runner.push_to_hub", c.get(name), name, *others)
+    else:
+        c.missing("runner.push_to_hub: OWNER/NAME, with the owner", name, *others)

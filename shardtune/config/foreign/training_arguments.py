@@ -8,7 +8,7 @@ from shardtune.config.foreign.sharding import FSDP_CONFIG, sharding
 from shardtune.config.foreign.table import By, Missing, NotNeeded, Table, To, each
 from shardtune.config.foreign.values import as_number, clip, is_on, listed, number, whole_number
 
-HUB = "final/ is a directory for from_pretrained: upload it (huggingface-cli upload NAME runs/NAME/final)"
+HUB = "shardtune push RUN OWNER/NAME publishes final/; --public and --revision are its options"
 TRAINING_ARGUMENTS: Table = {
     "output_dir": By("runner.logger.log_path: FOLDER and runner.logger.experiment_name: NAME"),
     "run_name": By("runner.logger.experiment_name: NAME"),
@@ -67,8 +67,8 @@ TRAINING_ARGUMENTS: Table = {
     "auto_find_batch_size": Missing("a run that does not fit names what would: lower actor.micro_batch_size"),
     "eval_delay": Missing("evaluations begin at once; leave it out", (None, False, 0)),
     "save_only_model": Missing("a checkpoint always holds all that continues the run; final/ is the model alone"),
-    "push_to_hub": Missing(HUB),
-    **each("hub_model_id hub_revision hub_private_repo hub_token push_to_hub_model_id", Missing(HUB)),
+    **each("push_to_hub hub_model_id push_to_hub_model_id", By("runner.push_to_hub: OWNER/NAME")),
+    **each("hub_revision hub_private_repo hub_token", Missing(HUB)),
     "tf32": Missing("products in fp32 are exact; actor.model.precision: bf16 is the fast way"),
     "torch_empty_cache_steps": Missing("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"),
     "prediction_loss_only": NotNeeded("an evaluation reports the loss; eval.metrics adds yours"),
@@ -136,6 +136,10 @@ def training_arguments(c: Conversion, *, logging: int, rate: float, precision: s
     _logging(c, logging, total)
     if c.has("report_to"):
         rules.loggers(c, "report_to", listed(c.get("report_to")))
+    if is_on(c.get("push_to_hub")):
+        rules.hub(c, "hub_model_id", "push_to_hub")
+    else:
+        c.not_needed("push_to_hub is off", "push_to_hub", "hub_model_id")
     _best(c)
     kind = str(c.get("train_sampling_strategy", "random"))
     c.put("data.shuffle", kind != "sequential", "train_sampling_strategy")

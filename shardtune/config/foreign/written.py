@@ -76,6 +76,8 @@ def _sections(c: Conversion) -> Iterator[str]:
                     yield ""
                 yield f"{'  ' * depth}{parent}:"
                 begun = parents[: depth + 1]
+        if begun and not parents:
+            yield ""
         begun = parents
         yield from _line("  " * len(parents), name, c.lines[key])
     for key in REQUIRED:

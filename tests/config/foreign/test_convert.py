@@ -37,12 +37,9 @@ def test_every_key_has_an_outcome_and_the_recipe_loads(name: str, tmp_path: Path
     left = [key for key, one in conversion.outcomes.items() if one.kind in (Kind.MISSING, Kind.UNKNOWN)]
     assert all(f"# {key}: " in found.recipe for key in left)
     assert left == {
-        "trl.yaml": [*_HUB, "neftune_noise_alpha", "learnin_rate"],
+        "trl.yaml": ["neftune_noise_alpha", "learnin_rate"],
         "axolotl.yaml": ["plugins"],
     }.get(name, [])
-
-
-_HUB = ["push_to_hub", "hub_model_id"]
 
 
 def test_the_recipe_is_read_as_it_is_meant(monkeypatch: pytest.MonkeyPatch):

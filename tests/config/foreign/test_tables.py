@@ -52,7 +52,7 @@ def test_names_that_are_suggested_elsewhere_lead_to_the_same_keys():
         ("load_in_4bit: true", "model.lora.base_dtype: nf4"),
         ("packing: true", "rows are always packed"),
         ("template: llama3", "data.chat_template: FILE.jinja"),
-        ("push_to_hub: true", "final/"),
+        ("push_to_hub: true", "runner.push_to_hub: OWNER/NAME"),
         ("dataset: a.jsonl", "data.train_data_paths: "),
         ("adapter: qlora", "model.is_lora: true"),
         ("learning_rate: 2.0e-4", "write optim.lr: 0.0002"),
