@@ -30,7 +30,7 @@ app = typer.Typer(
         "    shardtune train recipe.yaml\n"
         "    shardtune train --model Qwen/Qwen3-0.6B --data rows.jsonl\n"
         '    shardtune generate runs/recipe --prompt "What is 2 plus 3?"\n\n'
-        "Any key of a recipe may be overridden on the command line: actor.optim.lr=3e-5, or --actor.optim.lr 3e-5. "
+        "Any key of a recipe may be overridden on the command line: optim.lr=3e-5, or --actor.optim.lr 3e-5. "
         "`shardtune COMMAND -h` has examples of each command.\n\n"
         "**Exit codes**: 0 done; 2 an error in your input, see the message; 75 stopped by a signal after saving, run "
         "the same command to continue; 76 stuck, the same command continues from the last checkpoint; 1 anything else."
@@ -126,7 +126,7 @@ def train(
     ```text
     shardtune train recipe.yaml --dry-run
     shardtune train --model Qwen/Qwen3-0.6B --data rows.jsonl
-    shardtune train recipe.yaml actor.optim.lr=3e-5 runner.max_epochs=3
+    shardtune train recipe.yaml optim.lr=3e-5 runner.max_epochs=3
     shardtune train --config recipe.yaml --learning_rate 3e-5 --epochs 3
     shardtune train recipe.yaml runner.nproc_per_node=2
     shardtune train loss=sft model=llama datasets=[ultrachat] ++model.name_or_path=path/to/model

@@ -50,7 +50,7 @@ def search(words: Sequence[str]) -> Iterator[str]:
             for architecture in architectures:
                 if any(word in _plain(architecture) for word in wanted):
                     found += 1
-                    yield f"{architecture}: actor.model.model_type={name}, seen to train, {how}"
+                    yield f"{architecture}: model.model_type={name}, seen to train, {how}"
     for name in (*MODEL_TYPES, *known_names()):
         if any(word in _plain(name) for word in wanted):
             found += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 REMEDIES = (
     "lower actor.micro_batch_size or actor.max_tokens_per_micro_batch (the numbers stay the same)",
-    "set actor.model.gradient_checkpointing=true",
+    "set model.gradient_checkpointing=true",
     "lower data.max_length",
     "use more ranks (runner.nproc_per_node): weights, gradients and optimizer state are divided among them",
 )

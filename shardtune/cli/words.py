@@ -38,7 +38,7 @@ def _is_file(word: str) -> bool:
 
 
 def without_flags(words: Sequence[str], options: Collection[str]) -> list[str]:
-    """The same words with every flag as an override: `--learning_rate 1e-5` as `actor.optim.lr=1e-5`.
+    """The same words with every flag as an override: `--learning_rate 1e-5` as `optim.lr=1e-5`.
 
     A flag that stands for no key becomes an override of its own name, which the recipe then refuses with the key that
     is probably meant.

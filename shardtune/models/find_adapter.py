@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import (
 
 from shardtune.config import DataConfig, ModelConfig, Recipe
 from shardtune.config.model_names import registered, registered_function, registered_processor
+from shardtune.config.schema import long_key
 from shardtune.config.user_code import load_function
 from shardtune.data.images.placeholders import ImageText, MarksImages
 from shardtune.errors import ConfigError, ModelError
@@ -270,7 +271,8 @@ def _check_read(recipe: Recipe, kind: type[Adapter]) -> None:
             "data.thinking": data.thinking is not None,
             "data.ignored_keys": bool(data.ignored_keys),
         }
-    for key in (key for key, is_given in given.items() if is_given and key not in kind.reads):
+    reads = {long_key(name) for name in kind.reads}
+    for key in (key for key, is_given in given.items() if is_given and key not in reads):
         raise ConfigError(
             f"{key}: the adapter {kind.__name__} does not read it",
             where=recipe.where(key),

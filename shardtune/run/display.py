@@ -200,7 +200,7 @@ class Display:
             ("ranks", summary.ranks),
             *([("packing", summary.attention)] if summary.attention else []),
             ("epoch", f"{summary.rows:,} rows, {tokens}{summary.steps_per_epoch:,} steps"),
-            ("training", f"{summary.total_steps:,} steps"),
+            ("training", f"{summary.total_steps:,} step{'' if summary.total_steps == 1 else 's'}"),
         ]
         sets = ", ".join(
             f"{name} {rows:,} rows".strip() if rows is not None else name or "eval"
@@ -334,7 +334,7 @@ class Display:
         commands += [(f"shardtune chat {word}", "talk to the model")] * answers
         commands += [
             (f"shardtune eval {word}", "evaluate it again"),
-            (f"shardtune export {word} --to my-model", "a directory for transformers or vLLM"),
+            (f"shardtune export {word} my-model", "a directory for transformers or vLLM"),
         ]
         if (run_dir / "tensorboard").exists():
             commands.append((f"tensorboard --logdir {word}", "curves of the losses"))

@@ -225,7 +225,7 @@ def test_a_reader_that_ends_early_is_no_error(monkeypatch: pytest.MonkeyPatch) -
 
 def test_models_are_searched() -> None:
     found = run_cli("models", "qwen3").out.splitlines()
-    assert "qwen3: actor.model.model_type=causal_lm, seen to train, packed" in found
+    assert "qwen3: model.model_type=causal_lm, seen to train, packed" in found
     assert all("qwen3" in line for line in found)
     assert run_cli("models", "Qwen3-MoE").out.startswith("qwen3_moe: ")
 

@@ -60,7 +60,7 @@ def test_preview_shows_what_the_model_sees(work: Path) -> None:
 
 
 def test_the_first_screen_shows_the_first_row(trained: Outcome) -> None:
-    assert "the first row; trained tokens are in ⟦ ⟧:\n<|im_start|>user\n" in trained.err
+    assert "the first row as the model receives it; trained tokens are in ⟦ ⟧:\n<|im_start|>user\n" in trained.err
     assert "image_" not in trained.err
 
 
@@ -92,7 +92,7 @@ def test_generate(trained: Outcome, work: Path) -> None:
 
 def test_generate_refuses(trained: Outcome, work: Path) -> None:
     for words, says in (
-        (["--prompt", "?", "--image", "none.png"], "'none.png' does not exist"),
+        (["--prompt", "?", "--image", "none.png"], "none.png does not exist"),
         (["--prompt", "<image> <image>", "--image", "images/1_0.png"], "there are 1 images and 2 places"),
         (["--file", "rows.jsonl", "--image", "images/1_0.png"], "--file and --image exclude each other"),
     ):
@@ -115,7 +115,7 @@ def test_chat(trained: Outcome, work: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(builtins, "input", lambda *_: next(lines))
     told = run_cli("chat", "runs/demo", "--max-new-tokens", "2")
     assert told.code == 0, told.err
-    assert "the image 'none.png' does not exist" in told.out
+    assert "the image none.png does not exist" in told.out
     assert re.search(r"an image of \d+ x \d+, added to your next turn", told.out)
     assert "there are 0 images and 1 places" in told.out
-    assert "'.' does not exist" in told.out
+    assert "the image . does not exist" in told.out

@@ -8,7 +8,7 @@ import pytest
 
 from shardtune.config.halos import NAMES
 from shardtune.config.keys import ALIASES, KEYS, OTHER_NAMES
-from shardtune.config.schema import ACTOR_KEYS, Recipe, present_key
+from shardtune.config.schema import ACTOR_KEYS, FORMER_KEYS, Recipe, present_key
 from tests.support.doc_blocks import ROOT
 
 PAGES = ("docs/coming-from.md", "docs/add-a-model.md")
@@ -70,3 +70,18 @@ def test_the_tables_agree_with_what_errors_suggest():
     listed = [(name, last) for first, last in rows(page) for name in first if last and name in OTHER_NAMES]
     assert len(listed) > 20
     assert not [(name, last) for name, last in listed if OTHER_NAMES[name] not in map(present_key, last)]
+
+
+def test_pages_and_examples_have_the_present_names():
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.yaml")]
+    former = [name for name in FORMER_KEYS if not name.endswith("num_workers")]
+    leaves = re.compile(rf"\b({'|'.join(name.rpartition('.')[2] for name in former)})\b|runner\.num_workers")
+    skipped = ("configuration.md", "benchmarks.md")
+    found = [
+        (page.name, line)
+        for page in pages
+        if page.name not in skipped
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if leaves.search(line) and "`runner.save_interval`, `runner.resume_dir`" not in line  # RLinf's names
+    ]
+    assert not found

@@ -327,7 +327,7 @@ def test_what_build_dataloader_draws_is_the_same_each_time(tmp_path: Path) -> No
 def test_the_dry_run_knows_how_many_ranks_are_to_come(reader: Path) -> None:
     dry = run_cli("train", "recipe.yaml", "--dry-run", "runner.nproc_per_node=3")
     assert dry.code == 2
-    assert "is not divisible by actor.micro_batch_size = 2 times 3 ranks" in dry.err
+    assert "is not divisible by micro_batch_size = 2 times 3 ranks" in dry.err
 
 
 def test_the_dry_run_says_what_is_missing(reader: Path) -> None:

@@ -114,7 +114,7 @@ def test_the_end_shows_questions_answers_and_what_to_do_next(
         "  shardtune generate 'runs/my run' --prompt \"…\"",
         "  shardtune chat 'runs/my run'",
         "  shardtune eval 'runs/my run'",
-        "  shardtune export 'runs/my run' --to my-model",
+        "  shardtune export 'runs/my run' my-model",
     ]
     assert "runs/my run/final, loaded and evaluated afresh" in shown
     assert shown_path(tmp_path.parent / "elsewhere") == str(tmp_path.parent / "elsewhere")

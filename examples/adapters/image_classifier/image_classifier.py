@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 class Options(BaseModel):
-    """The keys of `actor.model.options`: typed, with defaults; an unknown key in the recipe is an error."""
+    """The keys of `model.options`: typed, with defaults; an unknown key in the recipe is an error."""
 
     width: int = 16
     depth: int = 2

@@ -2,8 +2,8 @@
 
 Such a contrastive loss (InfoNCE: van den Oord et al., 2018, arXiv:1807.03748) is no sum over rows: every other row is
 a wrong answer. A `WholeStepAdapter` says what a micro-batch gives, `outputs`, and what the loss of all rows of a step
-is, `step_loss`. Outputs are gathered from all micro-batches and ranks, so `actor.global_batch_size` sets the number of
-wrong answers, `actor.micro_batch_size` only the memory, and the numbers are those of one process with one micro-batch.
+is, `step_loss`. Outputs are gathered from all micro-batches and ranks, so `global_batch_size` sets the number of
+wrong answers, `micro_batch_size` only the memory, and the numbers are those of one process with one micro-batch.
 
 The model is a bare encoder of transformers: `final/` is a directory that `AutoModel.from_pretrained` loads.
 """
@@ -27,13 +27,13 @@ class SentenceEmbedding(WholeStepAdapter):
     def build(self):
         """BERT without its pooler, which nothing below would train: `verify adapter` tells of such parameters.
 
-        Weights come from `actor.model.model_path` like the config, unless `actor.model.from_scratch` is set.
+        Weights come from `model.model_path` like the config, unless `model.from_scratch` is set.
         """
         config = AutoConfig.from_pretrained(self.recipe.actor.model.model_path)
         return AutoModel.from_config(config, add_pooling_layer=False)
 
     def encode(self, row):
-        """`self.tokenizer` is that of `actor.tokenizer.tokenizer_model`, or else of `actor.model.model_path`."""
+        """`self.tokenizer` is that of `tokenizer.tokenizer_model`, or else of `model.model_path`."""
         return Sample(fields={name: self.tokenizer(row[name])["input_ids"] for name in ("question", "passage")})
 
     def _embeddings(self, model, batch, name):

@@ -1,9 +1,9 @@
 """A text classifier on an encoder of transformers, with named labels in the data.
 
-The pretrained encoder comes from `actor.model.model_path`; the head on it is new. `final/` is a directory that
+The pretrained encoder comes from `model.model_path`; the head on it is new. `final/` is a directory that
 `AutoModelForSequenceClassification.from_pretrained` loads, with the names of the labels in its config. Instead of
 `metrics`, this adapter gives `predictions`: what the model says of each target, before any loss. Functions that the
-recipe names work on these: `eval.metrics: [file.py:function]`, as below, and `actor.loss: file.py:function`.
+recipe names work on these: `eval.metrics: [file.py:function]`, as below, and `loss: file.py:function`.
 """
 
 import numpy as np

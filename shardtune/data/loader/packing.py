@@ -36,7 +36,7 @@ def deal(lengths: np.ndarray, num_ranks: int, *, max_rows: int | None, max_token
     longest = int(lengths.max()) if num_rows else 0
     if max_tokens is not None and longest > max_tokens:
         raise ConfigError(
-            f"a row of {longest} tokens does not fit actor.max_tokens_per_micro_batch = {max_tokens}",
+            f"a row of {longest} tokens does not fit max_tokens_per_micro_batch = {max_tokens}",
             remedy=f"raise actor.max_tokens_per_micro_batch to {longest} or lower data.max_length to {max_tokens}",
         )
     fewest = 1

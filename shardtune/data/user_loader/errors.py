@@ -27,7 +27,7 @@ def indivisible(global_batch_size: int, micro_batch_size: int, num_ranks: int) -
     fitting = [n for n in range(1, num_ranks) if global_batch_size % (n * micro_batch_size) == 0]
     other += f", or start {fitting[-1]} rank{'s' if fitting[-1] > 1 else ''}" if fitting else ""
     return ConfigError(
-        f"actor.global_batch_size = {global_batch_size} is not divisible by actor.micro_batch_size = "
+        f"global_batch_size = {global_batch_size} is not divisible by micro_batch_size = "
         f"{micro_batch_size} times {num_ranks} rank{'s' if num_ranks > 1 else ''}",
         where="actor.global_batch_size",
         remedy=f"set actor.global_batch_size to {near}{other}",

@@ -48,7 +48,7 @@ def test_dealing_depends_on_the_lengths_alone() -> None:
 
 
 def test_a_row_that_fits_no_forward_is_refused_with_the_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"a row of 99 tokens does not fit actor.max_tokens_per_micro_batch = 50"):
+    with pytest.raises(ConfigError, match=r"a row of 99 tokens does not fit max_tokens_per_micro_batch = 50"):
         deal(np.array([3, 99]), 2, max_rows=None, max_tokens=50)
 
 

@@ -237,7 +237,7 @@ def test_every_field_elsewhere_is_named_where_none_can_be_told() -> None:
     ],
 )
 def test_sizes_that_do_not_divide(tmp_path: Path, size: int, micro: int, remedy: str) -> None:
-    says = f"actor.global_batch_size = {size} is not divisible by actor.micro_batch_size = {micro} times 1 rank"
+    says = f"global_batch_size = {size} is not divisible by micro_batch_size = {micro} times 1 rank"
     sizes = {"global_batch_size": size, "micro_batch_size": micro}
     assert remedy in refusal(ConfigError, says, lambda: task(tmp_path, sizes))
 
