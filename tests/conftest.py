@@ -76,6 +76,16 @@ def _no_group_is_left() -> Iterator[None]:
     assert not left
 
 
+@pytest.fixture(autouse=True)
+def _no_plugin_is_left() -> Iterator[None]:
+    """A plugin that a test loads into this process, and that replaces a method, is none of the next test's."""
+    from shardtune.training.worker.base import FSDPSftWorker
+
+    original = FSDPSftWorker.run_training
+    yield
+    FSDPSftWorker.run_training = original
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _quick_starts(pytestconfig: pytest.Config) -> Iterator[None]:
     if pytestconfig.getoption("own_starts") or pytestconfig.getoption("quick"):
@@ -98,7 +108,7 @@ def _quick(pytestconfig: pytest.Config) -> Iterator[None]:
 
     def refuse(why: str) -> Callable[..., NoReturn]:
         def refused(*_: object, **__: object) -> NoReturn:
-            test, _, phase = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")
+            test, phase = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[::2]
             _refused.add(test)
             if phase == "(setup)":  # of a fixture, whose error the module's other tests get too
                 _refused.add(test.partition("::")[0])
