@@ -142,6 +142,8 @@ def _hub_name(value: object) -> object:
     if isinstance(value, str) and HUB_NAME.fullmatch(value):
         return value
     raise ValueError("not a name on the Hub")
+
+
 def _harness_options(value: object) -> object:
     known = {**HARNESS_OPTIONS, **OF_HARNESS_MODEL}
     for name, given in value.items() if isinstance(value, Mapping) else ():

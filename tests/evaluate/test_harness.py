@@ -84,7 +84,11 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def keys(work: Path) -> tuple[str, ...]:
-    return ("eval.harness=[choice.yaml, rolling.yaml, answers.yaml]", OPTIONS, "data.eval_data_paths=null")
+    return (
+        f"eval.harness=[{work}/choice.yaml, {work}/rolling.yaml, {work}/answers.yaml]",
+        OPTIONS,
+        "data.eval_data_paths=null",
+    )
 
 
 def reference(model: Path, work: Path, **model_args: Any) -> dict[str, Any]:
@@ -208,15 +212,15 @@ def test_other_forms_of_training(work: Path, name: str, given: list[str]) -> Non
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["eval.harness=[absent.yaml]"], "there is no .*absent.yaml"),
-        (["eval.harness=[broken.yaml]"], "the task .*broken.yaml cannot be loaded"),
-        (["eval.harness=[choice.yaml]", "eval.harness_options={fewshot: 5}"], "fewshot.* is none of limit"),
-        (["eval.harness=[choice.yaml]", "eval.harness_options={limit: many}"], "limit is 'many'"),
+        (["eval.harness=[FOLDER/absent.yaml]"], "there is no .*absent.yaml"),
+        (["eval.harness=[FOLDER/broken.yaml]"], "the task .*broken.yaml cannot be loaded"),
+        (["eval.harness=[FOLDER/choice.yaml]", "eval.harness_options={fewshot: 5}"], "fewshot.* is none of limit"),
+        (["eval.harness=[FOLDER/choice.yaml]", "eval.harness_options={limit: many}"], "limit is 'many'"),
         (["eval.harness_options={limit: 5}"], "no effect without eval.harness"),
-        (["eval.harness=[choice.yaml]", "model.model_type=vision_language"], "takes images"),
-        (["eval.harness=[choice.yaml, choice.yaml]"], "choice.yaml"),
+        (["eval.harness=[FOLDER/choice.yaml]", "model.model_type=vision_language"], "takes images"),
+        (["eval.harness=[FOLDER/choice.yaml, FOLDER/choice.yaml]"], "choice.yaml"),
         (
-            ["eval.harness=[choice.yaml]", "runner.best.monitor=eval/tiny_choice/f1"],
+            ["eval.harness=[FOLDER/choice.yaml]", "runner.best.monitor=eval/tiny_choice/f1"],
             "use one of .*eval/tiny_choice/acc",
         ),
     ],
@@ -225,7 +229,8 @@ def test_mistakes_end_before_training(work: Path, given: list[str], message: str
     text = CHOICE.replace("FOLDER/choice.jsonl", str(work / "nothing.jsonl"))
     (work / "broken.yaml").write_text(text)
     name = "runner.logger.experiment_name=mistaken"
-    ended = run_cli("train", str(work / "recipe.yaml"), *given, name, f"runner.logger.log_path={work / 'runs'}")
+    typed = [text.replace("FOLDER", str(work)) for text in given]
+    ended = run_cli("train", str(work / "recipe.yaml"), *typed, name, f"runner.logger.log_path={work / 'runs'}")
     assert ended.code == 2
     assert re.search(message, " ".join(ended.err.split())), ended.err
     assert not (work / "runs" / "mistaken").exists()
@@ -233,7 +238,7 @@ def test_mistakes_end_before_training(work: Path, given: list[str], message: str
 
 def test_a_task_of_ones_own_is_code(work: Path) -> None:
     """A YAML file may name functions of a Python file: it runs in another's run directory only with consent."""
-    recipe = load_recipe(str(work / "recipe.yaml"), ["eval.harness=[choice.yaml, hellaswag]"])
+    recipe = load_recipe(str(work / "recipe.yaml"), [f"eval.harness=[{work}/choice.yaml, hellaswag]"])
     assert named_code(recipe) == {str(work / "choice.yaml"): "eval.harness"}
 
 
