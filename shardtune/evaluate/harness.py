@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +19,6 @@ from shardtune.config import Recipe
 from shardtune.config.values import OF_HARNESS_MODEL, TASK_FILES
 from shardtune.errors import ConfigError
 from shardtune.parallel.ranks import Ranks
-
-if TYPE_CHECKING:
-    from shardtune.evaluate.harness_tasks import LoadedTasks
 
 KEY = "eval.harness"
 PACKAGE = "lm_eval"
@@ -48,19 +45,6 @@ class HarnessModel:
     tokenizer: PreTrainedTokenizerBase
     ranks: Ranks
     rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReadTasks:
-    """Tasks whose data is read.
-
-    Attributes:
-        loaded: the tasks; None on other ranks than 0.
-        score_names: of their scores, without `eval/`; None where a group has some of its own.
-    """
-
-    loaded: LoadedTasks | None
-    score_names: Sequence[str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,54 +88,6 @@ class Harness:
 
     def problem(self, what: str, remedy: str) -> ConfigError:
         return ConfigError(f"{KEY}: {what}", where=self.where, remedy=remedy)
-
-    def check_names(self) -> None:
-        """Refuse names that the harness does not have, without reading data."""
-        from shardtune.evaluate.harness_tasks import check_names
-
-        check_names(self)
-
-    def load(self, ranks: Ranks) -> ReadTasks:
-        """Load the tasks' data on rank 0; every rank calls it.
-
-        Raises:
-            ConfigError: names the task that cannot be loaded; on all ranks.
-        """
-        tasks, found = None, None
-        if ranks.is_main:
-            from shardtune.evaluate.harness_tasks import load_tasks
-
-            try:
-                with generators_kept(ranks.device):
-                    tasks = load_tasks(self)
-                    found = tasks.score_names()
-            except ConfigError as error:
-                found = ConfigError(error.what, where=error.where, remedy=error.remedy)  # its cause may not pickle
-        found = ranks.broadcast(found)
-        if isinstance(found, ConfigError):
-            raise found
-        return ReadTasks(tasks, found)
-
-    def evaluate(
-        self, model: HarnessModel, tasks: ReadTasks, *, poll: Callable[[], None], folder: Path | None
-    ) -> dict[str, float]:
-        """Evaluate a model; all ranks call it together.
-
-        Args:
-            model: sharded, in evaluation mode.
-            tasks: as `load` has read them.
-            poll: called between batches, by all ranks alike.
-            folder: where rank 0 writes the results and the answers; None: nowhere.
-
-        Returns:
-            The scores by name, without `eval/`, the same on all ranks.
-
-        Raises:
-            ConfigError: the harness raised an error; on all ranks.
-        """
-        from shardtune.evaluate.harness_model import evaluate
-
-        return evaluate(self, model, tasks, poll=poll, folder=folder)
 
 
 @contextmanager

@@ -25,7 +25,8 @@ from lm_eval.utils import handle_non_serializable
 
 from shardtune.data.loader.order import derive_seed
 from shardtune.errors import ConfigError
-from shardtune.evaluate.harness import Harness, HarnessModel, ReadTasks, generators_kept, keep, scores
+from shardtune.evaluate.harness import Harness, HarnessModel, generators_kept, keep, scores
+from shardtune.evaluate.harness_tasks import LoadedTasks
 from shardtune.launch.progress import HARNESS, PROGRESS
 
 # Decorators without types hide what these are.
@@ -212,9 +213,9 @@ class _Dealing(HFLM):
 
 @torch.no_grad()
 def evaluate(
-    harness: Harness, model: HarnessModel, tasks: ReadTasks, *, poll: Callable[[], None], folder: Path | None
+    harness: Harness, model: HarnessModel, tasks: LoadedTasks | None, *, poll: Callable[[], None], folder: Path | None
 ) -> dict[str, float]:
-    """See `Harness.evaluate`."""
+    """See `run_harness`."""
     ranks = model.ranks
     with generators_kept(ranks.device), _quiet(), PROGRESS.during(HARNESS):
         shares = _Shares(model, harness.model_settings, poll)
@@ -224,15 +225,15 @@ def evaluate(
     return dict(end.scores)
 
 
-def _run(harness: Harness, model: HarnessModel, tasks: ReadTasks, shares: _Shares, folder: Path | None) -> _End:
+def _run(
+    harness: Harness, model: HarnessModel, tasks: LoadedTasks | None, shares: _Shares, folder: Path | None
+) -> _End:
     """The evaluation on rank 0; an error of the harness ends it on all ranks."""
     try:
         lm = _of_transformers(_Dealing, model, model.rows * model.ranks.num_data_ranks, harness.model_settings)
         lm.shares = shares
         settings = {"bootstrap_iters": BOOTSTRAP, **harness.settings}
-        found = simple_evaluate(
-            lm, tasks=list(harness.tasks), task_manager=tasks.loaded, batch_size=model.rows, **settings
-        )
+        found = simple_evaluate(lm, tasks=list(harness.tasks), task_manager=tasks, batch_size=model.rows, **settings)
         end = _End(scores(found))
         if folder is not None:
             keep(found, folder, handle_non_serializable)

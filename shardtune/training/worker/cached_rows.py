@@ -30,8 +30,9 @@ from shardtune.data.prepare import PreparedData, WeighedRows
 from shardtune.errors import ConfigError, ModelError
 from shardtune.evaluate.answers import Answers, answered_rows, make_matcher
 from shardtune.evaluate.generate import Generator, Sampling
-from shardtune.evaluate.harness import Harness, HarnessModel, ReadTasks
+from shardtune.evaluate.harness import Harness, HarnessModel
 from shardtune.evaluate.loss import check_monitors, evaluation_blocks
+from shardtune.evaluate.run_harness import ReadTasks, check_task_names, read_tasks, run_harness
 from shardtune.models.action.acting import ActingAdapter
 from shardtune.models.adapter import Adapter, LanguageModel, LanguageRoot, WeightSource
 from shardtune.models.causal_lm import TOKENS
@@ -308,13 +309,15 @@ class CachedRowsTask(Task):
                 "harness_options has apply_chat_template, and the tokenizer has no chat template",
                 "give data.chat_template, or leave it out",
             )
-        self._harness_tasks = self._harness.load(ranks)
+        self._harness_tasks = read_tasks(self._harness, ranks)
 
     def evaluate_harness(self, evaluation: Evaluation) -> Mapping[str, float]:
         if self._harness is None or self._harness_tasks is None:
             return {}
         model = self._harness_model(evaluation)
-        return self._harness.evaluate(model, self._harness_tasks, poll=evaluation.poll, folder=evaluation.episodes_dir)
+        return run_harness(
+            self._harness, model, self._harness_tasks, poll=evaluation.poll, folder=evaluation.episodes_dir
+        )
 
     def and_scores(self, names: Sequence[str]) -> list[str] | None:
         """Names of metrics and those of the harness's scores; None where these are not known (yet)."""
@@ -387,7 +390,7 @@ class CachedRowsTask(Task):
         trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         build_optimizer(trainable, recipe.actor.optim, outer=outer_parameters(model))
         if self._harness is not None:
-            self._harness.check_names()
+            check_task_names(self._harness)
         check_monitors(recipe.runner, self.metric_names())
 
     def describe(self, summary: RunSummary) -> RunSummary:
