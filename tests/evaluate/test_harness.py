@@ -135,7 +135,7 @@ def evaluated(recipe: str, given: tuple[str, ...], folder: str) -> dict[str, flo
 def test_two_ranks_score_as_the_harness_itself(work: Path, tmp_path: Path) -> None:
     """7 questions, one of which two ranks do not share; batches of 4; texts that are longer than the model takes."""
     results = reference(work / "model", work)
-    found = run_ranks(evaluated, 2, str(work / "recipe.yaml"), keys(work), str(tmp_path))
+    found = run_ranks(evaluated, 2, str(work / "recipe.yaml"), keys(work), str(tmp_path), timeout=300)
     assert found[0] == found[1]
     agree(found[0], results)
     own = {line["doc_id"]: line["resps"] for line in results["samples"]["tiny_answers"]}
