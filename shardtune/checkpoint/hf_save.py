@@ -261,14 +261,20 @@ def save_text_settings(
         _save_reader(tokenizer, path, chat_template)
 
 
+def stop_tokens(
+    own: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase | None, end_of_turn_ids: Sequence[int]
+) -> list[int]:
+    """The tokens at which the written model stops: those that end its turn, its own, and the tokenizer's."""
+    known = [] if own is None else [own] if isinstance(own, int) else [*own]
+    if tokenizer is not None and isinstance(tokenizer.eos_token_id, int):
+        known.append(tokenizer.eos_token_id)
+    return list(dict.fromkeys([*end_of_turn_ids, *known]))
+
+
 def _set_stop_tokens(
     generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase | None, end_of_turn_ids: Sequence[int]
 ) -> None:
-    before = generation.eos_token_id
-    known = [] if before is None else [before] if isinstance(before, int) else [*before]
-    if tokenizer is not None and isinstance(tokenizer.eos_token_id, int):
-        known.append(tokenizer.eos_token_id)
-    stops = list(dict.fromkeys([*end_of_turn_ids, *known]))
+    stops = stop_tokens(generation.eos_token_id, tokenizer, end_of_turn_ids)
     if stops:
         generation.eos_token_id = stops
     if tokenizer is not None and tokenizer.pad_token_id is not None:

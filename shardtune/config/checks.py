@@ -33,8 +33,9 @@ class Context:
 
     @property
     def evaluates(self) -> bool:
-        """Whether there are rows or episodes to evaluate on."""
-        return self.has_eval_data or self.recipe.eval.environment is not None
+        """Whether there are rows, episodes or tasks to evaluate on."""
+        evaluation = self.recipe.eval
+        return self.has_eval_data or evaluation.environment is not None or bool(evaluation.harness)
 
 
 def check(recipe: Recipe, given: Merged, in_memory: Collection[str]) -> list[ConfigError]:
@@ -42,7 +43,7 @@ def check(recipe: Recipe, given: Merged, in_memory: Collection[str]) -> list[Con
     context = Context(recipe, given, in_memory)
     rules = (
         *(_launcher, _logger, _required, _batches, _length, _schedule),
-        *(_duration, _evaluation, _episodes, _watching, _losses, _lora),
+        *(_duration, _evaluation, _harness, _episodes, _watching, _losses, _lora),
         *(_execution, _optimizer_states, _actions, _pixels),
     )
     return [problem for rule in rules for problem in rule(context)]
@@ -243,6 +244,29 @@ def _evaluation(context: Context) -> Iterator[ConfigError]:
             key,
             f"{key}: {as_written(value)} needs evaluation data, and there is none",
             "give data.eval_data_paths or data.eval_split",
+        )
+
+
+def _harness(context: Context) -> Iterator[ConfigError]:
+    config, model = context.recipe.eval, context.recipe.actor.model
+    if config.harness_options and not config.harness:
+        yield context.problem(
+            "eval.harness_options",
+            f"eval.harness_options ({', '.join(config.harness_options)}) has no effect without eval.harness",
+            "name tasks there, or leave it out",
+        )
+    if config.harness and model.adapter is None and model.model_type in ("vision_language", "vision_language_action"):
+        yield context.problem(
+            "eval.harness",
+            f"eval.harness evaluates language models; {model.model_type} takes images",
+            "leave it out; lm_eval --model hf-multimodal evaluates the model in final/",
+        )
+    both = {"limit", "samples"} <= config.harness_options.keys()
+    if both:
+        yield context.problem(
+            "eval.harness_options",
+            "eval.harness_options: limit and samples both choose the rows of the tasks",
+            "keep one of them",
         )
 
 

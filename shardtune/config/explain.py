@@ -69,6 +69,8 @@ EXAMPLES = {
     "eval.answer_pattern": "'#### (.+)'",
     "eval.num_samples": "200",
     "eval.metrics": "[my_metrics.py:f1]",
+    "eval.harness": "[hellaswag, gsm8k]",
+    "eval.harness_options": "{limit: 100, num_fewshot: 5}",
     "eval.environment": "reach",
     "eval.environment_options": "{max_steps: 60}",
     "eval.action_steps": "4",

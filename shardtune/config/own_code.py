@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from shardtune.config.paths import FUNCTION_KEYS, MODEL_KEYS
+from shardtune.config.paths import FUNCTION_KEYS, MODEL_KEYS, TASK_KEY
 from shardtune.config.schema import Recipe
 from shardtune.config.tree import get_value
-from shardtune.config.values import FUNCTION_IN_FILE
+from shardtune.config.values import FUNCTION_IN_FILE, TASK_FILES
 from shardtune.errors import ConfigError
 
 
@@ -29,6 +29,9 @@ def named_code(recipe: Recipe) -> dict[str, str]:
             match = FUNCTION_IN_FILE.fullmatch(text) if isinstance(text, str) else None
             if match is not None:
                 found.setdefault(match["file"], key)
+    for name in recipe.eval.harness:  # a task's YAML file may name functions of a file beside it
+        if name.endswith(TASK_FILES):
+            found.setdefault(name, TASK_KEY)
     if recipe.actor.model.trust_remote_code:
         models = (get_value(tree, key) for key in MODEL_KEYS)
         found |= {model: "actor.model.trust_remote_code" for model in models if isinstance(model, str)}

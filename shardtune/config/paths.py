@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shardtune.config.tree import Tree, get_value, set_value
-from shardtune.config.values import FUNCTION_IN_FILE
+from shardtune.config.values import FUNCTION_IN_FILE, TASK_FILES
 from shardtune.errors import ConfigError, cut
 
 FORMATS = (".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".feather")
@@ -21,6 +21,7 @@ FUNCTION_KEYS = (
     *("eval.match", "eval.environment", "runner.callbacks", "eval.metrics"),
     "runner.logger.logger_backends",
 )
+TASK_KEY = "eval.harness"
 FILE_KEYS = ("actor.model.lora.load_from", "actor.model.action_statistics", "data.chat_template")
 PATH_KEYS = {
     **dict.fromkeys(FILE_KEYS),
@@ -85,6 +86,7 @@ def make_absolute(tree: Tree, base: Path, origins: Mapping[str, str] | None = No
         (["runner.logger.log_path"], lambda path: _absolute(path, Path.cwd())),
         (MODEL_KEYS, lambda text: _model(text, base)),
         (FUNCTION_KEYS, lambda text: _function(text, base)),
+        ([TASK_KEY], lambda text: _absolute(text, base) if text.endswith(TASK_FILES) else text),
         ([key for key, special in PATH_KEYS.items() if get_value(tree, key) != special], lambda p: _absolute(p, base)),
     ]
     for keys, change in changes:
@@ -109,7 +111,7 @@ def _named(key: str, origins: Mapping[str, str] | None) -> Iterator[None]:
 
 def named_files(tree: Tree) -> Iterator[tuple[str, str]]:
     """(key, path) of every single file or directory that an absolute recipe names, except data files."""
-    for key in ("plugins", *MODEL_KEYS, *FILE_KEYS):
+    for key in ("plugins", *MODEL_KEYS, *FILE_KEYS, TASK_KEY):
         yield from ((key, path) for path in _texts(get_value(tree, key)) if os.path.isabs(path))
     for key in FUNCTION_KEYS:
         found = (FUNCTION_IN_FILE.fullmatch(text) for text in _texts(get_value(tree, key)))

@@ -28,6 +28,36 @@ LOGGER_EXTRAS = {
 """The backends that need an extra of the same name, and the module that it installs."""
 CLASS_IN_MODULE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 HUB_NAME = re.compile(r"(?!.*(?:--|\.\.))[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}(?<![.-])(?<!\.git)")
+TASK_FILES = (".yaml", ".yml")
+"""Endings of the files of an `eval.harness` task."""
+HARNESS_OPTIONS: Mapping[str, tuple[type, ...]] = {
+    "limit": (int, float),
+    "samples": (dict,),
+    "num_fewshot": (int,),
+    "apply_chat_template": (bool, str),
+    "fewshot_as_multiturn": (bool,),
+    "system_instruction": (str,),
+    "gen_kwargs": (dict, str),
+    "log_samples": (bool,),
+    "bootstrap_iters": (int,),
+    "random_seed": (int,),
+    "numpy_random_seed": (int,),
+    "torch_random_seed": (int,),
+    "fewshot_random_seed": (int,),
+    "confirm_run_unsafe_code": (bool,),
+}
+"""Arguments of the harness's `simple_evaluate`, for `eval.harness_options`, and their types."""
+OF_HARNESS_MODEL: Mapping[str, tuple[type, ...]] = {
+    "max_length": (int,),
+    "truncation": (bool,),
+    "add_bos_token": (bool,),
+    "prefix_token_id": (int,),
+    "softmax_dtype": (str,),
+    "enable_thinking": (bool,),
+    "think_end_token": (int, str),
+    "chat_template_args": (dict,),
+}
+"""Arguments of the harness's class for models of transformers, likewise."""
 PISSA_STEPS = re.compile(r"pissa_niter_[0-9]+")
 LORA_INITS = ("gaussian", "orthogonal", "pissa", "olora", "mica")
 NEED_DATA = ("eva", "corda", "lora_ga")
@@ -112,6 +142,17 @@ def _hub_name(value: object) -> object:
     if isinstance(value, str) and HUB_NAME.fullmatch(value):
         return value
     raise ValueError("not a name on the Hub")
+
+
+def _harness_options(value: object) -> object:
+    known = {**HARNESS_OPTIONS, **OF_HARNESS_MODEL}
+    for name, given in value.items() if isinstance(value, Mapping) else ():
+        kinds = known.get(name)
+        if kinds is None:
+            raise ValueError(f"{name!r} is none of {', '.join(known)}")
+        if not isinstance(given, kinds) or (isinstance(given, bool) and bool not in kinds):
+            raise ValueError(f"{name} is {given!r}, not of type {' or '.join(kind.__name__ for kind in kinds)}")
+    return value
 
 
 def _answer_pattern(value: object) -> object:
@@ -205,6 +246,11 @@ LoggerName = Annotated[
     str, BeforeValidator(_logger), Allowed(f"{', '.join(LOGGERS)}, package.module:Class, or file.py:Class")
 ]
 HubName = Annotated[str, BeforeValidator(_hub_name), Allowed("owner/name")]
+HarnessOptions = Annotated[
+    dict[str, object],
+    BeforeValidator(_harness_options),
+    Allowed(f"a mapping with any of: {', '.join([*HARNESS_OPTIONS, *OF_HARNESS_MODEL])}"),
+]
 Match = Annotated[str, BeforeValidator(_match), Allowed("exact, numeric, or file.py:function")]
 AnswerPattern = Annotated[
     str, BeforeValidator(_answer_pattern), Allowed("a regular expression with at least one group")

@@ -499,10 +499,12 @@ def _evaluated_on(worker: FSDPSftWorker, episodes: Path) -> str:
     sizes = [size for size in announced if isinstance(size, int)]
     rows = f"{sum(sizes):,} rows" if len(sizes) == len(announced) else f"{len(announced)} sets"
     config = worker.recipe.eval
-    if config.environment is None:
-        return rows
-    played = f"{config.episodes:,} episodes of {config.environment}, kept in {episodes}"
-    return f"{rows} and {played}" if announced else played
+    found = [rows] if announced else []
+    if config.environment is not None:
+        found.append(f"{config.episodes:,} episodes of {config.environment}, kept in {episodes}")
+    if config.harness:
+        found.append(f"{', '.join(config.harness)} of lm-evaluation-harness, kept in {episodes}")
+    return " and ".join(found)
 
 
 def _evaluate_on_ranks(target: str | Path | None, overrides: Sequence[str], checkpoint: str, recipe: Recipe) -> None:
@@ -570,14 +572,14 @@ def _sampling(given: Sampling | None, settings: Mapping[str, float]) -> Sampling
 
 def _nothing_to_evaluate() -> ConfigError:
     return ConfigError(
-        "there is nothing to evaluate on: data.eval_data_paths and eval.environment are null",
+        "there is nothing to evaluate on: data.eval_data_paths and eval.environment are null, eval.harness is empty",
         where="data.eval_data_paths",
         remedy="set data.eval_data_paths or data.eval_split; from Python, or give rows: run.evaluate(eval_data=…)",
     )
 
 
 NO_EVALUATION = ("data.eval_data_paths=null", "data.eval_split=0", "eval.generate=false", "eval.metrics=[]", *(
-    "eval.environment=null",
+    "eval.harness=[]", "eval.harness_options={}", "eval.environment=null",
     "runner.eval_before_training=false", "runner.eval_interval=-1", "runner.early_stop.enabled=false",
     "runner.best.monitor=null",
 ))  # fmt: skip

@@ -129,6 +129,8 @@ def checklist(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> list[str]:
     config = worker.recipe.eval
     if config.environment is not None:
         lines.append(f"✓ closed-loop evaluation: {config.episodes:,} episodes of {config.environment}, which was begun")
+    if config.harness:
+        lines.append(f"✓ lm-evaluation-harness: {', '.join(config.harness)}, whose data was read")
     if not worker.evaluates:
         lines.append("– evaluation data: none, so only the training loss is watched (data.eval_data_paths is null)")
     return lines

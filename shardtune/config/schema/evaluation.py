@@ -11,8 +11,10 @@ from shardtune.config.values import (
     Distinct,
     EnvironmentName,
     FunctionInFile,
+    HarnessOptions,
     Match,
     Number,
+    Text,
 )
 
 
@@ -33,6 +35,14 @@ class EvalConfig(Section):
         [],
         "Your metrics, [file.py:function]: (outputs [n, …], targets [n], weights [n]) -> (sum, weight), called on one "
         "part of the predictions after another and reported as eval/<function>.",
+    )
+    harness: Annotated[list[Text], Distinct] = key(
+        [],
+        "Tasks of lm-evaluation-harness (extra `harness`), reported as eval/<task>/<metric>: names of tasks, groups or "
+        "tags, or YAML files of your own.",
+    )
+    harness_options: HarnessOptions = key(
+        {}, "Arguments of the harness's simple_evaluate and of its class of models, e.g. {limit: 100, num_fewshot: 5}."
     )
     environment: EnvironmentName | None = key(
         None,

@@ -12,16 +12,18 @@ import numpy as np
 import torch
 from torch import nn
 
+from shardtune.batch import Sample
 from shardtune.config import Recipe
 from shardtune.data.cache.dataset import TokenDataset
 from shardtune.data.loader.order import derive_seed
+from shardtune.data.loader.packing import pack
 from shardtune.data.loader.step_loader import BatchMaker, Limits
 from shardtune.data.prepare import PreparedData, WeighedRows
 from shardtune.errors import ConfigError, ModelError
 from shardtune.evaluate.closed_loop import METRICS, ClosedLoop, play
 from shardtune.evaluate.loss import BLOCK_MICRO_BATCHES, sum_evaluation, summarize
 from shardtune.models.action.acting import ActingAdapter
-from shardtune.models.adapter import Adapter, AdapterRoot, LanguageModel, WholeStepAdapter
+from shardtune.models.adapter import Adapter, AdapterRoot, LanguageModel, LanguageRoot, WholeStepAdapter
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.recipe_hooks import Hooks
 from shardtune.models.source_losses import SourceLosses
@@ -146,6 +148,11 @@ class AdapterTask(CachedRowsTask):
         judged = self.generate(name, loader.rows, evaluation).judged
         return Evaluated(metrics | judged.metrics(), samples=judged.samples)
 
+    def logits_of(self, root: LanguageRoot, tokens: torch.Tensor) -> torch.Tensor:
+        if self._rows_share_forwards:
+            return _logits(root, tokens)
+        return torch.cat([_logits(root, row) for row in tokens.split(1)])
+
     @property
     def plays_episodes(self) -> bool:
         return self._episodes is not None
@@ -168,7 +175,7 @@ class AdapterTask(CachedRowsTask):
             names += ["eval_accuracy", "unparsed"]
         names = self._hooks.all_names(names)
         of_sets = [f"eval/{name}/{key}" if name else f"eval/{key}" for name in self.prepared.evals for key in names]
-        return [*of_sets, *(f"eval/{name}" for name in (METRICS if self.plays_episodes else ()))]
+        return self.and_scores([*of_sets, *(f"eval/{name}" for name in (METRICS if self.plays_episodes else ()))])
 
     def describe(self, summary: RunSummary) -> RunSummary:
         summary = super().describe(summary)
@@ -185,6 +192,14 @@ def _by_source(losses: SourceLosses, *arguments: Any, **settings: Any) -> Totals
     losses.clear()
     totals = accumulate(*arguments, **settings)
     return replace(totals, metrics={**totals.metrics, **losses.metrics()})
+
+
+def _logits(root: LanguageRoot, tokens: torch.Tensor) -> torch.Tensor:
+    """The logits [rows, tokens, vocabulary] of rows of one length, in one forward."""
+    number, length = tokens.shape
+    rows = [Sample(row, np.zeros(length, np.float32)) for row in tokens.cpu().numpy()]
+    positions = torch.arange(tokens.numel(), device=tokens.device)
+    return root.logits(pack(rows, range(number), {}).to(tokens.device), positions).view(number, length, -1)
 
 
 def root_of(model: nn.Module) -> AdapterRoot:

@@ -284,7 +284,7 @@ class FSDPSftWorker(ABC):
                 metrics |= {prefix + key: value for key, value in found.metrics.items()}
                 named |= found.named
                 self.samples = list(found.samples)
-            played = self.task.evaluate_episodes(evaluation)
+            played = {**self.task.evaluate_episodes(evaluation), **self.task.evaluate_harness(evaluation)}
         finally:
             self.model.train()
         return metrics | named | {f"eval/{name}": value for name, value in played.items()}
@@ -370,6 +370,7 @@ class FSDPSftWorker(ABC):
             return built(call_build_dataloader(self.build_dataloader, paths, eval_dataset=eval_dataset))
 
     def _build_evaluations(self) -> None:
+        self.task.prepare_harness(self.ranks)
         sets = self.task.evaluation_sets()
         self.eval_loaders = {paths.name: self._loader(paths, eval_dataset=True) for paths in sets}
 
@@ -525,7 +526,7 @@ class FSDPSftWorker(ABC):
     @final
     def evaluates(self) -> bool:
         """Whether there is anything to evaluate on; available after set-up."""
-        return bool(self.eval_loaders) or self.task.plays_episodes
+        return bool(self.eval_loaders) or self.task.plays_episodes or self.task.runs_harness
 
     @final
     def summary(self) -> RunSummary:

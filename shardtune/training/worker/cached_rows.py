@@ -5,16 +5,20 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.batch import Batch, Metric, Prompt
 from shardtune.checkpoint.hf_load import check_weights
+from shardtune.checkpoint.hf_save import stop_tokens
 from shardtune.config import Recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.data.cache.dataset import TokenDataset
@@ -26,7 +30,9 @@ from shardtune.data.prepare import PreparedData, WeighedRows
 from shardtune.errors import ConfigError, ModelError
 from shardtune.evaluate.answers import Answers, answered_rows, make_matcher
 from shardtune.evaluate.generate import Generator, Sampling
+from shardtune.evaluate.harness import Harness, HarnessModel
 from shardtune.evaluate.loss import check_monitors, evaluation_blocks
+from shardtune.evaluate.run_harness import ReadTasks, check_task_names, read_tasks, run_harness
 from shardtune.models.action.acting import ActingAdapter
 from shardtune.models.adapter import Adapter, LanguageModel, LanguageRoot, WeightSource
 from shardtune.models.causal_lm import TOKENS
@@ -43,6 +49,7 @@ from shardtune.training.worker.task import DataPaths, Evaluation, Task, UserMeth
 from shardtune.training.worker.user_evaluation import metrics_of
 
 GENERATION_ROWS = 64
+HARNESS_ROWS = 16
 NAMED_ROWS = 8
 """How many rows of a skipped step are named one by one."""
 
@@ -95,6 +102,8 @@ class CachedRowsTask(Task):
         self.prepared = prepared
         self.methods = methods
         self._matcher = make_matcher(recipe.eval)
+        self._harness = harness(recipe, adapter)
+        self._harness_tasks: ReadTasks | None = None
         self._explained: set[str] = set()  # evaluation sets whose unmatched answers have been reported
 
     @property
@@ -286,6 +295,76 @@ class CachedRowsTask(Task):
             answers.keep(evaluation.samples_dir, evaluation.step, name)
         return Generated([prompt.tokens for prompt in prompts], written, answers)
 
+    # Tasks of lm-evaluation-harness.
+
+    @property
+    def runs_harness(self) -> bool:
+        return self._harness is not None
+
+    def prepare_harness(self, ranks: Ranks) -> None:
+        if self._harness is None:
+            return
+        if self._harness.settings.get("apply_chat_template") and self._text_tokenizer().chat_template is None:
+            raise self._harness.problem(
+                "harness_options has apply_chat_template, and the tokenizer has no chat template",
+                "give data.chat_template, or leave it out",
+            )
+        self._harness_tasks = read_tasks(self._harness, ranks)
+
+    def evaluate_harness(self, evaluation: Evaluation) -> Mapping[str, float]:
+        if self._harness is None or self._harness_tasks is None:
+            return {}
+        model = self._harness_model(evaluation)
+        return run_harness(
+            self._harness, model, self._harness_tasks, poll=evaluation.poll, folder=evaluation.episodes_dir
+        )
+
+    def and_scores(self, names: Sequence[str]) -> list[str] | None:
+        """Names of metrics and those of the harness's scores; None where these are not known (yet)."""
+        if self._harness is None:
+            return [*names]
+        scores = None if self._harness_tasks is None else self._harness_tasks.score_names
+        return None if scores is None else [*names, *(f"eval/{name}" for name in scores)]
+
+    @abstractmethod
+    def logits_of(self, root: LanguageRoot, tokens: torch.Tensor) -> torch.Tensor:
+        """The logits [rows, tokens, vocabulary] of tokens int64 [rows, tokens], each of which sees those before it."""
+
+    def _harness_model(self, evaluation: Evaluation) -> HarnessModel:
+        root, tokenizer, actor = evaluation.model, self._text_tokenizer(), self.recipe.actor
+        if not isinstance(root, LanguageRoot) or not isinstance(root.model, PreTrainedModel):
+            raise ModelError(
+                f"model_provider_func returned a {type(root).__name__}, which lm-evaluation-harness cannot evaluate",
+                where="model_provider_func",
+                remedy="return what super().model_provider_func() returns, changed in place, or leave eval.harness out",
+            )
+        own = root.model.generation_config
+        stops = stop_tokens(None if own is None else own.eos_token_id, tokenizer, self.text.end_of_turn_ids)
+
+        def continued(tokens: torch.Tensor, mask: torch.Tensor, arguments: Mapping[str, object]) -> torch.Tensor:
+            together = {"synced_gpus": evaluation.ranks.mesh is not None}
+            ending = {"eos_token_id": stops} if stops else {}
+            return root.generate(tokens, mask, {**ending, **arguments, **together})
+
+        return HarnessModel(
+            logits=partial(self.logits_of, root),
+            continued=continued,
+            config=root.model.config,
+            tokenizer=tokenizer,
+            ranks=evaluation.ranks,
+            rows=actor.eval_micro_batch_size or actor.micro_batch_size or HARNESS_ROWS,
+        )
+
+    def _text_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer as it is in `final/`."""
+        text = self.text
+        if text.tokenizer is None:
+            raise ConfigError("eval.harness needs a tokenizer", where="eval.harness", remedy="leave it out")
+        tokenizer = copy(text.tokenizer)
+        if text.chat_template is not None:
+            tokenizer.chat_template = text.chat_template
+        return tokenizer
+
     # Descriptions.
 
     def check(self) -> None:
@@ -310,11 +389,28 @@ class CachedRowsTask(Task):
         check_stored(model, config)
         trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         build_optimizer(trainable, recipe.actor.optim, outer=outer_parameters(model))
+        if self._harness is not None:
+            check_task_names(self._harness)
         check_monitors(recipe.runner, self.metric_names())
 
     def describe(self, summary: RunSummary) -> RunSummary:
         evaluation = {name: len(rows) for name, rows in self.prepared.evals.items()}
         return replace(summary, evaluation={**summary.evaluation, **evaluation})
+
+
+def harness(recipe: Recipe, adapter: Adapter) -> Harness | None:
+    """The tasks of lm-evaluation-harness that a recipe names; None without any.
+
+    Raises:
+        ConfigError: the model is no language model, or the package is not installed.
+    """
+    found = Harness.of(recipe)
+    if found is not None and not isinstance(adapter, LanguageModel):
+        raise found.problem(
+            f"{type(adapter).__name__} describes no language model",
+            "leave it out, or derive the adapter from shardtune's LanguageModel",
+        )
+    return found
 
 
 def token_counts(summary: RunSummary, rows: TokenDataset) -> RunSummary:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -135,6 +136,10 @@ class PaddedTask(CachedRowsTask):
         term = {f"loss/{TOKENS}": Metric(float(mean) * weight, weight)}
         return term | {name: metric_of(name, value, weight) for name, value in metrics.items()}
 
+    def logits_of(self, root: LanguageRoot, tokens: torch.Tensor) -> torch.Tensor:
+        outputs: Any = root(tokens)
+        return outputs.logits
+
     def evaluate_set(
         self, name: str, loader: Iterable[object], info: Mapping[str, object], evaluation: Evaluation
     ) -> Evaluated:
@@ -179,7 +184,7 @@ class PaddedTask(CachedRowsTask):
         for paths in self.evaluation_sets():
             known += [f"eval/{paths.name}/{key}" if paths.name else f"eval/{key}" for key in names]
             known += [f"{key}/{paths.name}" if paths.name else key for key in own]
-        return known
+        return self.and_scores(known)
 
     def describe(self, summary: RunSummary) -> RunSummary:
         if not self._own_training_batches:

@@ -203,6 +203,19 @@ class Task(ABC):
         """Whether evaluation includes episodes in an environment."""
         return False
 
+    @property
+    def runs_harness(self) -> bool:
+        """Whether evaluation includes tasks of lm-evaluation-harness."""
+        return False
+
+    def prepare_harness(self, ranks: Ranks) -> None:
+        """Read the data of the harness's tasks, before training; every rank calls it."""
+        return
+
+    def evaluate_harness(self, evaluation: Evaluation) -> Mapping[str, float]:
+        """The scores of the harness's tasks; none by default."""
+        return {}
+
     @abstractmethod
     def evaluate_set(
         self, name: str, loader: Iterable[object], info: Mapping[str, object], evaluation: Evaluation
