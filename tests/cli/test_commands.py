@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shardtune.run.api
+from shardtune.config import user_code
 from shardtune.errors import ConfigError, Interrupted
 from tests.support.workspace import END, Outcome, make_workspace, run_cli, write_rows
 
@@ -126,6 +127,7 @@ def test_exit_codes(error: BaseException, code: int, text: str, monkeypatch: pyt
         raise error
 
     monkeypatch.setattr(shardtune.run.api, "train", train)
+    monkeypatch.setattr(user_code, "_packages", set())  # others may have loaded a plugin from the tests
     ended = run_cli("train", "recipe.yaml")
     assert ended.code == code
     assert text in ended.err
