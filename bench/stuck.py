@@ -41,7 +41,7 @@ def command(tiny: Tiny, name: str, launcher: str, way: str) -> list[str]:
     keys = {
         "plugins": [str(ROOT / "tests/support/stuck_ways.py")],
         "runner__watchdog_seconds": SECONDS,
-        "runner__val_check_interval": 2,
+        "runner__eval_interval": 2,
         "data__eval_data_paths": str(tiny.folder / "eval.jsonl"),
     }
     if way in ("evaluation_sleeps", "save_sleeps"):
@@ -49,7 +49,7 @@ def command(tiny: Tiny, name: str, launcher: str, way: str) -> list[str]:
     if launcher == "native":
         keys["runner__nproc_per_node"] = 2
     elif launcher == "ray":
-        keys |= {"runner__launcher": "ray", "runner__num_workers": 2}
+        keys |= {"runner__launcher": "ray", "runner__num_ranks": 2}
     recipe = tiny.folder / f"{name}.yaml"
     recipe.write_text(yaml.safe_dump(tiny.recipe(name, **keys)))
     torchrun = ["-m", "shardtune.launch.torchrun", "--standalone", "--nproc-per-node", "2"]

@@ -67,7 +67,7 @@ def memorise(family: str, folder: Path, *, count: int, steps: int, lr: float = 5
     same, exchanged = save_pictures(folder, count)
     values: dict[str, Any] = {
         "runner": {
-            "max_steps": steps, "max_epochs": -1, "save_interval": -1, "val_check_interval": -1,
+            "max_steps": steps, "max_epochs": -1, "save_interval": -1, "eval_interval": -1,
             "logger": {"log_path": str(folder / "runs"), "experiment_name": "run", "logger_backends": ["jsonl"]},
         },
         "actor": {

@@ -61,7 +61,7 @@ RUN: list[Case] = [
     with_keys(
         "a metric of a set that is not there",
         "runner.early_stop={enabled: true, monitor: eval/math/loss}",
-        "runner.val_check_interval=1",
+        "runner.eval_interval=1",
         says="eval/math/loss | runner.early_stop.monitor | eval/loss",
     ),
     with_keys(

@@ -129,7 +129,7 @@ def _recipe(tiny: Tiny, name: str, seconds: float, **changes: Any) -> tuple[Path
     go, plugin, recipe = folder / "go", folder / "slow.py", folder / "recipe.yaml"
     plugin.write_text(SLOW.format(go=str(go), seconds=seconds, hang=False))
     ray = {"address": "auto", "placement": "strict_spread"}
-    keys = {"runner__launcher": "ray", "runner__num_workers": 2, "runner__ray": ray, **changes}
+    keys = {"runner__launcher": "ray", "runner__num_ranks": 2, "runner__ray": ray, **changes}
     keys = {"runner__save_interval": 2, "runner__device": "cpu", **keys}
     recipe.write_text(yaml.safe_dump(tiny.recipe(name, plugins=[str(plugin)], **keys)))
     return recipe, go
@@ -194,7 +194,7 @@ def dead_address(cluster: RayCluster, tiny: Tiny) -> Outcome:
 def host_lost(cluster: RayCluster, tiny: Tiny) -> Outcome:
     """The cable of one of two hosts is pulled; the other continues alone."""
     recipe, go = _recipe(tiny, "lost", 1.0, runner__lost_after=LOST_AFTER)
-    process = cluster.train(str(recipe), "runner.max_restarts=1", "runner.min_workers=1")
+    process = cluster.train(str(recipe), "runner.max_restarts=1", "runner.min_ranks=1")
     latest = tiny.run("lost") / "checkpoints/latest"
     _wait(lambda: latest.exists() or process.poll() is not None, cluster, "none")
     cluster.hosts[1].cut_off()
@@ -213,7 +213,7 @@ def host_lost(cluster: RayCluster, tiny: Tiny) -> Outcome:
     losses = [line["train/loss"] for line in there]
     assert [line["train/loss"] for line in here] == pytest.approx(losses, rel=1e-5)
     return Outcome(
-        f"Ray: a host of 2 is cut off, `min_workers: 1` (`lost_after` {LOST_AFTER} s)",
+        f"Ray: a host of 2 is cut off, `min_ranks: 1` (`lost_after` {LOST_AFTER} s)",
         f"the other starts again after {again:.0f} s",
         "code 0; the numbers of two ranks",
     )
