@@ -26,7 +26,7 @@ from shardtune.launch.signals import outlive_output
 from shardtune.models.recipe_hooks import OF_ANSWERS
 from shardtune.run.live import NotebookFoot, TerminalFoot, Ticking
 from shardtune.run.status import Status, duration
-from shardtune.training.run_summary import RunSummary
+from shardtune.training.run_summary import RunSummary, adapters_in_brief
 
 PLAIN_SECONDS = 10.0
 """The shortest time between two lines of progress without a terminal."""
@@ -182,20 +182,16 @@ class Display:
     def first_screen(
         self, summary: RunSummary, sample: Sample | None, tokenizer: PreTrainedTokenizerBase | None, run_dir: Path
     ) -> None:
-        table = Table.grid(padding=(0, 2))
+        table, trained = Table.grid(padding=(0, 2)), adapters_in_brief(summary.trained)
         share = summary.trainable / max(1, summary.parameters)
         tokens = f"{summary.tokens:,} tokens ({summary.targets:,.0f} trained), " if summary.tokens is not None else ""
         lines = [
             ("model", f"{summary.model}, {count(summary.parameters)} parameters, {share:.2%} trained"),
             *(
                 ("trained" if number == 0 else "", f"{name}: {tensors:,} tensors, {count(parameters)}")
-                for number, (name, tensors, parameters) in enumerate(summary.trained[:SHOWN_PATTERNS])
+                for number, (name, tensors, parameters) in enumerate(trained[:SHOWN_PATTERNS])
             ),
-            *(
-                [("", f"and {more} others: manifest.json")]
-                if (more := len(summary.trained) - SHOWN_PATTERNS) > 0
-                else []
-            ),
+            *([("", f"and {more} others: manifest.json")] if (more := len(trained) - SHOWN_PATTERNS) > 0 else []),
             ("numbers", summary.dtypes),
             ("ranks", summary.ranks),
             *([("packing", summary.attention)] if summary.attention else []),
