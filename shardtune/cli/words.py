@@ -105,8 +105,11 @@ def _keys_of(word: str, rest: deque[str], options: Collection[str]) -> list[tupl
             )
         return [(FOLDER, str(folder.parent)), (NAME, folder.name)]
     found = find_flag(name)
-    if found.key == name and "." not in name and (near := _near(flag, [*options, *known_flags()])):
+    is_unknown = found.key == name.replace("-", "_") and "." not in name
+    if is_unknown and (near := _near(flag, [*options, *known_flags()])):
         raise ConfigError(f"there is no option {flag}", where=word, remedy=f"did you mean {near}?")
+    if is_unknown and not equals and (not rest or rest[0].startswith("--")):
+        return [(found.key, "true")]  # refused by the recipe, with the key that is meant
     if found.switch is None:
         return [(found.key, _value(word, rest))]
     if not equals:
