@@ -53,6 +53,7 @@ BEFORE_TRAINING = (f"/{RIGHT}", "/loss")
 """The metrics that are shown of an evaluation before training, if it has any of them."""
 LOG_LETTERS = 600
 """Of a question or an answer in a log, at most."""
+AGAIN = "evaluate it again"
 BUSY_SECONDS = 0.5
 """Something that takes less is not shown."""
 
@@ -318,6 +319,7 @@ class Display:
             lines = [line for sample in samples for line in self._answer(sample)]
             self.console.print(Group(plain("\nanswers:", style="bold"), *lines), soft_wrap=not self._live)
         commands = self._next_in_python(run, answers) if self.console.is_jupyter else self._next(run_dir, answers)
+        commands = [one for one in commands if after or one[1] != AGAIN]  # there is nothing to evaluate on
         width = max(len(command) for command, _ in commands)
         fits = width + max(len(purpose) for _, purpose in commands) + 6 <= self.console.width
         lines = [f"  {command.ljust(width)}  # {purpose}" if fits else f"  {command}" for command, purpose in commands]
@@ -329,7 +331,7 @@ class Display:
         commands = [(f'shardtune generate {word} --prompt "…"', "answer a question")] * answers
         commands += [(f"shardtune chat {word}", "talk to the model")] * answers
         commands += [
-            (f"shardtune eval {word}", "evaluate it again"),
+            (f"shardtune eval {word}", AGAIN),
             (f"shardtune export {word} my-model", "a directory for transformers or vLLM"),
         ]
         if (run_dir / "tensorboard").exists():
@@ -340,7 +342,7 @@ class Display:
         return [
             (f'run = shardtune.load_run("{run}")', "what train returns"),
             *([('run.generate("…")', "answer a question")] * answers),
-            ("run.evaluate()", "evaluate it again"),
+            ("run.evaluate()", AGAIN),
             ('run.export("my-model")', "a directory for transformers or vLLM"),
         ]
 

@@ -134,6 +134,10 @@ def test_the_end_shows_questions_answers_and_what_to_do_next(
         "  shardtune export 'runs/my run' my-model",
     ]
     assert "runs/my run/final, loaded and evaluated afresh" in shown
+    display, out = shown_by(terminal)
+    display.summary(run, {}, {}, [], answers=False)
+    assert "shardtune export" in out.getvalue()
+    assert "shardtune eval" not in out.getvalue()
     assert shown_path(tmp_path.parent / "elsewhere") == str(tmp_path.parent / "elsewhere")
 
 

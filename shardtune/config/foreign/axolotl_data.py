@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from shardtune.config.foreign.conversion import Conversion, Kind, short
@@ -65,19 +66,24 @@ def _entries(c: Conversion, section: str, place: int, given: Mapping[str, object
     """The entries of one data set; each of its keys is recorded."""
     name, kind = f"{section}[{place}]", _kind(given)
     options: dict[str, object] = {"name": given.get("name")}
-    split = given.get("split")
-    if split not in (None, "train"):
+    split, _, part = str(given.get("split") or "train").partition("[")
+    if split != "train":
         options["split"] = split
+    if part:
+        first = re.fullmatch(r":(\d+)\]", part)
+        options["max_samples"] = int(first[1]) if first else None
+        if first is None:
+            c.missing("max_samples: N of an entry takes its first N rows; here all are taken", f"{name}.split")
     ours = TRAIN if section == "datasets" else EVAL
     columns = _columns(c, name, kind, given)
     entries = [
         entry(path, **options, columns=columns) for path in files_of(c, given.get("path"), given.get("data_files"))
     ]
     for key in READ:
-        place = f"{name}.{key}"
-        if not any(known == place or known.startswith(f"{place}.") for known in c.outcomes):
+        theirs = f"{name}.{key}"
+        if not any(known == theirs or known.startswith(f"{theirs}.") for known in c.outcomes):
             is_written = key in ("path", "data_files", "split", "name") or columns
-            c.record(place, Kind.TRANSLATED, f"{ours}: {short(as_entries(entries)) if is_written else RECOGNISED}")
+            c.record(theirs, Kind.TRANSLATED, f"{ours}: {short(as_entries(entries)) if is_written else RECOGNISED}")
     for key in given:
         if f"{name}.{key}" not in c.outcomes and key in PLAIN:
             c.not_needed(PLAIN[key], f"{name}.{key}")

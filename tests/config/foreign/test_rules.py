@@ -224,18 +224,18 @@ def test_data_sets_of_axolotl_become_entries(of):
     sets = [
         {"path": "org/chat", "type": "chat_template", "field_messages": "conversations", "split": "train[:50]",
          "message_property_mappings": {"role": "from", "content": "value"}},
-        {"path": "org/code", "type": "alpaca", "shards": 2},
+        {"path": "org/code", "type": "alpaca", "shards": 2, "split": "train[10%:]"},
         {"path": "json", "data_files": ["a.jsonl"], "type": {"field_instruction": "q", "field_output": "a"}},
     ]  # fmt: skip
     found = of("axolotl", datasets=sets)
     assert value(found, "data.train_data_paths") == [
-        {"path": "org/chat", "split": "train[:50]"},
+        {"path": "org/chat", "max_samples": 50},
         "org/code",
         {"path": "a.jsonl", "columns": {"instruction": "q", "output": "a"}},
     ]
     outcomes = found.conversion.outcomes
     missing = {name for name, one in outcomes.items() if one.kind is Kind.MISSING}
-    assert missing == {"datasets[1].type", "datasets[1].shards"}
+    assert missing == {"datasets[1].type", "datasets[1].shards", "datasets[1].split"}
     assert outcomes["datasets[1].path"].text == "data.train_data_paths: org/code"
     assert outcomes["datasets[0].field_messages"].text.endswith("the format of the rows is recognised")
     assert "'instruction': 'q'" in outcomes["datasets[2].type.field_instruction"].text
