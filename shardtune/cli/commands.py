@@ -242,7 +242,7 @@ def generate(
         raise ConfigError(
             "give a prompt or --file" if file is None else "a prompt and --file exclude each other",
             where="shardtune generate",
-            remedy=f'shardtune generate {target} --prompt "…", or --file prompts.jsonl',
+            remedy=f'shardtune generate {target} --prompt "…", or --file prompts.jsonl; or shardtune chat {target}',
         )
     if file is not None and image:
         raise ConfigError(
