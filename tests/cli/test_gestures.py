@@ -81,7 +81,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str | None, ...]]:
             ["r.yaml", "runner.logger.log_path=out", "runner.logger.experiment_name=one"],
         ),
         ("r.yaml --run_name one", ["r.yaml", "runner.logger.experiment_name=one"]),
-        ("r.yaml --bf16 --use_peft --lora_r 8", [
+        ("r.yaml --bf16 True --use_peft --lora_r 8", [
             *("r.yaml", "actor.model.precision=bf16", "actor.model.is_lora=true", "actor.model.lora.r=8"),
         ]),
         ("--gradient_checkpointing r.yaml", ["r.yaml", "actor.model.gradient_checkpointing=true"]),
@@ -123,6 +123,7 @@ def test_commands_have_other_names(command: str, trained: list[Any]) -> None:
         ("train recipe.yaml --learning_rate", "--learning_rate has no value"),
         ("train recipe.yaml --lr 1 --learning_rate 2", f"{LR} is given 2 times, as 1, 2 | --lr and --learning_rate"),
         ("train recipe.yaml --bf16=false", "--bf16 is bf16, not false"),
+        ("train recipe.yaml --bf16 false", "--bf16 is bf16, not false"),
         ("train recipe.yaml --cache_dir x", "could mean several things | data.cache_dir=DIR"),
         ("train recipe.yaml --output_dir ..", "has no name of its own"),
         ("train recipe.yaml --per_device_train_batch_size 4", "per_device_train_batch_size | actor.micro_batch_size"),
