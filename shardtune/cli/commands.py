@@ -30,7 +30,7 @@ app = typer.Typer(
         "    shardtune train recipe.yaml\n"
         "    shardtune train --model Qwen/Qwen3-0.6B --data rows.jsonl\n"
         '    shardtune generate runs/recipe --prompt "What is 2 plus 3?"\n\n'
-        "Any key of a recipe may be overridden on the command line: optim.lr=3e-5, or --actor.optim.lr 3e-5. "
+        "Any key of a recipe may be overridden on the command line: optim.lr=3e-5, or --optim.lr 3e-5. "
         "`shardtune COMMAND -h` has examples of each command.\n\n"
         "**Exit codes**: 0 done; 2 an error in your input, see the message; 75 stopped by a signal after saving, run "
         "the same command to continue; 76 stuck, the same command continues from the last checkpoint; 1 anything else."
@@ -242,7 +242,7 @@ def generate(
         raise ConfigError(
             "give a prompt or --file" if file is None else "a prompt and --file exclude each other",
             where="shardtune generate",
-            remedy=f'shardtune generate {target} --prompt "…", or --file prompts.jsonl',
+            remedy=f'shardtune generate {target} --prompt "…", or --file prompts.jsonl; or shardtune chat {target}',
         )
     if file is not None and image:
         raise ConfigError(
@@ -488,7 +488,7 @@ def models(
         typer.Argument(metavar="[RECIPE.yaml] [WORD …]", help="A recipe with plugins; words to search for: qwen3."),
     ] = None,
 ) -> None:
-    """List the values of actor.model.model_type, or search them: built in, from installed packages, from plugins.
+    """List the values of model.model_type, or search them: built in, from installed packages, from plugins.
 
     Of the built-in ones, the architectures that have been trained with the numbers of plain transformers, by how:
     packed, only rows of one length in a forward, or one row per forward. Others may train too; a probe checks each

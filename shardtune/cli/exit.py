@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 
@@ -47,10 +47,14 @@ def _left_by_exit(error: SystemExit) -> ConfigError:
 def wrong_usage(error: typer.BadParameter) -> ConfigError:
     """The error for a command line that cannot be parsed."""
     command = error.ctx.command_path if error.ctx is not None else "shardtune"
+    params: list[Any] = [*error.ctx.command.params] if error.ctx is not None else []
+    arguments = [param for param in params if param.required and param.param_type_name == "argument"]
+    needed = [param.metavar or param.name.upper() for param in arguments]
+    usage = f"{' '.join([command, *needed])}; " if needed else ""
     return ConfigError(
         error.format_message(),
         where=" ".join(["shardtune", *sys.argv[1:]]),
-        remedy=f"{command} --help lists its arguments",
+        remedy=f"{usage}{command} --help lists its arguments",
     )
 
 

@@ -54,7 +54,7 @@ class Flag(NamedTuple):
     """What a flag stands for.
 
     Attributes:
-        key: dotted; the name itself if no key is known for it.
+        key: dotted; the name itself, with underscores, if no key is known for it.
         switch: the value if none is given; None: one is required.
         values: what else a switch may be set to.
     """
@@ -79,7 +79,7 @@ def find_flag(name: str) -> Flag:
     if plain in FIXED:
         key, value = FIXED[plain]
         return Flag(key, value, TRUTHS if value == "true" else ())
-    key = SAME.get(plain) or _by_last_part(plain) or (plain if plain in KEYS else name)
+    key = SAME.get(plain) or _by_last_part(plain) or (name if "." in name else plain)
     if key not in KEYS or bool not in (kinds := _kinds(key)):
         return Flag(key)
     return Flag(key, "true", (*TRUTHS, *(("selective",) if str in kinds else ())))

@@ -42,7 +42,7 @@ INSTEAD: Mapping[str, tuple[str, str]] = {
         ("a run is a directory, and there is no list of runs", "ls runs; tail runs/recipe/metrics.jsonl"),
     ),
     **dict.fromkeys(
-        ("serve", "server", "api", "deploy", "vllm"),
+        ("serve", "server", "api", "deploy", "vllm", "vllm-serve"),
         ("there is no inference server", "vllm serve runs/recipe/final, or shardtune chat runs/recipe"),
     ),
     **dict.fromkeys(
@@ -56,6 +56,18 @@ INSTEAD: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(
         ("dpo", "orpo", "kto", "rm", "reward", "ppo", "grpo", "rloo", "rl", "pretrain", "pt"),
         ("there is supervised fine-tuning alone", "shardtune train recipe.yaml"),
+    ),
+    **dict.fromkeys(
+        ("merge-sharded-fsdp-weights", "merge-fsdp", "consolidate"),
+        ("final/ of a run is one model already, whatever it was sharded to", "shardtune export runs/recipe my-model"),
+    ),
+    **dict.fromkeys(
+        ("quantize", "quantise"),
+        ("the result is a directory for transformers, which quantisers read", "shardtune export runs/recipe my-model"),
+    ),
+    **dict.fromkeys(
+        ("lm-eval", "lm-evaluation-harness", "benchmark"),
+        ("eval has the tasks of lm-evaluation-harness", "shardtune eval runs/recipe eval.harness=[hellaswag]"),
     ),
     "adapter": ("it is a command of verify", "shardtune verify adapter my_model.py:MyModel"),
     "checkpoint": ("it is a command of verify", "shardtune verify checkpoint runs/recipe"),

@@ -91,7 +91,7 @@ def _value(word: str, rest: deque[str]) -> str:
 
 def _keys_of(word: str, rest: deque[str], options: Collection[str]) -> list[tuple[str, str]]:
     """The keys that a flag sets, and their values as typed."""
-    from shardtune.cli.flags import FOLDER, NAME, RUN_DIRECTORY, find_flag, known_flags
+    from shardtune.cli.flags import FOLDER, NAME, RUN_DIRECTORY, TRUTHS, find_flag, known_flags
 
     flag, equals, given = word.partition("=")
     name = flag.lstrip("-")
@@ -105,12 +105,17 @@ def _keys_of(word: str, rest: deque[str], options: Collection[str]) -> list[tupl
             )
         return [(FOLDER, str(folder.parent)), (NAME, folder.name)]
     found = find_flag(name)
-    if found.key == name and "." not in name and (near := _near(flag, [*options, *known_flags()])):
+    is_unknown = found.key == name.replace("-", "_") and "." not in name
+    if is_unknown and (near := _near(flag, [*options, *known_flags()])):
         raise ConfigError(f"there is no option {flag}", where=word, remedy=f"did you mean {near}?")
+    if is_unknown and not equals and (not rest or rest[0].startswith("--")):
+        return [(found.key, "true")]  # refused by the recipe, with the key that is meant
     if found.switch is None:
         return [(found.key, _value(word, rest))]
     if not equals:
-        given = rest.popleft() if rest and rest[0] in (*found.values, found.switch) else found.switch
+        given = rest.popleft() if rest and rest[0] in (*found.values, found.switch, *TRUTHS) else found.switch
+    if found.switch not in TRUTHS and given.lower() == "true":  # `--bf16 true`, as transformers' command lines have it
+        given = found.switch
     if given not in (*found.values, found.switch):
         raise ConfigError(
             f"{flag} is {' or '.join(dict.fromkeys((found.switch, *found.values)))}, not {given}",

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from shardtune.config.foreign.hints import counterpart, hint
 from shardtune.config.keys import ALIASES, IN_ROWS, KEYS, OTHER_NAMES, Key, allowed, is_free_mapping
 from shardtune.config.loading import ENTRY_TYPES
 from shardtune.config.schema import ACTOR, ACTOR_KEYS, FORMER_KEYS, OTHER_KEYS, Recipe, long_key, present_key, short_key
 from shardtune.errors import ConfigError
 
 REFERENCE = "docs/configuration.md"
+SHORT = "short for"
+OF_ACTOR = re.compile(rf"\b{ACTOR}\.")
 EXAMPLES = {
     "plugins": "[my_model.py]",
     "runner.allow_changes": "[optim.lr]",
@@ -93,7 +97,10 @@ def explain(name: str) -> str:
     if entry is not None:
         return entry
     key = _find(name)
-    first = "" if name in (key, short_key(key)) else f"{name} is {_relation(name, key)} {short_key(key)}\n\n"
+    relation = _relation(name, key)
+    first = "" if name in (key, short_key(key)) else f"{name} is {relation} {short_key(key)}\n\n"
+    if relation == SHORT and not key.endswith(f".{name}") and first:
+        first = f"there is no key {name}; {_hint(name)}\n\n"
     return first + "\n".join(_of_group(KEYS[key]) if KEYS[key].section else _of_key(KEYS[key]))
 
 
@@ -117,6 +124,7 @@ def _find(name: str) -> str:
     former = [known for known in FORMER_KEYS if known.endswith(f".{name}")]
     named = ALIASES.get(name) or IN_ROWS.get(name) or (ending[0] if len(ending) == 1 else None)
     named = named or (FORMER_KEYS[former[0]] if former and not ending else None) or OTHER_NAMES.get(name)
+    named = named or counterpart(name)
     if named is not None:
         return named
     near = [short_key(known) for known in ending]
@@ -127,8 +135,15 @@ def _find(name: str) -> str:
     raise ConfigError(
         f"there is no key {name}",
         where="shardtune config explain",
-        remedy=f"the nearest are: {', '.join(dict.fromkeys(near))}" if near else f"{REFERENCE} lists all keys",
+        remedy=_hint(name)
+        or (f"the nearest are: {', '.join(dict.fromkeys(near))}" if near else f"{REFERENCE} lists all keys"),
     )
+
+
+def _hint(name: str) -> str | None:
+    """What to write for another trainer's key, in the short form of our keys; None for any other name."""
+    found = hint(name) if "." not in name else None
+    return found and OF_ACTOR.sub("", found)
 
 
 def _relation(name: str, key: str) -> str:
@@ -140,7 +155,7 @@ def _relation(name: str, key: str) -> str:
         return "HALOs' name, in rows instead of steps, of"
     if name in OTHER_NAMES:
         return "another system's name of"
-    return "below" if long_key(name).startswith(f"{key}.") else "short for"
+    return "below" if long_key(name).startswith(f"{key}.") else SHORT
 
 
 def _of_key(key: Key) -> Iterator[str]:

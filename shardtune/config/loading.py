@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 
 from shardtune.config.checks import check, check_ranks
 from shardtune.config.environment import as_stored, references
+from shardtune.config.foreign.hints import hint_of_value
 from shardtune.config.foreign.trainers import TRAINERS, recognise
 from shardtune.config.halos import NAMES, translate
 from shardtune.config.key_forms import at_present_keys
@@ -319,12 +320,12 @@ def _type_problem(details: ErrorDetails, merged: Merged) -> ConfigError:
     if details["type"] == "missing":
         return ConfigError(f"{shown} is required", where=where, remedy=f"add it: {allowed(field)}")
     reason = details["msg"].partition("Value error, ")[2] if details["type"] == "value_error" else ""
-    words = allowed(field)
+    words, foreign = allowed(field), hint_of_value(dotted, details["input"]) if not inside else None
     unquoted = isinstance(details["input"], int | float) and words.startswith(("text", "the name"))
     return ConfigError(
         f"{shown}: {_short(details['input'])} is not allowed{f' ({reason})' if reason else ''}",
         where=where,
-        remedy=f"allowed: {words}{'; put it in quotes' if unquoted else ''}",
+        remedy=f"{f'{foreign}; ' if foreign else ''}allowed: {words}{'; put it in quotes' if unquoted else ''}",
     )
 
 

@@ -91,9 +91,9 @@ def launch_commands(
     shown = {"torchrun": _torchrun, "slurm": partial(_slurm, array=array), "ray": _ray}
     files = {name: partial(_container_file, write) for name, write in CONTAINER_FILES.items()}
     parts = [{**shown, **files}[name](loaded, hosts, command) for name in launchers]
-    several = hosts.nodes > 1
+    several, ranks = hosts.nodes > 1, f"{hosts.ranks} rank{'s' if hosts.ranks > 1 else ''}"
     head = [
-        f"# {hosts.ranks} ranks: {hosts.nodes} host{'s' if several else ''} x {hosts.per_node}; layout: {layout}",
+        f"# {ranks}: {hosts.nodes} host{'s' if several else ''} x {hosts.per_node}; layout: {layout}",
         *(["# every host needs the same environment, recipe and data, and the run directory on a disk they share"]
           if several else []),
     ]  # fmt: skip

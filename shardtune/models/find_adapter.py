@@ -307,10 +307,13 @@ def causal_lm(
         loaded.to_dict().get("auto_map") or {}
     )
     if not covered and model is None and make is None:
+        takes_images = loaded.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
         raise ModelError(
             f"{config.model_path} holds a model of type {loaded.model_type!r}, which is no causal language model",
             where=f"{MODEL_PATH}: config.json",
-            remedy="give one of the architectures that shardtune models lists, or an adapter of your own "
+            remedy="set actor.model.model_type: vision_language, it takes images and text"
+            if takes_images
+            else "give one of the architectures that shardtune models lists, or an adapter of your own "
             "(actor.model.adapter: file.py:Class)",
         )
     return CausalLM(loaded, **_settings(config, wrap, model, data), make=make)

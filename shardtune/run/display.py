@@ -26,7 +26,7 @@ from shardtune.launch.signals import outlive_output
 from shardtune.models.recipe_hooks import OF_ANSWERS
 from shardtune.run.live import NotebookFoot, TerminalFoot, Ticking
 from shardtune.run.status import Status, duration
-from shardtune.training.run_summary import RunSummary
+from shardtune.training.run_summary import RunSummary, adapters_in_brief
 
 PLAIN_SECONDS = 10.0
 """The shortest time between two lines of progress without a terminal."""
@@ -53,6 +53,7 @@ BEFORE_TRAINING = (f"/{RIGHT}", "/loss")
 """The metrics that are shown of an evaluation before training, if it has any of them."""
 LOG_LETTERS = 600
 """Of a question or an answer in a log, at most."""
+AGAIN = "evaluate it again"
 BUSY_SECONDS = 0.5
 """Something that takes less is not shown."""
 
@@ -182,20 +183,16 @@ class Display:
     def first_screen(
         self, summary: RunSummary, sample: Sample | None, tokenizer: PreTrainedTokenizerBase | None, run_dir: Path
     ) -> None:
-        table = Table.grid(padding=(0, 2))
+        table, trained = Table.grid(padding=(0, 2)), adapters_in_brief(summary.trained)
         share = summary.trainable / max(1, summary.parameters)
         tokens = f"{summary.tokens:,} tokens ({summary.targets:,.0f} trained), " if summary.tokens is not None else ""
         lines = [
             ("model", f"{summary.model}, {count(summary.parameters)} parameters, {share:.2%} trained"),
             *(
                 ("trained" if number == 0 else "", f"{name}: {tensors:,} tensors, {count(parameters)}")
-                for number, (name, tensors, parameters) in enumerate(summary.trained[:SHOWN_PATTERNS])
+                for number, (name, tensors, parameters) in enumerate(trained[:SHOWN_PATTERNS])
             ),
-            *(
-                [("", f"and {more} others: manifest.json")]
-                if (more := len(summary.trained) - SHOWN_PATTERNS) > 0
-                else []
-            ),
+            *([("", f"and {more} others: manifest.json")] if (more := len(trained) - SHOWN_PATTERNS) > 0 else []),
             ("numbers", summary.dtypes),
             ("ranks", summary.ranks),
             *([("packing", summary.attention)] if summary.attention else []),
@@ -322,6 +319,7 @@ class Display:
             lines = [line for sample in samples for line in self._answer(sample)]
             self.console.print(Group(plain("\nanswers:", style="bold"), *lines), soft_wrap=not self._live)
         commands = self._next_in_python(run, answers) if self.console.is_jupyter else self._next(run_dir, answers)
+        commands = [one for one in commands if after or one[1] != AGAIN]  # there is nothing to evaluate on
         width = max(len(command) for command, _ in commands)
         fits = width + max(len(purpose) for _, purpose in commands) + 6 <= self.console.width
         lines = [f"  {command.ljust(width)}  # {purpose}" if fits else f"  {command}" for command, purpose in commands]
@@ -333,7 +331,7 @@ class Display:
         commands = [(f'shardtune generate {word} --prompt "…"', "answer a question")] * answers
         commands += [(f"shardtune chat {word}", "talk to the model")] * answers
         commands += [
-            (f"shardtune eval {word}", "evaluate it again"),
+            (f"shardtune eval {word}", AGAIN),
             (f"shardtune export {word} my-model", "a directory for transformers or vLLM"),
         ]
         if (run_dir / "tensorboard").exists():
@@ -344,7 +342,7 @@ class Display:
         return [
             (f'run = shardtune.load_run("{run}")', "what train returns"),
             *([('run.generate("…")', "answer a question")] * answers),
-            ("run.evaluate()", "evaluate it again"),
+            ("run.evaluate()", AGAIN),
             ('run.export("my-model")', "a directory for transformers or vLLM"),
         ]
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+OF_ADAPTER = re.compile(r"(?:(?P<blocks>.*?\.\*)\.)?(?P<module>.+)\.lora_\w+(\.\w+)*")
+"""A tensor of LoRA: `model.layers.*.self_attn.q_proj.lora_A.default.weight`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +45,22 @@ class RunSummary:
     evaluation: Mapping[str, int | None]
     notes: Sequence[str] = ()
     trained: Sequence[tuple[str, int, int]] = ()
+
+
+def adapters_in_brief(trained: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    """`RunSummary.trained` with the tensors of an adapter as one entry for each stack of blocks.
+
+    The two tensors of each of seven modules become ("model.layers.*: LoRA on q_proj, k_proj, …", 28, 36864).
+    """
+    modules: dict[str, list[str]] = {}
+    counts: dict[str, tuple[int, int]] = {}
+    for name, tensors, parameters in trained:
+        found = OF_ADAPTER.fullmatch(name)
+        stack = (f"{found['blocks']}: " if found["blocks"] else "") + "LoRA on" if found else name
+        named = modules.setdefault(stack, [])
+        if found:
+            module = found["module"].rpartition(".")[2]
+            named += [module] if module not in named else []
+        before = counts.get(stack, (0, 0))
+        counts[stack] = before[0] + tensors, before[1] + parameters
+    return [(f"{stack} {', '.join(modules[stack])}".rstrip(), *counts[stack]) for stack in counts]

@@ -33,6 +33,10 @@ def test_a_key_is_explained_under_every_name() -> None:
     assert explain("lr").splitlines()[0] == "lr is another name, which works too, of optim.lr"
     assert explain("learning_rate").splitlines()[0] == "learning_rate is another system's name of optim.lr"
     assert explain("decay_ratio").splitlines()[0] == "decay_ratio is short for optim.decay_ratio"
+    assert explain("val_set_size").splitlines()[0] == (
+        "there is no key val_set_size; write data.eval_split: SHARE (val_set_size of Axolotl)"
+    )
+    assert "write model.is_lora: true and model.lora" in explain("load_in_4bit")
     former = "is a former name, which goes on working, of runner.eval_interval"
     for name in ("runner.val_check_interval", "val_check_interval"):
         assert explain(name).splitlines()[0] == f"{name} {former}"
@@ -60,6 +64,7 @@ def test_a_group_lists_its_keys() -> None:
         ("runner.lr", "optim.lr"),
         ("model.precison", "model.precision"),
         ("optim.lr.x", "optim.lr"),
+        ("sample_packing", "rows are always packed"),
         ("xyzzyx", "docs/configuration.md"),
         ("", "docs/configuration.md"),
     ],

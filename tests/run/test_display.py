@@ -12,7 +12,24 @@ from transformers import PreTrainedTokenizerFast
 
 from shardtune.batch import Sample
 from shardtune.run.display import CONTEXT_TOKENS, PREVIEW_TOKENS, TARGET_TOKENS, Display, shown_path, trained_text
+from shardtune.training.run_summary import adapters_in_brief
 from tests.support.tiny_run import make_tokenizer
+
+
+def test_the_tensors_of_an_adapter_are_one_line() -> None:
+    layer, tower = "model.layers.*.self_attn", "tower.blocks.*.attn"
+    trained = [(f"{layer}.{name}.lora_{part}.default.weight", 2, 8) for name in ("q_proj", "v_proj") for part in "AB"]
+    trained += [
+        (f"{tower}.qkv.lora_A.default.weight", 1, 3),
+        (f"{tower}.qkv.lora_magnitude_vector.default.weight", 1, 1),
+    ]
+    trained += [("lm_head.lora_embedding_A.default", 1, 5), ("model.norm.weight", 1, 4)]
+    assert adapters_in_brief(trained) == [
+        ("model.layers.*: LoRA on q_proj, v_proj", 8, 32),
+        ("tower.blocks.*: LoRA on qkv", 2, 4),
+        ("LoRA on lm_head", 1, 5),
+        ("model.norm.weight", 1, 4),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +134,10 @@ def test_the_end_shows_questions_answers_and_what_to_do_next(
         "  shardtune export 'runs/my run' my-model",
     ]
     assert "runs/my run/final, loaded and evaluated afresh" in shown
+    display, out = shown_by(terminal)
+    display.summary(run, {}, {}, [], answers=False)
+    assert "shardtune export" in out.getvalue()
+    assert "shardtune eval" not in out.getvalue()
     assert shown_path(tmp_path.parent / "elsewhere") == str(tmp_path.parent / "elsewhere")
 
 

@@ -56,6 +56,8 @@ def convert(c: Conversion) -> None:
     _schedule(c, total)
     rules.choose_optimizer(c, "optimizer", "optim_args")
     _precision(c)
+    if c.has("processor_type"):
+        c.put("actor.model.model_type", "vision_language", "processor_type")
     sharding(c)
     _intervals(c, total)
     _adapter(c)
@@ -141,7 +143,7 @@ def _intervals(c: Conversion, total: int | None) -> None:
         ("runner.eval_interval", evaluation, "eval_steps", "evals_per_epoch", "no"),
         ("runner.save_interval", "save_strategy", "save_steps", "saves_per_epoch", "epoch"),
     ):
-        if key.endswith("check_interval") and not is_evaluated:
+        if key == "runner.eval_interval" and not is_evaluated:
             c.not_needed("there is no evaluation data", strategy, steps, times)
         elif c.has(times):
             _per_epoch(c, key, times, total)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
-from shardtune.config.foreign.conversion import Conversion, Kind
+from shardtune.config.foreign.conversion import Conversion, Kind, short
 from shardtune.config.foreign.rows import EVAL, TRAIN, as_entries, entry, files_of
 from shardtune.config.foreign.values import is_on, listed, number
 
@@ -14,6 +15,7 @@ OWN_TEMPLATES = ("alpaca", "metharme")
 SHAREGPT = {"role": "from", "content": "value"}
 READ = ("path", "data_files", "split", "name", "type", "ds_type", "field", "field_messages")
 READ += ("message_property_mappings", "message_field_role", "message_field_content", "field_tools")
+RECOGNISED = "the format of the rows is recognised"
 PLAIN = {"trust_remote_code": "data sets are files", "roles": "all usual names of roles are known"}
 ALPACA_TEXT = (
     "Axolotl writes Alpaca's own text around such rows, here the chat template is used; docs/coming-from.md has a "
@@ -51,6 +53,8 @@ def _held_out(c: Conversion) -> None:
         c.put("data.eval_split", size, "val_set_size", comment="val_set_size; which rows differs")
     elif size:
         c.missing("data.eval_split is a share of the rows: val_set_size / rows", "val_set_size")
+    else:
+        c.record("val_set_size", Kind.DEFAULT, "no rows are held out")
 
 
 def _kind(given: Mapping[str, object]) -> str:
@@ -62,19 +66,30 @@ def _entries(c: Conversion, section: str, place: int, given: Mapping[str, object
     """The entries of one data set; each of its keys is recorded."""
     name, kind = f"{section}[{place}]", _kind(given)
     options: dict[str, object] = {"name": given.get("name")}
-    split = given.get("split")
-    if split not in (None, "train"):
+    split, _, part = str(given.get("split") or "train").partition("[")
+    if split != "train":
         options["split"] = split
+    if part:
+        first = re.fullmatch(r":(\d+)\]", part)
+        options["max_samples"] = int(first[1]) if first else None
+        if first is None:
+            c.missing("max_samples: N of an entry takes its first N rows; here all are taken", f"{name}.split")
     ours = TRAIN if section == "datasets" else EVAL
-    for key in READ:
-        c.record(f"{name}.{key}", Kind.TRANSLATED, f"{ours}: an entry's path, name, split, columns or format")
     columns = _columns(c, name, kind, given)
+    entries = [
+        entry(path, **options, columns=columns) for path in files_of(c, given.get("path"), given.get("data_files"))
+    ]
+    for key in READ:
+        theirs = f"{name}.{key}"
+        if not any(known == theirs or known.startswith(f"{theirs}.") for known in c.outcomes):
+            is_written = key in ("path", "data_files", "split", "name") or columns
+            c.record(theirs, Kind.TRANSLATED, f"{ours}: {short(as_entries(entries)) if is_written else RECOGNISED}")
     for key in given:
         if f"{name}.{key}" not in c.outcomes and key in PLAIN:
             c.not_needed(PLAIN[key], f"{name}.{key}")
         elif key not in READ and key not in _LATER:
             c.missing(_remedy(key), f"{name}.{key}")
-    return [entry(path, **options, columns=columns) for path in files_of(c, given.get("path"), given.get("data_files"))]
+    return entries
 
 
 _LATER = ("roles_to_train", "train_on_eos", "train_on_eot", "chat_template", "chat_template_jinja")

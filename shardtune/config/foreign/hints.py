@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from shardtune.config.foreign.conversion import short
-from shardtune.config.foreign.table import By, Entry, Missing, NoCounterpart, NotNeeded
+from shardtune.config.foreign.table import By, Entry, Missing, NoCounterpart, NotNeeded, To
 from shardtune.config.foreign.trainers import TRAINERS
 from shardtune.config.foreign.training_arguments import TRAINING_ARGUMENTS
+from shardtune.config.keys import KEYS
 
 ONE_VALUE = re.compile(r"([\w.]+): (N|SHARE|RATE|NAME|FILE|FOLDER)")
 """A line whose value is that of the other trainer's key."""
@@ -24,14 +25,34 @@ def hint(dotted: str, value: object = None) -> str | None:
     """
     if isinstance(value, Mapping):
         return None  # a section in the wrong place
+    return next((_remedy(entry, value, theirs) for entry, theirs in _entries(dotted)), None)
+
+
+def hint_of_value(key: str, value: object) -> str | None:
+    """The remedy for a wrong value of a key of ours whose last part is a key of another trainer with another meaning.
+
+    `adapter: qlora` is one, a value of `actor.model.adapter` for Axolotl's `adapter`.
+    """
+    found = (_remedy(entry, value, theirs) for entry, theirs in _entries(key) if isinstance(entry, By))
+    return next((remedy for remedy in found if key not in remedy), None)
+
+
+def counterpart(name: str) -> str | None:
+    """Our key for a key of another trainer; None if there is none, or if it depends on others which one it is."""
+    for entry, _ in _entries(name):
+        key = entry.key if isinstance(entry, To) else entry.line.partition(":")[0] if isinstance(entry, By) else ""
+        return key if key in KEYS else None
+    return None
+
+
+def _entries(dotted: str) -> Iterator[tuple[Entry, str]]:
+    """What other trainers have under a key's name, or under its last part; with the name and the trainer."""
     last = dotted.rpartition(".")[2]
     for name in dict.fromkeys((dotted, last, last.lower())):
         for trainer in TRAINERS.values():
             entry = trainer.table.get(name)
             if entry is not None:
-                owner = "transformers" if name in TRAINING_ARGUMENTS else trainer.name
-                return _remedy(entry, value, f"{name} of {owner}")
-    return None
+                yield entry, f"{name} of {'transformers' if name in TRAINING_ARGUMENTS else trainer.name}"
 
 
 def _remedy(entry: Entry, value: object, theirs: str) -> str:

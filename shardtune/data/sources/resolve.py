@@ -337,11 +337,11 @@ def _find(spec: Any, selection: Selection, data: DataOptions, *, robot: bool) ->
         )
     path = Path(spec).expanduser()
     if path.is_file():
-        return [_file(path)], _stem(path)
+        return _of_split([_file(path)], selection), _stem(path)
     if path.is_dir():
         return _directory(path, selection, root), path.resolve().name
     if _GLOB.search(str(spec)):
-        return _matches(str(path)), _GLOB.split(path.name)[0].strip("-_.") or path.parent.name
+        return _of_split(_matches(str(path)), selection), _GLOB.split(path.name)[0].strip("-_.") or path.parent.name
     name, config = hub.parse_name(str(spec))
     if config is not None and Path(name).is_dir():
         return _hub_files(name, config, selection, root), Path(name).name
@@ -351,6 +351,19 @@ def _find(spec: Any, selection: Selection, data: DataOptions, *, robot: bool) ->
             return _directory(folder, selection, root), name.rpartition("/")[2]
         return _hub_files(name, config, selection, root), name.rpartition("/")[2]
     raise _missing(path)
+
+
+def _of_split(files: list[SourceFile], selection: Selection) -> list[SourceFile]:
+    """The files, if the split that the recipe names is `train`, as `datasets` calls any file, or in their names."""
+    split = selection.split or "train"
+    for file in files:
+        if split != "train" and split not in file.path.name:
+            raise DataError(
+                f"a file has no splits, so there is no {split!r}",
+                where=file.label,
+                remedy="leave split out; for a part of the rows use max_samples, to hold some out data.eval_split",
+            )
+    return files
 
 
 def _stem(path: Path) -> str:

@@ -191,6 +191,8 @@ OFFLOAD, RESHARD = "actor.fsdp_config.cpu_offload", "actor.fsdp_config.reshard_a
         ("axolotl", {"batch_size": 12, "micro_batch_size": 3}, "actor.global_batch_size", 12),
         ("axolotl", {"wandb_project": "p"}, "runner.logger.project_name", "p"),
         ("axolotl", {"chat_template": "chatml"}, "data.chat_template", "chatml"),
+        ("axolotl", {"processor_type": "AutoProcessor"}, "actor.model.model_type", "vision_language"),
+        ("axolotl", {"evals_per_epoch": 4}, "runner.eval_interval", "absent"),
         ("axolotl", {"fsdp_config": {"offload_params": True}}, "actor.fsdp_config.cpu_offload", True),
         ("llama-factory", {"mask_history": True}, "data.train_on", "last_assistant"),
         ("llama-factory", {"train_on_prompt": True}, "data.train_on", "all"),
@@ -222,17 +224,22 @@ def test_data_sets_of_axolotl_become_entries(of):
     sets = [
         {"path": "org/chat", "type": "chat_template", "field_messages": "conversations", "split": "train[:50]",
          "message_property_mappings": {"role": "from", "content": "value"}},
-        {"path": "org/code", "type": "alpaca", "shards": 2},
+        {"path": "org/code", "type": "alpaca", "shards": 2, "split": "train[10%:]"},
         {"path": "json", "data_files": ["a.jsonl"], "type": {"field_instruction": "q", "field_output": "a"}},
     ]  # fmt: skip
     found = of("axolotl", datasets=sets)
     assert value(found, "data.train_data_paths") == [
-        {"path": "org/chat", "split": "train[:50]"},
+        {"path": "org/chat", "max_samples": 50},
         "org/code",
         {"path": "a.jsonl", "columns": {"instruction": "q", "output": "a"}},
     ]
-    missing = {name for name, one in found.conversion.outcomes.items() if one.kind is Kind.MISSING}
-    assert missing == {"datasets[1].type", "datasets[1].shards"}
+    outcomes = found.conversion.outcomes
+    missing = {name for name, one in outcomes.items() if one.kind is Kind.MISSING}
+    assert missing == {"datasets[1].type", "datasets[1].shards", "datasets[1].split"}
+    assert outcomes["datasets[1].path"].text == "data.train_data_paths: org/code"
+    assert outcomes["datasets[0].field_messages"].text.endswith("the format of the rows is recognised")
+    assert "'instruction': 'q'" in outcomes["datasets[2].type.field_instruction"].text
+    assert of("axolotl", val_set_size=0.0).conversion.outcomes["val_set_size"].text == "no rows are held out"
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,14 @@ class TestNaming:
         (source,) = resolve({"path": str(tmp_path), "split": "train_small"})
         assert [file.path.name for file in source.files] == ["train_small.jsonl"]
 
+    def test_a_file_has_no_splits(self, tmp_path, resolve):
+        file = write_jsonl(tmp_path / "rows-test.jsonl", ROWS[:3])
+        for split in (None, "train", "test"):
+            assert len(all_rows(resolve({"path": str(file), "split": split}))) == 3
+        for path in (file, tmp_path / "*.jsonl"):
+            with pytest.raises(DataError, match=r"(?s)there is no 'train\[:50%\]'.*max_samples"):
+                resolve({"path": str(path), "split": "train[:50%]"})
+
     def test_named_sets(self):
         assert named_sets({"math": "a", "chat": ["b"]}) == {"math": "a", "chat": ["b"]}
         assert named_sets({"path": "a"}) == {"": {"path": "a"}}

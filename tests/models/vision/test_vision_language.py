@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LlavaConfig
 
 from shardtune.batch import PackedBatch
 from shardtune.config import load_recipe
+from shardtune.config.schema import ModelConfig
 from shardtune.data.images.images import ENDS
 from shardtune.errors import ConfigError, ModelError, ParallelError
+from shardtune.models.find_adapter import causal_lm
 from shardtune.models.vision.vision_language import ZERO_PROJECTOR, VisionLanguage
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.models.vision.test_vision_on_ranks import a_recipe
@@ -184,6 +187,13 @@ def test_a_text_model_is_no_vision_model(places: tuple[Path, Path], tmp_path: Pa
     with pytest.raises(ModelError, match="takes no images and text") as caught:
         SFTWorker(load_recipe(a_recipe(folder, places[1])), report=quiet)
     assert "causal_lm" in str(caught.value.remedy)
+
+
+def test_a_vision_model_is_no_text_model(tmp_path: Path) -> None:
+    LlavaConfig().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="no causal language model") as caught:
+        causal_lm(ModelConfig(model_path=str(tmp_path)))
+    assert "actor.model.model_type: vision_language" in str(caught.value.remedy)
 
 
 def test_a_tokenizer_in_memory_is_refused(places: tuple[Path, Path]) -> None:
