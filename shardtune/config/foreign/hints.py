@@ -9,17 +9,20 @@ from shardtune.config.foreign.conversion import short
 from shardtune.config.foreign.table import By, Entry, Missing, NoCounterpart, NotNeeded
 from shardtune.config.foreign.trainers import TRAINERS
 from shardtune.config.foreign.training_arguments import TRAINING_ARGUMENTS
+from shardtune.config.schema import short_keys
 
 ONE_VALUE = re.compile(r"([\w.]+): (N|SHARE|RATE|NAME|FILE|FOLDER)")
 """A line whose value is that of the other trainer's key."""
 NOTHING = "nothing: "
+ACTOR_DOT = "actor."
 
 
 def hint(dotted: str, value: object = None) -> str | None:
     """The remedy for an unknown key that is one of another trainer's; None if it is none.
 
     Args:
-        dotted: the key as written; its last part counts too (`actor.load_in_4bit`).
+        dotted: the key as written; its last part counts too (`actor.load_in_4bit`). With `actor.` in front, the remedy
+            names keys so, too.
         value: as written, for the line to write.
     """
     if isinstance(value, Mapping):
@@ -30,7 +33,8 @@ def hint(dotted: str, value: object = None) -> str | None:
             entry = trainer.table.get(name)
             if entry is not None:
                 owner = "transformers" if name in TRAINING_ARGUMENTS else trainer.name
-                return _remedy(entry, value, f"{name} of {owner}")
+                remedy = _remedy(entry, value, f"{name} of {owner}")
+                return remedy if dotted.startswith(ACTOR_DOT) else short_keys(remedy)
     return None
 
 
