@@ -102,6 +102,7 @@ def chat(run: Run, checkpoint: str, system: str | None, sampling: Sampling) -> N
         try:
             text = console.input("[bold]you> [/bold]").strip()
         except (EOFError, KeyboardInterrupt):
+            console.print()
             return
         if not text:
             return

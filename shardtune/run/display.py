@@ -185,17 +185,14 @@ class Display:
         table = Table.grid(padding=(0, 2))
         share = summary.trainable / max(1, summary.parameters)
         tokens = f"{summary.tokens:,} tokens ({summary.targets:,.0f} trained), " if summary.tokens is not None else ""
+        trained = adapters_joined(summary.trained)
         lines = [
             ("model", f"{summary.model}, {count(summary.parameters)} parameters, {share:.2%} trained"),
             *(
                 ("trained" if number == 0 else "", f"{name}: {tensors:,} tensors, {count(parameters)}")
-                for number, (name, tensors, parameters) in enumerate(summary.trained[:SHOWN_PATTERNS])
+                for number, (name, tensors, parameters) in enumerate(trained[:SHOWN_PATTERNS])
             ),
-            *(
-                [("", f"and {more} others: manifest.json")]
-                if (more := len(summary.trained) - SHOWN_PATTERNS) > 0
-                else []
-            ),
+            *([("", f"and {more} others: manifest.json")] if (more := len(trained) - SHOWN_PATTERNS) > 0 else []),
             ("numbers", summary.dtypes),
             ("ranks", summary.ranks),
             *([("packing", summary.attention)] if summary.attention else []),
@@ -306,8 +303,8 @@ class Display:
             answers: whether the model can generate.
         """
         run = shown_path(run_dir)
-        self.console.print()
         if after:
+            self.console.print()
             title = f"{shown_path(run_dir / 'final')}, loaded and evaluated afresh"
             table = Table(title=title, title_justify="left", title_style="bold")
             table.add_column("metric")
@@ -370,6 +367,15 @@ def shown_path(path: Path) -> str:
     except FileNotFoundError:  # removed meanwhile
         return str(path)
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def adapters_joined(trained: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    """The trained parameters for a reader: those of one layer's adapter in one line."""
+    found: dict[str, list[tuple[str, int, int]]] = {}
+    for entry in trained:
+        layer, of_adapter, _ = entry[0].partition(".lora_")
+        found.setdefault(f"LoRA of {layer}" if of_adapter else layer, []).append(entry)
+    return [(name, sum(one[1] for one in parts), sum(one[2] for one in parts)) for name, parts in found.items()]
 
 
 def evaluation_texts(metrics: Mapping[str, float]) -> list[str]:

@@ -11,7 +11,15 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from shardtune.batch import Sample
-from shardtune.run.display import CONTEXT_TOKENS, PREVIEW_TOKENS, TARGET_TOKENS, Display, shown_path, trained_text
+from shardtune.run.display import (
+    CONTEXT_TOKENS,
+    PREVIEW_TOKENS,
+    TARGET_TOKENS,
+    Display,
+    adapters_joined,
+    shown_path,
+    trained_text,
+)
 from tests.support.tiny_run import make_tokenizer
 
 
@@ -83,6 +91,22 @@ def test_evaluations_for_a_reader() -> None:
         "step 1,200: a/loss 1.0000  a 50.0 % right  a/unparsed 2  own 3.0000",
         "before training: own 3.0000",
     ]
+
+
+def test_the_tensors_of_an_adapter_are_one_line() -> None:
+    layer = "model.layers.*.self_attn.q_proj"
+    given = [
+        (f"{layer}.lora_A.default.weight", 2, 8),
+        (f"{layer}.lora_B.default.weight", 2, 4),
+        ("lm_head.weight", 1, 9),
+    ]
+    assert adapters_joined(given) == [(f"LoRA of {layer}", 4, 12), ("lm_head.weight", 1, 9)]
+
+
+def test_the_end_without_an_evaluation_has_one_empty_line(tmp_path: Path) -> None:
+    display, out = shown_by(False)
+    display.summary(tmp_path, {}, {}, [], answers=False)
+    assert out.getvalue().startswith("\nnext:\n")
 
 
 @pytest.mark.parametrize("terminal", [False, True])
