@@ -200,8 +200,8 @@ def generate(
     file: Annotated[
         Path | None,
         typer.Option(
-            help="A JSONL file with rows {prompt}, {question} or {messages}, and images; answered in order. Relative "
-            "paths of images start at the file."
+            help="A JSONL file with rows {prompt}, {question} or {messages}, with images and tools; answered in order. "
+            "Relative paths of images start at the file."
         ),
     ] = None,
     image: Annotated[
@@ -263,6 +263,7 @@ def generate(
         sampling=sampling,
         raw=raw,
         images=[question.images for question in questions],
+        tools=[question.tools for question in questions],
         folder=file.parent if file else None,
     )
     for question, answer in zip(questions, answers, strict=True):
