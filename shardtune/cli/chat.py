@@ -21,6 +21,7 @@ from shardtune.evaluate.generate import Sampling
 from shardtune.run.api import Run, answering
 
 Message: TypeAlias = dict[str, object]
+CALLS = ("tool_calls", "function_call")
 PROMPT_KEYS = ("messages", "prompt", "question", "instruction")
 ROWS = f"give JSON lines whose rows have one of {', '.join(PROMPT_KEYS)}: text, or messages with role and content"
 
@@ -32,10 +33,12 @@ class Question:
     Attributes:
         prompt: a user's turn, or a whole conversation that ends with one.
         images: of its column `images` or `image`.
+        tools: of its column `tools`.
     """
 
     prompt: str | list[Message]
     images: Sequence[object]
+    tools: object = None
 
 
 def read_prompts(file: Path) -> list[Question]:
@@ -63,19 +66,21 @@ def _question(line: bytes, where: str) -> Question:
     prompt, images = row[key], row.get("images") or row.get("image") or []
     images = images if isinstance(images, list) else [images]
     if isinstance(prompt, str):
-        return Question(prompt, images)
+        return Question(prompt, images, row.get("tools"))
     turns = prompt if isinstance(prompt, list) else []
     good = [turn for turn in turns if isinstance(turn, dict) and isinstance(turn.get("role"), str)]
-    if not turns or len(good) < len(turns) or not all(isinstance(turn.get("content"), (str, list)) for turn in good):
+    said = [turn for turn in good if isinstance(turn.get("content"), (str, list)) or any(map(turn.get, CALLS))]
+    if not turns or len(said) < len(turns):
         raise DataError(
             f"the prompt is {json.dumps(prompt)[:80]}, neither text nor a list of messages", where=where, remedy=ROWS
         )
-    return Question(turns, images)
+    return Question(turns, images, row.get("tools"))
 
 
 def answer_line(question: Question, answer: str) -> str:
     """A question with its answer as a line of JSON, in which characters that control a terminal are escaped."""
-    row = {"prompt": question.prompt, **({"images": question.images} if question.images else {}), "answer": answer}
+    given = {"images": question.images, "tools": question.tools}
+    row = {"prompt": question.prompt, **{key: value for key, value in given.items() if value}, "answer": answer}
     return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(row, ensure_ascii=False))
 
 
@@ -102,6 +107,7 @@ def chat(run: Run, checkpoint: str, system: str | None, sampling: Sampling) -> N
         try:
             text = console.input("[bold]you> [/bold]").strip()
         except (EOFError, KeyboardInterrupt):
+            console.print()
             return
         if not text:
             return

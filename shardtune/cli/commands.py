@@ -200,8 +200,8 @@ def generate(
     file: Annotated[
         Path | None,
         typer.Option(
-            help="A JSONL file with rows {prompt}, {question} or {messages}, and images; answered in order. Relative "
-            "paths of images start at the file."
+            help="A JSONL file with rows {prompt}, {question} or {messages}, with images and tools; answered in order. "
+            "Relative paths of images start at the file."
         ),
     ] = None,
     image: Annotated[
@@ -263,6 +263,7 @@ def generate(
         sampling=sampling,
         raw=raw,
         images=[question.images for question in questions],
+        tools=[question.tools for question in questions],
         folder=file.parent if file else None,
     )
     for question, answer in zip(questions, answers, strict=True):
@@ -512,9 +513,15 @@ def models(
         typer.echo(line)
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True})
 def convert(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A configuration of another trainer, YAML or JSON.")],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE | COMMAND",
+            help="A configuration of another trainer, YAML or JSON; or its command: trl sft --learning_rate …",
+        ),
+    ],
     to: Annotated[
         Path | None, typer.Option("-o", "--output", help="The recipe to write; by default it is printed.")
     ] = None,
@@ -534,11 +541,12 @@ def convert(
     shardtune convert axolotl.yaml -o recipe.yaml
     shardtune convert sft.yaml --world-size 8 -o recipe.yaml
     shardtune convert arguments.json --from trl > recipe.yaml
+    shardtune convert -o recipe.yaml trl sft --model_name_or_path Qwen/Qwen3-0.6B --dataset_name me/rows --packing
     ```
     """
     from shardtune.cli.convert import write_recipe
 
-    write_recipe(file, trainer, to, world_size)
+    write_recipe(words, trainer, to, world_size)
 
 
 @app.command()

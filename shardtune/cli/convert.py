@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import typer
 
+from shardtune.config.foreign.command_line import read_command_line
 from shardtune.config.foreign.convert import convert
 from shardtune.errors import ConfigError, printable
 
 
-def write_recipe(file: Path, trainer: str | None, to: Path | None, world_size: int | None) -> None:
-    """Convert a file.
+def write_recipe(words: Sequence[str], trainer: str | None, to: Path | None, world_size: int | None) -> None:
+    """Convert a file, or a command line of another trainer.
 
     The recipe goes to `to` and the report to standard output; without `to`, the recipe goes to standard output and the
     report to standard error.
@@ -21,7 +23,8 @@ def write_recipe(file: Path, trainer: str | None, to: Path | None, world_size: i
     """
     if to is not None and to.exists():
         raise ConfigError(f"{to} exists already", where="--output", remedy="name a new file, or remove this one")
-    found = convert(file, trainer, to=to, world_size=world_size)
+    given = read_command_line(words)
+    found = convert(given.file, trainer, flags=given.values, to=to, world_size=world_size or given.processes)
     if to is None:
         typer.echo(printable(found.recipe), nl=False)
         typer.echo(printable(found.report), err=True)

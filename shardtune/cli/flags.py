@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple, get_args
 
-from shardtune.config.keys import KEYS, section_type
+from shardtune.config.keys import ALIASES, IN_ROWS, KEYS, section_type
 from shardtune.errors import ConfigError
 
 MODEL, TRAIN, EVAL = "actor.model.model_path", "data.train_data_paths", "data.eval_data_paths"
@@ -65,7 +65,7 @@ class Flag(NamedTuple):
 
 
 def find_flag(name: str) -> Flag:
-    """What a flag stands for; `--learning-rate` and `--learning_rate` are one.
+    """What a flag stands for; `--learning-rate` and `--learning_rate` are one, `--no_NAME` switches off.
 
     Args:
         name: without the dashes before it.
@@ -79,10 +79,21 @@ def find_flag(name: str) -> Flag:
     if plain in FIXED:
         key, value = FIXED[plain]
         return Flag(key, value, TRUTHS if value == "true" else ())
-    key = SAME.get(plain) or _by_last_part(plain) or (name if "." in name else plain)
+    if plain.startswith("no_") and (meant := find_flag(plain.removeprefix("no_"))).switch == "true":
+        return Flag(meant.key, "false")
+    key = SAME.get(plain) or _by_last_part(plain) or (name if "." in name and plain not in KEYS else plain)
     if key not in KEYS or bool not in (kinds := _kinds(key)):
         return Flag(key)
     return Flag(key, "true", (*TRUTHS, *(("selective",) if str in kinds else ())))
+
+
+def is_foreign(key: str) -> bool:
+    """Whether a flag stands for no key, but is a key of another trainer that `shardtune convert` knows."""
+    if key in KEYS or key in ALIASES or key in IN_ROWS or "." in key:
+        return False
+    from shardtune.config.foreign.hints import hint
+
+    return hint(key) is not None
 
 
 def known_flags() -> list[str]:

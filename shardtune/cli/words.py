@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from shardtune.errors import ConfigError
@@ -53,19 +54,25 @@ def without_flags(words: Sequence[str], options: Collection[str]) -> list[str]:
     if not any(word.startswith("-") for word in words):
         _refuse_rows(words)
         return [*words]
+    from shardtune.cli.flags import is_foreign
+
     plain: list[str] = []
     flags: dict[str, list[tuple[str, str]]] = {}  # by key: the flags as typed, and their values
     rest = deque(words)
+    strange: list[str] = []
     while rest:
         word = rest.popleft()
         if word.partition("=")[0] in RECIPE_FLAGS:
             plain.append(_value(word, rest))
         elif word.startswith("-"):
             for key, value in _keys_of(word, rest, options):
+                strange += [key] if is_foreign(key) else []
                 flags.setdefault(key, []).append((word.partition("=")[0], value))
         else:
             plain.append(word)
     _refuse_rows(plain)
+    if strange and all(is_override(word) for word in plain):
+        raise _other_command_line(words, {key: flags[key] for key in strange})
     return [*plain, *(_override(key, given) for key, given in flags.items())]
 
 
@@ -123,6 +130,17 @@ def _keys_of(word: str, rest: deque[str], options: Collection[str]) -> list[tupl
             remedy=f"write {found.key}=VALUE for another value",
         )
     return [(found.key, given)]
+
+
+def _other_command_line(words: Sequence[str], flags: Mapping[str, Sequence[tuple[str, str]]]) -> ConfigError:
+    """The error about flags that are keys of another trainer, each with what to write, and how to convert them all."""
+    from shardtune.config.foreign.hints import hint
+
+    lines = [f"{given[0][0]}: {hint(key, given[0][1])}" for key, given in flags.items()]
+    return ConfigError(
+        "flags of another trainer that are no single key here:" + "".join(f"\n  {line}" for line in lines),
+        remedy=f"to have the whole line as a recipe: shardtune convert -o recipe.yaml -- {shlex.join(words)}",
+    )
 
 
 def _similar(flag: str, options: Collection[str]) -> str:

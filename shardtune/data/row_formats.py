@@ -252,7 +252,7 @@ def _chat(turns: Sequence[Mapping[str, object]], row: Row) -> Chat:
         weights.insert(0, None)
     _require_answers(messages, weights)
     _name_calls(messages)
-    return Chat(tuple(messages), tuple(weights), _tools(row.get("tools")))
+    return Chat(tuple(messages), tuple(weights), read_tools(row.get("tools")))
 
 
 def _require_answers(messages: list[dict[str, Any]], weights: list[float | None]) -> None:
@@ -281,7 +281,8 @@ def _name_calls(messages: list[dict[str, Any]]) -> None:
             waiting.append(call.setdefault("id", f"call{count:05d}"))
 
 
-def _tools(value: object) -> tuple[dict[str, Any], ...] | None:
+def read_tools(value: object) -> tuple[dict[str, Any], ...] | None:
+    """The definitions of a row's tools, a list or its JSON text; None without. Raises `RowError` for others."""
     tools = parsed(value, "tools") if value else None
     if not tools:
         return None

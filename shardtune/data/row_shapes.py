@@ -49,8 +49,9 @@ def advice(row: Mapping[str, object], keys: Sequence[str] = ()) -> str:
         f"{json.dumps(key)}: row[{json.dumps(column, ensure_ascii=False)}]" for key, column in whole.items()
     )
     return (
-        f"Name its columns in the recipe, data.columns: {{{columns}}}, or make another row of it, data.transform: "
-        f"prepare.py:prepare with this line in prepare.py: def prepare(row): return {{{parts}}}"
+        f"Name its columns in the recipe, data.columns: {{{columns}}}, or as a flag, --data.columns '{{{columns}}}', "
+        "or make another row of it, data.transform: prepare.py:prepare with this line in prepare.py: "
+        f"def prepare(row): return {{{parts}}}"
     )
 
 

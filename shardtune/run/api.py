@@ -308,6 +308,7 @@ class Run:
         seed: int | None = None,
         raw: bool = False,
         images: Sequence[object] = (),
+        tools: Sequence[object] = (),
         folder: str | Path | None = None,
     ) -> list[str]:
         """Generate one answer per prompt; a prompt is the text of a user turn, or a whole conversation.
@@ -325,16 +326,24 @@ class Run:
             images: the images of a single text; for several prompts a list for each. An image is given as in a row: a
                 path, a URL, bytes, a Pillow image or a uint8 array [height, width, 3]. It replaces `<image>` in the
                 prompt; without one it goes before the text.
+            tools: definitions of the tools of a single text, as in a row; for several prompts a list for each.
             folder: what relative image paths are relative to; by default the working directory.
         """
         settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
         sampling = _sampling(sampling, {name: value for name, value in settings.items() if value is not None})
         prompt_list = [prompts] if isinstance(prompts, str) else list(prompts)
-        if raw and (system is not None or not all(isinstance(prompt, str) for prompt in prompt_list)):
+        if raw and (system is not None or any(tools) or not all(isinstance(prompt, str) for prompt in prompt_list)):
             raise ConfigError(
                 "raw text is continued as it is and has no turns",
                 where="--raw",
-                remedy="leave out --system and messages, or --raw",
+                remedy="leave out --system, tools and messages, or --raw",
+            )
+        tool_lists = [tools] if isinstance(prompts, str) else list(tools) or [None] * len(prompt_list)
+        if len(tool_lists) != len(prompt_list):
+            raise ConfigError(
+                f"{len(prompt_list)} prompts and {len(tool_lists)} lists of tools",
+                where="tools=",
+                remedy="give a list of tools for each prompt, empty for one without",
             )
         image_lists = (
             [images] if isinstance(prompts, str) else [_images(one) for one in images or [()] * len(prompt_list)]
@@ -349,8 +358,8 @@ class Run:
         encoder = worker.chat_encoder().at(Path.cwd() if folder is None else Path(folder).absolute())
         builder = PromptBuilder(encoder, str(self.dir))
         encoded = [
-            builder.text(str(prompt), images) if raw else builder.turns(_conversation(prompt, system), images)
-            for prompt, images in zip(prompt_list, image_lists, strict=True)
+            builder.text(str(prompt), images) if raw else builder.turns(_conversation(prompt, system), images, tools)
+            for prompt, images, tools in zip(prompt_list, image_lists, tool_lists, strict=True)
         ]
         return worker.generator().answers(encoded, sampling)
 

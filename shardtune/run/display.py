@@ -303,8 +303,8 @@ class Display:
             answers: whether the model can generate.
         """
         run = shown_path(run_dir)
-        self.console.print()
         if after:
+            self.console.print()
             title = f"{shown_path(run_dir / 'final')}, loaded and evaluated afresh"
             table = Table(title=title, title_justify="left", title_style="bold")
             table.add_column("metric")

@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
 from shardtune.checkpoint.atomic import read_json
 from shardtune.config import Recipe, flatten
+from shardtune.config.schema import short_key
 from shardtune.config.secrets import without_secrets
 from shardtune.config.tree import set_value
 from shardtune.data.sources.hub import is_name, parse_name
@@ -233,7 +234,7 @@ def _recipe(record: RunRecord) -> str:
     chosen: dict[str, object] = {}
     for key, value in flatten(record.recipe).items():
         if not is_free(key) and defaults.get(key) != value:
-            set_value(chosen, key, _shortened(value))
+            set_value(chosen, short_key(key), _shortened(value))
     return yaml.safe_dump(chosen, sort_keys=False, allow_unicode=True)
 
 

@@ -9,6 +9,7 @@ from shardtune.batch import Prompt
 from shardtune.data.chat.encoder import ChatEncoder
 from shardtune.data.encoder import caused_by
 from shardtune.data.images.chat_encoder import ImageChatEncoder
+from shardtune.data.row_formats import read_tools
 from shardtune.errors import DataError, ModelError
 
 
@@ -25,14 +26,17 @@ class PromptBuilder:
         self._where = where
         self._count = 0
 
-    def turns(self, messages: Sequence[Mapping[str, object]], images: Sequence[object] = ()) -> Prompt:
-        """A conversation to answer; see `ImageChatEncoder.prompt` for the place of images."""
+    def turns(
+        self, messages: Sequence[Mapping[str, object]], images: Sequence[object] = (), tools: object = None
+    ) -> Prompt:
+        """A conversation to answer; see `ImageChatEncoder.prompt` for the place of images, `read_tools` for tools."""
         with self._told(*messages):
+            known = read_tools(tools)
             if isinstance(self._encoder, ImageChatEncoder):
-                return self._encoder.prompt(messages, images=images)
+                return self._encoder.prompt(messages, known, images)
             if images or any(_has_image(message) for message in messages):
                 raise self._takes_text_only()
-            return self._encoder.prompt(messages)
+            return self._encoder.prompt(messages, known)
 
     def text(self, text: str, images: Sequence[object] = ()) -> Prompt:
         """A text to continue."""
@@ -52,7 +56,7 @@ class PromptBuilder:
             raise DataError(
                 caused_by(error, list(given)).reason,
                 where=f"prompt {self._count:,}",
-                remedy="mend the prompt, its images or their places (<image>)",
+                remedy="mend the prompt, its tools, its images or their places (<image>)",
             ) from error
 
     def _takes_text_only(self) -> ModelError:

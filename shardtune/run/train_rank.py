@@ -255,8 +255,8 @@ def _train(
         report_begun()
         dropped = write_dropped_rows(plan.run_dir, worker.task.dropped_rows())
         if dropped and display is not None:
-            file = plan.run_dir / DROPPED_ROWS
-            display.report(f"data: {dropped:,} rows are not trained or evaluated on: {shown_path(file)}")
+            file, rows = plan.run_dir / DROPPED_ROWS, "row is" if dropped == 1 else "rows are"
+            display.report(f"data: {dropped:,} {rows} not trained or evaluated on: {shown_path(file)}")
 
     on_main(worker.ranks, begin)
     try:

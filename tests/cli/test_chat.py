@@ -68,6 +68,11 @@ def test_reset_forgets_all_but_the_system_turn(monkeypatch: pytest.MonkeyPatch) 
     assert talk(monkeypatch, "a", "/reset", "b", system="s")[-1] == ["system: s", "user: b"]
 
 
+def test_the_end_of_input_ends_the_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    talk(monkeypatch)
+    assert capsys.readouterr().out.endswith("\n")
+
+
 def test_an_empty_line_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert talk(monkeypatch, "a", "", "b") == [["user: a"]]
 

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shardtune.run.api
+from shardtune.cli.chat import read_prompts
 from shardtune.config import user_code
 from shardtune.errors import ConfigError, Interrupted
 from tests.support.workspace import END, Outcome, make_workspace, run_cli, write_rows
@@ -276,6 +277,14 @@ def test_a_file_of_prompts_is_answered_as_json_lines(learned: Path) -> None:
     write_rows(
         file, [{"question": "Say one."}, {"prompt": "Say two."}, {"messages": said("Say one.", "")["messages"][:1]}]
     )
+    called = file.with_name("called.jsonl")
+    turns = [{"role": "assistant", "tool_calls": [{"name": "one"}]}, {"role": "tool", "content": "1"}]
+    write_rows(called, [{"messages": turns}, {"prompt": "Say one.", "tools": [{"name": "one"}]}])
+    assert [question.tools for question in read_prompts(called)] == [None, [{"name": "one"}]]
+    wrong = file.with_name("wrong.jsonl")
+    write_rows(wrong, [{"prompt": "Say one.", "tools": 3}])
+    refused = run_cli("generate", "runs/learned", "--file", str(wrong))
+    assert (refused.code, "tools is int" in refused.err) == (2, True)
     told = run_cli("generate", "runs/learned", "--file", str(file), "--checkpoint", "latest")
     answers = [json.loads(line) for line in told.out.splitlines()]
     assert [answer["answer"] for answer in answers] == ["#### 1", "#### 2", "#### 1"]

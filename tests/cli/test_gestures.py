@@ -85,6 +85,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str | None, ...]]:
             *("r.yaml", "actor.model.precision=bf16", "actor.model.is_lora=true", "actor.model.lora.r=8"),
         ]),
         ("--gradient_checkpointing r.yaml", ["r.yaml", "actor.model.gradient_checkpointing=true"]),
+        ("r.yaml --no_gradient_checkpointing", ["r.yaml", "actor.model.gradient_checkpointing=false"]),
         ("r.yaml --gradient_checkpointing selective", ["r.yaml", "actor.model.gradient_checkpointing=selective"]),
         ("r.yaml --is_lora True --generate", ["r.yaml", "actor.model.is_lora=True", "eval.generate=true"]),
         ("r.yaml --micro_batch_size 4", ["r.yaml", "actor.micro_batch_size=4"]),
@@ -126,11 +127,18 @@ def test_commands_have_other_names(command: str, trained: list[Any]) -> None:
         ("train recipe.yaml --bf16 false", "--bf16 is bf16, not false"),
         ("train recipe.yaml --cache_dir x", "could mean several things | data.cache_dir=DIR"),
         ("train recipe.yaml --output_dir ..", "has no name of its own"),
-        ("train recipe.yaml --per_device_train_batch_size 4", "per_device_train_batch_size | actor.micro_batch_size"),
         ("train recipe.yaml --gradient-accumulation-steps 4", "unknown key gradient_accum | global_batch_size"),
         ("train recipe.yaml --sample_packing", "unknown key sample_packing | rows are always packed"),
         ("train recipe.yaml --adapter qlora", "model.is_lora: true; for qlora also | allowed: file.py:name"),
         ("config explain sample_packing", "rows are always packed"),
+        ("train recipe.yaml --per_device_train_batch_size 4", "did you mean micro_batch_size?"),
+        (
+            "sft --model_name_or_path m --per_device_train_batch_size 4 --packing --load_in_4bit --output_dir 'a b'",
+            "flags of another trainer | --per_device_train_batch_size: did you mean micro_batch_size? "
+            "| --packing: leave it out | --load_in_4bit: write model.is_lora: true and model.lora.base_dtype: nf4 "
+            "| shardtune convert -o recipe.yaml -- --model_name_or_path m --per_device_train_batch_size 4 --packing "
+            "--load_in_4bit --output_dir 'a b'",
+        ),
         ("train recipe.yaml --learnin_rate 4", "there is no option --learnin_rate | did you mean --learning_rate?"),
         ("train model=model actor.model.model_path=x data=train.jsonl", "are two names of actor.model.model_path"),
         ("train model=lama data=train.jsonl", "has no 'lama' | did you mean llama?"),

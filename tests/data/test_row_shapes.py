@@ -27,7 +27,7 @@ def test_both_lines_that_the_message_names_read_the_row(row: dict[str, object], 
     with pytest.raises(RowError) as caught:
         read_example(row)
     reason = caught.value.reason
-    assert f"data.columns: {columns}" in reason
+    assert f"data.columns: {columns}, or as a flag, --data.columns '{columns}'" in reason
     names = dict(part.replace('"', "").split(": ") for part in columns[1:-1].split(", "))
     mapped = read_example(rename_columns(row, names))
     line = re.search(r"in prepare\.py: (def prepare\(row\): return .*)", reason)

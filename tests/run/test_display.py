@@ -102,6 +102,12 @@ def test_evaluations_for_a_reader() -> None:
     ]
 
 
+def test_the_end_without_an_evaluation_has_one_empty_line(tmp_path: Path) -> None:
+    display, out = shown_by(False)
+    display.summary(tmp_path, {}, {}, [], answers=False)
+    assert out.getvalue().startswith("\nnext:\n")
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_the_end_shows_questions_answers_and_what_to_do_next(
     terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,21 @@ def test_what_cannot_be_asked(asker: PromptBuilder) -> None:
             asker.turns(turns, given)
         assert str(told.value.where).startswith("prompt ")
     assert told.value.where == "prompt 6"
+
+
+def test_tools_and_their_calls_are_in_the_prompt() -> None:
+    template = "{{ tools | tojson }}{% for m in messages %}[{{ m.role }}]{{ m.tool_calls or m.content }}{% endfor %}"
+    encoder = ChatEncoder(make_tokenizer(), template)
+    asker = PromptBuilder(encoder, "runs/demo")
+    call = {"role": "assistant", "tool_calls": [{"name": "sum", "arguments": {"x": 1}}]}
+    tools = [{"name": "sum", "parameters": {}}]
+    for given in (tools, json.dumps(tools)):
+        prompt = asker.turns([user("?"), call, {"role": "tool", "content": "1"}], tools=given)
+        text = str(encoder.tokenizer.decode(prompt.tokens.tolist()))
+        assert text.startswith('[{"type": "function", "function": {"name": "sum"')
+        assert text.index("'name': 'sum'") < text.index("[tool]1")
+    with pytest.raises(DataError, match="tools"):
+        asker.turns([user("?")], tools=3)
 
 
 def test_a_model_of_text_sees_no_images() -> None:

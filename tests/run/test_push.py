@@ -97,7 +97,7 @@ def test_a_run_is_published_privately_with_its_card(hub: Hub, tiny: Tiny, monkey
         assert text in card
     recipe = yaml.safe_load(card.partition("```yaml\n")[2].partition("```")[0])
     assert recipe["eval"]["answer_pattern"] == "${oc.env:PATTERN}"
-    assert recipe["actor"]["model"] == {"model_path": "model", "precision": "fp32"}
+    assert recipe["model"] == {"model_path": "model", "precision": "fp32"}
     assert is_unedited(card)
     assert str(tiny.folder) not in card
     assert "geheim" not in card

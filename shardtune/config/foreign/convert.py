@@ -19,6 +19,7 @@ from shardtune.config.tree import get_value
 from shardtune.errors import ConfigError
 
 HALOS = "halos"
+COMMAND_LINE = "the command line"
 FROM: Mapping[str, OtherTrainer] = {**TRAINERS, HALOS: OtherTrainer(halos.NAME, {}, halos.MARKS, halos.convert)}
 """By the word for `--from`."""
 
@@ -39,20 +40,27 @@ class Converted:
 
 
 def convert(
-    file: Path, trainer: str | None = None, *, to: Path | None = None, world_size: int | None = None
+    file: Path | None,
+    trainer: str | None = None,
+    *,
+    flags: Mapping[str, object] | None = None,
+    to: Path | None = None,
+    world_size: int | None = None,
 ) -> Converted:
     """Convert a configuration; writes nothing.
 
     Args:
-        file: YAML or JSON.
+        file: YAML or JSON; None: `flags` are all there is.
         trainer: a word of `FROM`; None: recognised by its keys.
+        flags: of the command line, by name; they replace keys of the file.
         to: the file of the recipe, whose folder its paths start at; None: the working directory.
         world_size: the number of processes that the configuration was run with; None: not known, one is assumed.
 
     Raises:
         ConfigError: the file cannot be read, is of no known trainer, or is no supervised fine-tuning.
     """
-    tree = _resolved(dict(read_file(file).tree), str(file))
+    shown = COMMAND_LINE if file is None else file.name
+    tree = _resolved({**({} if file is None else read_file(file).tree), **(flags or {})}, str(file or shown))
     word = trainer or recognise(tree) or _halos(tree)
     known = FROM.get(word) if word is not None else None
     if known is None:
@@ -60,17 +68,18 @@ def convert(
             "this is not recognised as a configuration of another trainer"
             if word is None
             else f"{word} is not a known trainer",
-            where=str(file) if word is None else "--from",
+            where=str(file or shown) if word is None else "--from",
             remedy=f"give --from {', '.join([*FROM][:-1])} or {[*FROM][-1]}",
         )
     folder = (to.expanduser().resolve() if to is not None else Path.cwd() / "recipe.yaml").parent
-    c = Conversion(known.name, tree, file.expanduser().resolve().parent, folder, world_size)
+    source = Path.cwd() if file is None else file.expanduser().resolve().parent
+    c = Conversion(known.name, tree, source, folder, world_size)
     known.convert(c)
     c.translate(known.table)
     if world_size is not None and world_size > 1 and word != HALOS:
         c.put("runner.nproc_per_node", world_size, comment="--world-size; on several hosts: the processes of one")
     _check(c)
-    return Converted(recipe_text(c, file.name), report_text(c, file.name), c)
+    return Converted(recipe_text(c, shown), report_text(c, shown), c)
 
 
 def _resolved(tree: dict[str, object], shown: str) -> dict[str, object]:

@@ -10,22 +10,26 @@ from shardtune.config.foreign.table import By, Entry, Missing, NoCounterpart, No
 from shardtune.config.foreign.trainers import TRAINERS
 from shardtune.config.foreign.training_arguments import TRAINING_ARGUMENTS
 from shardtune.config.keys import KEYS
+from shardtune.config.schema import short_keys
 
 ONE_VALUE = re.compile(r"([\w.]+): (N|SHARE|RATE|NAME|FILE|FOLDER)")
 """A line whose value is that of the other trainer's key."""
 NOTHING = "nothing: "
+ACTOR_DOT = "actor."
 
 
 def hint(dotted: str, value: object = None) -> str | None:
     """The remedy for an unknown key that is one of another trainer's; None if it is none.
 
     Args:
-        dotted: the key as written; its last part counts too (`actor.load_in_4bit`).
+        dotted: the key as written; its last part counts too (`actor.load_in_4bit`). With `actor.` in front, the remedy
+            names keys so, too.
         value: as written, for the line to write.
     """
     if isinstance(value, Mapping):
         return None  # a section in the wrong place
-    return next((_remedy(entry, value, theirs) for entry, theirs in _entries(dotted)), None)
+    found = next((_remedy(entry, value, theirs) for entry, theirs in _entries(dotted)), None)
+    return found if found is None or dotted.startswith(ACTOR_DOT) else short_keys(found)
 
 
 def hint_of_value(key: str, value: object) -> str | None:

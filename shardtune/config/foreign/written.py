@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterator
 
@@ -10,10 +9,9 @@ import yaml
 
 from shardtune.config.foreign.conversion import Conversion, Kind, Line, Outcome, short
 from shardtune.config.keys import KEYS
-from shardtune.config.schema import short_key
+from shardtune.config.schema import short_key, short_keys
 
 WIDTH = 118
-OF_ACTOR = re.compile(r"\bactor\.(?=[a-z])")
 HEADINGS = (Kind.TRANSLATED, Kind.DEFAULT, Kind.NOT_NEEDED, Kind.MISSING, Kind.UNKNOWN)
 REQUIRED = ("actor.model.model_path", "data.train_data_paths")
 
@@ -21,7 +19,7 @@ REQUIRED = ("actor.model.model_path", "data.train_data_paths")
 def recipe_text(c: Conversion, source: str) -> str:
     """The recipe in YAML: each line with its origin, and at the end what has no counterpart."""
     head = f"# {source}, a configuration of {c.trainer}, as a recipe of shardtune (shardtune convert)."
-    return _short("\n".join([head, *_sections(c), *_remarks(c)])) + "\n"
+    return short_keys("\n".join([head, *_sections(c), *_remarks(c)])) + "\n"
 
 
 def report_text(c: Conversion, source: str) -> str:
@@ -38,12 +36,7 @@ def report_text(c: Conversion, source: str) -> str:
     absent = [key for key in REQUIRED if key not in c.lines]
     if absent:
         lines += ["", f"still to be given: {', '.join(absent)}"]
-    return _short("\n".join(lines))
-
-
-def _short(text: str) -> str:
-    """A text that names keys without `actor.`."""
-    return OF_ACTOR.sub("", text)
+    return short_keys("\n".join(lines))
 
 
 def _counts(c: Conversion) -> str:

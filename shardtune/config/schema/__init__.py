@@ -17,6 +17,7 @@ from shardtune.config.schema.key_names import (
     long_key,
     present_key,
     short_key,
+    short_keys,
 )
 from shardtune.config.schema.model import LoraConfig, ModelConfig, TokenizerConfig, action_tokens
 from shardtune.config.schema.recipe import Recipe, escape_interpolation
@@ -54,4 +55,5 @@ __all__ = [
     "long_key",
     "present_key",
     "short_key",
+    "short_keys",
 ]

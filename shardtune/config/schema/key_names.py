@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from shardtune.config.schema.actor import ActorConfig
@@ -10,6 +11,7 @@ from shardtune.config.schema.section import Section
 from shardtune.config.values import FUNCTION_IN_FILE
 
 ACTOR = "actor"
+OF_ACTOR = re.compile(r"\bactor\.(?=[a-z])")
 ACTOR_KEYS = tuple(ActorConfig.model_fields)
 """The keys and sections of `actor`, which may also stand at the top; no other key at the top has such a name."""
 MODEL, LOSS = "model", "loss"
@@ -54,3 +56,8 @@ def is_actors(name: str, value: object) -> bool:
 def short_key(key: str) -> str:
     """A key without `actor.` in front."""
     return key.removeprefix(f"{ACTOR}.")
+
+
+def short_keys(text: str) -> str:
+    """A text that names keys, without `actor.` in front of them."""
+    return OF_ACTOR.sub("", text)

@@ -1,0 +1,64 @@
+"""Command lines of other trainers: the words as their parsers read them, and the recipe that they become."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardtune.config.foreign.command_line import read_command_line
+from shardtune.errors import ConfigError
+from tests.support.workspace import run_cli
+
+FLAGS = "--model_name_or_path me/model --dataset_name me/rows"
+
+
+@pytest.mark.parametrize(
+    ("typed", "file", "values", "processes"),
+    [
+        ("a.yaml", "a.yaml", {}, None),
+        ("trl sft --config a.yaml --learning-rate 2e-5", "a.yaml", {"learning_rate": 2e-5}, None),
+        ("a.yaml --packing --no_bf16", "a.yaml", {"packing": True, "bf16": False}, None),
+        ("--bf16=false --run_name 'a: b' --no_such 1", None, {"bf16": False, "run_name": "a: b", "no_such": 1}, None),
+        ("--lora_target_modules q_proj v_proj", None, {"lora_target_modules": ["q_proj", "v_proj"]}, None),
+        ("--optim_args '{\"a\": 1}' --seed -1", None, {"optim_args": {"a": 1}, "seed": -1}, None),
+        ("accelerate launch --num_processes 4 --bf16 sft.py --seed 1", None, {"seed": 1}, 4),
+        ("python sft.py --seed 1", None, {"seed": 1}, None),
+        ("torchrun --nproc-per-node=2 sft.py", None, {}, 2),
+        ("llamafactory-cli train a.yaml", "a.yaml", {}, None),
+    ],
+)
+def test_words_are_read(typed: str, file: str | None, values: dict[str, object], processes: int | None) -> None:
+    found = read_command_line(shlex.split(typed))
+    assert (found.file, found.values, found.processes) == (file and Path(file), values, processes)
+
+
+@pytest.mark.parametrize(("typed", "says"), [("--seed 1 --seed 2", "--seed is given twice"), ("a.yaml b.yaml", "one")])
+def test_contradictions_are_refused(typed: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        read_command_line(shlex.split(typed))
+
+
+def test_a_command_becomes_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = f"trl sft {FLAGS} --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --use_peft"
+    ended = run_cli("convert", "-o", "recipe.yaml", *shlex.split(words), "--world-size", "2", "--learnin_rate", "1")
+    assert ended.code == 0, ended.err
+    recipe = yaml.safe_load(Path("recipe.yaml").read_text())
+    assert recipe["global_batch_size"] == 4 * 2 * 2
+    assert recipe["model"]["model_path"] == "me/model"
+    assert recipe["model"]["is_lora"] is True
+    assert recipe["data"]["train_data_paths"] == "me/rows"
+    assert recipe["runner"]["nproc_per_node"] == 2
+    assert ended.out.startswith("the command line (TRL): 6 keys: 5 translated, 1 unknown")
+
+
+def test_flags_change_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("trl.yaml").write_text("model_name_or_path: me/model\ndataset_name: me/rows\nlearning_rate: 1e-4\nseed: 5\n")
+    ended = run_cli("convert", "trl.yaml", "--learning_rate", "3e-5")
+    assert ended.code == 0, ended.err
+    recipe = yaml.safe_load(ended.out)
+    assert (recipe["optim"]["lr"], recipe["runner"]["seed"]) == (3e-5, 5)
