@@ -147,6 +147,8 @@ def _hint(name: str) -> str | None:
 
 
 def _relation(name: str, key: str) -> str:
+    if name not in ALIASES and key.endswith(f".{name}"):
+        return "short for"
     if long_key(name) in FORMER_KEYS or any(former.endswith(f".{name}") for former in FORMER_KEYS):
         return "a former name, which goes on working, of"
     if long_key(name) in OTHER_KEYS or name in ALIASES:
