@@ -102,7 +102,7 @@ def model_directory(path: str) -> Path:
         raise ModelError(
             f"the weights of {path} cannot be fetched from the Hub: {_first_line(error)}",
             where=MODEL_PATH,
-            remedy="check the name, your access (huggingface-cli login) and the network, or give a directory",
+            remedy="check the name, your access (hf auth login) and the network, or give a directory",
         ) from error
     return folder
 
