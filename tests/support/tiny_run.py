@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -252,14 +253,15 @@ def train_on_ranks(num_ranks: int, jobs: list[dict[str, Any]], timeout: float = 
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports that are free now, all different."""
-    probes = [socket.socket() for _ in range(number)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+    """Ports that are free now, all different, and below those that the system gives to connections of other tests."""
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(range(15_000, 32_000), 1_000):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            ports.append(port)
+        if len(ports) == number:
+            return ports
+    raise AssertionError("no port is free")
 
 
 def _rank_main(rank: int, num_ranks: int, ports: list[int], jobs: list[dict[str, Any]], folder: str) -> None:

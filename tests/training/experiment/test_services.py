@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,11 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_logger(logger("wandb"))
     write(tmp_path, range(1, 4), "wandb")
     (written,) = tmp_path.glob("wandb/offline-run*/*.wandb")
-    content = written.read_bytes()
-    for text in (b"proj", b"my-run", b'{"optim":{"lr":0.25}}', b"${oc.env:SECRET}", b"0.3333333333333333"):
-        assert text in content
+    texts = (b"proj", b"my-run", b'{"optim":{"lr":0.25}}', b"${oc.env:SECRET}", b"0.3333333333333333")
+    until = time.monotonic() + 30  # a process of wandb's writes the file, at the latest when it ends
+    while not all(text in written.read_bytes() for text in texts):
+        assert time.monotonic() < until, [text for text in texts if text not in written.read_bytes()]
+        time.sleep(0.05)
     assert (tmp_path / "wandb_id").read_text() in written.name
     tables = [json.loads(file.read_text()) for file in tmp_path.rglob("*.table.json")]
     assert [table["data"] for table in tables] == [[["2+2", "4", "True"]]] * 3
