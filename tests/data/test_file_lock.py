@@ -54,6 +54,7 @@ def test_is_free_again_behind_an_error(path):
     assert not path.exists()
 
 
+@pytest.mark.lengthy
 def test_waits_for_a_living_holder_however_long_it_takes(path):
     order = []
 
@@ -80,6 +81,7 @@ def test_gives_up_when_the_work_is_done(path):
 
 
 @pytest.mark.parametrize("content", [ELSEWHERE, "{}", "torn {"])
+@pytest.mark.lengthy
 def test_silent_holder_is_replaced(path, content):
     path.write_text(content)
     holders = []
@@ -91,6 +93,7 @@ def test_silent_holder_is_replaced(path, content):
     assert set(holders) == {"process 1 on elsewhere" if content == ELSEWHERE else "another process"}
 
 
+@pytest.mark.lengthy
 def test_a_holder_elsewhere_that_gives_signs_of_life_is_waited_for(path):
     path.write_text(ELSEWHERE)
     stop = threading.Event()
@@ -167,6 +170,7 @@ def failing(number: int) -> Callable[[int, int], None]:
 
 
 @pytest.mark.parametrize("kind", ["fails", "is invalid", "always refuses", "is granted to all"])
+@pytest.mark.lengthy
 def test_where_flock_excludes_nobody_the_heartbeat_decides(path, monkeypatch, kind):
     broken = {
         "fails": failing(errno.ENOTSUP),
@@ -210,6 +214,7 @@ def test_a_lock_whose_directory_has_moved_leaves_the_next_one_alone(tmp_path):
     assert not (tmp_path / "run/lock").exists()
 
 
+@pytest.mark.lengthy
 def test_one_of_many_replaces_a_silent_holder(path):
     path.write_text("{}")
     inside, most, lock = 0, 0, threading.Lock()

@@ -80,6 +80,7 @@ def test_sizes_and_every_question_is_asked_once(rows):
     assert len(set(questions)) == len(questions)
 
 
+@pytest.mark.lengthy
 def test_every_final_answer_is_right(rows, readings):
     for problem, (kind, _, numbers) in zip(rows[0] + rows[1], readings[0] + readings[1], strict=True):
         answer = problem.row()["messages"][1]["content"]

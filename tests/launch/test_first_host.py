@@ -26,6 +26,7 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.lengthy
 def test_an_agent_leaves_once_the_first_host_is_lost_and_its_ranks_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = SimpleNamespace(status=lambda: psutil.STATUS_RUNNING)
     ranks = [rank]

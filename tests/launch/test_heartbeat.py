@@ -49,6 +49,7 @@ def beaten(store: dist.TCPStore, host: int) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.lengthy
 def test_a_broken_connection_to_the_store_is_made_anew(
     port: int, left: threading.Event, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

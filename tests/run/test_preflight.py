@@ -219,6 +219,7 @@ def test_under_torchrun_a_difference_ends_all_ranks_before_anything_is_written(t
     assert not tiny.run("differs").exists()
 
 
+@pytest.mark.lengthy
 def test_the_first_rank_does_not_wait_for_ever(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -286,6 +286,7 @@ class TestBadRows:
         with pytest.raises(DataError, match=r"(?s)broken JSON.*a.json: row 5,000"):
             build(tmp_path / "a.json", on_bad_row="skip")
 
+    @pytest.mark.lengthy
     def test_skip_up_to_the_limit_over_all_files(self, tmp_path, build):
         first = write(tmp_path / "a.jsonl", self.rows(bad=(1, 3)))
         second = write(tmp_path / "b.jsonl", self.rows(bad=(7,)))
@@ -539,6 +540,7 @@ class TestPlace:
             build(path)
 
 
+@pytest.mark.lengthy
 def test_progress_bar_on_a_terminal(tmp_path, build, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
