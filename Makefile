@@ -43,7 +43,7 @@ quickstart: $(DATA) $(MODEL) ## teach a small model arithmetic on this machine: 
 clean-quickstart: ## forget the quickstart's data, model and run
 	rm -rf $(QUICKSTART)/made runs/quickstart
 
-check: $(INSTALLED) ## check style and types, and run the tests that start no process and train nothing: about two minutes
+check: $(INSTALLED) ## check style and types, and run the tests that start no process and train nothing: about a minute and a half
 	@$(MAKE) --no-print-directory --jobs=2 lint quick
 
 quick: $(INSTALLED) ## run the tests that start no process and train nothing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from shardtune.checkpoint.base_weights import fingerprint
@@ -13,6 +14,8 @@ from shardtune.training.build.lora import from_elsewhere
 from tests.support.adapted import adapted
 from tests.support.dist.ranks import run_ranks
 from tests.support.tiny_checkpoint import saved
+
+pytestmark = pytest.mark.lengthy
 
 
 def fingerprints(base: Path) -> dict[str, str]:

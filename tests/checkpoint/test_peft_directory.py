@@ -17,6 +17,8 @@ from tests.support.adapted import adapted, train
 from tests.support.dist.ranks import run_ranks
 from tests.support.tiny_checkpoint import logits, saved
 
+pytestmark = pytest.mark.lengthy
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("llama", {"dropout": 0.2}),
     "rslora": ("llama", {"use_rslora": True}),

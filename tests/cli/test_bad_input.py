@@ -24,6 +24,8 @@ from tests.support.bad_input import data, images, model, recipe, run
 from tests.support.bad_input.case import CONTINUE, TRAIN, Case, cut, going_on, with_keys
 from tests.support.workspace import Outcome, make_workspace, run_cli
 
+pytestmark = pytest.mark.lengthy
+
 CASES = [
     *recipe.KEYS,
     *recipe.SIZES,

@@ -346,6 +346,7 @@ def test_chat_in_a_terminal(learned: Path) -> None:
 # -- HALOs' command lines ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.lengthy
 def test_config_groups_with_local_paths_train(work: Path) -> None:
     """`loss=sft model=llama datasets=[…]`, HALOs' names, no recipe."""
     data = work / "hub" / "ultrachat"

@@ -357,6 +357,7 @@ def greedy(model: Any, folder: Path, prompt: str) -> str:
     return str(tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
+@pytest.mark.lengthy
 def test_a_model_directory_answers_as_plain_transformers(work: Path) -> None:
     """The base as it is, and with an adapter that PEFT saved, by each way to name it."""
     base = AutoModelForCausalLM.from_pretrained(work / "model")
@@ -397,6 +398,7 @@ def test_code_that_comes_with_a_model_needs_consent(work: Path) -> None:
     assert (work / "ran").exists()
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("words", [["model"], ["--model", "model"]])
 def test_a_model_is_evaluated_on_every_set(words: list[str], work: Path) -> None:
     sets = ["data.eval_data_paths.a=eval.jsonl", "--data.eval_data_paths.b", "train.jsonl", "--fp32"]

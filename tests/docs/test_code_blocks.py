@@ -202,6 +202,7 @@ def _parse_shardtune(arguments: list[str]) -> None:
     )
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("page", EXECUTED)
 def test_commands_run_in_their_order(page: str, sandbox: Path, monkeypatch: pytest.MonkeyPatch):
     """From top to bottom; those of several ranks (tested elsewhere) and the project's own make targets are left out."""

@@ -18,6 +18,7 @@ from tests.support.workspace import run_cli
 QUOTED = [pytest.param(block, id=str(block)) for block in blocks(*KNOWN) if block.source]
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("page", WALKED)
 def test_a_reader_can_follow(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)

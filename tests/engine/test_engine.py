@@ -31,6 +31,7 @@ def engine(model: Path) -> TrainEngine:
     return TrainEngine(make(model)).build()
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("executor", ["fsdp2", "fsdp1", "ddp"])
 @pytest.mark.parametrize("method", ["step_by_mean", "step_by_weights", "step_by_sums"])
 def test_steps_are_those_of_plain_pytorch(model: Path, executor: Any, method: str):
@@ -378,6 +379,7 @@ def test_sleep_gives_back_memory_and_loses_nothing(model: Path):
     assert [engine.move(data) for _ in range(2)] == [twin.move(data) for _ in range(2)]
 
 
+@pytest.mark.lengthy
 def test_colocated_engines_take_turns(model: Path):
     first = TrainEngine(make(model, Adam)).build()
     second = TrainEngine(make(model, Adam)).build(colocate_with=first)

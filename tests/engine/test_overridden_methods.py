@@ -122,6 +122,7 @@ def check_tensor_hooks(calls: Calls, first: str, prefix: str = "") -> None:
 NOT_OF_PLAIN = {"from_pretrained", "is_custom_code"}
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("executor", ["fsdp2", "fsdp1", "ddp"])
 def test_all_of_a_transformers_model(model: Path, tmp_path: Path, executor: Any):
     calls: Calls = []
@@ -154,6 +155,7 @@ def test_all_of_a_plain_module(tmp_path: Path):
 HOOKS = {*vars(nn.LoraTrainModule), "materialization_source", "non_split_modules", "tensor_plan"} & PUBLIC
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("name", sorted(HOOKS))
 def test_each_alone(model: Path, tmp_path: Path, name: str):
     """One override does not depend on another."""

@@ -12,6 +12,8 @@ from shardtune.training.worker import adapter_worker, cached_rows
 from tests.support.dist.ranks import run_ranks
 from tests.support.workspace import make_workspace
 
+pytestmark = pytest.mark.lengthy
+
 KEYS = ("eval.generate=true", "eval.max_new_tokens=6", "eval.answer_pattern='#### (\\d+)'")
 
 

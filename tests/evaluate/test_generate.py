@@ -59,6 +59,7 @@ def alone(model: PreTrainedModel, prompt: np.ndarray, count: int) -> list[int]:
     return made[: made.index(STOP)] if STOP in made else made
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_answer_as_plain_transformers_does_alone(kind: str) -> None:
     """Windows of 8 tokens (mistral, gemma3), prompts of 1 to 30 tokens, left-padded together."""
@@ -109,6 +110,7 @@ def test_draws_repeat_with_the_seed_and_only_with_it() -> None:
     assert answers(root, PROMPTS, Sampling(8, temperature=1.5, seed=2)) != first
 
 
+@pytest.mark.lengthy
 def test_a_small_top_p_is_greedy() -> None:
     root = packed(tiny.model("llama"))
     narrow = answers(root, PROMPTS, Sampling(6, temperature=1.0, top_p=1e-6, seed=3))

@@ -132,6 +132,7 @@ def evaluated(recipe: str, given: tuple[str, ...], folder: str) -> dict[str, flo
     return ready(recipe, given, folder).run_eval()
 
 
+@pytest.mark.lengthy
 def test_two_ranks_score_as_the_harness_itself(work: Path, tmp_path: Path) -> None:
     """7 questions, one of which two ranks do not share; batches of 4; texts that are longer than the model takes."""
     results = reference(work / "model", work)
@@ -167,6 +168,7 @@ def test_training_is_as_without_and_final_scores_as_the_harness_itself(work: Pat
     assert answers(run / "samples" / "final") == answers(run / "samples" / "step_2")
 
 
+@pytest.mark.lengthy
 def test_an_error_of_the_harness_ends_all_ranks(work: Path, tmp_path: Path) -> None:
     """With the generators of random numbers as they were, which the harness has seeded."""
     given = (*keys(work), "eval.harness_options={gen_kwargs: {max_gen_toks: 900}}")

@@ -44,6 +44,7 @@ def plain_evaluation(model: Any, rows: list) -> dict[str, float]:
     return {"loss": total / weight, "perplexity": math.exp(total / weight), "token_accuracy": correct / targets}
 
 
+@pytest.mark.lengthy
 def test_metrics_are_those_of_a_plain_evaluation_on_any_number_of_ranks(tmp_path) -> None:
     model = save_model("dense", tmp_path / "model")
     train = save_rows(tmp_path / "train.jsonl", 8)

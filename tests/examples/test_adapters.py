@@ -23,6 +23,8 @@ from tests.support.dist.training import Trace, quiet, run_recipe, run_recipes
 from tests.support.tiny_run import assert_same_tensors
 from tests.support.workspace import quietly
 
+pytestmark = pytest.mark.lengthy
+
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "adapters"
 EXAMPLES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
 HUGGING_FACE = {

@@ -89,6 +89,7 @@ def test_every_final_answer_is_right(rows, readings):
         assert int(found[1]) == expected(kind, numbers)
 
 
+@pytest.mark.lengthy
 def test_no_pair_of_operands_is_in_both_files(readings):
     train, heldout = (
         set().union(*(pairs_of(kind, numbers) for kind, _, numbers in questions)) for questions in readings

@@ -18,6 +18,8 @@ from shardtune.config import load_recipe
 from shardtune.models.find_adapter import find_adapter
 from shardtune.training.worker.adapter_worker import SFTWorker
 
+pytestmark = pytest.mark.lengthy
+
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "vla_flow"
 
 

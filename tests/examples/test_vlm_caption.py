@@ -105,6 +105,7 @@ def test_the_same_seed_draws_the_same(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.lengthy
 def test_the_recipe_trains_and_answers_both_sets(made: Path) -> None:
     places = [f"data.train_data_paths={made}/train.jsonl", f"actor.model.model_path={made}/model"]
     places += [f"data.eval_data_paths={{heldout: {made}/heldout.jsonl, exchanged: {made}/exchanged.jsonl}}"]

@@ -9,6 +9,8 @@ import pytest
 
 from tests.golden.curve import KEYS, RECORD, STEPS, measure
 
+pytestmark = pytest.mark.lengthy
+
 TOLERANCE = 1e-6
 """Processors differ by 1e-13 in fp64; every change of meaning moves some of these numbers by more than 1e-4."""
 

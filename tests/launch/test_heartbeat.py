@@ -66,6 +66,7 @@ def test_a_broken_connection_to_the_store_is_made_anew(
     assert "host-a (rank 0), where the ranks meet, is lost: no answer for 0.6 s" in capfd.readouterr().err
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("rank", [0, 1])
 def test_time_in_which_the_process_was_suspended_does_not_count(
     port: int, left: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int

@@ -28,6 +28,8 @@ from tests.support.dist.training import (
 )
 from tests.support.tiny_architectures import shake, tiny_config
 
+pytestmark = pytest.mark.lengthy
+
 STEPS = 5
 GRAPHS = {"dense": 8, "mixtral": 20}
 """Pieces of a layer between its graph breaks (attention, experts), with and without gradients; whatever the steps."""

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.memorised import memorise
+
+pytestmark = pytest.mark.lengthy
 
 
 def test_it_learns_pictures_by_heart_and_looks_at_them(tmp_path: Path) -> None:

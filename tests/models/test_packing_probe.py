@@ -30,6 +30,8 @@ from tests.support.dist.training import (
 )
 from tests.support.tiny_architectures import DECODERS, shake, tiny_config
 
+pytestmark = pytest.mark.lengthy
+
 STEPS = 3
 PRECISIONS = ("fp64", "fp32", "bf16")
 

@@ -169,6 +169,7 @@ def plain(folder: Path) -> list[Numbers]:
     return [plainly(folder, smoothed), plainly(folder, focal)]
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_training_is_that_of_a_plain_loop_and_evaluation_stays_plain(
     folder: Path, plain: list[Numbers], ranks: int

@@ -22,6 +22,8 @@ from shardtune.optim.build import build_optimizer
 from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import whole
 
+pytestmark = pytest.mark.lengthy
+
 KINDS: dict[str, dict[str, Any]] = {
     "AdamW": {"weight_decay": 0.1},
     "Adam": {"weight_decay": 0.1, "args": {"maximize": True}},

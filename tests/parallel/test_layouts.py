@@ -10,6 +10,8 @@ import pytest
 from tests.support.dist.layouts import EXPERTS, LAYOUTS, LaidOut, LayoutRuns
 from tests.support.dist.parity import EXACT
 
+pytestmark = pytest.mark.lengthy
+
 SOME = ("FSDP2-4", "DDP-2", "HSDP 2 x 2-4", "TP 2-2", "FSDP 2 x TP 2-4", "SP 2-2", "FSDP 2 x SP 2-4", "offload-2")
 SOME_EXPERTS = ("EP 2-2", "FSDP 2 x EP 2-4", "TP 2 x EP 4-4")
 CASES = [

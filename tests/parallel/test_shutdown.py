@@ -67,6 +67,7 @@ def holding_the_lock() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
+@pytest.mark.lengthy
 @LINUX
 def test_at_rest_no_thread_holds_a_tensor() -> None:
     with group_of_one(), holding_the_lock():

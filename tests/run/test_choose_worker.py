@@ -246,6 +246,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.lengthy
 def test_every_command(reader: Path) -> None:
     dry = run_cli("train", "recipe.yaml", "--dry-run", "runner.max_epochs=4")
     assert dry.code == 0, dry.err

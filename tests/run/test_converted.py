@@ -11,6 +11,8 @@ from shardtune.config.foreign.convert import convert
 from tests.support.tiny_run import lines
 from tests.support.workspace import make_workspace
 
+pytestmark = pytest.mark.lengthy
+
 SOURCES = Path(__file__).parents[1] / "config" / "foreign" / "sources"
 
 

@@ -14,6 +14,8 @@ from shardtune.errors import DataError
 from shardtune.run.dry_run import dry_run, preview
 from tests.support.tiny_run import Tiny, lines, make_tiny, rows, train_on_ranks, write_rows
 
+pytestmark = pytest.mark.lengthy
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:

@@ -14,6 +14,8 @@ import shardtune
 from shardtune.errors import CheckpointError, ConfigError, ModelError
 from tests.support.tiny_run import Tiny, lines, make_tiny
 
+pytestmark = pytest.mark.lengthy
+
 METRIC = "def half(outputs, targets, weights):\n    {}\n"
 ADAPTER = """
 import numpy as np

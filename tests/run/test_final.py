@@ -15,6 +15,8 @@ from shardtune.errors import CheckpointError, ModelError
 from tests.support.tiny_run import Tiny, make_tiny
 from tests.training.worker import test_base as own
 
+pytestmark = pytest.mark.lengthy
+
 
 class Reader(shardtune.FSDPSftWorker):
     """A user's worker that reads the recipe's tokenizer directory itself, as the guides print it."""

@@ -22,6 +22,8 @@ from shardtune.halos import BasicTrainer, SFTTrainer, main
 from shardtune.run.accelerate_settings import contradicted_settings
 from tests.support.tiny_run import Tiny, lines, make_model, make_tiny, make_tokenizer, rows
 
+pytestmark = pytest.mark.lengthy
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:

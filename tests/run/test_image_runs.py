@@ -17,6 +17,8 @@ from shardtune.errors import DataError, Interrupted
 from tests.support.tiny_run import assert_same_tensors, recorded_rows, signal_after
 from tests.support.vision import save_image_rows, save_vision_model
 
+pytestmark = pytest.mark.lengthy
+
 STEPS = 4
 
 

@@ -18,6 +18,8 @@ from shardtune.run.inputs import model_fingerprint
 from tests.support.tiny_run import Tiny, make_model, make_tiny, make_tokenizer, rows
 from tests.support.workspace import run_cli
 
+pytestmark = pytest.mark.lengthy
+
 LOSS = """
 from torch.nn.functional import cross_entropy
 

@@ -18,6 +18,8 @@ from shardtune.errors import CheckpointError
 from shardtune.run.api import Run
 from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny, rows, tensors, train_on_ranks
 
+pytestmark = pytest.mark.lengthy
+
 LORA: dict[str, Any] = {
     "actor__model__is_lora": True,
     "actor__model__lora__r": 4,

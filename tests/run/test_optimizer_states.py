@@ -13,6 +13,8 @@ from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import Trace, recipe, run_recipes, save_model, save_rows
 from tests.support.tiny_run import assert_same_tensors, lines, make_tiny, tensors, train_on_ranks
 
+pytestmark = pytest.mark.lengthy
+
 PARALLEL = "actor__parallel__"
 
 

@@ -31,6 +31,8 @@ from tests.support.tiny_run import (
     train_on_ranks,
 )
 
+pytestmark = pytest.mark.lengthy
+
 STEPS = 8
 
 

@@ -89,6 +89,7 @@ def test_the_whole_guide(folder: Path) -> None:
     assert len({tuple(row) for one in drawn for row in one.tolist()}) > 2
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("lora", [(), LORA], ids=["full", "lora"])
 def test_recipe_to_final(folder: Path, lora: tuple[str, ...]) -> None:
     """By a worker of one's own that predicts actions, on one rank and on two, with two micro-batches each."""

@@ -45,6 +45,8 @@ from tests.seeds.engine import (
 from tests.seeds.guide import changed
 from tests.support.vision import save_vision_model
 
+pytestmark = pytest.mark.lengthy
+
 ROW = [1, 2, 3, 4] * 8
 STEPS = [[[[(step + 3 * batch + 7 * row + 5 * place) % 64 for place in range(9)] for row in range(3)]
           for batch in range(2)] for step in range(2)]  # fmt: skip

@@ -17,6 +17,8 @@ from tests.seeds.actions import overrides, registering_anew, write_guide
 from tests.support.foreign_action import LLAVA, save_llava, write_frames, your_package
 from tests.support.tiny_run import lines
 
+pytestmark = pytest.mark.lengthy
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:

@@ -29,6 +29,7 @@ def verify(file: Path, name: str, *only: str, processes: bool = False) -> Report
     return verify_adapter(f"{file}:{name}", only=only, processes=processes, report=lambda text: None)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("name", "skipped"),
     [
@@ -221,6 +222,7 @@ class OfBytes(Adapter):
 """
 
 
+@pytest.mark.lengthy
 def test_a_registered_name_is_found_through_plugins(tmp_path: Path) -> None:
     """Bytes come in Parquet, and go on as that; what a recipe freezes is not expected to be reached."""
     file, rows = tmp_path / "model.py", tmp_path / "rows.parquet"

@@ -125,6 +125,7 @@ def test_word_encoder_is_an_encoder():
 
 
 class TestRows:
+    @pytest.mark.lengthy
     def test_samples_come_back_as_they_were_encoded(self, tmp_path, build):
         dataset = build(write(tmp_path / "a.jsonl", ROWS))
         assert len(dataset) == len(ROWS)
@@ -205,6 +206,7 @@ class TestViews:
         assert [text for text, _, _ in rows_of(inner)] == [ROWS[n]["text"] for n in (9, 19)]
         assert len({dataset.fingerprint, view.fingerprint, inner.fingerprint}) == 3
 
+    @pytest.mark.lengthy
     def test_split_by_hash(self, tmp_path, build):
         dataset = build(write(tmp_path / "a.jsonl", [*ROWS, *ROWS[:100]]))
         train, held = dataset.split_by_hash(0.2)
@@ -262,6 +264,7 @@ class TestBadRows:
     def rows(self, bad=(4999,)):
         return [{"text": "bad" if n in bad else f"{n}={n}"} for n in range(5100)]
 
+    @pytest.mark.lengthy
     @pytest.mark.parametrize("num_workers", [0, 2])
     def test_fail_names_file_and_row(self, tmp_path, build, many_processes, num_workers, data):
         path = write(tmp_path / "a.jsonl", self.rows())
@@ -270,6 +273,7 @@ class TestBadRows:
         left = [path for path in Path(data.cache_dir).rglob("*") if path.is_file() and path.parent.name != "hashes"]
         assert left == []
 
+    @pytest.mark.lengthy
     @pytest.mark.parametrize("num_workers", [0, 2])
     def test_broken_json(self, tmp_path, build, many_processes, num_workers):
         path = write(tmp_path / "a.jsonl", self.rows(bad=()))
@@ -280,6 +284,7 @@ class TestBadRows:
             build(path, num_workers=num_workers)
         assert len(build(path, num_workers=num_workers, on_bad_row="skip")) == 5099
 
+    @pytest.mark.lengthy
     def test_broken_json_list(self, tmp_path, build):
         text = json.dumps(self.rows(bad=()))
         (tmp_path / "a.json").write_text(text.replace('{"text": "4999=4999"}', '{"text": "4999=4999"'))
@@ -386,6 +391,7 @@ class TestKeys:
 
 
 class TestProcesses:
+    @pytest.mark.lengthy
     def test_same_bytes_whatever_the_number(self, tmp_path, data, build, many_processes):
         path = write(tmp_path / "a.jsonl", ROWS)
         results = []

@@ -121,6 +121,7 @@ def assert_same(sample: Sample, expected: Sample) -> None:
 
 
 class TestRows:
+    @pytest.mark.lengthy
     def test_come_back_as_they_were_whatever_the_number_of_processes(
         self, tmp_path, data, build, many_processes, monkeypatch
     ):

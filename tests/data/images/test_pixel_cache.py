@@ -197,6 +197,7 @@ def losses(worker: SFTWorker, steps: int = 3) -> Sequence[float]:
     return found
 
 
+@pytest.mark.lengthy
 def test_training_goes_on_without_the_images(tmp_path: Path) -> None:
     """With the losses of a run that reads them, made ready in processes or here."""
     plain = losses(a_worker(tmp_path, data__num_workers=0))
@@ -214,6 +215,7 @@ def test_training_goes_on_without_the_images(tmp_path: Path) -> None:
         assert losses(a_worker(tmp_path, data__num_workers=processes, **settings)) == plain
 
 
+@pytest.mark.lengthy
 def test_a_processor_whose_bytes_say_less_is_refused(tmp_path: Path) -> None:
     save_vision_model("qwen3_vl", tmp_path / "model")
     save_image_rows(tmp_path, 12)

@@ -101,6 +101,7 @@ class TestReadFrame:
         with ThreadPoolExecutor(len(orders)) as pool:
             assert all(pool.map(follow, orders))
 
+    @pytest.mark.lengthy
     def test_processes(self, video):
         """A process that forks while a file is open reads for itself."""
         assert seen(read_frame(video, 1.0)) == 10

@@ -20,6 +20,8 @@ import torch
 from shardtune.data.loader.prefetch import computed_ahead
 from shardtune.errors import DataError, ModelError
 
+pytestmark = pytest.mark.lengthy
+
 SCRIPT = """\
 import os, sys, time
 import torch

@@ -549,6 +549,7 @@ class TestCache:
         shutil.move(foreign, tmp_path / "elsewhere" / "xarm")
         assert build(tmp_path / "elsewhere" / "xarm").fingerprint == first.fingerprint
 
+    @pytest.mark.lengthy
     def test_processes_share_the_work(self, written, build, monkeypatch, data, tmp_path):
         alone = build(written[0], chunk=3)
         monkeypatch.setattr("shardtune.data.cache.build._SMALL_FILE", 0)

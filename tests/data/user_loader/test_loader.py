@@ -292,6 +292,7 @@ def resume_everywhere(make: str) -> list[list[str]]:
     return told
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(
     "make",
     ["plain", "own_generator", "lasting", "sampler_in_a_sampler", "drawing", "restored", "Cursor", "Deaf"],

@@ -42,6 +42,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.mark.lengthy
 def test_a_batch_is_answered_as_each_row_alone(kind: str) -> None:
     drawn: dict[str, Any] = {"do_sample": True, "seeds": [3, 4, 5], "temperature": 1.5, "top_p": 0.95}
     ways: list[dict[str, Any]] = [{"do_sample": False}, drawn]

@@ -231,6 +231,7 @@ def test_keys_of_actions_are_for_action_models(folder: Path) -> None:
 # -- runs ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("kind", ["llava", pytest.param("openvla", marks=pytest.mark.slow)])
 def test_trained_measured_saved_and_asked(folder: Path, kind: str) -> None:
     run = shardtune.train(recipe(folder, kind, kind, runner__max_steps=3, runner__best={"monitor": "eval/action_l1"}))
@@ -371,6 +372,7 @@ def test_two_ranks_train_and_act_as_one(folder: Path, lora: bool) -> None:
         assert found_off == pytest.approx(off, rel=1e-5)
 
 
+@pytest.mark.lengthy
 def test_a_value_head_that_is_there_stays(folder: Path, tmp_path: Path) -> None:
     """A directory with one is trained on; supervised rows say nothing of values."""
     base: Any = AutoModelForImageTextToText.from_pretrained(folder / "llava")

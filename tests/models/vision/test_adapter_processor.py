@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from PIL import Image
 from transformers import AutoConfig
 
@@ -43,6 +44,7 @@ class Brightness(Adapter):
 '''
 
 
+@pytest.mark.lengthy
 def test_the_processor_is_saved_beside_the_weights(tmp_path: Path):
     folder = save_vision_model("llava", tmp_path / "model")
     (tmp_path / "bright.py").write_text(ADAPTER)

@@ -24,6 +24,8 @@ from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import Trace, quiet, run_recipe
 from tests.support.vision import FAMILIES, save_image_rows, save_vision_model
 
+pytestmark = pytest.mark.lengthy
+
 ALONE = "one row per forward"
 
 

@@ -20,6 +20,8 @@ from tests.support.dist.ranks import run_ranks
 from tests.support.dist.training import quiet, recipe, run_recipe
 from tests.support.vision import save_image_rows, save_vision_model
 
+pytestmark = pytest.mark.lengthy
+
 STEPS, ROWS_PER_STEP, LR = 5, 4, 0.05
 EXACT = 1e-10
 ROUNDED = 5e-6

@@ -256,6 +256,7 @@ def one_rank(files: Path) -> tuple[Any, ...]:
     return weights_from_everywhere(str(files)), train_all(str(files), REQUESTS)
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(("kind", "source"), CASES)
 def test_weights_are_those_of_the_source_on_one_rank_and_two(
     kind: str, source: str, one_rank: Any, two_ranks: list[Any]

@@ -219,6 +219,7 @@ def test_wandb_without_a_key_is_one_message(tmp_path: Path, monkeypatch: pytest.
     check_logger(logger("wandb"))
 
 
+@pytest.mark.lengthy
 def test_an_mlflow_server_that_does_not_answer_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hidden@127.0.0.1:9")

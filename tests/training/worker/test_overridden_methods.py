@@ -106,6 +106,7 @@ def drive(kind: type[FSDPSftWorker], recipe: Recipe) -> None:
     assert fresh.run_eval()
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(("kind", "name"), CASES, ids=[f"{kind.__name__}-{name}" for kind, name in CASES])
 def test_an_overridden_method_is_called(
     kind: type[FSDPSftWorker], name: str, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -17,6 +17,8 @@ from shardtune.training.worker.reported import evaluation_method, training_metho
 from tests.support.dist.ranks import run_ranks
 from tests.training.worker import test_base as own
 
+pytestmark = pytest.mark.lengthy
+
 
 class Short(own.Task):
     """Both methods return names of their own, as RLinf's do."""

@@ -19,6 +19,8 @@ from shardtune.training.worker.user_errors import explaining
 from tests.parallel.test_parts import made, rows, sharded
 from tests.support.dist.ranks import run_ranks
 
+pytestmark = pytest.mark.lengthy
+
 CPU, ROWS = torch.device("cpu"), 8
 Collate = Callable[[list[Any]], Any]
 
