@@ -137,6 +137,35 @@ def stored_names(path: str | Path) -> list[str]:
     return sorted(_Reader(str(path)).read_metadata().state_dict_metadata)
 
 
+class StoredTensors:
+    """The tensors of a folder, each read whole, in this process alone.
+
+    Args:
+        path: the folder.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._reader = _Reader(str(path))
+        self._stored = self._reader.read_metadata()
+        self._reader.storage_data = self._stored.storage_data
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors, sorted."""
+        return sorted(self._stored.state_dict_metadata)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """A tensor on the CPU, joined from the parts that ranks wrote."""
+        stored = self._stored.state_dict_metadata[name]
+        assert isinstance(stored, TensorStorageMetadata)
+        tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+        for chunk in stored.chunks:
+            places = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            source = self._reader.stored(MetadataIndex(name, chunk.offsets))
+            source.read_into(tensor[places], (0,) * tensor.ndim)
+        return tensor
+
+
 class _Reader(dcp.HuggingFaceStorageReader):
     """Reads with `pread` into the shards instead of mapping whole files, and damaged files are named.
 
@@ -174,7 +203,7 @@ class _Reader(dcp.HuggingFaceStorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
         for item in plan.items:
-            stored = self._stored(item.storage_index)
+            stored = self.stored(item.storage_index)
             target = planner.resolve_tensor(item).detach()
             # A request covers a block of the stored chunk, offsets counted inside it.
             stored.read_into(target, tuple(item.storage_offsets))
@@ -183,7 +212,8 @@ class _Reader(dcp.HuggingFaceStorageReader):
         future.set_result(None)
         return future
 
-    def _stored(self, index: MetadataIndex) -> StoredTensor:
+    def stored(self, index: MetadataIndex) -> StoredTensor:
+        """The part of a tensor that one rank wrote."""
         return self._tensors[Path(self.storage_data[index].relative_path)][index.fqn]
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from shardtune.cli.claims import add_claims
 from shardtune.cli.exit import UsageError, end, leave, wrong_usage
 from shardtune.cli.group import SETTINGS, Commands, RecipeCommand
 from shardtune.cli.starting import starting
@@ -44,6 +45,7 @@ config_app = typer.Typer(help="Explain the keys of a recipe.")
 app.add_typer(data_app, name="data")
 app.add_typer(config_app, name="config")
 app.add_typer(verify_app, name="verify")
+add_claims(verify_app)
 
 RecipeArgument = Annotated[
     list[str] | None,
@@ -114,6 +116,13 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, show the first rows, run one step, save nothing.")
     ] = False,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Record each step's rows, exact numbers and random draws in this folder, a file per rank."),
+    ] = None,
+    stop_after: Annotated[
+        int | None, typer.Option(min=1, help="Stop after this step as on a signal: save, exit with 75.")
+    ] = None,
 ) -> None:
     """Fine-tune a model by a recipe, or by a model and rows; the same command continues an interrupted run.
 
@@ -139,15 +148,17 @@ def train(
 
         rehearse(path, *overrides)
         return
-    _train(path, *overrides)
+    _train(path, *overrides, record=record, stop_after=stop_after)
 
 
-def _train(path: str | None, *overrides: str) -> None:
+def _train(path: str | None, *overrides: str, record: Path | None = None, stop_after: int | None = None) -> None:
     with listening(own_process=True) as stop:
         with stop.deferred(), starting():  # torch takes seconds; code that is being imported may swallow an exception
             from shardtune.run.api import train as run_training
+            from shardtune.training.recorder import Recording
         stop.check()
-        run_training(path, *overrides)
+        recording = None if record is None and stop_after is None else Recording(record, stop_after)
+        run_training(path, *overrides, recording=recording)
 
 
 @app.command("eval", cls=RecipeCommand)

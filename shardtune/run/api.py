@@ -52,6 +52,7 @@ from shardtune.run.resume_check import check_same_data
 from shardtune.run.train_rank import report_finished, train_rank, watching
 from shardtune.training.callbacks import load_callbacks
 from shardtune.training.loggers import SAMPLES, check_logger, read_metrics
+from shardtune.training.recorder import Recording
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.training.worker.model_state import over_directory
@@ -66,6 +67,7 @@ def train(
     tokenizer: PreTrainedTokenizerBase | None = None,
     train_data: object = None,
     eval_data: object = None,
+    recording: Recording | None = None,
 ) -> Run:
     """Fine-tune according to a recipe; continue from the last checkpoint of its run directory.
 
@@ -76,6 +78,7 @@ def train(
         tokenizer: a tokenizer in memory.
         train_data: a list of rows, a `datasets.Dataset` or a `pandas.DataFrame`.
         eval_data: likewise, or a dict of named ones.
+        recording: what is recorded of each step, to be compared with other runs; None: nothing.
 
     Raises:
         ShardtuneError: an error that the user can fix; raised before anything is written where possible.
@@ -93,16 +96,16 @@ def train(
     if is_one_of_several():
         loaded, peers = read_together(read)
         with loaded.spelling.in_errors():
-            return Run(train_rank(loaded, objects, peers), trained_here=True)
+            return Run(train_rank(loaded, objects, peers, recording=recording), trained_here=True)
     loaded = read()
     with loaded.spelling.in_errors():
-        return _train(loaded, objects)
+        return _train(loaded, objects, recording)
 
 
-def _train(loaded: Recipe, objects: Objects) -> Run:
+def _train(loaded: Recipe, objects: Objects, recording: Recording | None) -> Run:
     """Train in this process, or start the ranks."""
     if is_launched():
-        return Run(train_rank(loaded, objects), trained_here=True)
+        return Run(train_rank(loaded, objects, recording=recording), trained_here=True)
     display = Display()
     plan = plan_run(loaded)
     check_unlocked(plan.run_dir)
@@ -120,9 +123,9 @@ def _train(loaded: Recipe, objects: Objects) -> Run:
         for note in loaded.notes:  # the ranks read a recipe without them
             display.report(note)
         with listening() as stop:
-            (_launch_on_ray if by_ray else _launch)(loaded, plan, display, stop)
+            (_launch_on_ray if by_ray else _launch)(loaded, plan, display, stop, recording)
         return Run(plan.run_dir, trained_here=True)
-    return Run(train_rank(loaded, objects), trained_here=True)
+    return Run(train_rank(loaded, objects, recording=recording), trained_here=True)
 
 
 def _refuse_objects(recipe: Recipe, objects: Objects) -> None:
@@ -137,7 +140,7 @@ def _refuse_objects(recipe: Recipe, objects: Objects) -> None:
     )
 
 
-def _launch(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal) -> None:
+def _launch(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal, recording: Recording | None) -> None:
     """Run all checks that need no ranks, tokenise, then start the ranks on this machine."""
     free_port(recipe.runner.master_port)
     choose_device(recipe.runner.device, recipe.runner.nproc_per_node - 1)
@@ -162,7 +165,7 @@ def _launch(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal) -
         logs_in = plan.run_dir if runner.logger.rank_logs else None
 
         def start(workers: int, environment: Mapping[str, str]) -> None:
-            command, port = ["train", str(file)], runner.master_port
+            command, port = ["train", str(file), *(recording.words if recording else ())], runner.master_port
             run_ranks(command, workers, master_port=port, environment=environment, logs_in=logs_in)
 
         def left(numbers: Sequence[int], survivors: int) -> int:
@@ -172,8 +175,16 @@ def _launch(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal) -
         run_elastic(start, limits, left=left, fits=fits, stop=stop, report=report, run_dir=plan.run_dir)
 
 
-def _launch_on_ray(recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal) -> None:
+def _launch_on_ray(
+    recipe: Recipe, plan: RunPlan, display: Display, stop: StopSignal, recording: Recording | None
+) -> None:
     """Start the ranks on a Ray cluster; each reads data and model on its own host."""
+    if recording is not None:
+        raise ConfigError(
+            "steps are recorded on a single machine or under torchrun, not on Ray",
+            where="--record, --stop-after",
+            remedy="runner.launcher=local, or leave the option out",
+        )
     from shardtune.launch.ray import connected, reserve_for_the_rest, run_ranks_on_ray
 
     with connected(recipe.runner) as cluster:

@@ -59,6 +59,7 @@ from shardtune.run.preflight import check_same_rows, connecting, is_one_of_sever
 from shardtune.run.push import check_push, push_command, push_final
 from shardtune.run.resume_check import check_same_data
 from shardtune.training.loggers import first_metrics
+from shardtune.training.recorder import Recording
 from shardtune.training.runner import SFTRunner
 from shardtune.training.saver import on_main
 from shardtune.training.worker.base import FSDPSftWorker
@@ -72,6 +73,7 @@ def train_rank(
     objects: Objects = NOTHING,
     peers: PeerWatch | None = None,
     made: FSDPSftWorker | None = None,
+    recording: Recording | None = None,
 ) -> Path:
     """One rank of training (or all of it, on one rank); returns the run directory.
 
@@ -80,6 +82,7 @@ def train_rank(
         objects: in-memory objects that replace what the recipe names.
         peers: watches the other hosts; it is ended with the run.
         made: the worker, where it is not made here.
+        recording: what is recorded of each step; None: nothing.
     """
     if is_supervised():
         end_with_parent()
@@ -113,7 +116,7 @@ def train_rank(
                 if plan.finished:
                     on_main(worker.ranks, partial(report_finished, plan, recipe, objects, report))
                 else:
-                    lock = _train(recipe, objects, in_memory, plan, worker, display, stop, lock)
+                    lock = _train(recipe, objects, in_memory, plan, worker, display, stop, lock, recording)
     finally:
         lock.release()
     if peers is not None:
@@ -214,6 +217,7 @@ def _train(
     display: Display | None,
     stop: StopSignal,
     lock: RunLock,
+    recording: Recording | None,
 ) -> RunLock:
     """Train to the end of the recipe; returns the lock on the run directory, which is held on rank 0."""
     notes, current_lock = list[str](), [lock]
@@ -241,6 +245,7 @@ def _train(
         ],
         on_start=None if display is None else partial(_show_start, display, plan, worker),
         is_gone=lambda: current_lock[0].is_gone,
+        recording=recording,
     )
     if recipe.runner.push_to_hub is not None and is_one_of_several():  # otherwise `shardtune.train` has done so
         on_main(worker.ranks, partial(check_push, recipe.runner.push_to_hub))

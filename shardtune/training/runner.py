@@ -37,6 +37,7 @@ from shardtune.training.early_stopping import Watches
 from shardtune.training.loggers import SAMPLES, Tracker, check_logger, open_tracker
 from shardtune.training.observer import Observer, Silent
 from shardtune.training.profiler import FOLDER, ProfileWindow
+from shardtune.training.recorder import Recorder, Recording
 from shardtune.training.saver import Saver, on_main
 from shardtune.training.step import TRAIN_METRICS
 from shardtune.training.worker.base import FSDPSftWorker
@@ -63,6 +64,7 @@ class SFTRunner:
         notes: lines for the first screen, besides the worker's own.
         on_start: called once everything is built, before the first step.
         is_gone: polled on rank 0: whether the run directory has disappeared.
+        recording: what is recorded of each step; None: nothing.
 
     Attributes:
         ended: why training ended; "" until then.
@@ -81,6 +83,7 @@ class SFTRunner:
         notes: Sequence[str] = (),
         on_start: Callable[[], None] | None = None,
         is_gone: Callable[[], bool] | None = None,
+        recording: Recording | None = None,
     ) -> None:
         self._recipe = cfg if isinstance(cfg, Recipe) else load_recipe(cfg)
         self._actor = actor
@@ -121,6 +124,8 @@ class SFTRunner:
         self._tracker = Tracker()
         self._alive = Alive(self.run_dir, lambda: actor.step)  # on rank 0
         self._on_start, self._is_gone = on_start, is_gone
+        self._recording = recording
+        self._recorder: Recorder | None = None
         self._prepared = False
         self.ended = ""
 
@@ -140,6 +145,8 @@ class SFTRunner:
         if self._resume_from is not None:
             self._resume_from = self._load([self._resume_from, *self._older])
             self._resume(self._resume_from)
+        if self._recording is not None:
+            self._recorder = Recorder(self._recording, actor, self._stop)
         self._prepared = True
 
     def run(self) -> dict[str, float]:
@@ -352,6 +359,8 @@ class SFTRunner:
         PROGRESS.rounds += 1
         PROGRESS.phase, PROGRESS.step = STEP, model.step
         self._seconds |= {"step": time.perf_counter() - began, **self._actor.step_seconds}
+        if self._recorder is not None:
+            self._recorder.stepped(metrics)
         advanced = model.step != step
         if advanced:
             self._line = metrics

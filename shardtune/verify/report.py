@@ -1,6 +1,9 @@
-"""The result of the conformance kit as a table, followed by each failure with its remedy."""
+"""Results as a table, followed by each failure with its remedy; or as JSON."""
 
 from __future__ import annotations
+
+import json
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +18,7 @@ STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 def show(report: Report, console: Console | None = None) -> None:
     """Print a report."""
     screen = console or Console()
-    table = Table(title=f"Conformance of {report.adapter}", title_justify="left", show_lines=False)
+    table = Table(title=f"verify {report.subject}", title_justify="left", show_lines=False)
     for column in ("check", "", "s"):
         table.add_column(column, no_wrap=True, justify="right" if column == "s" else "left")
     table.add_column("seen")
@@ -29,12 +32,18 @@ def show(report: Report, console: Console | None = None) -> None:
     screen.print(Text(summary(report)))
 
 
+def as_json(report: Report) -> str:
+    """The results as one JSON object."""
+    results = [asdict(result) for result in report.results]
+    return json.dumps({"subject": report.subject, "passed": report.passed, "results": results}, indent=2)
+
+
 def summary(report: Report) -> str:
     """The outcome in a line."""
     counts = {outcome: sum(result.outcome == outcome for result in report.results) for outcome in STYLES}
     counted = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
     seconds = sum(result.seconds for result in report.results)
-    return f"{report.adapter}: {counted} of {len(report.results)} checks in {seconds:.0f} s"
+    return f"{report.subject}: {counted} of {len(report.results)} checks in {seconds:.0f} s"
 
 
 def list_checks(console: Console | None = None) -> None:

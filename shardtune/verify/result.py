@@ -57,14 +57,14 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The outcome of all checks of an adapter.
+    """The outcome of some checks.
 
     Attributes:
-        adapter: as it was named.
+        subject: what was checked, as it was named.
         results: in the order of the checks.
     """
 
-    adapter: str
+    subject: str
     results: Sequence[Result]
 
     @property

@@ -124,7 +124,7 @@ def test_python_m_shardtune() -> None:
     ],
 )
 def test_exit_codes(error: BaseException, code: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def train(*_: object) -> None:
+    def train(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(shardtune.run.api, "train", train)

@@ -33,4 +33,4 @@ def check_adapter(
 
     report = verify_adapter(adapter, recipe, *overrides, only=only, report=lambda text: None)
     if report.failures:
-        raise AssertionError("\n\n".join([f"{report.adapter} does not conform", *map(str, report.failures)]))
+        raise AssertionError("\n\n".join([f"{report.subject} does not conform", *map(str, report.failures)]))

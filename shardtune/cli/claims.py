@@ -1,0 +1,100 @@
+"""`shardtune verify resume` and the other claims about training: one command for each, and `all` for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated
+
+import typer
+
+from shardtune.cli.group import RecipeCommand
+from shardtune.cli.words import split_words
+from shardtune.errors import ConfigError
+
+RecipeWords = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RECIPE.yaml [key=value …]", help="The recipe to check, then overrides of its keys, as for train."
+    ),
+]
+Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps of each shortened run.")]
+Ranks = Annotated[str, typer.Option(help="Numbers of ranks on this machine, separated by commas.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON, and progress on stderr.")]
+
+SUMMARIES: Mapping[str, str] = {
+    "resume": "Stop a run at several steps and continue it: bit by bit the uninterrupted one.",
+}
+"""The claims and what their commands do; `shardtune/verify/claims/table.py` has the checks of the same names."""
+ALL = "Check all claims about training on a recipe."
+
+
+def add_claims(verify: typer.Typer) -> None:
+    """Add a command for each claim, and one for all."""
+    for name, summary in {**SUMMARIES, "all": ALL}.items():
+        verify.command(name, cls=RecipeCommand)(_command(name, summary))
+
+
+def _command(name: str, summary: str) -> Callable[..., None]:
+    def command(words: RecipeWords = None, steps: Steps = 6, ranks: Ranks = "1,2", json: Json = False) -> None:
+        path, overrides = split_words(words)
+        if path is None and not overrides:
+            raise ConfigError(
+                "no recipe is named",
+                where=f"shardtune verify {name}",
+                remedy=f"shardtune verify {name} RECIPE.yaml",
+            )
+        _check(name, path, overrides, steps, _numbers(ranks), as_json=json)
+
+    command.__doc__ = f"""{summary}
+
+    Runs are made by the command `train` on the recipe, shortened: a few steps, few rows, a checkpoint after each step,
+    nothing evaluated, no callback, logger or Hub, in a folder that is removed. Exit code 0 where the claim holds or
+    cannot be made for this recipe (the table has the reason), 1 where it does not hold.
+
+    **Examples**
+
+    ```text
+    shardtune verify {name} recipe.yaml
+    shardtune verify {name} recipe.yaml --steps 8 --ranks 1,2,4
+    shardtune verify {name} recipe.yaml optim.lr=1e-4 --json
+    ```
+    """
+    return command
+
+
+def _check(name: str, path: str | None, overrides: list[str], steps: int, ranks: list[int], *, as_json: bool) -> None:
+    from rich.console import Console
+
+    from shardtune.config import load_recipe
+    from shardtune.verify import report as tables
+    from shardtune.verify.claims.claim import check_claims
+    from shardtune.verify.claims.table import CLAIMS
+
+    claims = [claim for claim in CLAIMS if name in (claim.name, "all")]
+    recipe = load_recipe(path, overrides)
+    progress = Console(stderr=as_json, highlight=False)
+    title = f"{name} of {path or ' '.join(overrides)}"
+    with recipe.spelling.in_errors():
+        found = check_claims(
+            claims,
+            recipe,
+            steps=steps,
+            ranks=ranks,
+            title=title,
+            report=lambda line: progress.print(line, style="dim", markup=False),
+        )
+    if as_json:
+        typer.echo(tables.as_json(found))
+    else:
+        tables.show(found)
+    raise typer.Exit(0 if found.passed else 1)
+
+
+def _numbers(ranks: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in ranks.split(",")]
+    except ValueError:
+        numbers = [0]
+    if min(numbers) < 1:
+        raise ConfigError(f"{ranks!r} is no list of numbers", where="--ranks", remedy="--ranks 1,2")
+    return sorted(set(numbers))

@@ -1,0 +1,121 @@
+"""Records what each step of a run did, exactly: rows, numbers, random draws; `shardtune verify` compares them.
+
+Each rank appends lines of JSON to a file of its own. Numbers are written by `float.hex`, so that equal text is equal
+bits. What a step left behind (weights, optimizer states) is in the run's checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from shardtune.batch import Batch
+from shardtune.data.checksum import checksum
+from shardtune.data.loader.protocol import MicroBatch, Step
+from shardtune.data.user_loader.batch import UserBatch, fingerprint
+from shardtune.launch.signals import StopSignal
+from shardtune.training.worker.base import FSDPSftWorker
+
+MEASURED = "perf/"
+"""The prefix of metrics that are times and sizes, which no two runs have in common."""
+
+DERIVED = ("rows", "key", "weights")
+"""Fields of a batch that are no content: they follow from seed, step and rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What is recorded of a run.
+
+    Attributes:
+        folder: of the lines of each rank, appended to `rank0.jsonl` and so on; None: nothing is recorded.
+        stop_after: after this step the run stops as on a signal: it saves and ends with exit code 75; None: at its end.
+    """
+
+    folder: Path | None = None
+    stop_after: int | None = None
+
+    @property
+    def words(self) -> list[str]:
+        """As options of `shardtune train`."""
+        folder = [] if self.folder is None else ["--record", str(self.folder)]
+        return folder if self.stop_after is None else [*folder, "--stop-after", str(self.stop_after)]
+
+
+class Recorder:
+    """Records the steps of one rank.
+
+    Args:
+        recording: what is recorded.
+        worker: ready for its next step.
+        stop: requested once `stop_after` is reached.
+    """
+
+    def __init__(self, recording: Recording, worker: FSDPSftWorker, stop: StopSignal) -> None:
+        self._worker, self._stop, self._stop_after = worker, stop, recording.stop_after
+        self._file: Path | None = None
+        if recording.folder is not None:
+            recording.folder.mkdir(parents=True, exist_ok=True)
+            self._file = recording.folder / f"rank{worker.ranks.rank}.jsonl"
+            worker.position.steps = self._noted(worker.position.steps)
+        self._step: Mapping[str, object] = {}
+
+    def stepped(self, metrics: Mapping[str, float]) -> None:
+        """Write the line of a step that has just been computed.
+
+        Args:
+            metrics: of it; those of times and sizes are left out.
+        """
+        step = self._worker.step
+        if self._file is not None:
+            exact = {name: float(value).hex() for name, value in metrics.items() if not name.startswith(MEASURED)}
+            line = {
+                "step": step,
+                "ranks": self._worker.ranks.world_size,
+                **self._step,
+                "metrics": exact,
+                "generators": _generators(),
+            }
+            with self._file.open("a") as lines:
+                lines.write(json.dumps(line) + "\n")
+        if self._stop_after is not None and step >= self._stop_after:
+            self._stop.request()
+
+    def _noted(self, steps: Iterator[Step[MicroBatch]]) -> Iterator[Step[MicroBatch]]:
+        for step in steps:
+            self._step = {
+                "from": [step.state.epoch, step.state.rows_consumed],
+                "to": [step.after.epoch, step.after.rows_consumed],
+                "rows": step.rows.tolist(),
+                "micro_batches": [_content(batch) for batch in step.micro_batches],
+            }
+            yield step
+
+
+def _content(batch: MicroBatch) -> dict[str, object]:
+    """The rows of a micro-batch and a digest of its content; of one that only keeps ranks in step neither."""
+    if not batch.counts:
+        return {"rows": [], "digest": ""}
+    if isinstance(batch, UserBatch):
+        return {"rows": None, "digest": fingerprint(batch.fields)}
+    if isinstance(batch, Batch):
+        content = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name not in DERIVED}
+        return {"rows": list(batch.rows), "digest": fingerprint(content)}
+    return {"rows": None, "digest": fingerprint(batch)}
+
+
+def _generators() -> dict[str, str]:
+    """A digest of the state of each generator of random numbers in this process."""
+    numpy_state = np.random.get_state(legacy=False)
+    states = {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "numpy": repr(numpy_state["state"] if isinstance(numpy_state, dict) else numpy_state).encode(),
+        "random": repr(random.getstate()).encode(),
+    }
+    return {name: checksum(state) for name, state in states.items()}

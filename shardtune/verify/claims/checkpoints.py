@@ -1,0 +1,84 @@
+"""The tensors of two checkpoints, compared one by one: weights, and the states of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shardtune.checkpoint.dcp import StoredTensors
+from shardtune.checkpoint.training_state import MODEL, OPTIMIZER
+
+PARTS = (MODEL, OPTIMIZER)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """The first tensor in which two checkpoints differ.
+
+    Attributes:
+        part: `model` or `optimizer`.
+        name: of the tensor.
+        gap: the largest relative difference, see `gap_of`; infinite where one of them has no such tensor.
+        text: in a sentence.
+    """
+
+    part: str
+    name: str
+    gap: float
+    text: str
+
+
+def tensor_difference(
+    one: Path, other: Path, *, close: float = 0.0, parts: Sequence[str] = PARTS
+) -> TensorDifference | None:
+    """The first tensor in which two checkpoints differ; None where there is none.
+
+    Args:
+        one: a checkpoint.
+        other: another, of the same model on any number of ranks.
+        close: the difference allowed, see `gap_of`; 0: the tensors are equal bit by bit.
+        parts: of the checkpoints.
+    """
+    for part in parts:
+        first, second = (StoredTensors(checkpoint / part) for checkpoint in (one, other))
+        if first.names != second.names:
+            alone = sorted({*first.names} ^ {*second.names})
+            return TensorDifference(
+                part, alone[0], float("inf"), f"only one of them has {part}: {', '.join(alone[:3])}"
+            )
+        for name in first.names:
+            left, right = first[name], second[name]
+            if left.shape == right.shape and left.dtype == right.dtype and same_bits(left, right):
+                continue
+            gap = gap_of(left, right)
+            if gap > close:
+                where = "weights" if part == MODEL else "states of the optimizer"
+                return TensorDifference(part, name, gap, f"the {where} {name} differ by {gap:.2g} of their size")
+    return None
+
+
+def largest_tensor_gap(one: Path, other: Path, *, part: str = MODEL) -> tuple[float, str]:
+    """The largest difference of two checkpoints' tensors, see `gap_of`, and the name of the tensor."""
+    first, second = StoredTensors(one / part), StoredTensors(other / part)
+    return max(((gap_of(first[name], second[name]), name) for name in first.names), default=(0.0, ""))
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal bit by bit: a NaN equals the same NaN, and 0.0 is not -0.0."""
+    left, right = (tensor.reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(left, right)
+
+
+def gap_of(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference between elements over the largest element; infinite where that cannot be computed."""
+    if one.shape != other.shape:
+        return float("inf")
+    left, right = one.double(), other.double()
+    size = max(float(left.abs().max()), float(right.abs().max())) if left.numel() else 0.0
+    gap = float((left - right).abs().max()) if left.numel() else 0.0
+    if gap == 0.0:
+        return 0.0
+    return gap / size if gap == gap and size == size and size not in (0.0, float("inf")) else float("inf")

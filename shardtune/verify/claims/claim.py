@@ -1,0 +1,75 @@
+"""A claim, and the check of some claims on one recipe."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardtune.config import Recipe
+from shardtune.verify.claims.short_runs import ShortRuns
+from shardtune.verify.result import Failed, Report, Result, Skipped
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Something that training is claimed to do.
+
+    Attributes:
+        name: as typed.
+        title: the claim in a sentence.
+        check: what was seen, in a sentence; raises `Failed` where the claim does not hold, and `Skipped` where it
+            cannot be made, with the reason.
+    """
+
+    name: str
+    title: str
+    check: Callable[[ShortRuns], str]
+
+
+def check_claims(
+    claims: Sequence[Claim],
+    recipe: Recipe,
+    *,
+    steps: int,
+    ranks: Sequence[int],
+    title: str,
+    report: Callable[[str], None],
+) -> Report:
+    """Check claims on a recipe, by shortened runs in a folder that is removed.
+
+    Args:
+        claims: to check.
+        recipe: the user's.
+        steps: optimizer steps of each run.
+        ranks: the numbers of ranks to compare.
+        title: of the table.
+        report: receives a line for each run that starts.
+
+    Raises:
+        ShardtuneError: the recipe has a mistake.
+    """
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory(prefix="shardtune-verify-") as folder:
+        runs = ShortRuns(recipe, Path(folder), steps=steps, ranks=tuple(ranks), report=report)
+        try:
+            for claim in claims:
+                report(f"{claim.name}: {claim.title}")
+                results.append(_checked(claim, runs))
+        finally:
+            runs.close()
+    return Report(title, results)
+
+
+def _checked(claim: Claim, runs: ShortRuns) -> Result:
+    began = time.monotonic()
+    try:
+        text = claim.check(runs)
+    except Failed as failure:
+        seconds = time.monotonic() - began
+        return Result(claim.name, "failed", failure.what, failure.where, failure.remedy, seconds)
+    except Skipped as reason:
+        return Result(claim.name, "skipped", str(reason), seconds=time.monotonic() - began)
+    return Result(claim.name, "passed", text, seconds=time.monotonic() - began)

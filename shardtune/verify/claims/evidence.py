@@ -1,0 +1,254 @@
+"""What the ranks of a shortened run recorded, step by step, and the first step in which two runs differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+Place = tuple[int, int]
+"""A position in the data: epoch and rows consumed."""
+LOSS, NORM = "train/loss", "train/grad_norm"
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One rank's micro-batch.
+
+    Attributes:
+        rows: of the data set; None where the user's loader does not number them.
+        digest: of all its numbers.
+    """
+
+    rows: tuple[int, ...] | None
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step as all ranks recorded it.
+
+    Attributes:
+        number: optimizer steps done after it.
+        start: the position in the data before it.
+        end: and after it.
+        rows: of the data set, in order; empty where the user's loader does not number them.
+        micro_batches: of each rank.
+        metrics: of the step, without times and sizes, as `float.hex`.
+        generators: of each rank, a digest of the state of each generator of random numbers after the step.
+    """
+
+    number: int
+    start: Place
+    end: Place
+    rows: tuple[int, ...]
+    micro_batches: tuple[tuple[MicroBatch, ...], ...]
+    metrics: Mapping[str, str]
+    generators: tuple[Mapping[str, str], ...]
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that computed it."""
+        return len(self.micro_batches)
+
+    def value(self, metric: str) -> float:
+        """A metric as a number."""
+        return float.fromhex(self.metrics[metric])
+
+    def dealt_wrongly(self) -> str | None:
+        """How its rows went to ranks other than once each; None where that is right or rows have no numbers."""
+        if not self.rows:
+            return None
+        dealt = [row for rank in self.micro_batches for batch in rank for row in batch.rows or ()]
+        twice = sorted({row for row in dealt if dealt.count(row) > self.rows.count(row)})
+        never = sorted(set(self.rows) - set(dealt))
+        found = [f"row {twice[0]} was computed more than once"] if twice else []
+        return " and ".join([*found, *([f"row {never[0]} by no rank"] if never else [])]) or None
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """The steps of a run.
+
+    Attributes:
+        steps: in order; of a step that was computed again after an interruption the last time.
+        again: those that were computed more than once.
+    """
+
+    steps: Sequence[StepRecord]
+    again: Sequence[int]
+
+    def epoch_ends(self) -> list[int]:
+        """The steps with which an epoch ends."""
+        return [step.number for step in self.steps if step.end[0] != step.start[0]]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first difference of two runs.
+
+    Attributes:
+        step: in which it is.
+        what: differs: rows, content, or the name of a metric.
+        text: both sides, in a sentence.
+    """
+
+    step: int
+    what: str
+    text: str
+
+
+def read_evidence(folder: Path) -> Evidence:
+    """The recorded lines of all ranks."""
+    files = sorted(folder.glob("rank*.jsonl"), key=lambda file: int(file.stem.removeprefix("rank")))
+    ranks = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    by_place: dict[Place, StepRecord] = {}
+    again: list[int] = []
+    for parts in _steps(ranks):
+        step = _joined(parts)
+        if step.start in by_place:
+            again.append(step.number)
+            # What followed was computed again too, or not reached.
+            by_place = {place: known for place, known in by_place.items() if place < step.start}
+        by_place[step.start] = step
+    return Evidence(list(by_place.values()), again)
+
+
+def _steps(ranks: Sequence[Sequence[Mapping[str, object]]]) -> Iterator[list[Mapping[str, object]]]:
+    """The lines of each step, of all ranks that computed it; the number of ranks may change at a resume."""
+    places = [0] * len(ranks)
+    while ranks and places[0] < len(ranks[0]):
+        count = ranks[0][places[0]]["ranks"]
+        assert isinstance(count, int)
+        if any(places[rank] >= len(ranks[rank]) for rank in range(count)):
+            return  # a rank ended in the middle of the step
+        yield [ranks[rank][places[rank]] for rank in range(count)]
+        for rank in range(count):
+            places[rank] += 1
+
+
+def _joined(parts: Sequence[Mapping[str, object]]) -> StepRecord:
+    first: dict[str, object] = dict(parts[0])
+    start, end, rows, metrics = first["from"], first["to"], first["rows"], first["metrics"]
+    number = first["step"]
+    assert isinstance(start, list)
+    assert isinstance(end, list)
+    assert isinstance(rows, list)
+    assert isinstance(metrics, dict)
+    assert isinstance(number, int)
+    return StepRecord(
+        number,
+        (start[0], start[1]),
+        (end[0], end[1]),
+        tuple(rows),
+        tuple(tuple(_micro_batches(part)) for part in parts),
+        metrics,
+        tuple(dict(_mapping(part["generators"])) for part in parts),
+    )
+
+
+def _micro_batches(part: Mapping[str, object]) -> Iterator[MicroBatch]:
+    found = part["micro_batches"]
+    assert isinstance(found, list)
+    for batch in found:
+        rows = batch["rows"]
+        yield MicroBatch(None if rows is None else tuple(rows), batch["digest"])
+
+
+def _mapping(value: object) -> Mapping[str, str]:
+    assert isinstance(value, dict)
+    return value
+
+
+def first_difference(one: Evidence, other: Evidence, *, close: float = 0.0) -> Difference | None:
+    """The first step in which two runs differ; None where there is none.
+
+    On the same number of ranks the micro-batches are compared too; on different ones the rows and how they were dealt.
+
+    Args:
+        one: the run that is right.
+        other: is compared with it.
+        close: the relative difference allowed between numbers; 0: they are equal bit by bit.
+    """
+    for left, right in zip(one.steps, other.steps, strict=False):
+        found = _difference(left, right, close)
+        if found is not None:
+            return found
+    if len(one.steps) != len(other.steps):
+        number = min(len(one.steps), len(other.steps)) + 1
+        return Difference(number, "length", f"{len(one.steps)} steps and {len(other.steps)}")
+    return None
+
+
+def _difference(left: StepRecord, right: StepRecord, close: float) -> Difference | None:
+    number = left.number
+
+    def differ(what: str, one: object, other: object) -> Difference:
+        return Difference(number, what, f"{what} {one} and {other}")
+
+    for side in (left, right):
+        wrong = side.dealt_wrongly()
+        if wrong is not None:
+            return Difference(number, "rows", f"on {side.ranks} ranks {wrong}")
+    if (left.start, left.end) != (right.start, right.end):
+        return differ("the position in the data", (left.start, left.end), (right.start, right.end))
+    if left.rows != right.rows:
+        first = next(i for i, pair in enumerate(_pairs(left.rows, right.rows)) if pair[0] != pair[1])
+        return Difference(
+            number, "rows", f"place {first} of the step has row {_at(left, first)} and {_at(right, first)}"
+        )
+    same_layout = left.ranks == right.ranks
+    if same_layout and left.micro_batches != right.micro_batches:
+        rows = [batch.rows for rank in left.micro_batches for batch in rank]
+        others = [batch.rows for rank in right.micro_batches for batch in rank]
+        what = "micro-batches" if rows != others else "content of the micro-batches"
+        return Difference(number, what, f"the {what} differ")
+    if not same_layout and not left.rows and _contents(left) != _contents(right):
+        return Difference(number, "content", "the batches of all ranks together differ")
+    for name in sorted({*left.metrics, *right.metrics}, key=lambda name: (name != LOSS, name != NORM, name)):
+        if name not in left.metrics or name not in right.metrics:
+            return differ(name, left.metrics.get(name, "(none)"), right.metrics.get(name, "(none)"))
+        if left.metrics[name] != right.metrics[name] and apart(left.value(name), right.value(name)) > close:
+            gap = apart(left.value(name), right.value(name))
+            return Difference(
+                number, name, f"{name} {left.value(name):.17g} and {right.value(name):.17g} (relative {gap:.2g})"
+            )
+    return None
+
+
+def largest_gap(one: Evidence, other: Evidence) -> float:
+    """The largest relative difference between losses and norms of two runs of the same steps."""
+    pairs = zip(one.steps, other.steps, strict=True)
+    return max((apart(a.value(name), b.value(name)) for a, b in pairs for name in (LOSS, NORM)), default=0.0)
+
+
+def generators_apart(one: Evidence, other: Evidence, number: int) -> list[str]:
+    """The generators of random numbers whose state before a step differed; what draws from them differs too."""
+    before = [next((s for s in run.steps if s.number == number - 1), None) for run in (one, other)]
+    left, right = before
+    if left is None or right is None or left.ranks != right.ranks:
+        return []
+    pairs = zip(left.generators, right.generators, strict=True)
+    return sorted({name for a, b in pairs for name in a if a[name] != b.get(name)})
+
+
+def apart(one: float, other: float) -> float:
+    """The relative difference of two numbers; infinite where one is not finite and they differ."""
+    if one == other or (one != one and other != other):
+        return 0.0
+    gap = abs(one - other) / max(abs(one), abs(other))
+    return gap if gap == gap else float("inf")
+
+
+def _contents(step: StepRecord) -> list[str]:
+    return sorted(batch.digest for rank in step.micro_batches for batch in rank if batch.digest)
+
+
+def _pairs(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int | None, int | None]]:
+    for place in range(max(len(one), len(other))):
+        yield (one[place] if place < len(one) else None), (other[place] if place < len(other) else None)
+
+
+def _at(step: StepRecord, place: int) -> str:
+    return str(step.rows[place]) if place < len(step.rows) else "none"

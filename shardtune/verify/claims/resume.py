@@ -1,0 +1,95 @@
+"""The claim that a run which is stopped and continued equals one that is not, bit by bit."""
+
+from __future__ import annotations
+
+from shardtune.verify.claims.checkpoints import tensor_difference
+from shardtune.verify.claims.evidence import Evidence, first_difference, generators_apart
+from shardtune.verify.claims.short_runs import Attempt, ShortRun, ShortRuns, stopped
+from shardtune.verify.result import Failed, Skipped
+
+GENERATORS = {
+    "torch": "torch's generator outside of the forward",
+    "numpy": "numpy's global generator",
+    "random": "Python's random module",
+}
+
+
+def check_resume(runs: ShortRuns) -> str:
+    """Stopped and continued at several steps, an epoch's end among them, a run equals the uninterrupted one."""
+    if runs.steps < 2:
+        raise Skipped("a run of one step cannot be stopped before its end: --steps 2 or more")
+    parts = runs.new("stopped")
+    first = runs.start(parts, stop_after=1)
+    whole = runs.uninterrupted("whole")
+    _require_stopped(first, 1)
+    places = stops(whole.evidence, runs.steps)
+    for place in places[1:]:
+        _require_stopped(runs.start(parts, stop_after=place), place)
+    runs.start(parts).wait()
+    require_same(whole, parts, runs.steps, f"the run that was stopped after steps {_listed(places)}")
+    ends = [step for step in whole.evidence.epoch_ends() if step in places]
+    epoch = f"step {ends[0]} ends an epoch" if ends else "no epoch ends within these steps"
+    return (
+        f"stopped after steps {_listed(places)} of {runs.steps} ({epoch}): rows, losses, norms, weights and optimizer "
+        "states are bitwise those of the uninterrupted run"
+    )
+
+
+def _require_stopped(attempt: Attempt, place: int) -> None:
+    if not stopped(attempt):
+        raise Failed(
+            f"to be stopped after step {place}, the run went on to its end",
+            where=attempt.run.summary,
+            remedy="let nothing catch shardtune's Interrupted in the worker or a plugin",
+        )
+
+
+def stops(evidence: Evidence, steps: int) -> list[int]:
+    """Where a run is stopped: after the first step, at the first end of an epoch, and before the last step."""
+    ends = [step for step in evidence.epoch_ends() if step < steps]
+    return sorted({1, *ends[:1], steps - 1})
+
+
+def require_same(whole: ShortRun, other: ShortRun, steps: int, what: str) -> None:
+    """Refuse any difference between two runs of the same recipe on the same ranks.
+
+    Raises:
+        Failed: with the first step, and the first number or tensor that differ.
+    """
+    found = first_difference(whole.evidence, other.evidence)
+    if found is not None:
+        drawn = generators_apart(whole.evidence, other.evidence, found.step)
+        hint = f"; before that step {' and '.join(GENERATORS[name] for name in drawn)} stood elsewhere" if drawn else ""
+        raise Failed(
+            f"{what} parts from the uninterrupted one in step {found.step}: {found.text}{hint}",
+            where=f"step {found.step}",
+            remedy=_remedy(found.what, drawn),
+        )
+    for step in range(1, steps + 1):
+        apart = tensor_difference(whole.checkpoint(step), other.checkpoint(step))
+        if apart is not None:
+            raise Failed(
+                f"{what} parts from the uninterrupted one after step {step}: {apart.text}",
+                where=f"step {step}: {apart.name}",
+                remedy="what a step changes has to be in the checkpoint: parameters, buffers, the optimizer's state; "
+                "call super() in overrides of save_checkpoint and load_checkpoint",
+            )
+
+
+def _remedy(what: str, drawn: list[str]) -> str:
+    if what in ("rows", "content", "content of the micro-batches", "micro-batches"):
+        return (
+            "let the loader give the same batches from any position: seed what it shuffles and draws by epoch and row, "
+            "or give it state_dict and load_state_dict"
+        )
+    if drawn:
+        return "draw by torch inside the forward (it is seeded by step), or by row_draws; not from what is named above"
+    return (
+        "what the step reads besides rows and weights has to be in the checkpoint, or follow from the step: counters, "
+        "running values, caches; where kernels are not deterministic, set runner.deterministic=true"
+    )
+
+
+def _listed(numbers: list[int]) -> str:
+    *others, last = (str(number) for number in numbers)
+    return f"{', '.join(others)} and {last}" if others else last

@@ -1,0 +1,220 @@
+"""Shortened runs of a recipe by the real command, and what they recorded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import IO
+
+from shardtune.config import Recipe
+from shardtune.errors import ConfigError, Interrupted
+from shardtune.launch.module_process import module_command, module_environment
+from shardtune.verify.claims.evidence import Evidence, read_evidence
+from shardtune.verify.claims.short_recipe import shortened
+from shardtune.verify.result import Failed
+
+POLL_SECONDS = 0.05
+LAST_LINES = 12
+OF_OTHER_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One process that trains a shortened run, from its start or from the last checkpoint.
+
+    Attributes:
+        run: the run that it trains.
+        process: of the command.
+        output: what it prints.
+    """
+
+    run: ShortRun
+    process: subprocess.Popen[bytes]
+    output: Path
+    _stream: IO[bytes] = field(repr=False)
+
+    def wait(self, *, expect: Iterable[int] = (0,)) -> int:
+        """The exit code, once the process has ended.
+
+        Raises:
+            ConfigError: the recipe has a mistake; the message is the command's.
+            Failed: it ended otherwise than expected.
+        """
+        code = self.process.wait()
+        self._stream.close()
+        if code in expect:
+            return code
+        last = "\n".join(self.output.read_text(errors="replace").strip().splitlines()[-LAST_LINES:])
+        if code == 2:
+            raise ConfigError(f"the shortened run was refused:\n{last}", where=f"run {self.run.name}")
+        raise Failed(
+            f"the run {self.run.name} ended with exit code {code}:\n{last}",
+            where=self.run.summary,
+            remedy="train the recipe for some steps (runner.max_steps) until this is mended",
+        )
+
+    def end(self) -> None:
+        """End the process if it still runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._stream.close()
+
+
+@dataclass(frozen=True)
+class ShortRun:
+    """A shortened run.
+
+    Attributes:
+        name: of its run directory.
+        recipe: shortened.
+        folder: of its files.
+    """
+
+    name: str
+    recipe: Recipe
+    folder: Path
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return self.folder / self.name
+
+    @property
+    def summary(self) -> str:
+        """What distinguishes it, for messages."""
+        ranks = self.recipe.runner.nproc_per_node
+        return f"{self.name}, {ranks} rank{'s' if ranks > 1 else ''}, {self.recipe.actor.model.precision}"
+
+    def checkpoint(self, step: int) -> Path:
+        """The checkpoint after a step."""
+        return self.directory / "checkpoints" / f"global_step_{step}"
+
+    @cached_property
+    def evidence(self) -> Evidence:
+        """What its ranks have recorded; read when the run is over."""
+        return read_evidence(self.folder / f"{self.name}.recorded")
+
+
+class ShortRuns:
+    """Makes shortened runs of one recipe; a run of the same values is made once.
+
+    Args:
+        recipe: the user's.
+        folder: for all files; removed by the caller.
+        steps: optimizer steps of each run.
+        ranks: numbers of ranks to compare.
+        report: receives a line for each run that starts.
+    """
+
+    def __init__(
+        self, recipe: Recipe, folder: Path, *, steps: int, ranks: tuple[int, ...], report: Callable[[str], None]
+    ) -> None:
+        self.recipe, self.folder, self.steps, self.ranks = recipe, folder, steps, ranks
+        self._report = report
+        self._made: dict[str, ShortRun] = {}
+        self._attempts: list[Attempt] = []
+
+    def new(self, name: str, changes: Mapping[str, object] | None = None, *, ranks: int | None = None) -> ShortRun:
+        """A run of which nothing has been trained yet.
+
+        Args:
+            name: of its directory, unique.
+            changes: values of the recipe by dotted key.
+            ranks: by default those of the recipe.
+        """
+        count = self.recipe.runner.nproc_per_node if ranks is None else ranks
+        recipe = shortened(self.recipe, self.folder, name, self.steps, count, changes or {})
+        return ShortRun(name, recipe, self.folder)
+
+    def start(
+        self, run: ShortRun, *, stop_after: int | None = None, changes: Mapping[str, object] | None = None
+    ) -> Attempt:
+        """Start a process that trains a run, or continues it from its last checkpoint.
+
+        Args:
+            run: to train.
+            stop_after: it stops after this step as on a signal, with exit code 75; None: it trains to the end.
+            changes: values of the recipe, for this process and not for the run.
+        """
+        number = sum(attempt.run is run for attempt in self._attempts)
+        file = self.folder / f"{run.name}.{number}.yaml"
+        recipe = run.recipe
+        if changes:
+            ranks = changes.get("runner.nproc_per_node", recipe.runner.nproc_per_node)
+            assert isinstance(ranks, int)
+            recipe = shortened(run.recipe, self.folder, run.name, self.steps, ranks, changes)
+        file.write_text(recipe.to_yaml())
+        words = ["--record", str(self.folder / f"{run.name}.recorded")]
+        words += [] if stop_after is None else ["--stop-after", str(stop_after)]
+        self._report(f"{run.summary}{'' if stop_after is None else f', stopped after step {stop_after}'}")
+        output = self.folder / f"{run.name}.{number}.txt"
+        stream = output.open("wb")
+        process = subprocess.Popen(
+            module_command("shardtune", "train", str(file), *words),
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env=_environment(),
+        )
+        attempt = Attempt(run, process, output, stream)
+        self._attempts.append(attempt)
+        return attempt
+
+    def uninterrupted(
+        self, name: str, changes: Mapping[str, object] | None = None, *, ranks: int | None = None
+    ) -> ShortRun:
+        """A run trained from its start to its end; made once for the same values, whatever its name."""
+        run = self.new(name, changes, ranks=ranks)
+        made = self._made.get(self._key(run))
+        if made is not None:
+            return made
+        self.start(run).wait()
+        self._made[self._key(run)] = run
+        return run
+
+    def several(self, runs: Iterable[ShortRun]) -> list[ShortRun]:
+        """Runs trained from start to end at the same time, as far as there are cores; each made once."""
+        asked = list(runs)
+        room = max(1, (os.cpu_count() or 1))
+        waiting = [run for run in {self._key(run): run for run in asked}.values() if self._key(run) not in self._made]
+        running: list[Attempt] = []
+        while waiting or running:
+            used = sum(attempt.run.recipe.runner.nproc_per_node for attempt in running)
+            if waiting and (not running or used + waiting[0].recipe.runner.nproc_per_node <= room):
+                running.append(self.start(waiting.pop(0)))
+                continue
+            done = [attempt for attempt in running if attempt.process.poll() is not None]
+            for attempt in done:
+                attempt.wait()
+                self._made[self._key(attempt.run)] = attempt.run
+                running.remove(attempt)
+            if not done:
+                time.sleep(POLL_SECONDS)
+        return [self._made[self._key(run)] for run in asked]
+
+    def close(self) -> None:
+        """End the processes that still run."""
+        for attempt in self._attempts:
+            attempt.end()
+
+    @staticmethod
+    def _key(run: ShortRun) -> str:
+        values = run.recipe.to_dict()
+        values["runner"]["logger"]["experiment_name"] = None
+        return repr(values)
+
+
+def stopped(attempt: Attempt) -> bool:
+    """Wait for a process that may be stopped; whether it was, and not at its end."""
+    return attempt.wait(expect=(0, Interrupted.exit_code)) == Interrupted.exit_code
+
+
+def _environment() -> dict[str, str]:
+    """The variables of a run: this process's, without those of a launcher that may have started it."""
+    return {name: value for name, value in module_environment().items() if name not in OF_OTHER_LAUNCHERS}
