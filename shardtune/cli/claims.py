@@ -23,6 +23,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON, a
 
 SUMMARIES: Mapping[str, str] = {
     "resume": "Stop a run at several steps and continue it: bit by bit the uninterrupted one.",
+    "preempt": "Stop a run by SIGTERM at random moments and continue it: no step is lost or computed twice.",
+    "elastic": "Train on several numbers of ranks: the same rows and, in fp64, the same numbers.",
 }
 """The claims and what their commands do; `shardtune/verify/claims/table.py` has the checks of the same names."""
 ALL = "Check all claims about training on a recipe."

@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from shardtune.batch import Batch
 from shardtune.data.checksum import checksum
@@ -65,6 +64,7 @@ class Recorder:
             self._file = recording.folder / f"rank{worker.ranks.rank}.jsonl"
             worker.position.steps = self._noted(worker.position.steps)
         self._step: Mapping[str, object] = {}
+        self._before: Mapping[str, str] = {}
 
     def stepped(self, metrics: Mapping[str, float]) -> None:
         """Write the line of a step that has just been computed.
@@ -80,7 +80,7 @@ class Recorder:
                 "ranks": self._worker.ranks.world_size,
                 **self._step,
                 "metrics": exact,
-                "generators": _generators(),
+                "drawn": self._drawn(),
             }
             with self._file.open("a") as lines:
                 lines.write(json.dumps(line) + "\n")
@@ -95,7 +95,13 @@ class Recorder:
                 "rows": step.rows.tolist(),
                 "micro_batches": [_content(batch) for batch in step.micro_batches],
             }
+            self._before = _generators()
             yield step
+
+    def _drawn(self) -> dict[str, str]:
+        """The generators that the step drew from, and the state in which it found each."""
+        after = _generators()
+        return {name: state for name, state in self._before.items() if after[name] != state}
 
 
 def _content(batch: MicroBatch) -> dict[str, object]:
@@ -111,11 +117,7 @@ def _content(batch: MicroBatch) -> dict[str, object]:
 
 
 def _generators() -> dict[str, str]:
-    """A digest of the state of each generator of random numbers in this process."""
+    """A digest of the state of each generator that a run does not seed by step, as torch's is."""
     numpy_state = np.random.get_state(legacy=False)
-    states = {
-        "torch": torch.get_rng_state().numpy().tobytes(),
-        "numpy": repr(numpy_state["state"] if isinstance(numpy_state, dict) else numpy_state).encode(),
-        "random": repr(random.getstate()).encode(),
-    }
-    return {name: checksum(state) for name, state in states.items()}
+    state = numpy_state["state"] if isinstance(numpy_state, dict) else numpy_state
+    return {"numpy": checksum(repr(state).encode()), "random": checksum(repr(random.getstate()).encode())}

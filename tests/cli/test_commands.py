@@ -140,7 +140,7 @@ def test_exit_codes(error: BaseException, code: int, text: str, monkeypatch: pyt
 )
 def test_the_recipe_may_stand_anywhere(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[object, ...]] = []
-    monkeypatch.setattr(shardtune.run.api, "train", lambda *given: seen.append(given))
+    monkeypatch.setattr(shardtune.run.api, "train", lambda *given, **_: seen.append(given))
     assert run_cli("train", *words).code == 0
     assert seen == [("recipe.yaml", "a.b=1", "c=2")]
 

@@ -47,7 +47,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str | None, ...]]:
     """The arguments of `shardtune.train`, which does nothing."""
     given: list[tuple[str | None, ...]] = []
-    monkeypatch.setattr(shardtune.run.api, "train", lambda *words: given.append(words))
+    monkeypatch.setattr(shardtune.run.api, "train", lambda *words, **_: given.append(words))
     return given
 
 

@@ -21,7 +21,7 @@ RECORDED = [
 
 @pytest.mark.parametrize("error", RECORDED, ids=lambda error: type(error).__name__)
 def test_the_ways_out_are_named(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    def train(*_: object) -> None:
+    def train(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(shardtune.run.api, "train", train)

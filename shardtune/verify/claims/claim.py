@@ -5,7 +5,9 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from shardtune.config import Recipe
@@ -51,19 +53,17 @@ def check_claims(
     Raises:
         ShardtuneError: the recipe has a mistake.
     """
-    results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="shardtune-verify-") as folder:
         runs = ShortRuns(recipe, Path(folder), steps=steps, ranks=tuple(ranks), report=report)
         try:
-            for claim in claims:
-                report(f"{claim.name}: {claim.title}")
-                results.append(_checked(claim, runs))
+            with ThreadPoolExecutor(max_workers=len(claims)) as threads:
+                results = list(threads.map(partial(_checked, runs=runs), claims))
         finally:
             runs.close()
     return Report(title, results)
 
 
-def _checked(claim: Claim, runs: ShortRuns) -> Result:
+def _checked(claim: Claim, *, runs: ShortRuns) -> Result:
     began = time.monotonic()
     try:
         text = claim.check(runs)

@@ -36,7 +36,8 @@ class StepRecord:
         rows: of the data set, in order; empty where the user's loader does not number them.
         micro_batches: of each rank.
         metrics: of the step, without times and sizes, as `float.hex`.
-        generators: of each rank, a digest of the state of each generator of random numbers after the step.
+        drawn: of each rank, the generators that the step drew from and that no run seeds by step, with a digest of the
+            state in which it found each.
     """
 
     number: int
@@ -45,7 +46,7 @@ class StepRecord:
     rows: tuple[int, ...]
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
     metrics: Mapping[str, str]
-    generators: tuple[Mapping[str, str], ...]
+    drawn: tuple[Mapping[str, str], ...]
 
     @property
     def ranks(self) -> int:
@@ -102,7 +103,7 @@ class Difference:
 def read_evidence(folder: Path) -> Evidence:
     """The recorded lines of all ranks."""
     files = sorted(folder.glob("rank*.jsonl"), key=lambda file: int(file.stem.removeprefix("rank")))
-    ranks = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    ranks = [[json.loads(line) for line in _whole_lines(file)] for file in files]
     by_place: dict[Place, StepRecord] = {}
     again: list[int] = []
     for parts in _steps(ranks):
@@ -113,6 +114,11 @@ def read_evidence(folder: Path) -> Evidence:
             by_place = {place: known for place, known in by_place.items() if place < step.start}
         by_place[step.start] = step
     return Evidence(list(by_place.values()), again)
+
+
+def _whole_lines(file: Path) -> list[str]:
+    """The lines of a file; without the last one while it is being written."""
+    return file.read_text().split("\n")[:-1]
 
 
 def _steps(ranks: Sequence[Sequence[Mapping[str, object]]]) -> Iterator[list[Mapping[str, object]]]:
@@ -144,7 +150,7 @@ def _joined(parts: Sequence[Mapping[str, object]]) -> StepRecord:
         tuple(rows),
         tuple(tuple(_micro_batches(part)) for part in parts),
         metrics,
-        tuple(dict(_mapping(part["generators"])) for part in parts),
+        tuple(dict(_mapping(part["drawn"])) for part in parts),
     )
 
 
@@ -224,12 +230,12 @@ def largest_gap(one: Evidence, other: Evidence) -> float:
 
 
 def generators_apart(one: Evidence, other: Evidence, number: int) -> list[str]:
-    """The generators of random numbers whose state before a step differed; what draws from them differs too."""
-    before = [next((s for s in run.steps if s.number == number - 1), None) for run in (one, other)]
-    left, right = before
+    """The generators of random numbers that a step drew from in both runs, from different states."""
+    steps = [next((step for step in run.steps if step.number == number), None) for run in (one, other)]
+    left, right = steps
     if left is None or right is None or left.ranks != right.ranks:
         return []
-    pairs = zip(left.generators, right.generators, strict=True)
+    pairs = zip(left.drawn, right.drawn, strict=True)
     return sorted({name for a, b in pairs for name in a if a[name] != b.get(name)})
 
 

@@ -8,7 +8,6 @@ from shardtune.verify.claims.short_runs import Attempt, ShortRun, ShortRuns, sto
 from shardtune.verify.result import Failed, Skipped
 
 GENERATORS = {
-    "torch": "torch's generator outside of the forward",
     "numpy": "numpy's global generator",
     "random": "Python's random module",
 }
@@ -21,21 +20,26 @@ def check_resume(runs: ShortRuns) -> str:
     parts = runs.new("stopped")
     first = runs.start(parts, stop_after=1)
     whole = runs.uninterrupted("whole")
-    _require_stopped(first, 1)
+    require_stopped(first, 1)
     places = stops(whole.evidence, runs.steps)
     for place in places[1:]:
-        _require_stopped(runs.start(parts, stop_after=place), place)
+        require_stopped(runs.start(parts, stop_after=place), place)
     runs.start(parts).wait()
-    require_same(whole, parts, runs.steps, f"the run that was stopped after steps {_listed(places)}")
+    require_same(whole, parts, runs.steps, f"the run that was stopped after {_steps(places)}")
     ends = [step for step in whole.evidence.epoch_ends() if step in places]
     epoch = f"step {ends[0]} ends an epoch" if ends else "no epoch ends within these steps"
     return (
-        f"stopped after steps {_listed(places)} of {runs.steps} ({epoch}): rows, losses, norms, weights and optimizer "
+        f"stopped after {_steps(places)} of {runs.steps} ({epoch}): rows, losses, norms, weights and optimizer "
         "states are bitwise those of the uninterrupted run"
     )
 
 
-def _require_stopped(attempt: Attempt, place: int) -> None:
+def require_stopped(attempt: Attempt, place: int) -> None:
+    """Wait for a process that is to be stopped after a step.
+
+    Raises:
+        Failed: it went on to its end.
+    """
     if not stopped(attempt):
         raise Failed(
             f"to be stopped after step {place}, the run went on to its end",
@@ -59,7 +63,8 @@ def require_same(whole: ShortRun, other: ShortRun, steps: int, what: str) -> Non
     found = first_difference(whole.evidence, other.evidence)
     if found is not None:
         drawn = generators_apart(whole.evidence, other.evidence, found.step)
-        hint = f"; before that step {' and '.join(GENERATORS[name] for name in drawn)} stood elsewhere" if drawn else ""
+        names = " and ".join(GENERATORS[name] for name in drawn)
+        hint = f"; it drew from {names}, which no checkpoint holds" if drawn else ""
         raise Failed(
             f"{what} parts from the uninterrupted one in step {found.step}: {found.text}{hint}",
             where=f"step {found.step}",
@@ -83,13 +88,13 @@ def _remedy(what: str, drawn: list[str]) -> str:
             "or give it state_dict and load_state_dict"
         )
     if drawn:
-        return "draw by torch inside the forward (it is seeded by step), or by row_draws; not from what is named above"
+        return "draw by torch inside the forward, where it is seeded by step, or by row_draws"
     return (
         "what the step reads besides rows and weights has to be in the checkpoint, or follow from the step: counters, "
         "running values, caches; where kernels are not deterministic, set runner.deterministic=true"
     )
 
 
-def _listed(numbers: list[int]) -> str:
+def _steps(numbers: list[int]) -> str:
     *others, last = (str(number) for number in numbers)
-    return f"{', '.join(others)} and {last}" if others else last
+    return f"steps {', '.join(others)} and {last}" if others else f"step {last}"

@@ -6,9 +6,11 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from threading import Condition, Lock, Thread
 from typing import IO
 
 from shardtune.config import Recipe
@@ -18,7 +20,6 @@ from shardtune.verify.claims.evidence import Evidence, read_evidence
 from shardtune.verify.claims.short_recipe import shortened
 from shardtune.verify.result import Failed
 
-POLL_SECONDS = 0.05
 LAST_LINES = 12
 OF_OTHER_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -31,11 +32,13 @@ class Attempt:
         run: the run that it trains.
         process: of the command.
         output: what it prints.
+        started: the time of its start, in seconds since 1970.
     """
 
     run: ShortRun
     process: subprocess.Popen[bytes]
     output: Path
+    started: float
     _stream: IO[bytes] = field(repr=False)
 
     def wait(self, *, expect: Iterable[int] = (0,)) -> int:
@@ -91,6 +94,11 @@ class ShortRun:
         ranks = self.recipe.runner.nproc_per_node
         return f"{self.name}, {ranks} rank{'s' if ranks > 1 else ''}, {self.recipe.actor.model.precision}"
 
+    @property
+    def recorded(self) -> Path:
+        """The folder of what its ranks record."""
+        return self.folder / f"{self.name}.recorded"
+
     def checkpoint(self, step: int) -> Path:
         """The checkpoint after a step."""
         return self.directory / "checkpoints" / f"global_step_{step}"
@@ -98,11 +106,29 @@ class ShortRun:
     @cached_property
     def evidence(self) -> Evidence:
         """What its ranks have recorded; read when the run is over."""
-        return read_evidence(self.folder / f"{self.name}.recorded")
+        return read_evidence(self.recorded)
+
+
+class _Cores:
+    """How many ranks run at the same time: as many as there are cores, or one run of more ranks alone."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._used, self._changed = count, 0, Condition()
+
+    def take(self, ranks: int) -> None:
+        """Wait until that many ranks have room."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._used or self._used + ranks <= self._count)
+            self._used += ranks
+
+    def give_back(self, ranks: int) -> None:
+        with self._changed:
+            self._used -= ranks
+            self._changed.notify_all()
 
 
 class ShortRuns:
-    """Makes shortened runs of one recipe; a run of the same values is made once.
+    """Makes shortened runs of one recipe; a run of the same values is made once. Several threads may use it.
 
     Args:
         recipe: the user's.
@@ -117,6 +143,9 @@ class ShortRuns:
     ) -> None:
         self.recipe, self.folder, self.steps, self.ranks = recipe, folder, steps, ranks
         self._report = report
+        self._cores = _Cores(os.cpu_count() or 1)
+        self._lock = Lock()
+        self._locks: dict[str, Lock] = {}  # by the values of a run: only one thread makes it
         self._made: dict[str, ShortRun] = {}
         self._attempts: list[Attempt] = []
 
@@ -142,15 +171,18 @@ class ShortRuns:
             stop_after: it stops after this step as on a signal, with exit code 75; None: it trains to the end.
             changes: values of the recipe, for this process and not for the run.
         """
-        number = sum(attempt.run is run for attempt in self._attempts)
+        with self._lock:
+            number = sum(attempt.run is run for attempt in self._attempts)
         file = self.folder / f"{run.name}.{number}.yaml"
         recipe = run.recipe
         if changes:
-            ranks = changes.get("runner.nproc_per_node", recipe.runner.nproc_per_node)
-            assert isinstance(ranks, int)
-            recipe = shortened(run.recipe, self.folder, run.name, self.steps, ranks, changes)
+            given = changes.get("runner.nproc_per_node", recipe.runner.nproc_per_node)
+            assert isinstance(given, int)
+            recipe = shortened(run.recipe, self.folder, run.name, self.steps, given, changes)
         file.write_text(recipe.to_yaml())
-        words = ["--record", str(self.folder / f"{run.name}.recorded")]
+        ranks = recipe.runner.nproc_per_node
+        self._cores.take(ranks)
+        words = ["--record", str(run.recorded)]
         words += [] if stop_after is None else ["--stop-after", str(stop_after)]
         self._report(f"{run.summary}{'' if stop_after is None else f', stopped after step {stop_after}'}")
         output = self.folder / f"{run.name}.{number}.txt"
@@ -162,41 +194,41 @@ class ShortRuns:
             stderr=subprocess.STDOUT,
             env=_environment(),
         )
-        attempt = Attempt(run, process, output, stream)
-        self._attempts.append(attempt)
+        attempt = Attempt(run, process, output, time.time(), stream)
+        Thread(target=self._give_back, args=(process, ranks), daemon=True).start()
+        with self._lock:
+            self._attempts.append(attempt)
         return attempt
+
+    def _give_back(self, process: subprocess.Popen[bytes], ranks: int) -> None:
+        process.wait()
+        self._cores.give_back(ranks)
+
+    def seconds_to(self, run: ShortRun, step: int) -> float:
+        """From the start of a run to its checkpoint of a step."""
+        started = next(attempt.started for attempt in self._attempts if attempt.run is run)
+        return run.checkpoint(step).stat().st_mtime - started
 
     def uninterrupted(
         self, name: str, changes: Mapping[str, object] | None = None, *, ranks: int | None = None
     ) -> ShortRun:
         """A run trained from its start to its end; made once for the same values, whatever its name."""
-        run = self.new(name, changes, ranks=ranks)
-        made = self._made.get(self._key(run))
-        if made is not None:
-            return made
-        self.start(run).wait()
-        self._made[self._key(run)] = run
-        return run
+        return self._made_once(self.new(name, changes, ranks=ranks))
 
     def several(self, runs: Iterable[ShortRun]) -> list[ShortRun]:
-        """Runs trained from start to end at the same time, as far as there are cores; each made once."""
-        asked = list(runs)
-        room = max(1, (os.cpu_count() or 1))
-        waiting = [run for run in {self._key(run): run for run in asked}.values() if self._key(run) not in self._made]
-        running: list[Attempt] = []
-        while waiting or running:
-            used = sum(attempt.run.recipe.runner.nproc_per_node for attempt in running)
-            if waiting and (not running or used + waiting[0].recipe.runner.nproc_per_node <= room):
-                running.append(self.start(waiting.pop(0)))
-                continue
-            done = [attempt for attempt in running if attempt.process.poll() is not None]
-            for attempt in done:
-                attempt.wait()
-                self._made[self._key(attempt.run)] = attempt.run
-                running.remove(attempt)
-            if not done:
-                time.sleep(POLL_SECONDS)
-        return [self._made[self._key(run)] for run in asked]
+        """Runs trained from start to end side by side, as far as there are cores; each made once."""
+        with ThreadPoolExecutor() as threads:
+            return list(threads.map(self._made_once, runs))
+
+    def _made_once(self, run: ShortRun) -> ShortRun:
+        key = self._key(run)
+        with self._lock:
+            lock = self._locks.setdefault(key, Lock())
+        with lock:
+            if key not in self._made:
+                self.start(run).wait()
+                self._made[key] = run
+            return self._made[key]
 
     def close(self) -> None:
         """End the processes that still run."""

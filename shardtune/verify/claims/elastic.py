@@ -1,0 +1,76 @@
+"""The claim that a run's numbers do not depend on the number of ranks, also where it changes at a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from shardtune.verify.claims.checkpoints import tensor_difference
+from shardtune.verify.claims.evidence import LOSS, NORM, first_difference, largest_gap
+from shardtune.verify.claims.exact import CLOSE, in_fp64
+from shardtune.verify.claims.resume import require_stopped
+from shardtune.verify.claims.short_runs import ShortRun, ShortRuns
+from shardtune.verify.result import Failed, Skipped
+
+RANKS = "runner.nproc_per_node"
+DRAWS = (
+    "what depends on the rank or on the micro-batch differs: draws of torch (dropout, noise; take them by row_draws or "
+    "batch.randn_like), means over a micro-batch, batch norms, rows that a rank chooses for itself"
+)
+
+
+def check_elastic(runs: ShortRuns) -> str:
+    """The same rows and, in fp64, the same losses, norms and weights on every number of ranks."""
+    if len(runs.ranks) < 2:
+        raise Skipped(f"--ranks {','.join(map(str, runs.ranks))}: give two numbers or more, as --ranks 1,2")
+    changes, notes = in_fp64(runs.recipe)
+    fixed = [runs.new(f"ranks-{count}", changes, ranks=count) for count in runs.ranks]
+    fewest, most = runs.ranks[0], runs.ranks[-1]
+    ways = ((fewest, most), (most, fewest)) if runs.steps > 1 else ()
+    with ThreadPoolExecutor() as threads:
+        change_of = {way: threads.submit(_changed, runs, changes, *way) for way in ways}
+        one, *others = runs.several(fixed)
+        changed = {way: run.result() for way, run in change_of.items()}
+    for other in others:
+        _require_same(one, other, runs, f"{other.recipe.runner.nproc_per_node} ranks")
+    for (first, then), other in changed.items():
+        _require_same(one, other, runs, f"{first} and then {then} ranks")
+        others.append(other)
+    gap = max(largest_gap(one.evidence, other.evidence) for other in others)
+    left_out = f" ({'; '.join(notes)})" if notes else ""
+    numbers = ", ".join(map(str, runs.ranks))
+    return (
+        f"on {numbers} ranks, and from {fewest} to {most} and back at a resume, in fp64{left_out}: the same rows in "
+        f"{runs.steps} steps, losses and norms within {gap:.1g}, weights within {CLOSE:.0e} after each step"
+    )
+
+
+def _changed(runs: ShortRuns, changes: Mapping[str, object], first: int, then: int) -> ShortRun:
+    """A run that is stopped in the middle and continued on another number of ranks."""
+    run = runs.new(f"ranks-{first}-then-{then}", changes, ranks=first)
+    middle = max(1, runs.steps // 2)
+    require_stopped(runs.start(run, stop_after=middle), middle)
+    runs.start(run, changes={RANKS: then}).wait()
+    return run
+
+
+def _require_same(one: ShortRun, other: ShortRun, runs: ShortRuns, what: str) -> None:
+    base = f"{one.recipe.runner.nproc_per_node} rank{'s' if one.recipe.runner.nproc_per_node > 1 else ''}"
+    found = first_difference(one.evidence, other.evidence, close=CLOSE)
+    if found is not None:
+        rows = found.what not in (LOSS, NORM) and not found.what.startswith("train/")
+        raise Failed(
+            f"{base} and {what} part in step {found.step}: {found.text}",
+            where=f"step {found.step}",
+            remedy="let the order of the rows depend on seed, epoch and position alone, not on rank or world size"
+            if rows
+            else DRAWS,
+        )
+    for step in range(1, runs.steps + 1):
+        apart = tensor_difference(one.checkpoint(step), other.checkpoint(step), close=CLOSE, parts=("model",))
+        if apart is not None:
+            raise Failed(
+                f"{base} and {what} part after step {step}: {apart.text}",
+                where=f"step {step}: {apart.name}",
+                remedy=DRAWS,
+            )

@@ -1,0 +1,146 @@
+"""Claims about training hold on a tiny recipe, and each is refuted by a fault that it is there to find."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardtune.config import load_recipe
+from shardtune.verify.claims.claim import check_claims
+from shardtune.verify.claims.table import CLAIMS
+from shardtune.verify.result import Result
+from tests.support.tiny_run import Tiny, make_tiny
+
+pytestmark = pytest.mark.lengthy
+
+DRAWS_UNSEEDED = """
+import random
+from shardtune import SFTWorker
+
+class Worker(SFTWorker):
+    def get_train_model_output(self, batch):
+        losses = super().get_train_model_output(batch)
+        factor = 1.0 + random.Random(random.random()).random()
+        return {name: type(loss)(loss.total * factor, loss.weight) for name, loss in losses.items()}
+
+random.seed(0)
+"""
+FORGETS_A_SLOT = """
+from shardtune import SFTWorker
+
+class Worker(SFTWorker):
+    def load_checkpoint(self, path):
+        step = super().load_checkpoint(path)
+        for state in self.optimizer.state.values():
+            state["exp_avg"].zero_()
+        return step
+"""
+LOSS_OF_THE_RANK = """
+from shardtune import SFTWorker
+
+class Worker(SFTWorker):
+    def get_train_model_output(self, batch):
+        losses = super().get_train_model_output(batch)
+        factor = 1.0 + self.ranks.rank
+        return {name: type(loss)(loss.total * factor, loss.weight) for name, loss in losses.items()}
+"""
+DIES_OF_SIGTERM = """
+import signal
+from shardtune import SFTWorker
+
+class Worker(SFTWorker):
+    def run_training(self):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return super().run_training()
+
+    def save_checkpoint(self, path, step, *, background=False):
+        return super().save_checkpoint(path, step, background=background) if step != 2 else self.pause(path, step)
+
+    def pause(self, path, step):
+        import time
+        time.sleep(1.0)
+        return super().save_checkpoint(path, step)
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return make_tiny(tmp_path_factory.mktemp("claims"), dropout=0.2)
+
+
+def check(tiny: Tiny, name: str, worker: str = "", *, steps: int, ranks: tuple[int, ...] = (1, 2)) -> Result:
+    changes: dict[str, object] = {}
+    if worker:
+        file = tiny.folder / f"worker{abs(hash(worker))}.py"
+        file.write_text(worker)
+        changes["actor__worker"] = f"{file}:Worker"
+    recipe = load_recipe(tiny.recipe(f"of-{name}", **changes))
+    claims = [claim for claim in CLAIMS if claim.name == name]
+    report = check_claims(claims, recipe, steps=steps, ranks=ranks, title=name, report=lambda _: None)
+    assert not (tiny.runs / f"of-{name}").exists(), "nothing is written into the recipe's run directory"
+    return report[name]
+
+
+def test_a_run_that_is_continued_is_the_uninterrupted_one(tiny: Tiny) -> None:
+    found = check(tiny, "resume", steps=4)
+    assert found.outcome == "passed", found
+    assert found.text.startswith("stopped after steps 1 and 3 of 4 (step 3 ends an epoch)")
+
+
+@pytest.mark.parametrize(
+    ("worker", "words"),
+    [
+        (DRAWS_UNSEEDED, "in step 2: train/loss "),
+        (FORGETS_A_SLOT, "after step 2: the weights "),
+    ],
+    ids=["draws", "slot"],
+)
+def test_what_is_not_in_the_checkpoint_is_named(tiny: Tiny, worker: str, words: str) -> None:
+    found = check(tiny, "resume", worker, steps=2)
+    assert found.outcome == "failed", found
+    assert words in found.text
+    assert ("Python's random module" in found.text) == (worker is DRAWS_UNSEEDED)
+
+
+def test_numbers_do_not_depend_on_ranks(tiny: Tiny) -> None:
+    found = check(tiny, "elastic", steps=2)
+    assert found.outcome == "passed", found
+    assert "attention_dropout off" in found.text
+    assert "from 1 to 2 and back at a resume" in found.text
+
+
+def test_a_loss_that_depends_on_the_rank_is_named(tiny: Tiny) -> None:
+    found = check(tiny, "elastic", LOSS_OF_THE_RANK, steps=1)
+    assert found.outcome == "failed", found
+    assert "1 rank and 2 ranks part in step 1: train/loss" in found.text
+    assert "what depends on the rank" in found.remedy
+
+
+def test_one_number_of_ranks_is_nothing_to_compare(tiny: Tiny) -> None:
+    found = check(tiny, "elastic", steps=1, ranks=(1,))
+    assert (found.outcome, found.text) == ("skipped", "--ranks 1: give two numbers or more, as --ranks 1,2")
+
+
+def test_a_preempted_run_loses_nothing(tiny: Tiny) -> None:
+    found = check(tiny, "preempt", steps=5)
+    assert found.outcome == "passed", found
+    assert found.text.endswith("no step lost or computed twice, bitwise the uninterrupted run")
+
+
+def test_a_worker_that_dies_of_sigterm_loses_a_step(tiny: Tiny) -> None:
+    found = check(tiny, "preempt", DIES_OF_SIGTERM, steps=5)
+    assert found.outcome == "failed", found
+    assert "was computed twice" in found.text
+
+
+def test_the_recipe_of_a_refused_run_is_one_message(tiny: Tiny, tmp_path: Path) -> None:
+    from tests.support.workspace import run_cli
+
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps(tiny.recipe("refused", data__columns={"prompt": "absent"})))
+    ended = run_cli("verify", "resume", str(file), "--steps", "2")
+    assert ended.code == 2
+    assert "the shortened run was refused" in ended.err
+    assert "absent" in ended.err
