@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardtune.cli.group import RecipeCommand
 from shardtune.cli.words import split_words
 from shardtune.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardtune.config import Recipe
 
 RecipeWords = Annotated[
     list[str] | None,
@@ -68,6 +71,8 @@ def _check(name: str, path: str | None, overrides: list[str], steps: int, ranks:
     from rich.console import Console
 
     from shardtune.config import load_recipe
+    from shardtune.run.directory import run_directory
+    from shardtune.run.verified import Verified, note_verified
     from shardtune.verify import report as tables
     from shardtune.verify.claims.claim import check_claims
     from shardtune.verify.claims.table import CLAIMS
@@ -82,14 +87,30 @@ def _check(name: str, path: str | None, overrides: list[str], steps: int, ranks:
             recipe,
             steps=steps,
             ranks=ranks,
+            fewer_rows=_has_built_in_loader(recipe),
             title=title,
             report=lambda line: progress.print(line, style="dim", markup=False),
         )
+    outcomes = [Verified(result.name, result.outcome, result.text) for result in found.results]
+    kept = note_verified(run_directory(recipe), outcomes)
+    if kept is not None:
+        progress.print(f"noted in {kept}", style="dim", markup=False)
     if as_json:
         typer.echo(tables.as_json(found))
     else:
         tables.show(found)
     raise typer.Exit(0 if found.passed else 1)
+
+
+def _has_built_in_loader(recipe: Recipe) -> bool:
+    """Whether the rows that the recipe names are read by the built-in loader."""
+    if recipe.actor.worker is None and not recipe.plugins:
+        return True
+    from shardtune.run.choose_worker import worker_class
+    from shardtune.training.worker.adapter_worker import SFTWorker
+
+    kind = worker_class(recipe)
+    return issubclass(kind, SFTWorker) and kind.build_dataloader is SFTWorker.build_dataloader
 
 
 def _numbers(ranks: str) -> list[int]:

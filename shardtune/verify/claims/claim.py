@@ -37,6 +37,7 @@ def check_claims(
     *,
     steps: int,
     ranks: Sequence[int],
+    fewer_rows: bool = True,
     title: str,
     report: Callable[[str], None],
 ) -> Report:
@@ -47,6 +48,7 @@ def check_claims(
         recipe: the user's.
         steps: optimizer steps of each run.
         ranks: the numbers of ranks to compare.
+        fewer_rows: whether the built-in loader reads the rows, which can then be cut.
         title: of the table.
         report: receives a line for each run that starts.
 
@@ -54,7 +56,7 @@ def check_claims(
         ShardtuneError: the recipe has a mistake.
     """
     with tempfile.TemporaryDirectory(prefix="shardtune-verify-") as folder:
-        runs = ShortRuns(recipe, Path(folder), steps=steps, ranks=tuple(ranks), report=report)
+        runs = ShortRuns(recipe, Path(folder), steps=steps, ranks=tuple(ranks), fewer_rows=fewer_rows, report=report)
         try:
             with ThreadPoolExecutor(max_workers=len(claims)) as threads:
                 results = list(threads.map(partial(_checked, runs=runs), claims))

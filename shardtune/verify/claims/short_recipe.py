@@ -47,7 +47,16 @@ ALONE: Mapping[str, object] = {
 """What a shortened run sets: it saves after each step, evaluates nothing and reports nowhere."""
 
 
-def shortened(recipe: Recipe, folder: Path, name: str, steps: int, ranks: int, changes: Mapping[str, object]) -> Recipe:
+def shortened(
+    recipe: Recipe,
+    folder: Path,
+    name: str,
+    steps: int,
+    ranks: int,
+    changes: Mapping[str, object],
+    *,
+    fewer_rows: bool,
+) -> Recipe:
     """The recipe of a shortened run.
 
     Args:
@@ -57,15 +66,17 @@ def shortened(recipe: Recipe, folder: Path, name: str, steps: int, ranks: int, c
         steps: optimizer steps.
         ranks: on this machine.
         changes: further values by dotted key, over all others.
+        fewer_rows: whether the rows are cut; a loader of the user's reads what it reads.
     """
     values = recipe.to_dict()
-    own = {
+    own: dict[str, object] = {
         "runner.max_steps": steps,
         "runner.nproc_per_node": ranks,
         "runner.logger.log_path": str(folder),
         "runner.logger.experiment_name": name,
-        "data.train_data_paths": _fewer_rows(recipe),
     }
+    if fewer_rows:
+        own["data.train_data_paths"] = _fewer_rows(recipe)
     for dotted, value in {**ALONE, **own, **changes}.items():
         set_value(values, dotted, value)
     return load_recipe(values)

@@ -135,12 +135,21 @@ class ShortRuns:
         folder: for all files; removed by the caller.
         steps: optimizer steps of each run.
         ranks: numbers of ranks to compare.
+        fewer_rows: whether the rows are cut, so that an epoch ends within the steps.
         report: receives a line for each run that starts.
     """
 
     def __init__(
-        self, recipe: Recipe, folder: Path, *, steps: int, ranks: tuple[int, ...], report: Callable[[str], None]
+        self,
+        recipe: Recipe,
+        folder: Path,
+        *,
+        steps: int,
+        ranks: tuple[int, ...],
+        fewer_rows: bool,
+        report: Callable[[str], None],
     ) -> None:
+        self._fewer_rows = fewer_rows
         self.recipe, self.folder, self.steps, self.ranks = recipe, folder, steps, ranks
         self._report = report
         self._cores = _Cores(os.cpu_count() or 1)
@@ -158,7 +167,9 @@ class ShortRuns:
             ranks: by default those of the recipe.
         """
         count = self.recipe.runner.nproc_per_node if ranks is None else ranks
-        recipe = shortened(self.recipe, self.folder, name, self.steps, count, changes or {})
+        recipe = shortened(
+            self.recipe, self.folder, name, self.steps, count, changes or {}, fewer_rows=self._fewer_rows
+        )
         return ShortRun(name, recipe, self.folder)
 
     def start(
@@ -178,7 +189,7 @@ class ShortRuns:
         if changes:
             given = changes.get("runner.nproc_per_node", recipe.runner.nproc_per_node)
             assert isinstance(given, int)
-            recipe = shortened(run.recipe, self.folder, run.name, self.steps, given, changes)
+            recipe = shortened(run.recipe, self.folder, run.name, self.steps, given, changes, fewer_rows=False)
         file.write_text(recipe.to_yaml())
         ranks = recipe.runner.nproc_per_node
         self._cores.take(ranks)

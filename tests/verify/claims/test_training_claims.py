@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from shardtune.config import load_recipe
-from shardtune.verify.claims.claim import check_claims
+from shardtune.run.verified import read_verified
+from shardtune.verify.claims.claim import Claim, check_claims
 from shardtune.verify.claims.table import CLAIMS
-from shardtune.verify.result import Result
+from shardtune.verify.result import Outcome, Report, Result
 from tests.support.tiny_run import Tiny, make_tiny
+from tests.support.workspace import run_cli
 
 pytestmark = pytest.mark.lengthy
 
@@ -136,11 +138,29 @@ def test_a_worker_that_dies_of_sigterm_loses_a_step(tiny: Tiny) -> None:
 
 
 def test_the_recipe_of_a_refused_run_is_one_message(tiny: Tiny, tmp_path: Path) -> None:
-    from tests.support.workspace import run_cli
-
     file = tmp_path / "recipe.yaml"
     file.write_text(json.dumps(tiny.recipe("refused", data__columns={"prompt": "absent"})))
     ended = run_cli("verify", "resume", str(file), "--steps", "2")
     assert ended.code == 2
     assert "the shortened run was refused" in ended.err
     assert "absent" in ended.err
+
+
+def test_what_was_verified_is_noted_in_the_run(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, Outcome] = {"resume": "passed", "elastic": "failed"}
+
+    def check_claims(claims: list[Claim], *_: object, **__: object) -> Report:
+        return Report("recipe", [Result(claim.name, found[claim.name], "seen") for claim in claims])
+
+    monkeypatch.setattr("shardtune.verify.claims.claim.check_claims", check_claims)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps(tiny.recipe("noted")))
+    run_cli("verify", "resume", str(file))
+    assert not tiny.run("noted").exists()
+    tiny.run("noted").mkdir(parents=True)
+    assert run_cli("verify", "resume", str(file)).code == 0
+    ended = run_cli("verify", "elastic", str(file), "--json")
+    assert ended.code == 1
+    assert json.loads(ended.out)["results"][0]["name"] == "elastic"
+    noted = read_verified(tiny.run("noted"))
+    assert [(one.claim, one.outcome) for one in noted] == [("resume", "passed"), ("elastic", "failed")]
