@@ -1,4 +1,4 @@
-"""What was verified of a run's recipe: `verified.jsonl` in the run directory, a line for each claim that was checked."""
+"""What was verified of a run's recipe: `verified.jsonl` in the run directory, a line for each check of a claim."""
 
 from __future__ import annotations
 
