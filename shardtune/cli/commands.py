@@ -473,7 +473,7 @@ def launch(
     shardtune launch recipe.yaml --print --nodes 2 --nproc-per-node 8 --by jobset > jobset.yaml
     ```
     """
-    from shardtune.launch.cluster_commands import LAUNCHERS, launch_commands
+    from shardtune.launch.jobs.commands import LAUNCHERS, launch_commands
 
     path, overrides = split_words(recipe)
     if by is not None and by not in (*LAUNCHERS, "all"):

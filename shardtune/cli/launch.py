@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shardtune.errors import ConfigError
-from shardtune.launch.slurm_script import SINFO_SECONDS
+from shardtune.launch.jobs.slurm_script import SINFO_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def _keys(request: Request, by: str) -> list[str]:
 def _submit(request: Request) -> str:
     """Submit the job script that `--print --by slurm` shows; returns what sbatch prints."""
     from shardtune.config import load_recipe
-    from shardtune.launch.cluster_commands import launch_commands
+    from shardtune.launch.jobs.commands import launch_commands
 
     if request.recipe is None:
         raise ConfigError(

@@ -185,7 +185,7 @@ def _launch_on_ray(
             where="--record, --stop-after",
             remedy="runner.launcher=local, or leave the option out",
         )
-    from shardtune.launch.ray import connected, reserve_for_the_rest, run_ranks_on_ray
+    from shardtune.launch.ray.ranks import connected, reserve_for_the_rest, run_ranks_on_ray
 
     with connected(recipe.runner) as cluster:
 
@@ -536,7 +536,7 @@ def _evaluate_on_ranks(target: str | Path | None, overrides: Sequence[str], chec
         named = [] if target is None else [str(target)]
         run_ranks(["eval", *named, *overrides, *rest], runner.nproc_per_node, master_port=runner.master_port)
         return
-    from shardtune.launch.ray import connected, run_ranks_on_ray
+    from shardtune.launch.ray.ranks import connected, run_ranks_on_ray
 
     # The recipe that is sent has the overrides in it.
     words = [str(Path(target).absolute()), *overrides] if target is not None and is_run else ["RECIPE"]
