@@ -47,7 +47,7 @@ def evaluate(
         )
     if path is not None and (Path(path) / "config.json").is_file():
         path, overrides = None, without_flags([f"--model={path}"], []) + overrides
-    from shardtune.run.api import evaluate as run_evaluation
+    from shardtune.run.evaluation import evaluate as run_evaluation
 
     metrics = run_evaluation(path, *overrides, checkpoint=checkpoint, trust=trust or ())
     if metrics and os.environ.get("RANK", "0") == "0":

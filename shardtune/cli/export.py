@@ -43,7 +43,7 @@ def export(
             where="shardtune export",
             remedy=f"shardtune export {run} my-model",
         )
-    from shardtune.run.api import load_run
+    from shardtune.run.run import load_run
 
     load_run(run, trust=trust or ()).export(target, checkpoint=checkpoint, dtype=dtype, merge=merge, report=typer.echo)
 
