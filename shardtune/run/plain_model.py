@@ -24,7 +24,7 @@ from shardtune.run.identity import CONFIG, FINAL, MANIFEST, holds_run
 from shardtune.run.overridden import EVERYTHING
 from shardtune.run.run import Run, load_run
 from shardtune.training.worker.adapter_worker import SFTWorker
-from shardtune.training.worker.model_state import over_directory
+from shardtune.training.worker.exported_recipe import over_directory
 from shardtune.training.worker.run_context import RunContext, silent
 
 ADAPTER, SETTINGS = "adapter_config.json", "config.json"

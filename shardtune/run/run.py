@@ -28,7 +28,7 @@ from shardtune.run.push import push
 from shardtune.training.loggers import SAMPLES, read_metrics
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
-from shardtune.training.worker.model_state import over_directory
+from shardtune.training.worker.exported_recipe import over_directory
 from shardtune.training.worker.reported import evaluation_method
 from shardtune.training.worker.run_context import RunContext, silent
 

@@ -44,7 +44,9 @@ from shardtune.training.step import ROW_DRAWS, optimizer_step, seed_rng, step_me
 from shardtune.training.train_output import TRAIN, TrainOutput
 from shardtune.training.worker.build_dataloader import call_build_dataloader
 from shardtune.training.worker.data_position import DataPosition
-from shardtune.training.worker.model_state import ModelState, TextParts, over_directory
+from shardtune.training.worker.exported_recipe import over_directory
+from shardtune.training.worker.model_export import ModelExport, TextParts
+from shardtune.training.worker.model_state import ModelState
 from shardtune.training.worker.run_context import RunContext, silent
 from shardtune.training.worker.task import DataPaths, Evaluation, Task, UserMethods
 from shardtune.training.worker.user_errors import explaining
@@ -561,16 +563,17 @@ class FSDPSftWorker(ABC):
 
     @final
     def export(self, directory: Path, dtype: str, *, merge: bool = False) -> None:
-        """Write the model as a directory that its own `from_pretrained` loads; see `ModelState.export`."""
-        self.state.export(directory, dtype, self._text_parts(), merge=merge)
+        """Write the model as a directory that its own `from_pretrained` loads; see `ModelExport.write`."""
+        self._model_export().write(directory, dtype, merge=merge)
 
     @final
     def check_export(self, dtype: str) -> None:
         """Try on this rank, before training, to save what belongs to the model besides its weights."""
-        self.state.check_export(dtype, self._text_parts())
+        self._model_export().check(dtype)
 
-    def _text_parts(self) -> TextParts:
-        return TextParts(self.tokenizer, self.processor, self.chat_template, self.end_of_turn_ids)
+    def _model_export(self) -> ModelExport:
+        text = TextParts(self.tokenizer, self.processor, self.chat_template, self.end_of_turn_ids)
+        return ModelExport(self.recipe, self.ranks, self.state, text)
 
     def reopened(self, directory: Path) -> FSDPSftWorker:
         """A new worker of the same class, not set up, for the weights that `export` wrote; this one may be released."""
