@@ -27,7 +27,7 @@ from jsonschema import Draft202012Validator
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from results import table, write_section
 
-from shardtune.launch.cluster_commands import launch_commands
+from shardtune.launch.jobs.commands import launch_commands
 
 RECIPE = "actor: {model: {model_path: model}}\ndata: {train_data_paths: train.jsonl}\n"
 HOSTS = ((1, 1, 0), (1, 8, 2), (2, 8, 0), (64, 8, 3))

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from shardtune.models.get_model import get_model, get_model_config_and_processor
     from shardtune.models.value_head import ValueHead
     from shardtune.parallel.meta_init import init_empty_weights
-    from shardtune.run.api import Run, load_run, train
+    from shardtune.run.api import train
     from shardtune.run.halos import SFTTrainer
+    from shardtune.run.run import Run, load_run
     from shardtune.training.callbacks import Ask, Callback
     from shardtune.training.experiment.run import LoggedRun
     from shardtune.training.runner import SFTRunner
@@ -37,7 +38,7 @@ _HOME = {
     "Metric": "batch",
     "NeedParallel": "engine.split_arguments",
     "Prediction": "models.adapter",
-    "Run": "run.api",
+    "Run": "run.run",
     "SFTRunner": "training.runner",
     "SFTTrainer": "run.halos",
     "SFTWorker": "training.worker.adapter_worker",
@@ -50,7 +51,7 @@ _HOME = {
     "get_model_config_and_processor": "models.get_model",
     "init": "engine.session",
     "init_empty_weights": "parallel.meta_init",
-    "load_run": "run.api",
+    "load_run": "run.run",
     "register_model": "config.model_names",
     "train": "run.api",
 }

@@ -14,7 +14,7 @@ from tests.support import fork_server
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's own name), or Ray's processes wait for those of all other tests
 LONGEST = (
-    "tests/launch/test_ray.py",
+    "tests/launch/ray/test_ranks.py",
     "tests/launch/test_nodes.py",
     "tests/launch/test_signals.py",
     "tests/run/test_lora_runs.py",

@@ -18,7 +18,7 @@ from shardtune.data.images.chat_encoder import ImageChatEncoder
 from shardtune.data.images.rows import image_parts
 from shardtune.errors import CONTROL, DataError, printable
 from shardtune.evaluate.generate import Sampling
-from shardtune.run.api import Run, answering
+from shardtune.run.run import Run, answering
 
 Message: TypeAlias = dict[str, object]
 CALLS = ("tool_calls", "function_call")

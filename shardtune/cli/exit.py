@@ -92,7 +92,7 @@ def _explain(error: BaseException) -> tuple[int, str]:
     if isinstance(error, RankFailed):
         return error.exit_code, str(error)
     if lost_a_peer(error):
-        from shardtune.launch.watchdog import ended_peers
+        from shardtune.launch.watchdog.watchdog import ended_peers
 
         who = ended_peers() or "another rank"
         return 1, f"{who} has ended; its error is the cause ({str(error).strip().splitlines()[-1][:200]})"

@@ -1,4 +1,4 @@
-"""Starts a recipe where it can be started from here: on this machine, or as a job of Slurm."""
+"""`shardtune launch`: starts a recipe on this machine or as a job of Slurm, or prints how to start it elsewhere."""
 
 from __future__ import annotations
 
@@ -8,9 +8,70 @@ import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
+import typer
+
+from shardtune.cli.arguments import RecipeArgument
+from shardtune.cli.train import run_here
+from shardtune.cli.words import split_words
 from shardtune.errors import ConfigError
-from shardtune.launch.slurm_script import SINFO_SECONDS
+
+
+def launch(
+    recipe: RecipeArgument = None,
+    show: Annotated[bool, typer.Option("--print", help="Print the commands; nothing is run.")] = False,
+    nodes: Annotated[int, typer.Option(min=1, help="Hosts.")] = 1,
+    nproc_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on each host; by default the recipe's number.")
+    ] = None,
+    min_nodes: Annotated[
+        int | None, typer.Option(min=1, help="The fewest hosts to continue with after a loss; by default all.")
+    ] = None,
+    max_restarts: Annotated[int, typer.Option(min=0, help="How often to restart after a loss.")] = 0,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            help="torchrun | slurm | ray | docker | kuberay | jobset | skypilot | all; by default, to start: Slurm "
+            "where a cluster answers, otherwise this machine; to print: all."
+        ),
+    ] = None,
+    array: Annotated[
+        str | None,
+        typer.Option(help="Slurm: numbers of a job array, one run each; overrides may use $SLURM_ARRAY_TASK_ID."),
+    ] = None,
+) -> None:
+    """Start a recipe on this machine or as a job of Slurm, or print how to start it on several hosts.
+
+    With --print nothing is started: commands for torchrun, Slurm and Ray, files for containers.
+
+    **Examples**
+
+    ```text
+    shardtune launch recipe.yaml --nproc-per-node 8
+    shardtune launch recipe.yaml --nodes 4 --nproc-per-node 8 --by slurm
+    shardtune launch recipe.yaml --print --nodes 4 --nproc-per-node 8
+    shardtune launch recipe.yaml --print --nodes 2 --nproc-per-node 8 --by slurm > job.sh
+    shardtune launch recipe.yaml --print --by slurm --array 0-3 'runner.seed=$SLURM_ARRAY_TASK_ID' > job.sh
+    shardtune launch recipe.yaml --print --nodes 2 --nproc-per-node 8 --by jobset > jobset.yaml
+    ```
+    """
+    from shardtune.launch.jobs.commands import LAUNCHERS, launch_commands
+
+    path, overrides = split_words(recipe)
+    if by is not None and by not in (*LAUNCHERS, "all"):
+        raise ConfigError(f"{by} is not a known launcher", where="--by", remedy=f"{', '.join(LAUNCHERS)} or all")
+    if not show:
+        request = Request(path, overrides, by, nodes, nproc_per_node, min_nodes, max_restarts, array)
+        start(request, run_here, lambda line: typer.echo(line, err=True))
+        return
+    if path is None:
+        raise ConfigError(
+            "there is no recipe to launch", where="shardtune launch", remedy="shardtune launch recipe.yaml --print"
+        )
+    launchers = LAUNCHERS if by in (None, "all") else (by,)
+    again = {"fewest": min_nodes, "restarts": max_restarts}
+    typer.echo(launch_commands(path, overrides, nodes, nproc_per_node, launchers, **again, array=array))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +139,8 @@ def _has_slurm() -> bool:
     """Whether a cluster answers: the programs alone may be installed without one."""
     if shutil.which("sbatch") is None:
         return False
+    from shardtune.launch.jobs.slurm_script import SINFO_SECONDS
+
     try:
         return subprocess.run(["sinfo", "--noheader"], capture_output=True, timeout=SINFO_SECONDS).returncode == 0
     except (OSError, subprocess.SubprocessError):
@@ -97,7 +160,7 @@ def _keys(request: Request, by: str) -> list[str]:
 def _submit(request: Request) -> str:
     """Submit the job script that `--print --by slurm` shows; returns what sbatch prints."""
     from shardtune.config import load_recipe
-    from shardtune.launch.cluster_commands import launch_commands
+    from shardtune.launch.jobs.commands import launch_commands
 
     if request.recipe is None:
         raise ConfigError(

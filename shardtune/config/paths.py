@@ -118,6 +118,17 @@ def named_files(tree: Tree) -> Iterator[tuple[str, str]]:
         yield from ((key, match["file"]) for match in found if match)
 
 
+def data_paths(value: object) -> Iterator[str]:
+    """The paths and names in a data key: text, an entry, a list of them, or named sets of these."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from data_paths(item)
+    elif isinstance(value, dict):
+        yield from data_paths(value["path"] if "path" in value else list(value.values()))
+
+
 def _change(tree: Tree, key: str, change: Callable[[str], str]) -> None:
     """Replace the text, or each text of the list, that a key holds; null stays null."""
     value = get_value(tree, key)

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from shardtune.launch.stacks import place_of_main_thread
-from shardtune.launch.verdict import StandReport, Verdict, describe, judge
+from shardtune.launch.watchdog.stacks import place_of_main_thread
+from shardtune.launch.watchdog.verdict import StandReport, Verdict, describe, judge
 from shardtune.parallel.torch_private import collectives_issued
 
 RETURNED = "has returned from the call, in which the others wait for it"

@@ -268,6 +268,8 @@ def _guarded(module: BaseTrainModule, forward: Callable[..., object]) -> Callabl
 class BaseHuggingFaceTrainModule(BaseTrainModule):
     """The same for models of transformers: `class MyModel(nn.BaseHuggingFaceTrainModule, Qwen2ForCausalLM)`."""
 
+    _no_split_modules: set[str] | list[str] | None  # the model's
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Self:
         """As transformers' own. Inside `init_empty_weights()` no weights are read: the ranks read their parts."""
@@ -320,7 +322,7 @@ class BaseHuggingFaceTrainModule(BaseTrainModule):
     @property
     def non_split_modules(self) -> set[type[nn.Module]]:
         """As the model declares (`_no_split_modules`)."""
-        names = set(getattr(self, "_no_split_modules", None) or ())
+        names = set(self._no_split_modules or ())
         return {type(module) for module in self.modules() if type(module).__name__ in names}
 
     @property

@@ -19,7 +19,7 @@ from shardtune.engine.pickling import pack, unpack
 from shardtune.engine.rank_module import Order, RankModule
 from shardtune.errors import ParallelError
 from shardtune.launch.local import lost_a_peer
-from shardtune.launch.verdict import StandReport
+from shardtune.launch.watchdog.verdict import StandReport
 from shardtune.parallel.gloo_threads import batch_threads
 from shardtune.parallel.ranks import COLLECTIVE_SECONDS, Ranks, choose_device, close_group, lay_out
 from shardtune.parallel.rendezvous import meet

@@ -22,7 +22,7 @@ from shardtune.engine.rank_process import Failure, Host, Limits, Meeting, Outcom
 from shardtune.engine.ranks import GRACE_SECONDS, Team, raise_failure, stuck_error
 from shardtune.launch.local import free_port
 from shardtune.launch.module_process import module_command
-from shardtune.launch.verdict import StandReport
+from shardtune.launch.watchdog.verdict import StandReport
 
 END_SECONDS = 5.0
 

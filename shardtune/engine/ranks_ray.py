@@ -13,9 +13,9 @@ from shardtune.engine.pickling import pack, unpack
 from shardtune.engine.rank_process import Failure, Host, Limits, Meeting, Outcome, Request, failure_of
 from shardtune.engine.ranks import GRACE_SECONDS, Team, raise_failure
 from shardtune.errors import ParallelError
-from shardtune.launch import ray_cluster
-from shardtune.launch.ray_actor import free_port, own_address
-from shardtune.launch.ray_cluster import Actor, Placement
+from shardtune.launch.ray import cluster as ray_cluster
+from shardtune.launch.ray.actor import free_port, own_address
+from shardtune.launch.ray.cluster import Actor, Placement
 
 if TYPE_CHECKING:
     from ray import ObjectRef

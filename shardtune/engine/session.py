@@ -14,7 +14,7 @@ from shardtune.engine.ranks_local import LocalRanks
 from shardtune.engine.ranks_ray import RayRanks, connect
 from shardtune.engine.ranks_spmd import SpmdRanks
 from shardtune.errors import ParallelError
-from shardtune.launch.ray_cluster import Placement
+from shardtune.launch.ray.cluster import Placement
 
 Backend = Literal["local", "torchrun", "ray"]
 BACKENDS = ("local", "torchrun", "ray")

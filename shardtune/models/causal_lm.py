@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, TypedDict, cast
 
 import numpy as np
@@ -14,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
-from transformers.utils import ModelOutput
 
 from shardtune.batch import TOKENS, Batch, LossSum, Metric, PackedBatch, Sample
 from shardtune.config import DataConfig
@@ -35,11 +33,11 @@ from shardtune.models.adapter import (
     cannot_share_sequences,
 )
 from shardtune.models.attention_implementation import attention_name, pretrained, set_attention, under_attention
+from shardtune.models.language_head import AtHead, declared_transform, own_forward, same
 from shardtune.models.loss import (
     IDENTITY,
     PLAIN,
     CrossEntropy,
-    LogitTransform,
     TokenLoss,
     accumulation_dtype,
     chunk_rows,
@@ -50,6 +48,7 @@ from shardtune.models.loss import (
 from shardtune.models.packed_attention import DOCUMENTS
 from shardtune.models.packing_probe import probe_packing
 from shardtune.models.pretrained import model_directory
+from shardtune.models.rescaling import keep_weights, restore_rescaling
 from shardtune.models.sequence_part import SequencePart
 from shardtune.models.source_losses import SourceLosses
 from shardtune.models.user_metrics import Measure, Prediction
@@ -144,7 +143,7 @@ class CausalLM(LanguageModel):
         self._attention = ""
         self._sequence: DeviceMesh | None = None
         self.packs = self._by_length = False
-        self._transform, self._other_transform = _declared_transform(config), IDENTITY
+        self._transform, self._other_transform = declared_transform(config), IDENTITY
         self._through_own_head = False
         self._leads = False  # whether the model's outputs may begin with positions that are no tokens
         text = config.get_text_config().to_dict()
@@ -155,7 +154,7 @@ class CausalLM(LanguageModel):
 
     def build(self) -> PreTrainedModel:
         model = self._model if self._model is not None else self._from_config()
-        _keep_weights(model)
+        keep_weights(model)
         takes = inspect.signature(model.base_model.forward).parameters
         self._own_attention = attention_name(model)
         self.packs = "position_ids" in takes and any(p.kind is p.VAR_KEYWORD for p in takes.values())
@@ -192,9 +191,7 @@ class CausalLM(LanguageModel):
         if model is not self._model:
             return
         set_attention(model, self._own_attention)
-        if _rescales(pretrained(model)):
-            inner: Any = pretrained(model).base_model
-            inner.config = pretrained(model).config
+        restore_rescaling(pretrained(model))
         if self._gradient_checkpointing:
             pretrained(model).activation_checkpointing_disable()
 
@@ -386,7 +383,7 @@ class CausalLM(LanguageModel):
         packed = cast(PackedBatch, batch)  # as `collate` has made it
         return self._pieces(self._to_head(model, packed, packed.target_positions), packed)
 
-    def _pieces(self, at: _AtHead, batch: PackedBatch) -> Iterator[Prediction]:
+    def _pieces(self, at: AtHead, batch: PackedBatch) -> Iterator[Prediction]:
         hidden = at.hidden if at.part is None else at.part.gather(at.hidden)
         size = chunk_rows(hidden.device, self._vocabulary)
         for start in range(0, hidden.shape[0], size):
@@ -399,7 +396,7 @@ class CausalLM(LanguageModel):
     def _vocabulary(self) -> int:
         return self.config.get_text_config().vocab_size
 
-    def _to_head(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> _AtHead:
+    def _to_head(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> AtHead:
         """Run the model up to its head, at some tokens."""
         model = cast(PreTrainedModel, model)  # as `build` has made it
         arguments: dict[str, object] = {"output_router_logits": True} if self._balance_factor else {}
@@ -417,9 +414,9 @@ class CausalLM(LanguageModel):
             arguments |= {"max_length_q": batch.max_length, "max_length_k": batch.max_length}
         sequences = input_ids.view(self._sequences(batch) if self._by_length else 1, -1)
         if self._through_own_head:
-            outputs, logits = _own_forward(model, sequences, positions, arguments, leads=self._leads)
+            outputs, logits = own_forward(model, sequences, positions, arguments, leads=self._leads)
             routers = outputs["router_logits"] if self._balance_factor else ()
-            return _AtHead(logits, None, routers, part)
+            return AtHead(logits, None, routers, part)
         head = model.get_output_embeddings()
         if head is None:
             raise ModelError(
@@ -435,11 +432,11 @@ class CausalLM(LanguageModel):
         states = outputs[0][:, -sequences.shape[1] :] if self._leads else outputs[0]
         hidden = states.flatten(0, 1).index_select(0, positions)
         hidden = hidden.to(next(head.parameters(), hidden).dtype)
-        return _AtHead(hidden, head, outputs["router_logits"] if self._balance_factor else (), part)
+        return AtHead(hidden, head, outputs["router_logits"] if self._balance_factor else (), part)
 
     def _losses(
         self,
-        at: _AtHead,
+        at: AtHead,
         batch: PackedBatch,
         token_loss: TokenLoss,
         *,
@@ -460,7 +457,7 @@ class CausalLM(LanguageModel):
             )  # fmt: skip
         else:
             total, correct = head_cross_entropy(
-                at.hidden, _same if at.head is None else at.head, self._vocabulary, targets, weights,
+                at.hidden, same if at.head is None else at.head, self._vocabulary, targets, weights,
                 transform=IDENTITY if at.head is None else self._transform, token_loss=token_loss,
                 count_correct=count_correct, each=each,
             )  # fmt: skip
@@ -483,7 +480,7 @@ class CausalLM(LanguageModel):
     def reference_logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
         with under_attention(model, "eager"), torch.compiler.set_stance("force_eager"):
             further = self._further_inputs(batch)
-            return _own_forward(model, batch.input_ids[None], positions, further, leads=self._leads)[1]
+            return own_forward(model, batch.input_ids[None], positions, further, leads=self._leads)[1]
 
     def _further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
         """Inputs of the model besides tokens and their positions."""
@@ -498,78 +495,3 @@ class CausalLM(LanguageModel):
             # With a cache, router logits are those of the newest tokens only: no balance loss can be computed.
             routers = {"output_router_logits": False} if self._balance_factor else {}
             return generate(input_ids=input_ids, attention_mask=attention_mask, **arguments, **routers)
-
-
-@dataclass(frozen=True, slots=True)
-class _AtHead:
-    """A forward up to the model's head.
-
-    Attributes:
-        hidden: [requested tokens of this rank, width], the head's input; the logits where there is no head left.
-        head: the head, or None.
-        routers: [tokens of this rank, experts] of each layer; empty without a balance loss.
-        part: the tokens of this rank, where ranks share sequences; None: all.
-    """
-
-    hidden: torch.Tensor
-    head: nn.Module | None
-    routers: tuple[torch.Tensor, ...]
-    part: SequencePart | None
-
-
-def _rescales(model: PreTrainedModel) -> bool:
-    """Whether a model (RWKV) halves weights of its later layers in place to evaluate, and doubles them to train."""
-    return "rescale_every" in model.config.to_dict()
-
-
-def _keep_weights(model: PreTrainedModel) -> None:
-    """Switch off that a model changes its weights to evaluate: a checkpoint after an evaluation would be wrong.
-
-    Its config stays as it is, for `final/`; without the change the same logits are computed, in fp32 and bf16.
-    """
-    if not _rescales(model):
-        return
-    inner: Any = model.base_model
-    if inner.layers_are_rescaled:
-        inner.train()
-        inner._rescale_layers()
-    inner.config = copy(model.config)
-    inner.config.rescale_every = 0
-
-
-def _own_forward(
-    model: nn.Module,
-    sequences: torch.Tensor,
-    positions: torch.Tensor,
-    arguments: Mapping[str, object],
-    *,
-    leads: bool = False,
-) -> tuple[ModelOutput, torch.Tensor]:
-    """The outputs of a model's own forward, and its logits [positions, vocabulary].
-
-    Args:
-        model: the model.
-        sequences: int64 [rows, tokens].
-        positions: int64 [positions], of all rows end to end.
-        arguments: of the forward besides.
-        leads: there may be logits of other positions before those of the tokens (GIT's of an image).
-    """
-    takes = inspect.signature(model.forward).parameters
-    if "logits_to_keep" in takes and len(sequences) == 1 and not leads:
-        outputs = model(input_ids=sequences, use_cache=False, logits_to_keep=positions, **arguments)
-        return outputs, outputs.logits[0]
-    outputs = model(input_ids=sequences, use_cache=False, **arguments)
-    logits = outputs.logits[:, -sequences.shape[1] :] if leads else outputs.logits
-    return outputs, logits.flatten(0, 1).index_select(0, positions)
-
-
-def _same(logits: torch.Tensor) -> torch.Tensor:
-    return logits
-
-
-def _declared_transform(config: PreTrainedConfig) -> LogitTransform:
-    """The transform of the logits that the model's config declares; the packing probe checks it."""
-    values = config.get_text_config().to_dict()
-    scale = float(values.get("logit_scale") or 1.0) / float(values.get("logits_scaling") or 1.0)
-    softcap = values.get("final_logit_softcapping")
-    return LogitTransform(scale, softcap) if scale != 1.0 or softcap else IDENTITY

@@ -67,6 +67,7 @@ def document_attention(
         raise ValueError(
             f"{DOCUMENTS} needs document boundaries and no mask: the model did not pass them to its layers"
         )
+    # transformers calls this with layers of any model, which may lack `is_causal`, and looks it up the same way.
     settings = _Settings(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),

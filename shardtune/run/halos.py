@@ -14,9 +14,10 @@ from shardtune.config import load_recipe
 from shardtune.config.halos import PRECISIONS, in_names_of_halos
 from shardtune.config.user_code import import_plugins
 from shardtune.errors import ConfigError
-from shardtune.run.api import Run, train
+from shardtune.run.api import train
 from shardtune.run.choose_worker import Objects
 from shardtune.run.push import check_push
+from shardtune.run.run import Run
 from shardtune.run.train_rank import train_rank
 from shardtune.training.callbacks import load_callbacks
 from shardtune.training.worker import sft_trainer

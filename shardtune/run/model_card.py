@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
 from shardtune.checkpoint.atomic import read_json
 from shardtune.config import Recipe, flatten
+from shardtune.config.paths import data_paths
 from shardtune.config.schema import short_key
 from shardtune.config.secrets import without_secrets
 from shardtune.config.tree import set_value
@@ -72,7 +73,7 @@ class RunRecord:
     @property
     def datasets(self) -> list[str]:
         """Names on the Hub among the training data."""
-        texts = _paths(self.recipe["data"]["train_data_paths"])
+        texts = data_paths(self.recipe["data"]["train_data_paths"])
         return list(dict.fromkeys(parse_name(text)[0] for text in texts if is_name(text)))
 
 
@@ -246,17 +247,6 @@ def _verified(record: RunRecord, step: int | None, checked: str | None) -> Itera
         lines.append(f"- Loaded in a new process after the export and compared with the model in memory: {checked}.")
     if lines:
         yield "## What was verified\n\n" + "\n".join(lines)
-
-
-def _paths(value: object) -> Iterator[str]:
-    """The paths and names in a data key."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list):
-        for item in value:
-            yield from _paths(item)
-    elif isinstance(value, dict):
-        yield from _paths(value["path"] if "path" in value else list(value.values()))
 
 
 def _shortened(value: object) -> object:

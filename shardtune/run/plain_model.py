@@ -19,12 +19,12 @@ from shardtune.config import ModelConfig, Recipe, load_recipe
 from shardtune.config.paths import exists, user_path
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.pretrained import load_config, settings_directory
-from shardtune.run.api import Run, load_run
 from shardtune.run.choose_worker import make_worker
 from shardtune.run.identity import CONFIG, FINAL, MANIFEST, holds_run
 from shardtune.run.overridden import EVERYTHING
+from shardtune.run.run import Run, load_run
 from shardtune.training.worker.adapter_worker import SFTWorker
-from shardtune.training.worker.model_state import over_directory
+from shardtune.training.worker.exported_recipe import over_directory
 from shardtune.training.worker.run_context import RunContext, silent
 
 ADAPTER, SETTINGS = "adapter_config.json", "config.json"

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from shardtune.config import Recipe, flatten
 from shardtune.config.environment import digests
-from shardtune.config.paths import named_files
+from shardtune.config.paths import data_paths, named_files
 from shardtune.data.sources.fingerprint import contents
 from shardtune.errors import ParallelError, ShardtuneError
 from shardtune.launch.heartbeat import PeerWatch
@@ -157,7 +157,9 @@ def _files(recipe: Recipe | None) -> dict[str, tuple[str, str]]:
     tree = recipe.to_dict()
     named = [(path, key) for key, path in named_files(tree)]
     named += [
-        (path, f"data.{key}") for key in ("train_data_paths", "eval_data_paths") for path in _texts(tree["data"][key])
+        (path, f"data.{key}")
+        for key in ("train_data_paths", "eval_data_paths")
+        for path in data_paths(tree["data"][key])
     ]
     return {
         os.path.join(path, name) if name else path: (key, content)
@@ -165,16 +167,6 @@ def _files(recipe: Recipe | None) -> dict[str, tuple[str, str]]:
         if os.path.isabs(path)
         for name, content in contents(Path(path)).items()
     }
-
-
-def _texts(value: object) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)
-    elif isinstance(value, dict):
-        yield from _texts(value["path"] if "path" in value else list(value.values()))
 
 
 def check_same_rows(worker: FSDPSftWorker) -> None:

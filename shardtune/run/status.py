@@ -20,7 +20,7 @@ from shardtune.launch.progress import (
     Phase,
     Progress,
 )
-from shardtune.launch.stacks import place_of_main_thread
+from shardtune.launch.watchdog.stacks import place_of_main_thread
 
 ACTIVITIES: Mapping[Phase, str] = {
     FIRST_STEP: "compiling",

@@ -22,7 +22,7 @@ from shardtune.launch.outcome import recorded_end
 from shardtune.launch.progress import FINAL as WRITING_FINAL
 from shardtune.launch.progress import PROGRESS, START
 from shardtune.launch.signals import StopSignal, end_with_parent, is_supervised, listening
-from shardtune.launch.watchdog import FOLDER, Watchdog
+from shardtune.launch.watchdog.watchdog import FOLDER, Watchdog
 from shardtune.models.lora.attach import trainable_patterns
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.parallel.ranks import leave_ranks

@@ -10,7 +10,7 @@ import torch
 from shardtune.config import LoraConfig
 from shardtune.errors import ShardtuneError
 from shardtune.training.worker.adapter_worker import SFTWorker
-from shardtune.training.worker.model_state import over_directory
+from shardtune.training.worker.exported_recipe import over_directory
 from shardtune.training.worker.run_context import RunContext
 from shardtune.verify.kit import PARITY, CannotStart, Kit
 from shardtune.verify.result import Failed, Skipped

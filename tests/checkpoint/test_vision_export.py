@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 import shardtune
 from shardtune.models.vision.processors import load_processor
-from shardtune.run.api import Run
+from shardtune.run.run import Run
 from tests.support.vision import save_image_rows, save_vision_model
 
 BY_AUTO_PROCESSOR = {"llava", "llava_siglip", "gemma3", "idefics3"}

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -43,7 +43,7 @@ CASES = [
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's directory with a finished run, runs/done, that kept two checkpoints."""
     work = make_workspace(tmp_path_factory.mktemp("user") / "work")
-    with inside(work):
+    with chdir(work):
         done = run_cli(*shlex.split(TRAIN), "runner.logger.experiment_name=done", "runner.save_interval=1")
     assert done.code == 0, done.err
     return work.rename(work.parent / "original")
@@ -54,19 +54,9 @@ def work(original: Path) -> Iterator[Path]:
     """A copy of it to spoil, where it was made (a run knows where its data lies); the working directory of the test."""
     copy = original.parent / "work"
     shutil.copytree(original, copy, symlinks=True)
-    with inside(copy):
+    with chdir(copy):
         yield copy
     shutil.rmtree(copy)
-
-
-@contextmanager
-def inside(folder: Path) -> Iterator[None]:
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
 
 
 def words(case: Case) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 
 from shardtune.cli.chat import chat
 from shardtune.evaluate.generate import Sampling
-from shardtune.run.api import Run
+from shardtune.run.run import Run
 
 
 class Encoder:

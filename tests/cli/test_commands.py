@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ import shardtune.run.api
 from shardtune.cli.chat import read_prompts
 from shardtune.config import user_code
 from shardtune.errors import ConfigError, Interrupted
-from tests.support.workspace import END, Outcome, make_workspace, run_cli, write_rows
+from tests.support.workspace import END, Outcome, run_cli, write_rows
 
 COMMANDS = (
     *("train", "eval", "generate", "chat", "export", "push", "models", "env", "data preview", "config explain"),
@@ -38,16 +37,6 @@ LEARN = [
     "eval.max_new_tokens=24",
     "eval.match=numeric",
 ]
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A user's directory, which is the working directory of this file's tests."""
-    folder = make_workspace(tmp_path_factory.mktemp("user") / "work")
-    before = Path.cwd()
-    os.chdir(folder)
-    yield folder
-    os.chdir(before)
 
 
 def said(question: str, answer: str) -> dict:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +22,13 @@ from shardtune.config import load_recipe
 from shardtune.config.keys import KEYS
 from shardtune.errors import printable
 from shardtune.run.overridden import overridden
-from tests.support.workspace import make_workspace, run_cli, write_rows
+from tests.support.workspace import run_cli, write_rows
 
 MODEL, TRAIN, LR = "actor.model.model_path", "data.train_data_paths", "actor.optim.lr"
 COMMANDS = (
     *("", "train", "eval", "generate", "chat", "export", "launch", "models", "init", "env", "version", "convert"),
     *("config", "config explain", "data", "data preview", "verify", "verify adapter", "verify checkpoint"),
 )
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A user's directory, which is the working directory of this file's tests."""
-    folder = make_workspace(tmp_path_factory.mktemp("user") / "work")
-    before = Path.cwd()
-    os.chdir(folder)
-    yield folder
-    os.chdir(before)
 
 
 @pytest.fixture

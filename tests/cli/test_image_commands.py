@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import builtins
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -34,15 +34,12 @@ ROW = re.compile(
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A user's directory with the run runs/demo; the working directory."""
-    folder, before = tmp_path_factory.mktemp("user"), Path.cwd()
+    folder = tmp_path_factory.mktemp("user")
     save_vision_model("llava", folder / "model")
     save_image_rows(folder, 6)
     (folder / "recipe.yaml").write_text(RECIPE)
-    os.chdir(folder)
-    try:
+    with chdir(folder):
         yield folder
-    finally:
-        os.chdir(before)
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +97,9 @@ def test_generate_refuses(trained: Outcome, work: Path) -> None:
         assert (told.code, told.err.count("error: ")) == (2, 1), told.err
         assert says in told.err
     make_workspace(work / "text")
-    os.chdir(work / "text")
-    assert run_cli("train", "recipe.yaml", "runner.max_steps=1").code == 0
-    told = run_cli("generate", "runs/demo", "--prompt", "?", "--image", str(work / "images/1_0.png"))
-    os.chdir(work)
+    with chdir(work / "text"):
+        assert run_cli("train", "recipe.yaml", "runner.max_steps=1").code == 0
+        told = run_cli("generate", "runs/demo", "--prompt", "?", "--image", str(work / "images/1_0.png"))
     assert told.code == 2
     assert "error: the model takes text and no images" in told.err
 

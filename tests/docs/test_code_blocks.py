@@ -62,7 +62,7 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # Each of many exports would start a process to load itself again, the kit three; these have tests of their own.
     monkeypatch.setattr("shardtune.verify.adapter.verify_adapter", partial(verify_adapter, processes=False))
-    monkeypatch.setattr("shardtune.run.api.check_reload", lambda *_: "loaded afresh, gives the same logits")
+    monkeypatch.setattr("shardtune.run.run.check_reload", lambda *_: "loaded afresh, gives the same logits")
     return folder
 
 

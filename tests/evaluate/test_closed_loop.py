@@ -20,7 +20,7 @@ from shardtune.errors import ConfigError, ModelError
 from shardtune.evaluate.closed_loop import ClosedLoop, PlayedEpisode, play, wilson_interval
 from shardtune.evaluate.environments.find import EnvironmentSource
 from shardtune.models.action.environment import Observation
-from shardtune.run.api import evaluate
+from shardtune.run.evaluation import evaluate
 from tests.parallel.test_fsdp2 import group
 from tests.support.dist.ranks import run_ranks
 from tests.support.homing import CHUNK, direction, rows

@@ -13,7 +13,7 @@ import pytest
 import shardtune
 from shardtune.errors import ConfigError
 from shardtune.evaluate.environments.find import EnvironmentSource
-from shardtune.run.api import evaluate
+from shardtune.run.evaluation import evaluate
 from tests.support.workspace import quietly
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "vla_reach"

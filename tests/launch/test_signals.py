@@ -287,9 +287,9 @@ def test_while_answers_are_generated(tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 
 
 def test_while_final_is_written(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    import shardtune.training.worker.model_state as trained_model
+    import shardtune.training.worker.model_export as exporting
 
-    stopped_in(tiny, monkeypatch, trained_model, "save_pretrained", "finishing")
+    stopped_in(tiny, monkeypatch, exporting, "save_pretrained", "finishing")
     assert [path.name for path in tiny.run("finishing").glob(".final*")] == []
 
 

@@ -13,8 +13,8 @@ import yaml
 import shardtune
 from shardtune.config.user_code import import_file
 from shardtune.errors import CheckpointError
-from shardtune.run.api import Run
 from shardtune.run.inputs import model_fingerprint
+from shardtune.run.run import Run
 from tests.support.tiny_run import Tiny, make_model, make_tiny, make_tokenizer, rows
 from tests.support.workspace import run_cli
 

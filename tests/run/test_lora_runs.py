@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shardtune
 from shardtune.errors import CheckpointError
-from shardtune.run.api import Run
+from shardtune.run.run import Run
 from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny, rows, tensors, train_on_ranks
 
 pytestmark = pytest.mark.lengthy

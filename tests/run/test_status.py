@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 
 from shardtune.launch.progress import EVALUATION, FIRST_STEP, GENERATION, SAVING, STEP, Progress
-from shardtune.launch.stacks import Place
+from shardtune.launch.watchdog.stacks import Place
 from shardtune.run import status as module
 from shardtune.run.status import Curve, Status
 

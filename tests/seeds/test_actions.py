@@ -191,7 +191,7 @@ def test_sizes_that_cannot_be_compared(folder: Path) -> None:
 def test_an_action_that_is_not_the_models(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="action_token_len is 6, the actions of your_action_key have 7"):
         shardtune.get_model(recipe(folder, "actor.model.action_token_len=6").actor.model)
-    monkeypatch.setattr("shardtune.run.api.run_ranks", None)  # refused before ranks are started
+    monkeypatch.setattr("shardtune.run.ranks.run_ranks", None)  # refused before ranks are started
     worker = f"actor.worker={folder / 'your_worker.py'}:YourWorker"
     given = overrides(folder, "wrong", ["actor.model.action_token_len=6", worker, "runner.nproc_per_node=2"])
     with pytest.raises(ConfigError, match="action_token_len is 6, the actions of your_action_key have 7"):

@@ -51,7 +51,7 @@ def test_recipe_to_final(folder: Path) -> None:
 
 
 def test_a_length_of_actions_that_is_not_the_models(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardtune.run.api.run_ranks", None)  # refused before ranks are started
+    monkeypatch.setattr("shardtune.run.ranks.run_ranks", None)  # refused before ranks are started
     given = overrides(folder, "wrong", ["actor.model.action_token_len=6", "runner.nproc_per_node=2"])
     with pytest.raises(ConfigError, match="action_token_len is 6, the actions of your_action_key have 7"):
         shardtune.train(folder / "recipe.yaml", *given)

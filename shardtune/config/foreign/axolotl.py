@@ -47,7 +47,7 @@ def convert(c: Conversion) -> None:
         whole_batch="batch_size",
     )
     if not is_packed:
-        c.record("sample_packing", Kind.DEFAULT, "rows are packed here anyway, which changes no number")
+        c.record("sample_packing", Kind.DEFAULT, rules.PACKED_ANYWAY)
     if c.world_size is None or c.world_size > 1:
         c.notes.append(
             "on several processes Axolotl averages the token mean of each one; here a step's loss is the mean over all "

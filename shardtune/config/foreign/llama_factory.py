@@ -172,7 +172,7 @@ def convert(c: Conversion) -> None:
         packing=("packing", "neat_packing"),
     )
     if not is_packed:
-        c.not_needed("rows are packed here anyway, which changes no number", "packing", "neat_packing")
+        c.not_needed(rules.PACKED_ANYWAY, "packing", "neat_packing")
     elif not is_on(c.get("neat_packing")):
         c.notes.append(
             "packing without neat_packing lets packed rows attend to each other; here each attends to itself"

@@ -16,6 +16,9 @@ WARMUP, RATIO, FROM_ZERO = (
 )
 FIRST_STEP = "as there: the first step of the warm-up has rate 0"
 
+PACKED_ANYWAY = "rows are packed here anyway, which changes no number"
+"""The answer to a key that leaves packing off."""
+
 
 def batch(
     c: Conversion,

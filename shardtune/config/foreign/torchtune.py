@@ -114,7 +114,7 @@ def convert(c: Conversion) -> None:
         packing=("dataset.packed",),
     )
     if not packed:
-        c.record("dataset.packed", Kind.DEFAULT, "rows are packed here anyway, which changes no number")
+        c.record("dataset.packed", Kind.DEFAULT, rules.PACKED_ANYWAY)
     total = _length_of_run(c)
     _optimizer(c)
     _schedule(c, total)

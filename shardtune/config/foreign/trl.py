@@ -103,7 +103,7 @@ def convert(c: Conversion) -> None:
         packing=("packing",),
     )
     if not is_packed:
-        c.record("packing", Kind.DEFAULT, "rows are packed here anyway, which changes no number")
+        c.record("packing", Kind.DEFAULT, rules.PACKED_ANYWAY)
     elif str(c.get("packing_strategy", "bfd")) == "bfd":
         c.not_needed("rows are packed whole, longer ones are cut", "packing_strategy")
     else:

@@ -16,7 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from shardtune.batch import Prompt, Sample
 from shardtune.data.chat.outline import Span
 from shardtune.data.chat.reasoning import Thinking, Thought, without_thoughts
-from shardtune.data.chat.template import ChatTemplate, Rendering, missing_template
+from shardtune.data.chat.rendering import ChatTemplate, Rendering
+from shardtune.data.chat.template import missing_template
 from shardtune.data.encoder import LengthLimit, Row, RowError, TooLong
 from shardtune.data.messages import read_turns, shown_question
 from shardtune.data.row_formats import Chat, Completion, Text, read_example

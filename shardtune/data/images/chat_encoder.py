@@ -14,7 +14,8 @@ from shardtune.batch import Prompt, Sample
 from shardtune.data.chat.encoder import ChatEncoder, TrainOn
 from shardtune.data.chat.outline import Span
 from shardtune.data.chat.reasoning import Thinking
-from shardtune.data.chat.template import ChatTemplate, Rendering, missing_template
+from shardtune.data.chat.rendering import ChatTemplate, Rendering
+from shardtune.data.chat.template import missing_template
 from shardtune.data.encoder import Row, RowDropped, RowError, TooLong
 from shardtune.data.images.images import IMAGE_STOP, SPANS, StoredImage, read_image, to_fields
 from shardtune.data.images.placeholders import AppliedImages, Expanded

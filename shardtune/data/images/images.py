@@ -328,7 +328,7 @@ def _check_kind(image: Image.Image) -> None:
         raise RowError(
             f"it has {image.width * image.height / 1e6:,.0f} million pixels, more than {MOST_PIXELS / 1e6:g}"
         )
-    frames = getattr(image, "n_frames", 1)  # only formats that may have several have this attribute
+    frames = getattr(image, "n_frames", 1)  # Pillow sets it only for formats that may have several
     if frames > 1 and image.format != "MPO":  # phones add a smaller picture to a JPEG
         raise RowError(f"it is animated ({frames} frames); choose one")
     if image.mode not in _PLAIN_MODES:

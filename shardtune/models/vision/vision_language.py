@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -57,6 +57,13 @@ LOOKED_AT = 32
 """Tokens at a row's end whose logits have to change with its images."""
 
 
+@runtime_checkable
+class HasRopeIndex(Protocol):
+    """A model with three-dimensional positions, computed from its config alone: Qwen-VL and related."""
+
+    get_rope_index: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
 class VisionLanguage(CausalLM):
     """A vision-language model of transformers, trained on packed rows of text and images.
 
@@ -100,10 +107,9 @@ class VisionLanguage(CausalLM):
 
     def build(self) -> PreTrainedModel:
         model = super().build()
-        # Qwen-VL and related models: three-dimensional positions, by a method that needs the config only. One that is
-        # called in another way (Qwen Omni, MiniCPM-V 4.7) is left to the model, which calls it itself.
-        method = getattr(type(model.base_model), "get_rope_index", None)
-        takes = set() if method is None else set(inspect.signature(method).parameters)
+        # A method that is called in another way (Qwen Omni, MiniCPM-V 4.7) is left to the model, which calls it itself.
+        inner = model.base_model
+        takes = set(inspect.signature(inner.get_rope_index).parameters) if isinstance(inner, HasRopeIndex) else set()
         known = {"mm_token_type_ids", "image_grid_thw"} <= takes
         if self.images.one_row or (takes and not known):
             self.one_row_per_forward(model)

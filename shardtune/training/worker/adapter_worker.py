@@ -32,7 +32,7 @@ from shardtune.training.train_output import TrainOutput
 from shardtune.training.worker.adapter_task import AdapterTask, episodes, root_of
 from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.training.worker.cached_rows import CachedRowsTask, set_name
-from shardtune.training.worker.model_state import over_directory
+from shardtune.training.worker.exported_recipe import over_directory
 from shardtune.training.worker.run_context import silent
 from shardtune.training.worker.task import Task
 from shardtune.training.worker.user_evaluation import EvalOutput

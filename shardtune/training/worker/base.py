@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from inspect import getattr_static, isfunction
 from pathlib import Path
 from typing import Any, ClassVar, Self, final
@@ -24,12 +25,10 @@ from shardtune.config.model_names import registered_function, registered_process
 from shardtune.data.loader.order import derive_seed
 from shardtune.data.loader.protocol import DataState, Loader, MicroBatch, Step
 from shardtune.data.loader.step_loader import StepLoader
-from shardtune.data.user_loader.batch import UserBatch, with_names
 from shardtune.data.user_loader.errors import built
 from shardtune.data.user_loader.loader import BatchLoader
-from shardtune.errors import ConfigError, ShardtuneError
+from shardtune.errors import ConfigError
 from shardtune.models.get_model import get_model, get_model_config_and_processor
-from shardtune.models.lora.attach import trainable_patterns
 from shardtune.models.new_tokens import add_new_tokens
 from shardtune.models.options import NoOptions, read_options
 from shardtune.models.pretrained import has_tokenizer, recipe_tokenizer
@@ -41,15 +40,17 @@ from shardtune.training.bad_rows import BadPart, BadRows
 from shardtune.training.build.initial_weights import seeded
 from shardtune.training.run_summary import RunSummary
 from shardtune.training.step import ROW_DRAWS, optimizer_step, seed_rng, step_metrics
-from shardtune.training.train_output import TRAIN, TrainOutput
+from shardtune.training.train_output import TrainOutput
 from shardtune.training.worker.build_dataloader import call_build_dataloader
 from shardtune.training.worker.data_position import DataPosition
-from shardtune.training.worker.model_state import ModelState, TextParts, over_directory
+from shardtune.training.worker.exported_recipe import over_directory
+from shardtune.training.worker.model_export import ModelExport, TextParts
+from shardtune.training.worker.model_state import ModelState
 from shardtune.training.worker.run_context import RunContext, silent
+from shardtune.training.worker.summary import summarise
 from shardtune.training.worker.task import DataPaths, Evaluation, Task, UserMethods
-from shardtune.training.worker.user_errors import explaining
+from shardtune.training.worker.user_batches import UserBatches
 from shardtune.training.worker.user_evaluation import EvalOutput
-from shardtune.training.worker.user_loss import BatchWeights, measured
 from shardtune.training.worker.user_task import UserTask, training_paths
 
 
@@ -388,36 +389,9 @@ class FSDPSftWorker(ABC):
 
     def _cut(self, loader: object, info: Mapping[str, object]) -> BatchLoader:
         """A user-defined loader, split into steps."""
-        actor = self.recipe.actor
-        self._forward = self._explained
-        return BatchLoader.of(
-            loader,
-            info,
-            ranks=self.ranks,
-            global_batch_size=actor.global_batch_size,
-            micro_batch_size=actor.micro_batch_size,
-            weigh=BatchWeights(self.loss_weights, self._measure, self.ranks),
-            seed=self.recipe.runner.seed,
-            report=self.report,
-        )
-
-    def _explained(self, batch: UserBatch) -> TrainOutput:
-        """The loss of a batch of a user-defined loader; errors caused by the batch are reported as such."""
-        with explaining(TRAIN, batch.fields, self.device):
-            return self.get_train_model_output(with_names(batch.fields))
-
-    def _measure(self, batch: Any) -> float | None:
-        """The loss of a batch as a number, without dropout; None if the task fails on it. All ranks call it."""
-        self.model.eval()
-        try:
-            with torch.no_grad(), explaining(TRAIN, batch, self.device):
-                return measured(self.get_train_model_output(with_names(batch)))
-        except (ShardtuneError, torch.OutOfMemoryError):
-            raise
-        except (ArithmeticError, AssertionError, IndexError, RuntimeError, ValueError):  # as of a mean over no target
-            return None
-        finally:
-            self.model.train()
+        found = UserBatches(self.recipe, self.ranks, self.model, self.get_train_model_output)
+        self._forward = found.loss
+        return found.loader(loader, info, self.loss_weights, self.report)
 
     # What a subclass or a run reads.
 
@@ -531,46 +505,22 @@ class FSDPSftWorker(ABC):
     @final
     def summary(self) -> RunSummary:
         """The first screen's summary; available after set-up."""
-        state, parameters = self.state, dict(self.state.inner.named_parameters())
-        notes, shapes = list(self.notes), state.weights.shapes
-        if self.recipe.runner.deterministic:
-            notes.append("deterministic kernels: bitwise repeatable, and on CUDA slower than those left out")
-        horizon = self.position.horizon
-        if horizon < self.recipe.runner.max_steps:
-            limit = self.position.limit(horizon)
-            notes.append(f"training ends after {horizon:,} steps by {limit}; runner.max_epochs: -1 sets no such limit")
-        all_trained = all(parameter.requires_grad for parameter in parameters.values())
-        return self.task.describe(
-            RunSummary(
-                model=type(state.inner).__name__.removeprefix("FSDP"),
-                parameters=sum(state.sizes().values()),
-                trainable=sum(shapes[name].numel() for name in state.weights.trainable()),
-                dtypes=state.dtypes,
-                ranks=_ranks(self.ranks),
-                attention="",
-                rows=self.loader.num_samples,
-                tokens=None,
-                targets=0.0,
-                steps_per_epoch=self.loader.num_steps(0),
-                total_steps=self.position.horizon,
-                evaluation={name: _announced(info) for name, (_, info) in self.eval_loaders.items()},
-                notes=notes,
-                trained=[] if all_trained else trainable_patterns(parameters, shapes),
-            )
-        )
+        found = summarise(self.recipe, self.ranks, self.state, self.position, self.loader, self.eval_loaders)
+        return self.task.describe(replace(found, notes=[*self.notes, *found.notes]))
 
     @final
     def export(self, directory: Path, dtype: str, *, merge: bool = False) -> None:
-        """Write the model as a directory that its own `from_pretrained` loads; see `ModelState.export`."""
-        self.state.export(directory, dtype, self._text_parts(), merge=merge)
+        """Write the model as a directory that its own `from_pretrained` loads; see `ModelExport.write`."""
+        self._model_export().write(directory, dtype, merge=merge)
 
     @final
     def check_export(self, dtype: str) -> None:
         """Try on this rank, before training, to save what belongs to the model besides its weights."""
-        self.state.check_export(dtype, self._text_parts())
+        self._model_export().check(dtype)
 
-    def _text_parts(self) -> TextParts:
-        return TextParts(self.tokenizer, self.processor, self.chat_template, self.end_of_turn_ids)
+    def _model_export(self) -> ModelExport:
+        text = TextParts(self.tokenizer, self.processor, self.chat_template, self.end_of_turn_ids)
+        return ModelExport(self.recipe, self.ranks, self.state, text)
 
     def reopened(self, directory: Path) -> FSDPSftWorker:
         """A new worker of the same class, not set up, for the weights that `export` wrote; this one may be released."""
@@ -582,14 +532,3 @@ class FSDPSftWorker(ABC):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:  # otherwise other ranks may be blocked in a collective
             leave_ranks(self.ranks)
-
-
-def _announced(info: Mapping[str, object]) -> int | None:
-    size = info.get("num_samples")
-    return size if isinstance(size, int) else None
-
-
-def _ranks(ranks: Ranks) -> str:
-    """The ranks, their devices and their layout."""
-    layout = f" ({ranks.layout})" if ranks.world_size > 1 else ""
-    return f"{ranks.world_size} on {ranks.device.type}{layout}"

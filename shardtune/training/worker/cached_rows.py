@@ -44,7 +44,8 @@ from shardtune.training.bad_rows import BadPart
 from shardtune.training.build.lora import adapt, check_stored
 from shardtune.training.build.model import build_empty, check_read_values, freeze
 from shardtune.training.run_summary import RunSummary
-from shardtune.training.worker.model_state import TextParts, outer_parameters
+from shardtune.training.worker.model_export import TextParts
+from shardtune.training.worker.model_state import outer_parameters
 from shardtune.training.worker.task import DataPaths, Evaluation, Task, UserMethods
 from shardtune.training.worker.user_evaluation import metrics_of
 

@@ -1,10 +1,9 @@
-"""A model on all ranks: built, sharded, filled with weights, saved, loaded and exported."""
+"""A model on all ranks: built, sharded, filled with weights, saved and loaded."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol, final
 
@@ -15,19 +14,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardtune.checkpoint.atomic import read_json
 from shardtune.checkpoint.base_weights import fingerprint
-from shardtune.checkpoint.companions import copy_companions
 from shardtune.checkpoint.dcp import PendingSave
 from shardtune.checkpoint.hf_save import (
-    DiskDtype,
-    Processor,
-    disk_dtype,
     gather_full,
-    save_config,
-    save_pretrained,
-    save_text_settings,
 )
-from shardtune.checkpoint.module_weights import save_plain
-from shardtune.checkpoint.peft_directory import merging, save_adapter
 from shardtune.checkpoint.training_state import (
     STATE_FILE,
     load_training,
@@ -36,16 +26,12 @@ from shardtune.checkpoint.training_state import (
     save_training,
     training_bytes,
 )
-from shardtune.checkpoint.weight_files import stored_dtype
-from shardtune.config import ActorConfig, Recipe, load_recipe
-from shardtune.config.model_names import BUILT_IN
-from shardtune.config.values import WORKERS
-from shardtune.errors import CheckpointError, ShardtuneError
+from shardtune.config import Recipe
+from shardtune.errors import CheckpointError
 from shardtune.models.adapter import AdapterRoot, WeightSource
 from shardtune.models.lora.attach import base_tensors, is_adapted
 from shardtune.models.lora.nf4 import coded_sizes
 from shardtune.models.new_tokens import grow_embeddings
-from shardtune.models.pretrained import settings_directory
 from shardtune.optim.build import build_optimizer
 from shardtune.parallel.direct_use import in_methods, own_methods
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, Weights
@@ -61,8 +47,6 @@ from shardtune.training.step import LossScale
 from shardtune.training.utilisation import Utilisation
 from shardtune.training.worker.finite_weights import FiniteWeights
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-
 
 class ModelSource(Protocol):
     """Builds a model; a `Task` is one."""
@@ -74,23 +58,6 @@ class ModelSource(Protocol):
     def build_again(self) -> nn.Module: ...
     def shard_units(self, model: nn.Module) -> tuple[list[nn.Module], str]: ...
     def apply_model_parallel(self, model: nn.Module, ranks: Ranks) -> ModelParallel: ...
-
-
-@dataclass(frozen=True, slots=True)
-class TextParts:
-    """The files of a model with text, besides its weights.
-
-    Attributes:
-        tokenizer: None without one.
-        processor: what prepares images or other inputs.
-        chat_template: that it was trained with; None: the tokenizer's.
-        end_of_turn_ids: tokens that end an answer.
-    """
-
-    tokenizer: PreTrainedTokenizerBase | None = None
-    processor: Processor | None = None
-    chat_template: str | None = None
-    end_of_turn_ids: tuple[int, ...] = ()
 
 
 @final
@@ -335,8 +302,6 @@ class ModelState:
         """The size of the model's weights on all ranks together."""
         return model_bytes(self.weights)
 
-    # Export.
-
     @torch.no_grad()
     def base_values(self) -> dict[str, torch.Tensor]:
         """The whole values that the model had before it was adapted, on the CPU, by its own names; all ranks call it.
@@ -354,111 +319,6 @@ class ModelState:
                     values[base.name] = values[first]
         return values
 
-    def export(self, directory: Path, dtype: str, text: TextParts, *, merge: bool = False) -> None:
-        """Write the model as a directory that its own `from_pretrained` loads, or as one weight file.
-
-        Args:
-            directory: to write into.
-            dtype: fp32 | bf16 | fp16 | fp64, or auto: that of the base model, otherwise that of training.
-            text: written beside the weights.
-            merge: merge a low-rank adapter into the base model and write the whole model; otherwise only the adapter is
-                written, in PEFT's format.
-        """
-        only_adapter = is_adapted(self.inner) and not merge
-        if only_adapter:
-            self.finite.check_written(directory, disk_dtype(self.inner, DTYPES.get(dtype)), self.weights.trainable())
-        else:
-            self.finite.check_written(directory, self._on_disk(dtype))
-        with self.weights.in_rows():
-            if only_adapter:
-                self._export_adapter(directory, dtype, text)
-            else:
-                self._export_model(directory, dtype, text)
-        if self._ranks.is_main:
-            self._copy_companions(directory, text, adapter=only_adapter)
-
-    def check_export(self, dtype: str, text: TextParts) -> None:
-        """Write everything of an export but the weights, into a folder that is removed, on the calling rank.
-
-        Raises:
-            CheckpointError: config, tokenizer or processor cannot be written.
-        """
-        with tempfile.TemporaryDirectory(prefix="shardtune-") as folder:
-            path, model = Path(folder), self.inner
-            try:
-                if isinstance(model, PreTrainedModel):
-                    save_config(model, path, self._disk_dtype(dtype, model))
-                _save_text(model, path, text)
-                self._copy_companions(path, text, adapter=is_adapted(model))
-            except ShardtuneError:
-                raise
-            except Exception as error:  # a processor is a user's or a third party's code and may raise anything
-                kinds = [type(part).__name__ for part in (text.processor, text.tokenizer) if part is not None]
-                raise CheckpointError(
-                    f"what belongs to the model besides its weights cannot be saved: {type(error).__name__}: {error}",
-                    where=", ".join([f"{type(model).__name__}.config", *kinds]),
-                    remedy="let save_pretrained of each of them write into a directory; final/ needs it",
-                ) from error
-
-    def _copy_companions(self, directory: Path, text: TextParts, *, adapter: bool) -> None:
-        actor = self._recipe.actor
-        found = [settings_directory(path) for path in (actor.tokenizer.tokenizer_model, actor.model.model_path)]
-        copy_companions(
-            list(dict.fromkeys(source for source in found if source is not None)),
-            directory,
-            tokenizer=text.tokenizer,
-            has_processor=text.processor is not None,
-            adapter=adapter,
-        )
-
-    def _disk_dtype(self, dtype: str, model: PreTrainedModel) -> torch.dtype:
-        """The dtype of the weights on disk; auto: that of the base model's directory, otherwise of the model made."""
-        if dtype in DTYPES:
-            return DTYPES[dtype]
-        config = self._recipe.actor.model
-        base = None if config.from_scratch else settings_directory(config.model_path)
-        stored = stored_dtype(base) if base is not None else None
-        made = model.config.dtype if isinstance(model.config.dtype, torch.dtype) else torch.float32
-        return stored or made
-
-    def _on_disk(self, dtype: str) -> DiskDtype:
-        """The dtype on disk of each tensor of the model, written as a whole."""
-        model = self.inner
-        return disk_dtype(
-            model, self._disk_dtype(dtype, model) if isinstance(model, PreTrainedModel) else DTYPES.get(dtype)
-        )
-
-    def _export_adapter(self, directory: Path, dtype: str, text: TextParts) -> None:
-        config = self._recipe.actor.model
-        in_memory = self.inner.name_or_path if isinstance(self.inner, PreTrainedModel) else ""
-        base = None if config.from_scratch else config.model_path or in_memory or None
-        save_adapter(self.inner, directory, base=base, dtype=DTYPES.get(dtype), tensors=self.weights.tensors())
-        if self._ranks.is_main:
-            _save_text(self.inner, directory, text)
-
-    def _export_model(self, directory: Path, dtype: str, text: TextParts) -> None:
-        model, tensors, gather, unties = self.inner, self.weights.tensors(), gather_full, False
-        if is_adapted(model):
-            tensors, merge, unties = merging(model, MASTER_DTYPE[self._recipe.actor.model.precision])
-            gather = self.finite.checked(merge, directory, self._on_disk(dtype))
-        if not isinstance(model, PreTrainedModel):
-            save_plain(model, directory, dtype=DTYPES.get(dtype), tensors=tensors, gather=gather)
-            if self._ranks.is_main:
-                _save_text(model, directory, text)
-            return
-        save_pretrained(
-            model,
-            directory,
-            dtype=self._disk_dtype(dtype, model),
-            tokenizer=text.tokenizer,
-            chat_template=text.chat_template,
-            end_of_turn_ids=text.end_of_turn_ids,
-            processor=text.processor,
-            tensors=tensors,
-            gather=gather,
-            settings={"tie_word_embeddings": False} if unties else {},
-        )
-
 
 def outer_parameters(model: nn.Module) -> set[str]:
     """The names of the parameters of embeddings and of a language model's head."""
@@ -468,41 +328,3 @@ def outer_parameters(model: nn.Module) -> set[str]:
         modules += list(head.modules())
     outer = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
     return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in outer}
-
-
-def _save_text(model: nn.Module, directory: Path, text: TextParts) -> None:
-    save_text_settings(model, directory, text.tokenizer, text.chat_template, text.end_of_turn_ids, text.processor)
-
-
-def over_directory(recipe: Recipe, directory: Path) -> Recipe:
-    """The same recipe with the configuration and tokenizer of a directory that `export` wrote, if it has them.
-
-    A user-defined module has neither; only its weights come from there (`RunContext.weights_directory`). A user's own
-    code that reads `actor.tokenizer.tokenizer_model` finds a directory there if it did in training: this one, or, with
-    an adapter, which lacks the base's config.json, the base's as before.
-    """
-    values, users_code = recipe.to_dict(), _runs_users_code(recipe.actor)
-    model, tokenizer = values["actor"]["model"], values["actor"]["tokenizer"]
-    has_tokenizer = (directory / "tokenizer_config.json").is_file()
-    if is_adapter(directory):
-        # The adapter's own settings apply, so none are given here; the base model stays.
-        model["lora"] = {"load_from": str(directory), "base_dtype": model["lora"]["base_dtype"]}
-        if has_tokenizer and not users_code:
-            tokenizer["tokenizer_model"] = str(directory)
-            values["data"]["chat_template"] = None
-    elif not (directory / "config.json").is_file():
-        return recipe
-    else:
-        model |= {"model_path": str(directory), "from_scratch": False, "config_overrides": {}}
-        if has_tokenizer:
-            tokenizer["tokenizer_model"] = tokenizer["tokenizer_model"] and str(directory)
-            values["data"]["chat_template"] = values["data"]["chat_template"] if users_code else None
-    in_memory = ["actor.model.model_path", "data.train_data_paths"]
-    in_memory += ["data.eval_data_paths"] if not recipe.data.eval_split else []
-    return load_recipe(values, in_memory=in_memory, files_must_exist=False)
-
-
-def _runs_users_code(actor: ActorConfig) -> bool:
-    """Whether a worker, an adapter or a registered function of the user's may read the recipe."""
-    worker = actor.worker is not None and actor.worker not in WORKERS
-    return worker or actor.model.adapter is not None or actor.model.model_type not in BUILT_IN

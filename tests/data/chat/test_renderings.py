@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardtune.data.chat import template as template_module
+from shardtune.data.chat import rendering
 from shardtune.data.chat.encoder import ChatEncoder
-from shardtune.data.chat.template import ChatTemplate, load_template
+from shardtune.data.chat.rendering import ChatTemplate
+from shardtune.data.chat.template import load_template
 from shardtune.data.encoder import RowError
+from shardtune.data.row_formats import Chat
 from tests.data.chat.test_encoder import STYLES, TAGS, TEMPLATES, TestUnstableTemplates, turn
 
 CALL = {"function": {"name": "look", "arguments": {"at": "Oslo"}}}
@@ -23,13 +25,13 @@ TOOL = {"type": "function", "function": {"name": "look", "description": "Looks."
 def renderings(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Grows by one whenever a template is rendered."""
     found: list[object] = []
-    render: Callable[..., Any] = template_module.render_jinja_template
+    render: Callable[..., Any] = rendering.render_jinja_template
 
     def counted(**options: Any) -> Any:
         found.append(options)
         return render(**options)
 
-    monkeypatch.setattr(template_module, "render_jinja_template", counted)
+    monkeypatch.setattr(rendering, "render_jinja_template", counted)
     return found
 
 
@@ -167,12 +169,12 @@ def test_a_shape_is_learned_once(make_tokenizer: Any, renderings: list[object]) 
 def test_templates_are_forgotten_when_there_are_too_many_shapes(
     make_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(template_module, "_MOST_OUTLINES", 2)
+    monkeypatch.setattr(rendering, "_MOST_OUTLINES", 2)
     tokenizer = make_tokenizer(eos_token="<|im_end|>")
     text = load_template("chatml", tokenizer)
     assert text is not None
     known = ChatTemplate(text, tokenizer)
     for turns in range(1, 6):
         ChatEncoder(tokenizer, text).encode(answers(*(["a", "b"] * turns)))
-        known.render_turns(template_module.Chat(tuple(answers(*(["a", "b"] * turns))["messages"]), (None,) * 2 * turns))
+        known.render_turns(Chat(tuple(answers(*(["a", "b"] * turns))["messages"]), (None,) * 2 * turns))
         assert len(known._outlines) <= 2

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from shardtune.launch.cluster_commands import launch_commands
+from shardtune.launch.jobs.commands import launch_commands
 from tests.support.dist.hosts import Host, hosts, lines_of, why_not
 from tests.support.dist.slurm_scenarios import LOST_AFTER, SLOW, STEPS, Outcome
 from tests.support.tiny_run import Tiny, assert_same_tensors, lines

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import shardtune
-from shardtune.launch.cluster_commands import launch_commands
+from shardtune.launch.jobs.commands import launch_commands
 from tests.support.dist.hosts import Host
 from tests.support.dist.slurm import KILL_SECONDS, NODE_LOST_SECONDS, Slurm
 from tests.support.tiny_run import Tiny, assert_same_tensors, lines

@@ -64,7 +64,7 @@ def test_one_without_arguments_trains(tmp_path: Path) -> None:
 def test_what_cannot_be_called_is_refused_before_any_rank_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, says: str
 ) -> None:
-    monkeypatch.setattr("shardtune.run.api.run_ranks", None)  # whoever started ranks would call it
+    monkeypatch.setattr("shardtune.run.ranks.run_ranks", None)  # whoever started ranks would call it
     for ranks in (1, 2):
         with pytest.raises(ConfigError) as error:
             shardtune.train(given(tmp_path, kind, f"runner.nproc_per_node={ranks}"))

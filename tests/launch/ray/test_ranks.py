@@ -190,7 +190,7 @@ def test_evaluation_runs_on_ray_too(tiny: Tiny, cluster: None, capfd: pytest.Cap
     run = shardtune.train(made)
     here = run.evaluate()
     capfd.readouterr()
-    from shardtune.run.api import evaluate
+    from shardtune.run.evaluation import evaluate
 
     evaluate(run.dir, "runner.launcher=ray", "runner.num_workers=1")
     told = capfd.readouterr().out

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from shardtune.launch.processes import PROC, Identity
+from shardtune.launch.watchdog.processes import PROC, Identity
 
 STACK_SIGNAL = signal.SIGRTMIN + 8 if sys.platform == "linux" else signal.SIGUSR2
 """Makes a process write its stacks, also one in which no Python code can run."""

@@ -1,6 +1,6 @@
 """Ray, for runs and for engines: a connection to a cluster, room on its hosts, and actors there.
 
-Only this file uses Ray's interface (and `ray_actor.py`, which runs on the cluster). Ray is an extra and slow to import,
+Only this file uses Ray's interface (and `actor.py`, which runs on the cluster). Ray is an extra and slow to import,
 so it is imported inside the functions.
 """
 

@@ -15,8 +15,8 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from shardtune.config import load_recipe
-from shardtune.launch.cluster_commands import launch_commands
-from shardtune.launch.container_files import MARK, RAY_VERSION, STUCK_SECONDS, VOLUME, liveness_check
+from shardtune.launch.jobs.commands import launch_commands
+from shardtune.launch.jobs.container_files import MARK, RAY_VERSION, STUCK_SECONDS, VOLUME, liveness_check
 from shardtune.launch.torchrun import TORCHRUN
 from tests.support.doc_blocks import ROOT
 

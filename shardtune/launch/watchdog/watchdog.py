@@ -2,7 +2,7 @@
 
 While training goes on it reads one counter of its own process, so it costs nothing, on any number of ranks. A rank that
 stands for too long writes its stacks into a file and a report into the rendezvous store; the ranks that wait for it do
-the same. The first of them reads all reports, judges (`launch/verdict.py`), and every rank ends with the same code.
+the same. The first of them reads all reports, judges (`verdict.py`), and every rank ends with the same code.
 
 At the start ranks have unequal work and nothing to count. There a rank is stuck that does not wait for others, and that
 for long has not used a processor or a disk, nor has a process that it has started; it ends by itself.
@@ -26,11 +26,17 @@ import torch.distributed as dist
 from shardtune.launch.events import write_last_event
 from shardtune.launch.exit_codes import note_exit_code
 from shardtune.launch.local import RanksStuck, is_launched, write_report
-from shardtune.launch.processes import ENDED, STOPPED, Identity, own_identity, own_work
 from shardtune.launch.progress import PROGRESS, START, Phase
 from shardtune.launch.signals import StopSignal
-from shardtune.launch.stacks import place_in, place_of_main_thread, stacks_of, stacks_of_all_threads, write_on_signal
-from shardtune.launch.verdict import StandReport, Verdict, describe, judge
+from shardtune.launch.watchdog.processes import ENDED, STOPPED, Identity, own_identity, own_work
+from shardtune.launch.watchdog.stacks import (
+    place_in,
+    place_of_main_thread,
+    stacks_of,
+    stacks_of_all_threads,
+    write_on_signal,
+)
+from shardtune.launch.watchdog.verdict import StandReport, Verdict, describe, judge
 
 STOP_SECONDS = 10.0
 """Without progress for so long (or five times the usual) after a stop signal, a run counts as stuck."""

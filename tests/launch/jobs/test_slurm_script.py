@@ -13,8 +13,8 @@ import yaml
 
 from shardtune.checkpoint.atomic import write_json
 from shardtune.errors import ConfigError
-from shardtune.launch import slurm_script
-from shardtune.launch.cluster_commands import launch_commands
+from shardtune.launch.jobs import slurm_script
+from shardtune.launch.jobs.commands import launch_commands
 from shardtune.run.directory import MANIFEST, finish_run
 
 RECIPE = {

@@ -15,20 +15,20 @@ import pytest
 import shardtune
 from shardtune.batch import Batch
 from shardtune.config import load_recipe
-from shardtune.launch import watchdog
 from shardtune.launch.local import REPORT_DIR, RanksStuck, ReportedError, _reports
 from shardtune.launch.progress import PROGRESS, START
 from shardtune.launch.signals import StopSignal
-from shardtune.launch.stacks import Place, place_in, place_of
 from shardtune.launch.torchrun import final_code
-from shardtune.launch.verdict import StandReport, describe, judge
+from shardtune.launch.watchdog import watchdog
+from shardtune.launch.watchdog.stacks import Place, place_in, place_of
+from shardtune.launch.watchdog.verdict import StandReport, describe, judge
 from shardtune.parallel.ranks import join_ranks
 from shardtune.training.worker import base
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
 from tests.support.tiny_run import Tiny, assert_same_tensors, lines, make_tiny
 
-PLUGIN = str(Path(__file__).parents[1] / "support" / "stuck_ways.py")
+PLUGIN = str(Path(__file__).parents[2] / "support" / "stuck_ways.py")
 
 
 @pytest.fixture(scope="module")

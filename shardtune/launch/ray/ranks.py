@@ -20,10 +20,10 @@ from shardtune.config import Recipe
 from shardtune.config.environment import variables
 from shardtune.config.schema import RunnerConfig
 from shardtune.errors import ParallelError
-from shardtune.launch import ray_cluster
 from shardtune.launch.local import GRACE_SECONDS, POLL_SECONDS, REPORT_DIR, RankReport, raise_outcome
-from shardtune.launch.ray_actor import Place, RankHolder, Sign
-from shardtune.launch.ray_cluster import Actor, ActorEnded, Placement
+from shardtune.launch.ray import cluster as ray_cluster
+from shardtune.launch.ray.actor import Place, RankHolder, Sign
+from shardtune.launch.ray.cluster import Actor, ActorEnded, Placement
 from shardtune.launch.signals import LAUNCHER_PID, StopSignal
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from shardtune.errors import ConfigError, ParallelError
-from shardtune.launch.cluster_commands import launch_commands
+from shardtune.launch.jobs.commands import launch_commands
 from shardtune.launch.torchrun import TORCHRUN
 from shardtune.run.preflight import OWN_STORE
 from tests.support.workspace import run_cli

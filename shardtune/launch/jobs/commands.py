@@ -14,9 +14,8 @@ from shardtune.config.paths import ALL_KEYS
 from shardtune.config.rank_layout import Layout
 from shardtune.config.typed_paths import TYPED
 from shardtune.errors import ConfigError
-from shardtune.launch.container_files import Job, dockerfile, job_set, ray_job, sky_task
-from shardtune.launch.rank_logs import LOGS
-from shardtune.launch.slurm_script import (
+from shardtune.launch.jobs.container_files import Job, dockerfile, job_set, ray_job, sky_task
+from shardtune.launch.jobs.slurm_script import (
     JOB_ID,
     JOB_PORT,
     SlurmJob,
@@ -25,6 +24,7 @@ from shardtune.launch.slurm_script import (
     slurm_script,
     task_overrides,
 )
+from shardtune.launch.rank_logs import LOGS
 from shardtune.launch.torchrun import JOIN_SECONDS, PORT, TORCHRUN
 
 STOP_SECONDS = 600

@@ -1,0 +1,137 @@
+"""`shardtune generate` and `shardtune chat`: answers of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardtune.cli.arguments import Checkpoint, MaxNewTokens, ModelOption, RunOrModel, Seed, Temperature, TopP, Trust
+from shardtune.errors import ConfigError, printable
+
+
+def generate(
+    run: RunOrModel = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="A user turn to answer; may be repeated.")
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A JSONL file with rows {prompt}, {question} or {messages}, with images and tools; answered in order. "
+            "Relative paths of images start at the file."
+        ),
+    ] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An image for every prompt, in the place of &lt;image&gt; or before the text; a path or a URL."
+        ),
+    ] = None,
+    model: ModelOption = None,
+    checkpoint: Checkpoint = "final",
+    system: Annotated[str | None, typer.Option(help="A system turn before each prompt.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
+    ] = False,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    trust: Trust = None,
+) -> None:
+    """Answer prompts with a run's model or any other: plain text for prompts, JSON lines for --file.
+
+    Decoding is greedy unless --temperature is given. Paths that are typed start at the working directory.
+
+    **Examples**
+
+    ```text
+    shardtune generate runs/recipe --prompt "What is 2 plus 3?"
+    shardtune generate Qwen/Qwen3-0.6B "What is 2 plus 3?"
+    shardtune generate runs/recipe --prompt "What is this?" --image photo.jpg
+    shardtune generate runs/recipe --file questions.jsonl > answers.jsonl
+    shardtune generate runs/recipe --prompt "A rhyme, please." --temperature 0.8 --top-p 0.9 --seed 7
+    ```
+    """
+    target, typed = _target("generate", run, model)
+    prompts = [*typed, *(prompt or ())]
+    if (not prompts) == (file is None):
+        raise ConfigError(
+            "give a prompt or --file" if file is None else "a prompt and --file exclude each other",
+            where="shardtune generate",
+            remedy=f'shardtune generate {target} --prompt "…", or --file prompts.jsonl; or shardtune chat {target}',
+        )
+    if file is not None and image:
+        raise ConfigError(
+            "--file and --image exclude each other",
+            where="shardtune generate",
+            remedy="name images in the rows of the file: images: [a.jpg], relative to it",
+        )
+    from shardtune.cli.chat import Question, answer_line, read_prompts
+    from shardtune.evaluate.generate import Sampling
+    from shardtune.run.plain_model import load_run_or_model
+
+    questions = read_prompts(file) if file else [Question(text, image or []) for text in prompts]
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    answers = load_run_or_model(target, trust=trust or ()).generate(
+        [question.prompt for question in questions],
+        checkpoint=checkpoint,
+        system=system,
+        sampling=sampling,
+        raw=raw,
+        images=[question.images for question in questions],
+        tools=[question.tools for question in questions],
+        folder=file.parent if file else None,
+    )
+    for question, answer in zip(questions, answers, strict=True):
+        typer.echo(answer_line(question, answer) if file else printable(answer))
+
+
+def chat(
+    run: RunOrModel = None,
+    model: ModelOption = None,
+    checkpoint: Checkpoint = "final",
+    system: Annotated[str | None, typer.Option(help="The system turn.")] = None,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    trust: Trust = None,
+) -> None:
+    """Chat with a run's model or any other; /reset clears the conversation, an empty line or Ctrl-D ends it.
+
+    **Examples**
+
+    ```text
+    shardtune chat runs/recipe
+    shardtune chat Qwen/Qwen3-0.6B
+    shardtune chat runs/recipe --checkpoint best --system "Be brief." --temperature 0.7
+    ```
+    """
+    target, more = _target("chat", run, model)
+    if more:
+        raise ConfigError(
+            f"chat reads its turns from the terminal; {more[0]!r} has no meaning here",
+            where="shardtune chat",
+            remedy=f"shardtune chat {target}, or shardtune generate {target} --prompt {more[0]!r}",
+        )
+    from shardtune.cli.chat import chat as talk
+    from shardtune.evaluate.generate import Sampling
+    from shardtune.run.plain_model import load_run_or_model
+
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    talk(load_run_or_model(target, trust=trust or ()), checkpoint, system, sampling)
+
+
+def _target(command: str, words: list[str] | None, model: str | None) -> tuple[str, list[str]]:
+    """The run or model that is named, and the words after it."""
+    named = [*([] if model is None else [model]), *(words or ())]
+    if not named:
+        raise ConfigError(
+            "there is no run and no model",
+            where=f"shardtune {command}",
+            remedy=f"shardtune {command} runs/recipe, or a model: shardtune {command} Qwen/Qwen3-0.6B",
+        )
+    return named[0], named[1:]

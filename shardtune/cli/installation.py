@@ -1,0 +1,41 @@
+"""`shardtune version` and `shardtune env`."""
+
+from __future__ import annotations
+
+import typer
+
+
+def version() -> None:
+    """Print the version.
+
+    **Examples**
+
+    ```text
+    shardtune version
+    shardtune --version
+    ```
+    """
+    from importlib.metadata import version as version_of
+
+    typer.echo(f"shardtune {version_of('shardtune')}")
+
+
+def env() -> None:
+    """Print versions and devices, for a bug report.
+
+    **Examples**
+
+    ```text
+    shardtune env
+    ```
+    """
+    import torch
+
+    from shardtune.run.directory import environment
+
+    for name, value in environment().items():
+        typer.echo(f"{name}: {value}")
+    typer.echo(f"cpu threads: {torch.get_num_threads()}")
+    typer.echo(f"cuda devices: {torch.cuda.device_count()}")
+    for number in range(torch.cuda.device_count()):
+        typer.echo(f"cuda:{number}: {torch.cuda.get_device_name(number)}")

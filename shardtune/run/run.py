@@ -1,0 +1,358 @@
+"""A run directory: its metrics, its model, its answers, its exports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from shardtune.checkpoint.atomic import publish, read_json
+from shardtune.checkpoint.checksums import complete_checksums
+from shardtune.checkpoint.export_check import check_reload
+from shardtune.checkpoint.store import CheckpointStore
+from shardtune.checkpoint.verified import damage_on_ranks, directory_damage, require_sound
+from shardtune.config import Recipe
+from shardtune.config.own_code import require_consent
+from shardtune.config.paths import user_path
+from shardtune.config.user_code import import_plugins
+from shardtune.errors import CheckpointError, ConfigError
+from shardtune.evaluate.generate import Sampling
+from shardtune.run.choose_worker import Objects, make_worker, worker_class
+from shardtune.run.directory import check_writable, load_config
+from shardtune.run.exporting import exporting
+from shardtune.run.identity import CONFIG, FINAL, MANIFEST, read_manifest
+from shardtune.run.model_card import CARD, RunRecord, make_card
+from shardtune.run.overridden import overridden
+from shardtune.run.prompts import PromptBuilder
+from shardtune.run.push import push
+from shardtune.training.loggers import SAMPLES, read_metrics
+from shardtune.training.worker.adapter_worker import SFTWorker
+from shardtune.training.worker.base import FSDPSftWorker
+from shardtune.training.worker.exported_recipe import over_directory
+from shardtune.training.worker.reported import evaluation_method
+from shardtune.training.worker.run_context import RunContext, silent
+
+NO_EVALUATION = ("data.eval_data_paths=null", "data.eval_split=0", "eval.generate=false", "eval.metrics=[]", *(
+    "eval.harness=[]", "eval.harness_options={}", "eval.environment=null",
+    "runner.eval_before_training=false", "runner.eval_interval=-1", "runner.early_stop.enabled=false",
+    "runner.best.monitor=null",
+))  # fmt: skip
+
+
+class Run:
+    """A run directory, finished or not: its metrics and its model.
+
+    Args:
+        directory: of the run.
+        trust: code that its recipe names and that may be executed, besides what this user has trained with.
+        trained_here: it is the result of a training that this process has done or started.
+    """
+
+    def __init__(self, directory: Path, *, trust: Sequence[str] = (), trained_here: bool = False) -> None:
+        self.dir = directory
+        self._trust = tuple(trust)
+        self._trained_here = trained_here
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.dir)!r})"
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last value of every metric; of the evaluation ones, those of `final/` if it exists."""
+        latest: dict[str, float] = {}
+        for line in read_metrics(self.dir):
+            latest |= line
+        final = self.dir / FINAL / "metrics.json"
+        return {**latest, **(read_json(final) if final.exists() else {})}
+
+    @property
+    def recipe(self) -> Recipe:
+        """The resolved recipe that the run directory holds."""
+        return load_config(self.dir)
+
+    def executable_recipe(self) -> Recipe:
+        """The recipe, whose code may be executed.
+
+        Raises:
+            ConfigError: it names code that this user has neither trained with nor named as trusted.
+        """
+        recipe = self.recipe
+        if not self._trained_here:
+            require_consent(recipe, self._trust, self.dir / CONFIG)
+        return recipe
+
+    def worker(
+        self, checkpoint: str = "final", *overrides: str, eval_data: object = None, episodes_dir: Path | None = None
+    ) -> FSDPSftWorker:
+        """The model of a checkpoint, ready to evaluate and to generate.
+
+        Args:
+            checkpoint: final, latest, best, a step, or a path.
+            overrides: `key=value` on top of the run's recipe.
+            eval_data: rows in memory instead of the recipe's evaluation sets.
+            episodes_dir: where the episodes of evaluations are written; None: nowhere.
+        """
+        recipe, context = self.executable_recipe(), RunContext(report=silent, episodes_dir=episodes_dir)
+        recipe = overridden(recipe, overrides)
+        import_plugins(recipe.plugins)
+        path = self.dir / FINAL if checkpoint == "final" else None
+        if path is None:
+            weights = CheckpointStore(self.dir / "checkpoints").resolve(checkpoint)
+            worker = make_worker(recipe, Objects(eval_data=eval_data), training=False, report=silent)
+            require_sound(damage_on_ranks(weights, worker.ranks), weights, "take another: --checkpoint N")
+            worker.setup_evaluation(weights, context)
+            return worker
+        if not path.is_dir():
+            raise CheckpointError(
+                f"{self.dir} has no {FINAL}/ yet",
+                where="--checkpoint final",
+                remedy="finish the run, or take a checkpoint of it: --checkpoint latest",
+            )
+        worker = make_worker(over_directory(recipe, path), Objects(eval_data=eval_data), training=False, report=silent)
+        found = directory_damage(path, worker.ranks)
+        weights = {
+            name: fault for name, fault in found.items() if name.endswith(".safetensors")
+        }  # a user may edit others
+        require_sound(weights, path, "the command that trained the run writes it again from the last checkpoint")
+        worker.setup_evaluation(context=replace(context, weights_directory=path))
+        return worker
+
+    def evaluate(self, checkpoint: str = "final", *overrides: str, eval_data: object = None) -> dict[str, float]:
+        """The evaluation metrics of a checkpoint, measured now."""
+        require_same_worker(self)
+        folder = self.dir / SAMPLES / Path(checkpoint).name
+        worker = self.worker(checkpoint, *overrides, eval_data=eval_data, episodes_dir=folder)
+        if not worker.evaluates:
+            raise nothing_to_evaluate()
+        return evaluation_method(worker)()
+
+    def generate(
+        self,
+        prompts: str | Sequence[str | Sequence[Mapping[str, object]]],
+        *,
+        checkpoint: str = "final",
+        system: str | None = None,
+        sampling: Sampling | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        raw: bool = False,
+        images: Sequence[object] = (),
+        tools: Sequence[object] = (),
+        folder: str | Path | None = None,
+    ) -> list[str]:
+        """Generate one answer per prompt; a prompt is the text of a user turn, or a whole conversation.
+
+        Args:
+            prompts: one text, or several texts or conversations. Turns may hold parts with images.
+            checkpoint: final, latest, best, a step, or a path.
+            system: a system turn before each prompt.
+            sampling: how tokens are sampled; greedy by default. Or one by one:
+            max_new_tokens: of an answer, its end-of-turn token included; 256 by default.
+            temperature: 0 is greedy, the default.
+            top_p: tokens are sampled from the smallest set with this probability; 1 by default.
+            seed: of the sampling; 0 by default.
+            raw: continue the prompts as plain text, without the chat template.
+            images: the images of a single text; for several prompts a list for each. An image is given as in a row: a
+                path, a URL, bytes, a Pillow image or a uint8 array [height, width, 3]. It replaces `<image>` in the
+                prompt; without one it goes before the text.
+            tools: definitions of the tools of a single text, as in a row; for several prompts a list for each.
+            folder: what relative image paths are relative to; by default the working directory.
+        """
+        settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+        sampling = _sampling(sampling, {name: value for name, value in settings.items() if value is not None})
+        prompt_list = [prompts] if isinstance(prompts, str) else list(prompts)
+        if raw and (system is not None or any(tools) or not all(isinstance(prompt, str) for prompt in prompt_list)):
+            raise ConfigError(
+                "raw text is continued as it is and has no turns",
+                where="--raw",
+                remedy="leave out --system, tools and messages, or --raw",
+            )
+        tool_lists = [tools] if isinstance(prompts, str) else list(tools) or [None] * len(prompt_list)
+        if len(tool_lists) != len(prompt_list):
+            raise ConfigError(
+                f"{len(prompt_list)} prompts and {len(tool_lists)} lists of tools",
+                where="tools=",
+                remedy="give a list of tools for each prompt, empty for one without",
+            )
+        image_lists = (
+            [images] if isinstance(prompts, str) else [_images(one) for one in images or [()] * len(prompt_list)]
+        )
+        if len(image_lists) != len(prompt_list):
+            raise ConfigError(
+                f"{len(prompt_list)} prompts and {len(image_lists)} lists of images",
+                where="images=",
+                remedy="give a list of images for each prompt, empty for one without",
+            )
+        worker = answering(self, checkpoint)
+        encoder = worker.chat_encoder().at(Path.cwd() if folder is None else Path(folder).absolute())
+        builder = PromptBuilder(encoder, str(self.dir))
+        encoded = [
+            builder.text(str(prompt), images) if raw else builder.turns(_conversation(prompt, system), images, tools)
+            for prompt, images, tools in zip(prompt_list, image_lists, tool_lists, strict=True)
+        ]
+        return worker.generator().answers(encoded, sampling)
+
+    def export(
+        self,
+        to: str | Path,
+        *,
+        checkpoint: str = "final",
+        dtype: str = "auto",
+        merge: bool = False,
+        check: bool = True,
+        report: Callable[[str], None] = silent,
+    ) -> Path:
+        """Export a checkpoint as a directory for other programs, then load it in a new process and compare.
+
+        A causal language model is compared by its logits, any other model by its tensors, bit by bit. An adapter is
+        written in PEFT's format, unless it is merged.
+
+        Args:
+            to: the directory, which must be empty or not exist yet.
+            checkpoint: final, latest, best, a step, or a path.
+            dtype: auto (the base model's) | fp32 | bf16 | fp16.
+            merge: add the adapter to the base model's weights, in full precision, and write the whole model.
+            check: whether to compare.
+            report: receives the result of the comparison.
+
+        Raises:
+            CheckpointError: the directory is not empty, or the written model differs from the trained one.
+        """
+        target = user_path(to, "--to").absolute()
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            what = "is not empty" if target.is_dir() else "is a file"
+            raise CheckpointError(f"{target} {what}", where="--to", remedy="name a directory that does not exist yet")
+        check_writable(target, "--to")
+        config = self.recipe.actor.model
+        if merge and not config.is_lora:
+            raise ConfigError(
+                "the run trained no adapter, so there is nothing to merge", where="--merge", remedy="leave it out"
+            )
+        full = "fp64" if config.precision == "fp64" else "fp32"
+        exactly = (f"actor.model.precision={full}", "actor.model.lora.base_dtype=auto") if config.is_lora else ()
+        worker = self.worker(checkpoint, *NO_EVALUATION, *exactly)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        checked = None
+        with exporting(target) as temporary:
+            worker.export(temporary, dtype, merge=merge)
+            if check:
+                worker.weights.restore_model()
+                checked = check_reload(worker.inner_model, temporary)
+                report(f"{target}: {checked}")
+            self._write_card(temporary, target.name, checkpoint, worker.step, merge=merge, checked=checked)
+            complete_checksums(temporary, {})
+            if target.exists():
+                target.rmdir()
+            publish(temporary, target)
+        return target
+
+    def push(
+        self,
+        repo: str,
+        *,
+        public: bool = False,
+        revision: str | None = None,
+        replace_card: bool = False,
+        report: Callable[[str], None] = silent,
+    ) -> str:
+        """Publish `final/` on the Hugging Face Hub, with a model card; returns the address of the commit.
+
+        Arguments and errors are those of `shardtune.run.push.push`.
+        """
+        return push(self.dir, repo, public=public, revision=revision, replace_card=replace_card, report=report)
+
+    def _write_card(
+        self, directory: Path, name: str, checkpoint: str, step: int, *, merge: bool, checked: str | None
+    ) -> None:
+        """Write the model card of an exported directory, unless the model has brought one."""
+        if (directory / CARD).exists():
+            return
+        record, at = RunRecord.read(self.dir, read_manifest(self.dir)), None if checkpoint == FINAL else step
+        card = make_card(record, directory, title=name, merged=merge, step=at, checked=checked)
+        (directory / CARD).write_text(card, encoding="utf-8")
+
+
+def load_run(directory: str | Path, *, trust: Sequence[str] = ()) -> Run:
+    """The run in a directory that `shardtune train` made.
+
+    Args:
+        directory: of the run, or its `final/`.
+        trust: files, modules and models whose code may be executed where the run's recipe names them. What this user
+            has trained with needs none.
+    """
+    run_dir = user_path(directory, "RUN").absolute()
+    if run_dir.name in (FINAL, "FINAL") and (run_dir.parent / MANIFEST).exists():
+        run_dir = run_dir.parent
+    load_config(run_dir)
+    return Run(run_dir, trust=trust)
+
+
+def answering(run: Run, checkpoint: str) -> SFTWorker:
+    """The model of a checkpoint, ready to generate.
+
+    Raises:
+        ConfigError: the run uses a user-defined worker, which cannot generate.
+    """
+    kind = worker_class(run.executable_recipe())
+    if not issubclass(kind, SFTWorker):
+        raise ConfigError(
+            f"the run is driven by {kind.__name__}, which gives no answers",
+            where=str(run.dir),
+            remedy=f"shardtune eval {run.dir}; from Python, load_run({str(run.dir)!r}).worker() holds the model",
+        )
+    worker = run.worker(checkpoint, *NO_EVALUATION)
+    assert isinstance(worker, SFTWorker)
+    return worker
+
+
+def require_same_worker(run: Run) -> None:
+    """Refuse to evaluate a run by another loss than it was trained with: one of a class that its recipe does not name.
+
+    Raises:
+        ConfigError: a script trained it with a trainer of its own.
+    """
+    trained_by = str(read_manifest(run.dir)["worker"])
+    chosen = worker_class(run.executable_recipe()).__qualname__
+    if trained_by != chosen:
+        raise ConfigError(
+            f"the run was trained by {trained_by}, which its recipe does not name; {chosen} would evaluate it",
+            where=str(run.dir / MANIFEST),
+            remedy=f"name the class in the recipe before training, actor.worker: file.py:{trained_by}; the metrics of "
+            "the trained model are in final/metrics.json",
+        )
+
+
+def nothing_to_evaluate() -> ConfigError:
+    return ConfigError(
+        "there is nothing to evaluate on: data.eval_data_paths and eval.environment are null, eval.harness is empty",
+        where="data.eval_data_paths",
+        remedy="set data.eval_data_paths or data.eval_split; from Python, or give rows: run.evaluate(eval_data=…)",
+    )
+
+
+def _sampling(given: Sampling | None, settings: Mapping[str, float]) -> Sampling:
+    if given is not None and settings:
+        raise ConfigError(
+            f"sampling and {', '.join(settings)} are both given",
+            where="generate(sampling=…)",
+            remedy="keep one of them: Sampling(max_new_tokens=…, temperature=…, top_p=…, seed=…)",
+        )
+    return replace(given or Sampling(), **settings)
+
+
+def _conversation(prompt: str | Sequence[Mapping[str, object]], system: str | None) -> list[Mapping[str, object]]:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return [*messages] if system is None else [{"role": "system", "content": system}, *messages]
+
+
+def _images(given: object) -> Sequence[object]:
+    """The images of one of several prompts."""
+    if isinstance(given, Sequence) and not isinstance(given, str | bytes):
+        return given
+    raise ConfigError(
+        f"the images of a prompt are a {type(given).__name__}, not a list",
+        where="images=",
+        remedy="give a list of images for each prompt, empty for one without",
+    )

@@ -1,0 +1,44 @@
+"""The recipe of a run, for the directory that it has exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardtune.config import ActorConfig, Recipe, load_recipe
+from shardtune.config.model_names import BUILT_IN
+from shardtune.config.values import WORKERS
+from shardtune.training.build.lora import is_adapter
+
+
+def over_directory(recipe: Recipe, directory: Path) -> Recipe:
+    """The same recipe with the configuration and tokenizer of a directory that `export` wrote, if it has them.
+
+    A user-defined module has neither; only its weights come from there (`RunContext.weights_directory`). A user's own
+    code that reads `actor.tokenizer.tokenizer_model` finds a directory there if it did in training: this one, or, with
+    an adapter, which lacks the base's config.json, the base's as before.
+    """
+    values, users_code = recipe.to_dict(), _runs_users_code(recipe.actor)
+    model, tokenizer = values["actor"]["model"], values["actor"]["tokenizer"]
+    has_tokenizer = (directory / "tokenizer_config.json").is_file()
+    if is_adapter(directory):
+        # The adapter's own settings apply, so none are given here; the base model stays.
+        model["lora"] = {"load_from": str(directory), "base_dtype": model["lora"]["base_dtype"]}
+        if has_tokenizer and not users_code:
+            tokenizer["tokenizer_model"] = str(directory)
+            values["data"]["chat_template"] = None
+    elif not (directory / "config.json").is_file():
+        return recipe
+    else:
+        model |= {"model_path": str(directory), "from_scratch": False, "config_overrides": {}}
+        if has_tokenizer:
+            tokenizer["tokenizer_model"] = tokenizer["tokenizer_model"] and str(directory)
+            values["data"]["chat_template"] = values["data"]["chat_template"] if users_code else None
+    in_memory = ["actor.model.model_path", "data.train_data_paths"]
+    in_memory += ["data.eval_data_paths"] if not recipe.data.eval_split else []
+    return load_recipe(values, in_memory=in_memory, files_must_exist=False)
+
+
+def _runs_users_code(actor: ActorConfig) -> bool:
+    """Whether a worker, an adapter or a registered function of the user's may read the recipe."""
+    worker = actor.worker is not None and actor.worker not in WORKERS
+    return worker or actor.model.adapter is not None or actor.model.model_type not in BUILT_IN

@@ -1,0 +1,68 @@
+"""What the first screen of a run shows of a worker's model, ranks, data and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from shardtune.config import Recipe
+from shardtune.data.loader.protocol import Loader, MicroBatch
+from shardtune.models.lora.attach import trainable_patterns
+from shardtune.parallel.ranks import Ranks
+from shardtune.training.run_summary import RunSummary
+from shardtune.training.worker.data_position import DataPosition
+from shardtune.training.worker.model_state import ModelState
+
+
+def summarise(
+    recipe: Recipe,
+    ranks: Ranks,
+    state: ModelState,
+    position: DataPosition,
+    loader: Loader[MicroBatch],
+    evaluations: Mapping[str, tuple[Iterable[object], Mapping[str, object]]],
+) -> RunSummary:
+    """The summary of a worker after its set-up.
+
+    Args:
+        recipe: of the run.
+        ranks: of the run.
+        state: the model.
+        position: of training in its data.
+        loader: of the training data.
+        evaluations: by the name of the set, the loader and what it announces.
+    """
+    parameters, shapes, notes = dict(state.inner.named_parameters()), state.weights.shapes, list[str]()
+    if recipe.runner.deterministic:
+        notes.append("deterministic kernels: bitwise repeatable, and on CUDA slower than those left out")
+    horizon = position.horizon
+    if horizon < recipe.runner.max_steps:
+        limit = position.limit(horizon)
+        notes.append(f"training ends after {horizon:,} steps by {limit}; runner.max_epochs: -1 sets no such limit")
+    all_trained = all(parameter.requires_grad for parameter in parameters.values())
+    return RunSummary(
+        model=type(state.inner).__name__.removeprefix("FSDP"),
+        parameters=sum(state.sizes().values()),
+        trainable=sum(shapes[name].numel() for name in state.weights.trainable()),
+        dtypes=state.dtypes,
+        ranks=_ranks(ranks),
+        attention="",
+        rows=loader.num_samples,
+        tokens=None,
+        targets=0.0,
+        steps_per_epoch=loader.num_steps(0),
+        total_steps=position.horizon,
+        evaluation={name: _announced(info) for name, (_, info) in evaluations.items()},
+        notes=notes,
+        trained=[] if all_trained else trainable_patterns(parameters, shapes),
+    )
+
+
+def _announced(info: Mapping[str, object]) -> int | None:
+    size = info.get("num_samples")
+    return size if isinstance(size, int) else None
+
+
+def _ranks(ranks: Ranks) -> str:
+    """The ranks, their devices and their layout."""
+    layout = f" ({ranks.layout})" if ranks.world_size > 1 else ""
+    return f"{ranks.world_size} on {ranks.device.type}{layout}"
