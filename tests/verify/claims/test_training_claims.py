@@ -94,10 +94,9 @@ def test_a_run_that_is_continued_is_the_uninterrupted_one(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     ("worker", "words"),
     [
-        (DRAWS_UNSEEDED, "in step 2: train/loss "),
-        (FORGETS_A_SLOT, "after step 2: the weights "),
+        pytest.param(DRAWS_UNSEEDED, "in step 2: train/loss ", id="draws", marks=pytest.mark.slow),
+        pytest.param(FORGETS_A_SLOT, "after step 2: the weights ", id="slot"),
     ],
-    ids=["draws", "slot"],
 )
 def test_what_is_not_in_the_checkpoint_is_named(tiny: Tiny, worker: str, words: str) -> None:
     found = check(tiny, "resume", worker, steps=2)
@@ -106,6 +105,7 @@ def test_what_is_not_in_the_checkpoint_is_named(tiny: Tiny, worker: str, words: 
     assert ("Python's random module" in found.text) == (worker is DRAWS_UNSEEDED)
 
 
+@pytest.mark.slow  # twelve processes; test_layouts and test_order hold the same in one
 def test_numbers_do_not_depend_on_ranks(tiny: Tiny) -> None:
     found = check(tiny, "elastic", steps=2)
     assert found.outcome == "passed", found
@@ -131,6 +131,7 @@ def test_a_preempted_run_loses_nothing(tiny: Tiny) -> None:
     assert found.text.endswith("no step lost or computed twice, bitwise the uninterrupted run")
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_of_sigterm_loses_a_step(tiny: Tiny) -> None:
     found = check(tiny, "preempt", DIES_OF_SIGTERM, steps=5)
     assert found.outcome == "failed", found
