@@ -113,7 +113,7 @@ def _keys_of(word: str, rest: deque[str], options: Collection[str]) -> list[tupl
         return [(FOLDER, str(folder.parent)), (NAME, folder.name)]
     found = find_flag(name)
     is_unknown = found.key == name.replace("-", "_") and "." not in name
-    if is_unknown and (near := _near(flag, [*options, *known_flags()])):
+    if is_unknown and (near := nearest_option(flag, [*options, *known_flags()])):
         raise ConfigError(f"there is no option {flag}", where=word, remedy=f"did you mean {near}?")
     if is_unknown and not equals and (not rest or rest[0].startswith("--")):
         return [(found.key, "true")]  # refused by the recipe, with the key that is meant
@@ -144,11 +144,12 @@ def _other_command_line(words: Sequence[str], flags: Mapping[str, Sequence[tuple
 
 
 def _similar(flag: str, options: Collection[str]) -> str:
-    near = _near(flag, options)
+    near = nearest_option(flag, options)
     return f"did you mean {near}?" if near else f"its options are: {', '.join(options)}; or write key=value"
 
 
-def _near(flag: str, options: Collection[str]) -> str | None:
+def nearest_option(flag: str, options: Collection[str]) -> str | None:
+    """The option that a misspelt flag probably means."""
     names = {name.replace("_", "-"): name for name in options}
     return next(
         (names[near] for near in difflib.get_close_matches(flag.replace("_", "-"), names, n=1, cutoff=0.85)), None
