@@ -22,7 +22,7 @@ MOST_LEVELS = 50
 SHOWN = 3
 """Names of other files in a message, at most."""
 """How deep lists and mappings may be nested, in a recipe or an override."""
-SHOW_KEYS = "a recipe starts like this: actor: {model: {model_path: …}}; docs/configuration.md lists all keys"
+SHOW_KEYS = "a recipe starts like this: model: {model_path: …}; docs/configuration.md lists all keys"
 
 
 class RecipeLoader(yaml.SafeLoader):
