@@ -23,6 +23,9 @@ RunOrModel = Annotated[
         "an adapter of PEFT), or a name on the Hub.",
     ),
 ]
+AdapterOption = Annotated[
+    str | None, typer.Option("--adapter", "--lora-model-dir", "--adapter-name-or-path", hidden=True)
+]
 ModelOption = Annotated[
     str | None, typer.Option("--model", "--model-name-or-path", help="The same as RUN_OR_MODEL, as an option.")
 ]

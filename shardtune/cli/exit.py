@@ -12,6 +12,7 @@ import typer
 
 from shardtune.errors import ConfigError, Interrupted, ShardtuneError, printable
 from shardtune.launch.exit_codes import note_exit_code
+from shardtune.launch.signals import ignored
 
 UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 """click's class of parse errors, from the copy of click that typer uses; typed as its subclass."""
@@ -62,6 +63,13 @@ def end(error: BaseException) -> NoReturn:
     """Print an error once, or report it to the launcher, and leave with its exit code."""
     if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
         leave(1)  # nobody reads any more, as in `shardtune --help | head`
+    with ignored():  # torchrun sends SIGTERM to the other ranks as soon as one has failed
+        code = _print(error)
+    leave(code)
+
+
+def _print(error: BaseException) -> int:
+    """Print an error once, or report it to the launcher; returns its exit code."""
     error = _as_users(error)
     rank = int(os.environ.get("RANK", "0"))
     launched = "SHARDTUNE_REPORT_DIR" in os.environ
@@ -81,7 +89,7 @@ def end(error: BaseException) -> NoReturn:
         prefix = f"rank {rank}: " if "RANK" in os.environ and not launched else ""
         with suppress(OSError):
             print(f"{prefix}{kind}{printable(text)}", file=sys.stderr)
-    leave(code)
+    return code
 
 
 def _explain(error: BaseException) -> tuple[int, str]:

@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from shardtune.cli.arguments import Checkpoint, MaxNewTokens, ModelOption, RunOrModel, Seed, Temperature, TopP, Trust
+from shardtune.cli.arguments import (
+    AdapterOption,
+    Checkpoint,
+    MaxNewTokens,
+    ModelOption,
+    RunOrModel,
+    Seed,
+    Temperature,
+    TopP,
+    Trust,
+)
 from shardtune.errors import ConfigError, printable
 
 
@@ -30,6 +40,7 @@ def generate(
         ),
     ] = None,
     model: ModelOption = None,
+    adapter: AdapterOption = None,
     checkpoint: Checkpoint = "final",
     system: Annotated[str | None, typer.Option(help="A system turn before each prompt.")] = None,
     raw: Annotated[
@@ -55,7 +66,7 @@ def generate(
     shardtune generate runs/recipe --prompt "A rhyme, please." --temperature 0.8 --top-p 0.9 --seed 7
     ```
     """
-    target, typed = _target("generate", run, model)
+    target, typed = _target("generate", run, model, adapter)
     prompts = [*typed, *(prompt or ())]
     if (not prompts) == (file is None):
         raise ConfigError(
@@ -92,6 +103,7 @@ def generate(
 def chat(
     run: RunOrModel = None,
     model: ModelOption = None,
+    adapter: AdapterOption = None,
     checkpoint: Checkpoint = "final",
     system: Annotated[str | None, typer.Option(help="The system turn.")] = None,
     max_new_tokens: MaxNewTokens = 512,
@@ -110,7 +122,7 @@ def chat(
     shardtune chat runs/recipe --checkpoint best --system "Be brief." --temperature 0.7
     ```
     """
-    target, more = _target("chat", run, model)
+    target, more = _target("chat", run, model, adapter)
     if more:
         raise ConfigError(
             f"chat reads its turns from the terminal; {more[0]!r} has no meaning here",
@@ -125,8 +137,14 @@ def chat(
     talk(load_run_or_model(target, trust=trust or ()), checkpoint, system, sampling)
 
 
-def _target(command: str, words: list[str] | None, model: str | None) -> tuple[str, list[str]]:
+def _target(command: str, words: list[str] | None, model: str | None, adapter: str | None) -> tuple[str, list[str]]:
     """The run or model that is named, and the words after it."""
+    if adapter is not None:
+        raise ConfigError(
+            "an adapter has no option of its own: its directory names the model that it belongs to",
+            where=f"shardtune {command}",
+            remedy=f"write it in the place of the model: shardtune {command} {adapter}",
+        )
     named = [*([] if model is None else [model]), *(words or ())]
     if not named:
         raise ConfigError(

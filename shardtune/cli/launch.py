@@ -33,7 +33,7 @@ def launch(
         str | None,
         typer.Option(
             help="torchrun | slurm | ray | docker | kuberay | jobset | skypilot | all; by default, to start: Slurm "
-            "where a cluster answers, otherwise this machine; to print: all."
+            "where a cluster answers, otherwise this machine; to print: the commands of torchrun and Ray."
         ),
     ] = None,
     array: Annotated[
@@ -43,7 +43,8 @@ def launch(
 ) -> None:
     """Start a recipe on this machine or as a job of Slurm, or print how to start it on several hosts.
 
-    With --print nothing is started: commands for torchrun, Slurm and Ray, files for containers.
+    With --print nothing is started: it prints the commands for torchrun and Ray, or with --by a job script of Slurm
+    or a file for containers.
 
     **Examples**
 
@@ -56,7 +57,7 @@ def launch(
     shardtune launch recipe.yaml --print --nodes 2 --nproc-per-node 8 --by jobset > jobset.yaml
     ```
     """
-    from shardtune.launch.jobs.commands import LAUNCHERS, launch_commands
+    from shardtune.launch.jobs.commands import COMMANDS, LAUNCHERS, launch_commands
 
     path, overrides = split_words(recipe)
     if by is not None and by not in (*LAUNCHERS, "all"):
@@ -69,7 +70,7 @@ def launch(
         raise ConfigError(
             "there is no recipe to launch", where="shardtune launch", remedy="shardtune launch recipe.yaml --print"
         )
-    launchers = LAUNCHERS if by in (None, "all") else (by,)
+    launchers = COMMANDS if by is None else LAUNCHERS if by == "all" else (by,)
     again = {"fewest": min_nodes, "restarts": max_restarts}
     typer.echo(launch_commands(path, overrides, nodes, nproc_per_node, launchers, **again, array=array))
 

@@ -50,6 +50,7 @@ def explain_key(
 
 
 def convert(
+    context: typer.Context,
     words: Annotated[
         list[str],
         typer.Argument(
@@ -81,4 +82,5 @@ def convert(
     """
     from shardtune.cli.convert import write_recipe
 
-    write_recipe(words, trainer, to, world_size)
+    options = [name for param in context.command.params for name in param.opts if name.startswith("--")]
+    write_recipe(words, options, trainer, to, world_size)

@@ -15,6 +15,8 @@ RECIPE_FLAGS = ("-c", "--config", "--recipe")
 ROWS = (".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".tsv", ".arrow", ".feather")
 UNQUOTED = re.compile(r"[\w./:+%*@?|-]+|[\[{\"'].*|.*\$\{.*", re.DOTALL)
 """Values that Hydra's grammar reads as they are, or that are written in it."""
+FORMS: Mapping[str, str] = {"runner.push_to_hub": "OWNER/NAME"}
+"""How a value is written, for the message about a flag that is a switch in other trainers."""
 
 
 def split_words(words: Sequence[str] | None) -> tuple[str | None, list[str]]:
@@ -86,14 +88,24 @@ def _refuse_rows(words: Sequence[str]) -> None:
             )
 
 
-def _value(word: str, rest: deque[str]) -> str:
-    """The value of a flag: after its `=`, or the next word."""
+def _value(word: str, rest: deque[str], key: str | None = None) -> str:
+    """The value of a flag, of a key if it stands for one: after its `=`, or the next word."""
     flag, equals, value = word.partition("=")
     if equals:
         return value
     if not rest or rest[0].startswith("--"):
-        raise ConfigError(f"{flag} has no value", where=flag, remedy=f"write {flag} VALUE, or {flag}=VALUE")
+        raise ConfigError(f"{flag} has no value", where=flag, remedy=f"write {flag} {_form(key)}")
     return rest.popleft()
+
+
+def _form(key: str | None) -> str:
+    """What to write as the value of a key, and what the key is."""
+    from shardtune.config.keys import KEYS
+    from shardtune.config.schema import short_key
+
+    if key not in KEYS:
+        return "VALUE"
+    return f"{FORMS.get(key, 'VALUE')}; {short_key(key)}: {KEYS[key].field.description}"
 
 
 def _keys_of(word: str, rest: deque[str], options: Collection[str]) -> list[tuple[str, str]]:
@@ -113,12 +125,12 @@ def _keys_of(word: str, rest: deque[str], options: Collection[str]) -> list[tupl
         return [(FOLDER, str(folder.parent)), (NAME, folder.name)]
     found = find_flag(name)
     is_unknown = found.key == name.replace("-", "_") and "." not in name
-    if is_unknown and (near := _near(flag, [*options, *known_flags()])):
+    if is_unknown and (near := nearest_option(flag, [*options, *known_flags()])):
         raise ConfigError(f"there is no option {flag}", where=word, remedy=f"did you mean {near}?")
     if is_unknown and not equals and (not rest or rest[0].startswith("--")):
         return [(found.key, "true")]  # refused by the recipe, with the key that is meant
     if found.switch is None:
-        return [(found.key, _value(word, rest))]
+        return [(found.key, _value(word, rest, found.key))]
     if not equals:
         given = rest.popleft() if rest and rest[0] in (*found.values, found.switch, *TRUTHS) else found.switch
     if found.switch not in TRUTHS and given.lower() == "true":  # `--bf16 true`, as transformers' command lines have it
@@ -144,11 +156,12 @@ def _other_command_line(words: Sequence[str], flags: Mapping[str, Sequence[tuple
 
 
 def _similar(flag: str, options: Collection[str]) -> str:
-    near = _near(flag, options)
+    near = nearest_option(flag, options)
     return f"did you mean {near}?" if near else f"its options are: {', '.join(options)}; or write key=value"
 
 
-def _near(flag: str, options: Collection[str]) -> str | None:
+def nearest_option(flag: str, options: Collection[str]) -> str | None:
+    """The option that a misspelt flag probably means."""
     names = {name.replace("_", "-"): name for name in options}
     return next(
         (names[near] for near in difflib.get_close_matches(flag.replace("_", "-"), names, n=1, cutoff=0.85)), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
@@ -18,8 +19,10 @@ MOST_BYTES = 1 << 24
 MOST_VALUES = 100_000
 """Of a recipe, those that aliases (`*name`) repeat counted each time."""
 MOST_LEVELS = 50
+SHOWN = 3
+"""Names of other files in a message, at most."""
 """How deep lists and mappings may be nested, in a recipe or an override."""
-SHOW_KEYS = "a recipe starts like this: actor: {model: {model_path: …}}; docs/configuration.md lists all keys"
+SHOW_KEYS = "a recipe starts like this: model: {model_path: …}; docs/configuration.md lists all keys"
 
 
 class RecipeLoader(yaml.SafeLoader):
@@ -118,8 +121,12 @@ def unresolved(config: DictConfig) -> dict[str, object]:
 
 def _beside(path: Path) -> str:
     folder = path if path.is_dir() else path.parent
-    found = sorted(file.name for file in folder.glob("*.y*ml"))[:5] if folder.is_dir() else []
-    return f"{folder} holds: {', '.join(found)}" if found else "name a YAML file"
+    found = sorted(file.name for file in folder.glob("*.y*ml")) if folder.is_dir() else []
+    near = difflib.get_close_matches(path.name, found, n=SHOWN)
+    if near:
+        return f"did you mean {' or '.join(str(path.with_name(name)) for name in near)}?"
+    more = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return f"{folder} holds: {', '.join(found[:SHOWN])}{more}" if found else "name a YAML file"
 
 
 def _measure(node: yaml.Node, counted: dict[yaml.Node, int | None], level: int) -> int:

@@ -95,7 +95,7 @@ def prepare_data(
             max_bad_rows=data.max_bad_rows,
             report=report,
         )
-        for line in built.report.lines():
+        for line in built.report.lines(max_length=data.max_length):
             report(f"data: {line}")
         return built
 

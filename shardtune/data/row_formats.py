@@ -74,13 +74,12 @@ def recognise(row: Row) -> RowFormat:
         missing = [key for key in known.keys if row.get(key) is None]
         if len(missing) < len(known.keys):
             raise RowError(
-                f"the row looks like {known.title}, but has no {' and no '.join(missing)} (its keys: {keys}). "
+                f"the row looks like {known.title}, but has no {' and no '.join(missing)} (its keys: {keys}).\n"
                 + advice(row, missing)
             )
-    formats = "; ".join(f"{known.title} ({', '.join(known.keys)})" for known in FORMATS)
+    formats = "; ".join(" and ".join(known.keys) for known in FORMATS)
     raise RowError(
-        f"the row has a format that is not known. Its keys: {keys}. Known formats and their keys: {formats}. "
-        + advice(row)
+        f"the row has a format that is not known. Its keys: {keys}.\n    Known rows have: {formats}.\n" + advice(row)
     )
 
 
@@ -127,7 +126,7 @@ def _require_keys(row: Row, known: RowFormat) -> None:
     missing = [key for key in known.keys if row.get(key) is None]
     if missing:
         raise RowError(
-            f"the row has no {' and no '.join(missing)}, which {known.title} needs (its keys: {', '.join(row)}). "
+            f"the row has no {' and no '.join(missing)}, which {known.title} needs (its keys: {', '.join(row)}).\n"
             + advice(row, missing)
         )
 

@@ -36,7 +36,7 @@ _NEVER = re.compile(
 
 
 def advice(row: Mapping[str, object], keys: Sequence[str] = ()) -> str:
-    """How the recipe can read a row whose format is not known.
+    """How the recipe can read a row whose format is not known, in lines of a message.
 
     Args:
         row: as it is.
@@ -49,9 +49,10 @@ def advice(row: Mapping[str, object], keys: Sequence[str] = ()) -> str:
         f"{json.dumps(key)}: row[{json.dumps(column, ensure_ascii=False)}]" for key, column in whole.items()
     )
     return (
-        f"Name its columns in the recipe, data.columns: {{{columns}}}, or as a flag, --data.columns '{{{columns}}}', "
-        "or make another row of it, data.transform: prepare.py:prepare with this line in prepare.py: "
-        f"def prepare(row): return {{{parts}}}"
+        f"    Name its columns in the recipe, data.columns: {{{columns}}},\n"
+        f"    or as a flag, --data.columns '{{{columns}}}',\n"
+        "    or make another row of it, data.transform: prepare.py:prepare, with this line in prepare.py:\n"
+        f"    def prepare(row): return {{{parts}}}"
     )
 
 

@@ -20,6 +20,7 @@ from shardtune.engine.call_watch import RETURNED, SILENT, explain
 from shardtune.engine.pickling import pack, unpack
 from shardtune.engine.rank_process import Failure, Host, Limits, Meeting, Outcome, Request, failure_of
 from shardtune.engine.ranks import GRACE_SECONDS, Team, raise_failure, stuck_error
+from shardtune.launch.cores import threads_of_rank
 from shardtune.launch.local import free_port
 from shardtune.launch.module_process import module_command
 from shardtune.launch.watchdog.verdict import StandReport
@@ -45,7 +46,7 @@ class LocalRanks(Team):
         atexit.register(self.close)
         for _ in range(num_ranks):
             self._start()
-        threads = 0 if "OMP_NUM_THREADS" in os.environ else max(1, (os.cpu_count() or 1) // num_ranks)
+        threads = 0 if "OMP_NUM_THREADS" in os.environ else threads_of_rank(num_ranks)
         meeting = Meeting(0, num_ranks, port=free_port(None), device=device, threads=threads, limits=limits)
         paths = list(sys.path)
         messages = [

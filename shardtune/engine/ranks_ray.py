@@ -13,6 +13,7 @@ from shardtune.engine.pickling import pack, unpack
 from shardtune.engine.rank_process import Failure, Host, Limits, Meeting, Outcome, Request, failure_of
 from shardtune.engine.ranks import GRACE_SECONDS, Team, raise_failure
 from shardtune.errors import ParallelError
+from shardtune.launch.cores import usable_cores
 from shardtune.launch.ray import cluster as ray_cluster
 from shardtune.launch.ray.actor import free_port, own_address
 from shardtune.launch.ray.cluster import Actor, Placement
@@ -158,7 +159,7 @@ def connect(address: str | None) -> None:
     )
     ray_cluster.connect(
         address or os.environ.get("RAY_ADDRESS"),
-        cores=max(os.cpu_count() or 1, 32),  # any number of ranks may share this machine's cores
+        cores=max(usable_cores(), 32),  # any number of ranks may share this machine's cores
         where=f"shardtune.init(address={address!r})",
     )
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from shardtune.engine.pickling import pack_for_twin, unpack
 from shardtune.engine.rank_process import Failure, Host, Limits, Outcome, Request, device_for, failure_of
 from shardtune.engine.ranks import GRACE_SECONDS, Team
+from shardtune.launch.cores import threads_of_rank
 from shardtune.parallel.ranks import open_group
 from shardtune.parallel.torch_private import default_store
 
@@ -30,7 +31,7 @@ class SpmdRanks(Team):
         super().__init__(num_ranks)
         chosen = device_for(device, int(os.environ.get("LOCAL_RANK", "0")))
         if os.environ.get("OMP_NUM_THREADS") is None:
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+            torch.set_num_threads(threads_of_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         open_group(chosen, limits.collective_timeout)
         self._limits = limits
         self._host = Host(self.rank, num_ranks, chosen, copies=True, watchdog_seconds=limits.watchdog_seconds)

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardtune.errors import Interrupted, ParallelError, ShardtuneError
+from shardtune.launch.cores import threads_of_rank
 from shardtune.launch.exit_codes import EXIT_DIR, read_exit_codes
 from shardtune.launch.module_process import module_command, module_environment
 from shardtune.launch.rank_logs import BEGUN, RankLog, log_file
@@ -216,9 +217,8 @@ def _start(
     further: Mapping[str, str],
     piped: bool,
 ) -> subprocess.Popen[bytes]:
-    threads = max(1, (os.cpu_count() or 1) // num_ranks)
     environment = {
-        "OMP_NUM_THREADS": str(threads),  # ranks that use all cores each would slow each other down
+        "OMP_NUM_THREADS": str(threads_of_rank(num_ranks)),
         **module_environment(),
         **further,
         "RANK": str(rank),

@@ -48,6 +48,7 @@ class StopSignal:
         self._requested_at = 0.0
         self._seen = False  # before its handler has run
         self._deferred = False
+        self._failed = False  # inside `deferred`, and the error is on its way
         self._listens = False
         self._failure: BaseException | None = None
         self._wakeup = -1
@@ -81,11 +82,18 @@ class StopSignal:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Only record signals inside: stopping at once would lose work."""
+        """Only record signals inside: stopping at once would lose work.
+
+        After an error inside they are recorded on: a stop, which a launcher sends to the other ranks when one has
+        failed, does not take the error's place.
+        """
         self.check()
-        self._deferred = True
+        self._deferred, self._failed = True, False
         try:
             yield
+        except Exception:
+            self._failed = True
+            raise
         finally:
             self._deferred = False
 
@@ -100,7 +108,7 @@ class StopSignal:
             self.requested, self._requested_at = True, now
         if again and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if not self._deferred:
+        if not self._deferred and not self._failed:
             self.check()
 
 
@@ -142,6 +150,19 @@ def listening(*, own_process: bool = False) -> Iterator[StopSignal]:
             yield stop
     finally:
         _current, stop._listens = None, False
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def ignored() -> Iterator[None]:
+    """Ignore the signals that end a process inside: it is ending, and its message is being printed."""
+    before = {number: handler for number in SIGNALS if (handler := signal.getsignal(number)) is not None}
+    for number in before:
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 

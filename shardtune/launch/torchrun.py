@@ -35,6 +35,8 @@ PORT = 29400
 LOG_LEVELS = {"LOGLEVEL": "CRITICAL", "TORCH_CPP_LOG_LEVEL": "FATAL"}
 """Of the agent, unless they are set: the messages here replace its tables, tracebacks and frames of C++."""
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
+STOPPED = frozenset({Interrupted.exit_code, *(-signal.Signals[name] for name in SIGNALS.split(","))})
+"""Exit codes of ranks that a signal has stopped."""
 SAVE_SECONDS = 600
 """How long the ranks may take after a signal, unless --shutdown-timeout says otherwise; torchrun gives them 30."""
 JOIN_SECONDS = 300
@@ -50,8 +52,7 @@ def final_code(codes: Sequence[int | None]) -> int:
     for cause in (ShardtuneError.exit_code, RanksStuck.exit_code):
         if cause in codes:
             return cause
-    stopped = {Interrupted.exit_code, *(-signal.Signals[name] for name in SIGNALS.split(","))}
-    if stopped.intersection(codes) and not {None, -signal.SIGKILL}.intersection(codes):
+    if STOPPED.intersection(codes) and not {None, -signal.SIGKILL}.intersection(codes):
         return Interrupted.exit_code
     return 0 if codes and not any(code != 0 for code in codes) else 1
 
@@ -105,7 +106,7 @@ def _run(arguments: Namespace, folder: Path) -> tuple[int, str]:
         run(arguments)
     except ChildFailedError as failed:
         codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-        return _outcome({**codes, **read_exit_codes(folder)})
+        return _outcome({**codes, **read_exit_codes(folder)}, failed.get_first_failure()[0])
     except SignalException as stopped:
         code = _noted_code(arguments, folder)
         name = signal.Signals(stopped.sigval).name
@@ -170,8 +171,13 @@ def _noted_code(arguments: Namespace, folder: Path) -> int:
     return final_code([*found.values(), *[None] * silent])
 
 
-def _outcome(codes: dict[int, int]) -> tuple[int, str]:
-    """The exit code of a launch of which a rank has failed, and a message on a rank that could print none."""
+def _outcome(codes: dict[int, int], first: int) -> tuple[int, str]:
+    """The exit code of a launch of which a rank has failed, and a message on a rank that could print none.
+
+    The agent has stopped the other ranks then, so that they were stopped does not count.
+    """
+    if codes[first] not in STOPPED:
+        codes = {rank: code for rank, code in codes.items() if code not in STOPPED}
     code = final_code([*codes.values()])
     killed = {rank: -each for rank, each in codes.items() if each < 0}
     if code == 1 and killed:

@@ -269,7 +269,7 @@ class Display:
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         if step:
-            self.report(f"step {step:,}: {'  '.join(evaluation_texts(metrics))}")
+            self.report(f"step {step:,}: eval {'  '.join(evaluation_texts(metrics))}")
             return
         chosen = {key: value for key, value in metrics.items() if key.endswith(BEFORE_TRAINING)}
         self.report(f"before training: {'  '.join(evaluation_texts(chosen or metrics))}")

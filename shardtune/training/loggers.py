@@ -21,7 +21,7 @@ import yaml
 from shardtune.config.schema.runner import LoggerConfig
 from shardtune.config.secrets import without_secrets
 from shardtune.data.durable import sync_folder
-from shardtune.errors import ConfigError, ShardtuneError
+from shardtune.errors import CheckpointError, ConfigError, ShardtuneError
 from shardtune.launch.events import restart_count
 from shardtune.training.experiment.background import Background
 from shardtune.training.experiment.checks import check_services
@@ -60,19 +60,36 @@ class JsonLines:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self._file = open(run_dir / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
+        self._path = run_dir / METRICS_FILE
+        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
         sync_folder(run_dir)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"step": step, **finite}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise self._unwritable(error) from error
 
     def sync(self) -> None:
-        os.fsync(self._file.fileno())
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._unwritable(error) from error
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:  # what a full disk has refused before is tried once more
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"the metrics cannot be written: {error.strerror or error}",
+            where=str(self._path),
+            remedy="make room on the disk; the same command continues from the last checkpoint",
+        )
 
 
 class TensorBoard:

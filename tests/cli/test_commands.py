@@ -171,7 +171,7 @@ def test_the_preview_tells_rows_and_what_became_of_them(work: Path) -> None:
         "longest 100",
         "evaluation set eval: 5 rows",
         "1 of 3 rows skipped, not usable: row 2 (the row has no assistant turn",
-        "1 of 3 rows cut at data.max_length: row 3 (226 tokens)",
+        "1 of 3 rows cut to data.max_length: 100: row 3 (226 tokens)",
         "mixed.jsonl:3",
         "⟦long long",
     ):

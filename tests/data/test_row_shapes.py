@@ -27,10 +27,11 @@ def test_both_lines_that_the_message_names_read_the_row(row: dict[str, object], 
     with pytest.raises(RowError) as caught:
         read_example(row)
     reason = caught.value.reason
-    assert f"data.columns: {columns}, or as a flag, --data.columns '{columns}'" in reason
+    assert f"data.columns: {columns},\n    or as a flag, --data.columns '{columns}'," in reason
+    assert max(map(len, reason.splitlines())) <= 120
     names = dict(part.replace('"', "").split(": ") for part in columns[1:-1].split(", "))
     mapped = read_example(rename_columns(row, names))
-    line = re.search(r"in prepare\.py: (def prepare\(row\): return .*)", reason)
+    line = re.search(r"in prepare\.py:\n    (def prepare\(row\): return .*)", reason)
     assert line is not None
     made: dict = {}
     exec(line[1], made)
@@ -38,5 +39,5 @@ def test_both_lines_that_the_message_names_read_the_row(row: dict[str, object], 
 
 
 def test_a_format_that_the_recipe_names_too() -> None:
-    with pytest.raises(RowError, match=r"has no answer, which.*data\.columns: \{answer: reply\}.*data\.transform"):
+    with pytest.raises(RowError, match=r"(?s)has no answer, which.*data\.columns: \{answer: reply\}.*data\.transform"):
         read_example({"question": "a", "reply": "b"}, "question_answer")

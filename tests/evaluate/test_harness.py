@@ -193,6 +193,16 @@ def problem_of(recipe: str, given: tuple[str, ...], folder: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tensor", "sequence"])
+def test_ranks_that_share_a_model_score_as_the_harness_itself(work: Path, tmp_path: Path, layout: str) -> None:
+    results = reference(work / "model", work)
+    given = (*keys(work), f"actor.parallel.{layout}=2")
+    found = run_ranks(evaluated, 2, str(work / "recipe.yaml"), given, str(tmp_path), timeout=300)
+    assert found[0] == found[1]
+    agree(found[0], results)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "given"),
     [

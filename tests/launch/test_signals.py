@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 import shardtune
-from shardtune.errors import Interrupted
+from shardtune.cli.exit import end as end_command
+from shardtune.errors import Interrupted, ShardtuneError
 from shardtune.launch.local import RankFailed, ReportedError
 from shardtune.launch.signals import SIGNALS, StopSignal, listening
 from tests.support import fork_server
@@ -37,9 +38,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 PLUGIN = """
 import os, time
+import shardtune.launch.watchdog as watchdog
 from shardtune.training.worker.base import FSDPSftWorker
 
-original = FSDPSftWorker.run_training
+original, original_peers = FSDPSftWorker.run_training, watchdog.ended_peers
 
 def run_training(self):
     time.sleep(float(os.environ.get("TEST_SECONDS", "0")))
@@ -49,9 +51,14 @@ def run_training(self):
         os.kill(os.getpid(), 9)
     return original(self)
 
+def ended_peers():
+    time.sleep(float(os.environ.get("TEST_SLOW_END", "0")))
+    return original_peers()
+
 FSDPSftWorker.run_training = run_training
+watchdog.ended_peers = ended_peers
 """
-"""A plugin, which every rank imports: makes a step last, or one of rank 1's its last."""
+"""A plugin, which every rank imports: makes a step last, one of rank 1's its last, or the others slow to notice."""
 
 
 def start(tiny: Tiny, name: str, *launcher: str, environment: dict[str, str] | None = None, **changes: Any) -> Process:
@@ -148,7 +155,7 @@ def test_when_a_rank_dies_the_others_end_and_its_error_is_shown(
     assert time.time() - written < 15, "since rank 1 ended"
     told = str(failed.value)
     assert told.startswith("rank 1 was ended by SIGKILL" if how == "killed" else "ValueError: on purpose")
-    assert (f"{plugin}:10, in run_training, on rank 1" in told) == (how == "error")
+    assert (f"{plugin}:11, in run_training, on rank 1" in told) == (how == "error")
     assert "rank 0" not in told, "what followed from the error is not the error"
     assert children(os.getpid()) == before
 
@@ -156,7 +163,9 @@ def test_when_a_rank_dies_the_others_end_and_its_error_is_shown(
 def test_under_torchrun_the_rank_that_failed_says_why(tiny: Tiny) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
     began = time.monotonic()
-    exit_code, told = end(start(tiny, "torchrun", *torchrun, environment={"TEST_ERROR": "1"}))
+    # torchrun's SIGTERM comes to rank 0 while that is about to print its error.
+    slow = {"TEST_ERROR": "1", "TEST_SLOW_END": "1"}
+    exit_code, told = end(start(tiny, "torchrun", *torchrun, environment=slow))
     assert exit_code == 1
     assert "rank 1: error: " in told
     assert "ValueError: on purpose" in told
@@ -348,6 +357,32 @@ def test_a_stop_that_somebody_swallowed_is_not_lost() -> None:
             assert inner is stop
         with pytest.raises(Interrupted), stop.deferred():
             raise AssertionError("training began although a stop was asked for")
+
+
+def test_a_stop_does_not_take_the_place_of_an_error() -> None:
+    """As where a launcher sends SIGTERM to the ranks that are about to notice that another one has ended."""
+
+    def fail(stop: StopSignal) -> None:
+        try:
+            with stop.deferred():
+                raise RuntimeError("closed")
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with listening() as stop, pytest.raises(RuntimeError, match="closed"):
+        fail(stop)
+
+
+def test_a_stop_does_not_hide_the_message_of_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    class Signalled(ShardtuneError):
+        def __str__(self) -> str:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().__str__()
+
+    with pytest.raises(SystemExit):
+        end_command(Signalled("broken"))
+    assert capsys.readouterr().err == "error: broken\n"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_a_deferred_signal_is_only_noted() -> None:

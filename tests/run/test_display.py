@@ -96,8 +96,8 @@ def test_evaluations_for_a_reader() -> None:
     display.evaluated(0, {"eval/own": 3.0})
     assert out.getvalue().splitlines() == [
         "before training: 0.0 % right  loss 6.0700",
-        "step 1,200: 99.4 % right  loss 6.0700  token_accuracy 0.0000",
-        "step 1,200: a/loss 1.0000  a 50.0 % right  a/unparsed 2  own 3.0000",
+        "step 1,200: eval 99.4 % right  loss 6.0700  token_accuracy 0.0000",
+        "step 1,200: eval a/loss 1.0000  a 50.0 % right  a/unparsed 2  own 3.0000",
         "before training: own 3.0000",
     ]
 

@@ -13,9 +13,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardtune.config.schema.runner import LoggerConfig, PrometheusConfig
-from shardtune.errors import ParallelError
+from shardtune.errors import CheckpointError, ParallelError
 from shardtune.launch.events import write_event
-from shardtune.training.loggers import check_logger, cut_back, open_tracker, read_metrics
+from shardtune.training.loggers import JsonLines, check_logger, cut_back, open_tracker, read_metrics
 from tests.support.tiny_run import free_ports
 
 
@@ -36,6 +36,15 @@ def test_a_line_per_step_and_what_is_not_finite_is_null(tmp_path: Path) -> None:
     opened.log(1, {"train/loss": float("nan"), "train/tokens": 3.0})
     opened.close()
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "train/loss": null, "train/tokens": 3.0}\n'
+
+
+def test_a_full_disk_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    record = JsonLines(tmp_path)
+    with pytest.raises(CheckpointError, match=r"(?s)metrics cannot be written: No space.*metrics\.jsonl.*make room"):
+        record.log(1, {"train/loss": 1.0})
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        record.close()
 
 
 @pytest.mark.parametrize("done", [-1, 0, 3, 5, 9])

@@ -170,8 +170,12 @@ def _per_epoch(c: Conversion, key: str, name: str, total: int | None) -> None:
     elif total is not None:
         c.put(key, max(1, math.ceil(total / (times * epochs))), name, comment=f"{name}: {times:g} of {total} steps")
     else:
-        c.put(key, "epoch", comment=f"{name}: {times:g}, see the end")
-        c.missing(f"{key}: the steps of an epoch / {times:g}, as a whole number; the recipe has epoch", name)
+        c.put(key, "epoch", comment=f"{name}: {times:g}; epoch is once, see the end", always=True)
+        c.missing(
+            f"the recipe has {key}: epoch, which is once in an epoch; for {times:g} times write the steps of an epoch "
+            f"/ {times:g} (shardtune train RECIPE --dry-run prints the steps)",
+            name,
+        )
 
 
 def _loggers(c: Conversion) -> None:

@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from shardtune.config.foreign import halos
 from shardtune.config.foreign.conversion import Conversion
+from shardtune.config.foreign.model_type import model_type
 from shardtune.config.foreign.trainers import TRAINERS, OtherTrainer, recognise
 from shardtune.config.foreign.written import recipe_text, report_text
 from shardtune.config.loading import load_recipe
@@ -76,6 +77,7 @@ def convert(
     c = Conversion(known.name, tree, source, folder, world_size)
     known.convert(c)
     c.translate(known.table)
+    model_type(c)
     if world_size is not None and world_size > 1 and word != HALOS:
         c.put("runner.nproc_per_node", world_size, comment="--world-size; on several hosts: the processes of one")
     _check(c)

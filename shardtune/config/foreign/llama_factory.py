@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 
 from shardtune.config.foreign import rules
-from shardtune.config.foreign.conversion import Conversion, Kind
+from shardtune.config.foreign.conversion import DATA_SUFFIXES, Conversion, Kind
 from shardtune.config.foreign.rows import EVAL, TRAIN, as_entries, entry
 from shardtune.config.foreign.table import By, Missing, NotNeeded, Table, To, each
 from shardtune.config.foreign.training_arguments import TRAINING_ARGUMENTS, training_arguments
@@ -305,6 +305,8 @@ def _data(c: Conversion) -> None:
     held_out = [_entry(c, str(name), info, limit, "eval_dataset") for name in listed(c.get("eval_dataset"))]
     if held_out:
         c.put(EVAL, as_entries(held_out), "eval_dataset")
+    for key, ours in (("dataset", TRAIN), ("eval_dataset", EVAL)):
+        _list_unknown(c, key, ours, info)
     size = number(c.get("val_size", 0.0)) or 0.0
     if 0 < size < 1:
         c.put("data.eval_split", size, "val_size", comment="val_size; which rows differs")
@@ -317,14 +319,23 @@ def _info(c: Conversion) -> Mapping[str, object]:
     folder = str(c.get("dataset_dir", "data"))
     file = c.target / c.path(folder) / "dataset_info.json"
     if not file.is_file():
-        if c.has("dataset") and folder != "ONLINE":
-            c.notes.append(
-                f"{folder}/dataset_info.json is not at hand, so the names of data sets are left as they are: write the "
-                "files or Hub names into data.train_data_paths (run from LLaMA-Factory's folder, they are found)"
-            )
         return {}
     found = json.loads(file.read_text(encoding="utf-8"))
     return found if isinstance(found, dict) else {}
+
+
+def _list_unknown(c: Conversion, key: str, ours: str, info: Mapping[str, object]) -> None:
+    """Name the data sets of which only LLaMA-Factory's own name is known, and what to write for each."""
+    folder = str(c.get("dataset_dir", "data"))
+    names = [str(name) for name in listed(c.get(key))]
+    unknown = [name for name in names if name not in info and not name.endswith(DATA_SUFFIXES) and "/" not in name]
+    if unknown and folder != "ONLINE":
+        where = f"not in {folder}/dataset_info.json" if info else f"{folder}/dataset_info.json is not at hand"
+        c.missing(
+            f"{where}: in {ours} write the file or the name on the Hub for {', '.join(unknown)}"
+            + ("" if info else " (run from LLaMA-Factory's folder, and they are found)"),
+            key,
+        )
 
 
 def _entry(c: Conversion, name: str, info: Mapping[str, object], limit: int | None, key: str) -> dict[str, object]:

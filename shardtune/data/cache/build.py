@@ -111,7 +111,7 @@ def encode_chunk(task: BuildTask, chunk: Chunk, most: int | None = None) -> Enco
             reason = _reason(row, caused_by(error, row))
             if not task.skip_bad:
                 raise bad_row(task.file.label, number, reason) from error
-            tally.bad.add(number, reason)
+            tally.bad.add(number, " ".join(reason.split()))
             continue
         if encoded is not None:
             kept.append(encoded)

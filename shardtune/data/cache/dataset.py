@@ -18,7 +18,7 @@ from shardtune.data.cache.fields import Kinds, require_same_kinds
 from shardtune.errors import DataError
 
 _OUTCOMES = {
-    "truncated": "cut at data.max_length",
+    "truncated": "cut to data.max_length",
     "left_out": "trained without reasoning that they have",
     "too_long": "dropped, longer than data.max_length",
     "no_target": "dropped, without a target",
@@ -57,15 +57,22 @@ class DataReport:
         values = [getattr(file.tally, outcome) for file in self.files]
         return sum(value.count if isinstance(value, Notes) else value for value in values)
 
-    def lines(self, examples: int = 3) -> Iterator[str]:
-        """One line per file and outcome, with the first rows it befell; none where all is well."""
+    def lines(self, examples: int = 3, *, max_length: int | None = None) -> Iterator[str]:
+        """One line per file and outcome, with the first rows it befell; none where all is well.
+
+        Args:
+            examples: how many of these rows.
+            max_length: the limit, for the rows that are longer.
+        """
+        limit = "data.max_length" if max_length is None else f"data.max_length: {max_length:,}"
         for file in self.files:
             for outcome, text in _OUTCOMES.items():
                 notes: Notes = getattr(file.tally, outcome)
                 if notes.count:
                     share = f" ({_share(file.tally)})" if outcome == "left_out" else ""
                     rows = f"{notes.count:,} of {file.tally.rows:,} rows"
-                    yield f"{file.label}: {rows} {text}{share}: {_first(notes, examples)}"
+                    what = text.replace("data.max_length", limit)
+                    yield f"{file.label}: {rows} {what}{share}: {_first(notes, examples)}"
 
     def counts(self) -> list[dict[str, object]]:
         """For each file how many rows it has, how many are kept, and how many were cut or dropped for which cause."""

@@ -31,6 +31,9 @@ STOP_SECONDS = 600
 """How long ranks may take to save after a stop signal."""
 CONTAINER_FILES = {"docker": dockerfile, "kuberay": ray_job, "jobset": job_set, "skypilot": sky_task}
 LAUNCHERS = ("torchrun", "slurm", "ray", *CONTAINER_FILES)
+COMMANDS = ("torchrun", "ray")
+"""Those that are a few lines to type; the others are files."""
+OTHERS = tuple(name for name in LAUNCHERS if name not in COMMANDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,8 @@ def launch_commands(
         *(["# every host needs the same environment, recipe and data, and the run directory on a disk they share"]
           if several else []),
     ]  # fmt: skip
+    if tuple(launchers) == COMMANDS:
+        parts.append(f"# --by {' | '.join(OTHERS)} prints a file for that system; --by all prints everything")
     if tuple(launchers) == ("slurm",):  # to be redirected into a file, whose first line has to be the script's
         return "\n".join([*parts, *head])
     return "\n\n".join(["\n".join(head), *parts])

@@ -34,7 +34,7 @@ class Place:
         host: its host name.
         address: the IP address by which the others reach it.
         gpus: those that Ray assigned to the rank, in the format of CUDA_VISIBLE_DEVICES.
-        cores: of the host.
+        cores: of the host that it may use.
         port: a free one there; 0 if the preferred one is taken.
         shardtune: whether it is installed there.
     """
@@ -84,15 +84,16 @@ class RankHolder:
 
         context = ray.get_runtime_context()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        is_installed = importlib.util.find_spec("shardtune") is not None
         gpus = tuple(name for name in visible.split(",") if name) if context.get_accelerator_ids().get("GPU") else ()
         return Place(
             context.get_node_id(),
             socket.gethostname(),
             own_address(),
             gpus,
-            os.cpu_count() or 1,
+            _cores() if is_installed else 1,
             free_port(wanted_port),
-            importlib.util.find_spec("shardtune") is not None,
+            is_installed,
         )
 
     def start(self, arguments: list[str], recipe: str, environment: dict[str, str], names: dict[str, str]) -> None:
@@ -201,3 +202,9 @@ def _interface(variable: str) -> dict[str, str]:
     address = own_address()
     found = [name for name, held in psutil.net_if_addrs().items() if any(entry.address == address for entry in held)]
     return {variable: found[0]} if found else {}
+
+
+def _cores() -> int:
+    from shardtune.launch.cores import usable_cores
+
+    return usable_cores()

@@ -20,6 +20,7 @@ from shardtune.config import Recipe
 from shardtune.config.environment import variables
 from shardtune.config.schema import RunnerConfig
 from shardtune.errors import ParallelError
+from shardtune.launch.cores import usable_cores
 from shardtune.launch.local import GRACE_SECONDS, POLL_SECONDS, REPORT_DIR, RankReport, raise_outcome
 from shardtune.launch.ray import cluster as ray_cluster
 from shardtune.launch.ray.actor import Place, RankHolder, Sign
@@ -109,7 +110,7 @@ def _connect(runner: RunnerConfig) -> bool:
     try:
         return ray_cluster.connect(
             address,
-            cores=max(os.cpu_count() or 1, runner.workers * runner.ray.cpus_per_rank),  # as with nproc_per_node
+            cores=max(usable_cores(), runner.workers * runner.ray.cpus_per_rank),  # as with nproc_per_node
             where=_where(address),
             remedy=NO_CLUSTER,
             log_to_driver=False,

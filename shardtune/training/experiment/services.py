@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,8 @@ class WeightsAndBiases:
     def __init__(self, run: LoggedRun) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
+        for block in ("HISTORY", "SUMMARY"):  # at the end, what the summary of the run has; earlier versions ignore it
+            os.environ.setdefault(f"WANDB_MAX_END_OF_RUN_{block}_METRICS", "0")
         known = run.known_id("wandb")
         self._table: Callable[..., Any] = wandb.Table
         self._run = wandb.init(

@@ -28,6 +28,7 @@ from shardtune.data.loader.step_loader import StepLoader
 from shardtune.data.user_loader.errors import built
 from shardtune.data.user_loader.loader import BatchLoader
 from shardtune.errors import ConfigError
+from shardtune.launch.cores import limit_threads
 from shardtune.models.get_model import get_model, get_model_config_and_processor
 from shardtune.models.new_tokens import add_new_tokens
 from shardtune.models.options import NoOptions, read_options
@@ -112,6 +113,7 @@ class FSDPSftWorker(ABC):
         runner = self.recipe.runner
         self.options: Any = self._read_options()
         check_optimizer(self.recipe.actor.optim, num_ranks(runner))
+        limit_threads()
         self.ranks: Ranks = join_ranks(runner.device, self.recipe.actor, runner.collective_timeout)
         self.device: torch.device = self.ranks.device
         self.amp_context: AbstractContextManager[None] = nullcontext()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -15,6 +14,7 @@ from typing import IO
 
 from shardtune.config import Recipe
 from shardtune.errors import ConfigError, Interrupted
+from shardtune.launch.cores import usable_cores
 from shardtune.launch.module_process import module_command, module_environment
 from shardtune.verify.claims.evidence import Evidence, read_evidence
 from shardtune.verify.claims.short_recipe import shortened
@@ -152,7 +152,7 @@ class ShortRuns:
         self._fewer_rows = fewer_rows
         self.recipe, self.folder, self.steps, self.ranks = recipe, folder, steps, ranks
         self._report = report
-        self._cores = _Cores(os.cpu_count() or 1)
+        self._cores = _Cores(usable_cores())
         self._lock = Lock()
         self._locks: dict[str, Lock] = {}  # by the values of a run: only one thread makes it
         self._made: dict[str, ShortRun] = {}

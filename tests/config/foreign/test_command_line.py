@@ -55,6 +55,15 @@ def test_a_command_becomes_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert ended.out.startswith("the command line (TRL): 6 keys: 5 translated, 1 unknown")
 
 
+@pytest.mark.parametrize(("typed", "meant"), [("--fromm trl", "--from"), ("--world_sise=2", "--world-size")])
+def test_a_misspelt_option_of_the_command_is_refused(typed: str, meant: str, tmp_path: Path) -> None:
+    file = tmp_path / "trl.yaml"
+    file.write_text("model_name_or_path: me/model\ndataset_name: me/rows\n")
+    ended = run_cli("convert", str(file), *shlex.split(typed))
+    assert ended.code == 2
+    assert f"did you mean {meant}?" in ended.err
+
+
 def test_flags_change_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("trl.yaml").write_text("model_name_or_path: me/model\ndataset_name: me/rows\nlearning_rate: 1e-4\nseed: 5\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +142,40 @@ def test_no_value_of_any_key_is_lost_or_breaks_the_conversion(word: str):
         assert set(c.outcomes) == set(c.given), name
         if number % 20 == 0:
             yaml.safe_load(recipe_text(c, "x"))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"architectures": ["Qwen2VLForConditionalGeneration"], "vision_config": {}}, "vision_language"),
+        ({"architectures": ["Gemma3ForCausalLM"], "vision_config": {}}, "absent"),
+        ({"architectures": ["LlamaForCausalLM"]}, "absent"),
+    ],
+)
+@pytest.mark.parametrize("trainer", ["trl", "llama-factory"])
+def test_the_model_type_is_that_of_the_models_config(
+    of, tmp_path: Path, trainer: str, config: dict[str, Any], expected: str
+):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    found = of(trainer, model_name_or_path="model")
+    assert value(found, "actor.model.model_type") == expected
+    assert "model_type" not in found.report.partition("differences")[2]
+    assert "set model.model_type: vision_language" in of(trainer).recipe  # org/model is not at hand
+
+
+def test_times_per_epoch_are_said_to_become_once(of):
+    found = of("axolotl", saves_per_epoch=4)
+    assert value(found, "runner.save_interval") == "epoch"
+    assert "saves_per_epoch: 4; epoch is once, see the end" in " ".join(found.recipe.split())
+    assert found.conversion.outcomes["saves_per_epoch"].kind is Kind.MISSING
+
+
+def test_names_of_data_sets_without_a_file_are_listed(of):
+    found = of("llama-factory", dataset="identity,rows.jsonl,me/rows,alpaca", dataset_dir="data")
+    outcome = found.conversion.outcomes["dataset"]
+    assert outcome.kind is Kind.MISSING
+    assert "the file or the name on the Hub for identity, alpaca (run" in outcome.text
+    assert (
+        "identity" not in of("llama-factory", dataset="identity", dataset_dir="ONLINE").report.partition("no count")[2]
+    )

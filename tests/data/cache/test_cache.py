@@ -242,7 +242,7 @@ class TestReport:
         }
         assert counts == {"rows": 7, "kept": 3, "truncated": 1, "no_target": 2, "filtered": 1, "bad": 1}
         lines = list(dataset.report.lines())
-        assert f"{path}: 1 of 7 rows cut at data.max_length: row 3 (102 tokens)" in lines
+        assert f"{path}: 1 of 7 rows cut to data.max_length: row 3 (102 tokens)" in lines
         assert f"{path}: 1 of 7 rows skipped, not usable: row 2 (no =)" in lines
         assert f"{path}: 2 of 7 rows dropped, without a target: row 6: cut before the answer; row 7" in lines
         assert f"{path}: 1 of 7 rows dropped by data.transform: row 4" in lines

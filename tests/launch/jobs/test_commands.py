@@ -98,8 +98,15 @@ def test_sizes_that_do_not_fit_are_refused(recipe: str) -> None:
 
 
 def test_the_command(recipe: str) -> None:
-    shown = run_cli("launch", recipe, "--print", "--nodes", "2", "--nproc-per-node", "8")
+    shape = ("--nodes", "2", "--nproc-per-node", "8")
+    shown = run_cli("launch", recipe, "--print", *shape, "--by", "all")
     assert shown.code == 0
+    brief = run_cli("launch", recipe, "--print", *shape)
+    assert "torchrun " in brief.out
+    assert "ray start --head" in brief.out
+    assert "#SBATCH" not in brief.out
+    assert brief.out.endswith("# --by slurm | docker | kuberay | jobset | skypilot prints a file for that system; "
+                              "--by all prints everything\n")  # fmt: skip
     for program in (
         "torchrun ",
         "#SBATCH",

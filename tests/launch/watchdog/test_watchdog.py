@@ -18,7 +18,7 @@ from shardtune.config import load_recipe
 from shardtune.launch.local import REPORT_DIR, RanksStuck, ReportedError, _reports
 from shardtune.launch.progress import PROGRESS, START
 from shardtune.launch.signals import StopSignal
-from shardtune.launch.torchrun import final_code
+from shardtune.launch.torchrun import _outcome, final_code
 from shardtune.launch.watchdog import watchdog
 from shardtune.launch.watchdog.stacks import Place, place_in, place_of
 from shardtune.launch.watchdog.verdict import StandReport, describe, judge
@@ -120,6 +120,9 @@ def test_exit_codes_of_ranks_become_one():
     assert final_code([75, None]) == final_code([75, -9]) == 1  # killed before it had saved
     assert final_code([1, 1]) == final_code([-9, 1]) == 1
     assert final_code([]) == 1
+    assert _outcome({0: 75, 1: 1}, first=1) == (1, "")  # rank 0 was stopped because rank 1 had failed
+    assert _outcome({0: 75, 1: 1}, first=0) == (75, "")
+    assert _outcome({0: 2, 1: -15}, first=1) == (2, "")
 
 
 @pytest.mark.parametrize("stopped", [False, True])

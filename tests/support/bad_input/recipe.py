@@ -77,7 +77,7 @@ KEYS: list[Case] = [
     Case("no recipe of that name", "train recipee.yaml", says="there is no such recipe | recipee.yaml | recipe.yaml"),
     Case("a directory for a recipe", "train model", says="this is a directory | model | YAML"),
     with_keys(
-        "an empty recipe", says="the recipe is empty | recipe.yaml | actor:", prepare=write("recipe.yaml", "# soon\n")
+        "an empty recipe", says="the recipe is empty | recipe.yaml | model: {", prepare=write("recipe.yaml", "# soon\n")
     ),
     Case("no recipe at all", "train actor.optim.lr=1e-3", says="there is no recipe | name a YAML file"),
 ]

@@ -46,12 +46,15 @@ def write(run_dir: Path, steps: range, *names: str, done: int = -1) -> None:
 
 
 @pytest.mark.lengthy
-def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("wandb")
-    for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("WANDB_CONSOLE", "off")):
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_CONSOLE", "off")):
         monkeypatch.setenv(name, value)
     check_logger(logger("wandb"))
     write(tmp_path, range(1, 4), "wandb")
+    printed = capfd.readouterr().err
+    assert "wandb sync" in printed
+    assert "Run history" not in printed
     (written,) = tmp_path.glob("wandb/offline-run*/*.wandb")
     texts = (b"proj", b"my-run", b'{"optim":{"lr":0.25}}', b"${oc.env:SECRET}", b"0.3333333333333333")
     until = time.monotonic() + 30  # a process of wandb's writes the file, at the latest when it ends

@@ -1,0 +1,47 @@
+"""The cores that a process may use are those of its affinity and of its container's limit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardtune.launch.cores as cores
+from shardtune.launch.cores import cpu_limits, limit_threads, threads_of_rank, usable_cores
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "limits"),
+    [
+        ("0::/", {"cpu.max": "150000 100000"}, [1.5]),
+        ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "300000 100000"}, [3.0]),
+        ("0::/elsewhere", {"cpu.max": "max 100000"}, []),
+        ("4:cpu,cpuacct:/x\n3:memory:/x", {"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, [0.5]),
+        ("4:cpu,cpuacct:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, []),
+    ],
+)
+def test_limits_of_control_groups(tmp_path: Path, own: str, files: dict[str, str], limits: list[float]) -> None:
+    (tmp_path / "own").write_text(f"{own}\n")
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert list(cpu_limits(tmp_path, tmp_path / "own")) == limits
+    assert list(cpu_limits(tmp_path, tmp_path / "gone")) == []
+
+
+def test_threads_are_those_of_the_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "cpu_limits", lambda: iter(()))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    assert (usable_cores(), threads_of_rank(4), threads_of_rank(7)) == (6, 1, 1)
+    monkeypatch.setattr(cores, "cpu_limits", lambda: iter((2.5, 4.0)))
+    assert usable_cores() == 3
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", "64")
+    limit_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    limit_threads()
+    assert asked == [3]
