@@ -36,9 +36,9 @@ from shardtune.data.prepare import PreparedData
 from shardtune.data.progress import show_progress
 from shardtune.errors import legible
 
-TEXT_LETTERS = 120
+TEXT_LETTERS = 90
 """Of a text in an example, at most."""
-_TEXT_TOKENS = 400
+_TEXT_TOKENS = 200
 _BINS = 20
 _AUDITING = "auditing", "audited"
 
@@ -195,12 +195,11 @@ class _Reader:
             return legible("; ".join(fields), TEXT_LETTERS), ""
         targets = np.flatnonzero(sample.loss_weights)
         start = int(targets[0]) if len(targets) else len(sample.input_ids)
-        before = sample.input_ids[:start]
-        if len(before) > 2 * _TEXT_TOKENS:
-            before = np.concatenate([before[:_TEXT_TOKENS], before[-_TEXT_TOKENS:]])
-        return self._text(before), self._text(sample.input_ids[targets][:_TEXT_TOKENS])
+        return self._text(sample.input_ids[:start]), self._text(sample.input_ids[targets])
 
     def _text(self, tokens: np.ndarray) -> str:
+        if len(tokens) > 2 * _TEXT_TOKENS:
+            tokens = np.concatenate([tokens[:_TEXT_TOKENS], tokens[-_TEXT_TOKENS:]])
         if self.tokenizer is None:
             return legible(" ".join(str(token) for token in tokens.tolist()), TEXT_LETTERS)
         return legible(str(self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)), TEXT_LETTERS)
@@ -237,9 +236,10 @@ def _describe(reader: _Reader, one: _Set, *, has_outcomes: bool) -> SetFindings:
         )
     kinds = {kind: sum(counted.values()) for kind, counted in outcomes.items()}
     kinds |= {kind: int(flagged.sum()) for kind, flagged in flags.items()}
+    kept = sum(file.tally.kept for file in rows.report.files)
     findings = {}
     for kind in (kind for kind in KINDS if kind in kinds):
-        whole = read if kind in OF_ROWS_READ else len(rows)
+        whole = read if kind in OF_ROWS_READ else kept if kind in outcomes else len(rows)
         named = examples[kind]() if kind in examples else _noted(reader, rows, kind)
         findings[kind] = Finding(count=kinds[kind], share=kinds[kind] / max(1, whole), examples=named)
     return SetFindings(

@@ -7,11 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardtune.data.audit.near import TRAINED_NEAR
 from shardtune.data.audit.ngrams import FEWEST, SLOTS, Grams
 
 COVERED = 0.7
-"""An evaluation row of which one training row has this part of the n-grams, or of those of the prompt, is a near
-copy."""
+"""An evaluation row is a near copy if one training row has this part of its n-grams, and `TRAINED_NEAR` of those of its
+targets; or this part of those of its prompt, and `END_COVERED` of those of the prompt's end. So another question on the
+same text is none."""
+END_COVERED = 0.5
+PROMPT_END = 16
+"""The n-grams before the first target that count as the end of a prompt."""
 _MASK = np.uint64(SLOTS - 1)
 _MOST_ROWS_PER_GRAM = 64
 
@@ -30,8 +35,12 @@ class _Best:
         self.row[rows[better]], self.share[rows[better]] = others[better], shares[better]
 
 
+_TARGET, _PROMPT, _END = 1, 2, 4
+"""The parts of a row that an n-gram is in."""
+
+
 class EvaluationGrams:
-    """The n-grams of an evaluation set, which training rows are looked up in: 17 bytes per token of the set.
+    """The n-grams of an evaluation set, which those of training rows are looked up in: 13 bytes per token of the set.
 
     Args:
         rows: of the set.
@@ -44,20 +53,23 @@ class EvaluationGrams:
 
     def add(self, start: int, grams: Grams) -> None:
         """The n-grams of the evaluation rows from `start` on, each once per row."""
-        order = np.lexsort((~grams.trained, grams.hashes, grams.rows))
-        hashes, rows, trained = grams.hashes[order], grams.rows[order], grams.trained[order]
-        new = np.ones(len(order), bool)
-        new[1:] = (hashes[1:] != hashes[:-1]) | (rows[1:] != rows[:-1])
-        self._pieces.append((hashes[new], (rows[new] + start).astype(np.int32), trained[new]))
+        parts = _parts(grams)
+        order = np.lexsort((grams.hashes, grams.rows))
+        hashes, rows = grams.hashes[order], grams.rows[order]
+        new = np.flatnonzero(_is_new(hashes, rows))
+        merged = np.bitwise_or.reduceat(parts[order], new) if len(new) else parts
+        self._pieces.append((hashes[new], (rows[new] + start).astype(np.int32), merged))
 
     def finish(self) -> None:
         """All rows of the set are added."""
-        hashes, rows, trained = (np.concatenate(column) for column in zip(*self._pieces, strict=True))
+        hashes, rows, parts = (np.concatenate(column) for column in zip(*self._pieces, strict=True))
         self._pieces = []
         self._all = np.bincount(rows, minlength=self._rows)
-        self._of_prompt = np.bincount(rows[~trained], minlength=self._rows)
+        self._in_part = {
+            part: np.bincount(rows[parts & part > 0], minlength=self._rows) for part in (_TARGET, _PROMPT, _END)
+        }
         order = np.argsort(hashes, kind="stable")
-        self._hashes, self._rows_of, self._trained = hashes[order], rows[order], trained[order]
+        self._hashes, self._rows_of, self._parts = hashes[order], rows[order], parts[order]
         self._has = np.zeros(SLOTS, bool)
         self._has[(hashes & _MASK).astype(np.int64)] = True
 
@@ -68,8 +80,7 @@ class EvaluationGrams:
             return
         order = np.lexsort((hits.hashes, hits.rows))
         hashes, others = hits.hashes[order], hits.rows[order]
-        new = np.ones(len(order), bool)
-        new[1:] = (hashes[1:] != hashes[:-1]) | (others[1:] != others[:-1])
+        new = _is_new(hashes, others)
         hashes, others = hashes[new], others[new]
         first = np.searchsorted(self._hashes, hashes)
         counts = np.minimum(np.searchsorted(self._hashes, hashes, side="right") - first, _MOST_ROWS_PER_GRAM)
@@ -78,10 +89,17 @@ class EvaluationGrams:
         places = np.arange(ends[-1] if len(ends) else 0) + np.repeat(first - (ends - counts), counts)
         pairs = np.repeat(others, counts) * self._rows + self._rows_of[places]
         both, inverse = np.unique(pairs, return_inverse=True)
-        found = np.bincount(inverse, minlength=len(both))
-        of_prompt = np.bincount(inverse[~self._trained[places]], minlength=len(both))
-        rows = both % self._rows
-        shares = np.maximum(_part(found, self._all[rows]), _part(of_prompt, self._of_prompt[rows]))
+        rows, parts = both % self._rows, self._parts[places]
+        found = {
+            part: np.bincount(inverse[parts & part > 0], minlength=len(both)) / np.maximum(whole[rows], 1)
+            for part, whole in self._in_part.items()
+        }
+        whole = np.bincount(inverse, minlength=len(both)) / np.maximum(self._all[rows], 1)
+        of_targets = np.where(self._in_part[_TARGET][rows] > 0, found[_TARGET], 1.0)
+        shares = np.maximum(
+            np.where((self._all[rows] >= FEWEST) & (of_targets >= TRAINED_NEAR), whole, 0.0),
+            np.where((self._in_part[_END][rows] >= FEWEST) & (found[_END] >= END_COVERED), found[_PROMPT], 0.0),
+        ).astype(np.float32)
         self._best.update(rows, both // self._rows + start, shares)
 
     @property
@@ -95,6 +113,19 @@ class EvaluationGrams:
         return {row: (int(self._best.row[row]), float(self._best.share[row])) for row in rows}
 
 
-def _part(found: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """What part of them was found; 0 where there are too few to say."""
-    return np.where(whole >= FEWEST, found / np.maximum(whole, 1), 0.0).astype(np.float32)
+def _is_new(hashes: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Bool: the first of each row and hash, of n-grams in that order."""
+    new = np.ones(len(hashes), bool)
+    new[1:] = (hashes[1:] != hashes[:-1]) | (rows[1:] != rows[:-1])
+    return new
+
+
+def _parts(grams: Grams) -> np.ndarray:
+    """uint8 [n-grams]: the parts that each is in, as a sum."""
+    number = np.arange(len(grams.rows))
+    count = int(grams.rows[-1]) + 1 if len(number) else 0
+    first = np.searchsorted(grams.rows, np.arange(count), side="right")
+    np.minimum.at(first, grams.rows[grams.trained], number[grams.trained])
+    ahead = first[grams.rows] - number  # n-grams until the first one of targets
+    is_end = (ahead > 0) & (ahead <= PROMPT_END)
+    return (np.where(grams.trained, _TARGET, _PROMPT) + np.where(is_end, _END, 0)).astype(np.uint8)

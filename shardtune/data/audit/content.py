@@ -35,7 +35,7 @@ def _fields_key(fields: Mapping[str, np.ndarray]) -> int:
     for name in sorted(fields.keys() - IMAGE_FIELDS):
         is_empty = False
         value = np.ascontiguousarray(fields[name])
-        digest.update(f"{name} {value.dtype} {value.shape}")
+        digest.update(f"{name} {value.dtype} {value.shape}".encode())
         digest.update(value.tobytes())
     return 0 if is_empty else digest.intdigest()
 

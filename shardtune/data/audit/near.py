@@ -15,7 +15,10 @@ from shardtune.data.cache.blocks import block_of
 from shardtune.data.cache.dataset import TokenDataset
 
 NEAR = 0.7
-"""Rows that share this part of their n-grams (those of both over those of either) are near duplicates."""
+"""Rows that share this part of their n-grams (those of both over those of either) are near duplicates,"""
+TRAINED_NEAR = 0.3
+"""if they also share this part of those that end in a target: different questions on one long text are none, and a
+changed word of a short answer changes most of its n-grams."""
 BANDS, BAND_VALUES = 16, 4
 """Rows that share 0.7 of their n-grams agree in all values of one band or more with a probability of 0.99."""
 MOST_COMPARISONS = 1_000_000
@@ -116,13 +119,11 @@ class Comparison:
         return np.unique(grams.hashes), np.unique(grams.hashes[grams.trained])
 
     def similarity(self, row: int, other: int) -> float:
-        """The shared part of their n-grams, or of those at the end of which is a target if that is smaller.
-
-        So rows that ask different questions on one long text are not alike.
-        """
+        """The shared part of their n-grams; 0 where too little of what is trained is shared."""
         if self._keys[row] != self._keys[other]:
             return 0.0
-        return min(_jaccard(a, b) for a, b in zip(self._grams(row), self._grams(other), strict=True))
+        (one, of_targets), (two, other_targets) = self._grams(row), self._grams(other)
+        return _jaccard(one, two) if _jaccard(of_targets, other_targets) >= TRAINED_NEAR else 0.0
 
 
 def _jaccard(one: np.ndarray, other: np.ndarray) -> float:
