@@ -71,7 +71,7 @@ class _Set:
 def audit(prepared: PreparedData, options: Options, padding: Padding | None, report: Callable[[str], None]) -> Findings:
     """What is in the data.
 
-    Memory: about 80 bytes per row, 13 per token of the evaluation sets, and a block of tokens; 64 bytes of temporary
+    Memory: about 80 bytes per row, at most 77 per token of the evaluation sets, and a block of tokens; 64 bytes of temporary
     disk per row. Time: one pass over the tokens, and a comparison of n-grams per candidate.
 
     Args:

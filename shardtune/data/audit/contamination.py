@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardtune.data.audit.near import TRAINED_NEAR
-from shardtune.data.audit.ngrams import FEWEST, SLOTS, Grams
+from shardtune.data.audit.ngrams import FEWEST, Grams
 
 COVERED = 0.7
 """An evaluation row is a near copy if one training row has this part of its n-grams, and `TRAINED_NEAR` of those of its
@@ -17,7 +17,7 @@ same text is none."""
 END_COVERED = 0.5
 PROMPT_END = 16
 """The n-grams before the first target that count as the end of a prompt."""
-_MASK = np.uint64(SLOTS - 1)
+_SLOTS_PER_GRAM, _MOST_SLOTS = 32, 1 << 27
 _MOST_ROWS_PER_GRAM = 64
 
 
@@ -40,7 +40,7 @@ _TARGET, _PROMPT, _END = 1, 2, 4
 
 
 class EvaluationGrams:
-    """The n-grams of an evaluation set, which those of training rows are looked up in: 13 bytes per token of the set.
+    """The n-grams of an evaluation set, which those of training rows are looked up in: at most 77 bytes per token of the set.
 
     Args:
         rows: of the set.
@@ -70,12 +70,15 @@ class EvaluationGrams:
         }
         order = np.argsort(hashes, kind="stable")
         self._hashes, self._rows_of, self._parts = hashes[order], rows[order], parts[order]
-        self._has = np.zeros(SLOTS, bool)
-        self._has[(hashes & _MASK).astype(np.int64)] = True
+        # Most n-grams of training are in no evaluation row, which one look at a table shows.
+        size = 1 << min(_MOST_SLOTS, _SLOTS_PER_GRAM * len(hashes)).bit_length()
+        self._mask = np.uint64(size - 1)
+        self._has = np.zeros(size, bool)
+        self._has[(hashes & self._mask).astype(np.int64)] = True
 
     def look_up(self, start: int, grams: Grams) -> None:
         """Find training rows, from `start` on, that have n-grams of the set."""
-        hits = grams.only(self._has[(grams.hashes & _MASK).astype(np.int64)])
+        hits = grams.only(self._has[(grams.hashes & self._mask).astype(np.int64)])
         if not len(hits.hashes):
             return
         order = np.lexsort((hits.hashes, hits.rows))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardtune.data.audit.ngrams import FEWEST, Grams, grams_of, mix
+from shardtune.data.audit.ngrams import FEWEST, Grams, distinct, grams_of, mix
 from shardtune.data.cache.blocks import block_of
 from shardtune.data.cache.dataset import TokenDataset
 
@@ -116,7 +116,7 @@ class Comparison:
 
     def _own_grams(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         grams = grams_of(block_of(self._rows.row(row))).own(self._common)
-        return np.unique(grams.hashes), np.unique(grams.hashes[grams.trained])
+        return distinct(grams.hashes), distinct(grams.hashes[grams.trained])
 
     def similarity(self, row: int, other: int) -> float:
         """The shared part of their n-grams; 0 where too little of what is trained is shared."""

@@ -32,6 +32,14 @@ def mix(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(29))
 
 
+def distinct(values: np.ndarray) -> np.ndarray:
+    """The different values, ascending; quicker than `np.unique` for integers."""
+    ordered = np.sort(values)
+    new = np.ones(len(ordered), bool)
+    new[1:] = ordered[1:] != ordered[:-1]
+    return ordered[new]
+
+
 @dataclass(frozen=True, slots=True)
 class Grams:
     """The n-grams of some rows, row by row.
@@ -98,6 +106,6 @@ def common_text(rows: TokenDataset) -> np.ndarray:
         first = np.array([value not in seen and not seen.add(value) for value in sums.tolist()], bool)
         counted += int(first.sum())
         slots = (grams.hashes & _MASK).astype(np.int64)[first[grams.rows]]
-        each = np.unique(grams.rows[first[grams.rows]] * SLOTS + slots)
+        each = distinct(grams.rows[first[grams.rows]] * SLOTS + slots)
         counts += np.bincount(each % SLOTS, minlength=SLOTS).astype(np.int32)
     return counts > max(COMMON_FEWEST, COMMON_SHARE * counted)
