@@ -27,7 +27,16 @@ from tests.support.workspace import run_cli, write_rows
 MODEL, TRAIN, LR = "actor.model.model_path", "data.train_data_paths", "actor.optim.lr"
 COMMANDS = (
     *("", "train", "eval", "generate", "chat", "export", "launch", "models", "init", "env", "version", "convert"),
-    *("config", "config explain", "data", "data preview", "verify", "verify adapter", "verify checkpoint"),
+    *(
+        "config",
+        "config explain",
+        "data",
+        "data audit",
+        "data preview",
+        "verify",
+        "verify adapter",
+        "verify checkpoint",
+    ),
 )
 
 
