@@ -119,7 +119,7 @@ def measure(folder: Path, rows: int) -> tuple[tuple[object, ...], float]:
     memory = AnonymousMemory()
     memory.start()
     began = time.perf_counter()
-    found = audit(prepared, Options(examples=0), None, str)
+    found = audit(prepared, Options(examples=0), None, lambda _: None)
     seconds = time.perf_counter() - began
     memory.ended = True
     planted, kinds = rows // SHARE, found.sets["train"].total.kinds

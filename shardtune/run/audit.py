@@ -19,6 +19,7 @@ from shardtune.errors import ConfigError
 from shardtune.models.adapter import LanguageModel
 from shardtune.models.find_adapter import find_adapter
 from shardtune.run.choose_worker import worker_class
+from shardtune.run.display import shown_path
 from shardtune.training.worker.adapter_worker import SFTWorker
 
 COLUMNS: Mapping[str, Sequence[str]] = {
@@ -171,7 +172,7 @@ def example_text(example: Example) -> str:
     """A row on one line: where it is, what happened to it, its prompt and its targets."""
     note = f" ({example.note})" if example.note else ""
     texts = " → ".join(text for text in (example.text, example.trained) if text)
-    return f"{example.row}{note}{'  ' if texts else ''}{texts}"
+    return f"{shown_path(Path(example.row))}{note}{'  ' if texts else ''}{texts}"
 
 
 def _contamination_lines(name: str, one: Contamination) -> Iterator[str]:

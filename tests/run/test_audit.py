@@ -55,7 +55,7 @@ def found(tiny: Tiny) -> Findings:
         data__eval_data_paths={"math": str(tiny.folder / "train.jsonl")},
         data__audit={"max_duplicates": 0.4, "max_contamination": 0.5, "max_truncated": 0.2},
     )
-    return audit_recipe(recipe, options=Options(examples=3), report=str)
+    return audit_recipe(recipe, options=Options(examples=3), report=print)
 
 
 def test_the_names_of_the_json_form_stay(found: Findings) -> None:
@@ -161,7 +161,7 @@ def test_a_loader_of_a_users_own_is_refused_with_what_cannot_be_audited(tiny: Ti
     (tmp_path / "mine.py").write_text(WORKER)
     recipe = tiny.recipe("own", actor__worker=f"{tmp_path / 'mine.py'}:Mine")
     with pytest.raises(ConfigError, match="Mine, whose build_dataloader makes its own batches"):
-        audit_recipe(recipe, report=str)
+        audit_recipe(recipe, report=print)
     with pytest.raises(ConfigError, match=r"data\.audit is for the built-in worker"):
         shardtune.train(recipe, "data.audit.max_dropped=0.1")
 

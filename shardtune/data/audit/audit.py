@@ -40,7 +40,7 @@ TEXT_LETTERS = 90
 """Of a text in an example, at most."""
 _TEXT_TOKENS = 200
 _BINS = 20
-_AUDITING = "auditing", "audited"
+_AUDITING, _COMPARING = ("auditing", "audited"), ("comparing", "compared")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ class _Set:
 def audit(prepared: PreparedData, options: Options, padding: Padding | None, report: Callable[[str], None]) -> Findings:
     """What is in the data.
 
-    Memory: about 80 bytes per row, at most 77 per token of the evaluation sets, and a block of tokens; 64 bytes of temporary
-    disk per row. Time: one pass over the tokens, and a comparison of n-grams per candidate.
+    Memory: about 80 bytes per row, at most 77 per token of the evaluation sets, and a block of tokens; 64 bytes of
+    temporary disk per row. Time: one pass over the tokens, and a comparison of n-grams per candidate.
 
     Args:
         prepared: the encoded rows.
@@ -145,34 +145,31 @@ class _Reader:
 
     def read(self, name: str, rows: TokenDataset, *, is_training: bool) -> _Set:
         """One pass over a set, and the groups of its near duplicates."""
-        with self._progress(name, rows) as step:
-            if not self.compares or self._common is None:
+        if not self.compares or self._common is None:
+            with self._progress(name, rows, _AUDITING) as step:
                 facts = scan(rows, self.stops, self._written, step=step)
-                return _Set(rows, facts, repeats(facts.keys), None)
-            sketches = Sketches(len(rows))
-            self._sketches.append(sketches)
-            index = None if is_training else self.indices.setdefault(name, EvaluationGrams(len(rows)))
+            return _Set(rows, facts, repeats(facts.keys), None)
+        sketches = Sketches(len(rows))
+        self._sketches.append(sketches)
+        index = None if is_training else self.indices.setdefault(name, EvaluationGrams(len(rows)))
+        with self._progress(name, rows, _AUDITING) as step:
             facts = scan(
                 rows, self.stops, self._written, common=self._common, sketches=sketches, collect=index,
                 look_up=self.indices if is_training else None, sample=self.options.sample, step=step,
             )  # fmt: skip
-            if index is not None:
-                index.finish()
-            first = repeats(facts.keys)
-            comparison = Comparison(rows, facts.others, self._common)
+        if index is not None:
+            index.finish()
+        first = repeats(facts.keys)
+        similarity = Comparison(rows, facts.others, self._common).similarity
+        with self._progress(name, rows, _COMPARING) as step:
             near = near_rows(
-                sketches, first == np.arange(len(rows)), comparison.similarity, most_pairs=self.options.examples,
-                step=partial(self._compared, step, len(rows)),
-            )  # fmt: skip
-            return _Set(rows, facts, first, near)
-
-    @staticmethod
-    def _compared(step: Callable[[int], None], rows: int, share: float) -> None:
-        step(rows)
+                sketches, first == np.arange(len(rows)), similarity, most_pairs=self.options.examples, step=step
+            )
+        return _Set(rows, facts, first, near)
 
     @contextmanager
-    def _progress(self, name: str, rows: TokenDataset) -> Iterator[Callable[[int], None]]:
-        with show_progress(name, self.report, _AUDITING) as progress:
+    def _progress(self, name: str, rows: TokenDataset, verbs: tuple[str, str]) -> Iterator[Callable[[int], None]]:
+        with show_progress(name, self.report, verbs) as progress:
             yield lambda done: progress.update(done, done / max(1, len(rows)))
             progress.finish(len(rows))
 

@@ -40,7 +40,9 @@ _TARGET, _PROMPT, _END = 1, 2, 4
 
 
 class EvaluationGrams:
-    """The n-grams of an evaluation set, which those of training rows are looked up in: at most 77 bytes per token of the set.
+    """The n-grams of an evaluation set, in which those of training rows are looked up.
+
+    At most 77 bytes per token of the set.
 
     Args:
         rows: of the set.

@@ -25,6 +25,7 @@ MOST_COMPARISONS = 1_000_000
 _VALUES = BANDS * BAND_VALUES
 _EMPTY = np.uint32(0xFFFFFFFF)
 _CACHED_ROWS = 20_000
+_STEP = 1_000
 
 
 def sketches(grams: Grams, rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -138,7 +139,7 @@ def near_rows(
     similarity: Callable[[int, int], float],
     *,
     most_pairs: int,
-    step: Callable[[float], None],
+    step: Callable[[int], None],
 ) -> NearRows:
     """Groups of rows of which each nearly repeats another one of the group.
 
@@ -150,7 +151,7 @@ def near_rows(
         first_copies: bool [rows]; False for exact copies, which are not compared.
         similarity: of two rows.
         most_pairs: how many pairs to keep as examples.
-        step: receives the share that is done.
+        step: receives how many rows are done, of all in the end.
     """
     parent = np.arange(len(first_copies))
     candidates = np.flatnonzero(found.compared & first_copies)
@@ -165,7 +166,7 @@ def near_rows(
         return row
 
     for number in range(BANDS):
-        step(number / BANDS)
+        step(number * count // BANDS)
         band = found.band(number)[candidates]
         order = np.argsort(band, kind="stable")
         same = band[order][1:] == band[order][:-1]
@@ -179,6 +180,8 @@ def near_rows(
                 if one == two or other * count + row in different or left <= 0:
                     continue
                 left -= 1
+                if not left % _STEP:
+                    step(number * count // BANDS)
                 share = similarity(row, other)
                 if share < NEAR:
                     different.add(other * count + row)
