@@ -7,17 +7,13 @@ from typing import Annotated
 
 import typer
 
+from shardtune.cli.arguments import RecipeArgument
 from shardtune.cli.words import split_words
 from shardtune.errors import ConfigError, printable
 
 
 def audit(
-    recipe: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="RECIPE.yaml [key=value …]", help="A recipe, then overrides of its keys, key=value or --key value."
-        ),
-    ] = None,
+    recipe: RecipeArgument = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a page: one file.")] = None,
     near: Annotated[

@@ -18,10 +18,10 @@ body { font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var
   max-width: 60rem; overflow-wrap: anywhere; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2rem; border-bottom: 1px solid var(--line); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th, td { padding: .3rem .5rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
-svg { width: 100%; height: auto; } svg rect { fill: var(--bar); }
-svg text { fill: var(--soft); font-size: 12px; font-family: system-ui, sans-serif; }
+svg { width: 100%; height: auto; margin-top: 1rem; } svg rect { fill: var(--bar); }
+.ends { display: flex; justify-content: space-between; color: var(--soft); font-size: .8rem; }
 details { margin: .5rem 0; } summary { cursor: pointer; } li { margin: .4rem 0; } .soft { color: var(--soft); }
 .bad { color: var(--bad); } .good { color: var(--good); }
 """
@@ -128,7 +128,6 @@ def _histogram(lengths: Lengths) -> str:
         f"99 % up to {lengths.p99:,}"
     )
     return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT + 20}" role="img" aria-label="{words}">{"".join(bars)}'
-        f'<text x="0" y="{_HEIGHT + 15}">0</text>'
-        f'<text x="{_WIDTH}" y="{_HEIGHT + 15}" text-anchor="end">{lengths.edges[-1]:,}</text></svg><p>{words}</p>'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{words}">{"".join(bars)}</svg>'
+        f'<div class="ends"><span>0</span><span>{lengths.edges[-1]:,}</span></div><p>{words}</p>'
     )

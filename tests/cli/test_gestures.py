@@ -157,6 +157,7 @@ def test_commands_have_other_names(command: str, trained: list[Any]) -> None:
         ("lm_eval x", "eval.harness=[hellaswag]"),
         ("merge_lora", "shardtune export runs/lora my-model --merge"),
         ("preprocess recipe.yaml", "shardtune data preview recipe.yaml"),
+        ("dedup rows.jsonl", "shardtune data audit recipe.yaml"),
         ("tokenize", "shardtune train recipe.yaml --dry-run"),
         ("ls", "ls runs"),
         ("runs", "ls runs"),
