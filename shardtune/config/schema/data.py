@@ -38,7 +38,7 @@ NamedSources = Annotated[
 ]
 
 
-SHARE = "null: no limit."
+NO_LIMIT = "null: no limit."
 
 
 class AuditConfig(Section):
@@ -47,38 +47,41 @@ class AuditConfig(Section):
     max_dropped: Number | None = key(
         None,
         "Rows dropped as too long, without a target or not usable, as a share of the rows read; not those that "
-        f"`transform` drops. {SHARE}",
+        f"`transform` drops. {NO_LIMIT}",
         ge=0,
         le=1,
     )
     max_without_target: Number | None = key(
-        None, f"Rows dropped because nothing of them is trained, as a share of the rows read; {SHARE}", ge=0, le=1
+        None, f"Rows dropped because nothing of them is trained, as a share of the rows read; {NO_LIMIT}", ge=0, le=1
     )
     max_truncated: Number | None = key(
-        None, f"Rows cut at `max_length`, as a share of the rows kept; {SHARE}", ge=0, le=1
+        None, f"Rows cut at `max_length`, as a share of the rows kept; {NO_LIMIT}", ge=0, le=1
     )
     max_near_empty: Number | None = key(
         None,
-        f"Rows with nothing but space and punctuation as targets, as a share of the rows kept; {SHARE}",
+        f"Rows with nothing but space and punctuation as targets, as a share of the rows kept; {NO_LIMIT}",
         ge=0,
         le=1,
     )
     max_untrained_ends: Number | None = key(
-        None, f"Rows with an answer whose end of turn is not trained, as a share of the rows kept; {SHARE}", ge=0, le=1
-    )
-    max_duplicates: Number | None = key(
-        None, f"Rows that repeat an earlier one exactly, as a share of the rows kept; {SHARE}", ge=0, le=1
-    )
-    max_near_duplicates: Number | None = key(
-        None, f"Rows that nearly repeat an earlier one, as a share of the rows kept; {SHARE}", ge=0, le=1
-    )
-    max_contamination: Number | None = key(
         None,
-        f"Rows of an evaluation set that training has too, exactly or nearly, as a share of the set; {SHARE}",
+        f"Rows with an answer whose end of turn is not trained, as a share of the rows kept; {NO_LIMIT}",
         ge=0,
         le=1,
     )
-    min_trained_share: Number | None = key(None, f"Targets as a share of the tokens; {SHARE}", ge=0, le=1)
+    max_duplicates: Number | None = key(
+        None, f"Rows that repeat an earlier one exactly, as a share of the rows kept; {NO_LIMIT}", ge=0, le=1
+    )
+    max_near_duplicates: Number | None = key(
+        None, f"Rows that nearly repeat an earlier one, as a share of the rows kept; {NO_LIMIT}", ge=0, le=1
+    )
+    max_contamination: Number | None = key(
+        None,
+        f"Rows of an evaluation set that training has too, exactly or nearly, as a share of the set; {NO_LIMIT}",
+        ge=0,
+        le=1,
+    )
+    min_trained_share: Number | None = key(None, f"Targets as a share of the tokens; {NO_LIMIT}", ge=0, le=1)
 
 
 class DataConfig(Section):

@@ -19,6 +19,7 @@ PROMPT_END = 16
 """The n-grams before the first target that count as the end of a prompt."""
 _SLOTS_PER_GRAM, _MOST_SLOTS = 32, 1 << 27
 _MOST_ROWS_PER_GRAM = 64
+"""An n-gram of more evaluation rows is common text too, and not looked for."""
 
 
 @dataclass(slots=True)
@@ -66,12 +67,17 @@ class EvaluationGrams:
         """All rows of the set are added."""
         hashes, rows, parts = (np.concatenate(column) for column in zip(*self._pieces, strict=True))
         self._pieces = []
-        self._all = np.bincount(rows, minlength=self._rows)
-        self._in_part = {
-            part: np.bincount(rows[parts & part > 0], minlength=self._rows) for part in (_TARGET, _PROMPT, _END)
-        }
         order = np.argsort(hashes, kind="stable")
-        self._hashes, self._rows_of, self._parts = hashes[order], rows[order], parts[order]
+        hashes, rows, parts = hashes[order], rows[order], parts[order]
+        starts = np.flatnonzero(_is_new(hashes, np.zeros(len(hashes), np.int32)))
+        sizes = np.diff(starts, append=len(hashes))
+        rare = np.repeat(sizes <= _MOST_ROWS_PER_GRAM, sizes)
+        hashes, self._rows_of, self._parts = hashes[rare], rows[rare], parts[rare]
+        self._hashes, self._all = hashes, np.bincount(self._rows_of, minlength=self._rows)
+        self._in_part = {
+            part: np.bincount(self._rows_of[self._parts & part > 0], minlength=self._rows)
+            for part in (_TARGET, _PROMPT, _END)
+        }
         # Most n-grams of training are in no evaluation row, which one look at a table shows.
         size = 1 << min(_MOST_SLOTS, _SLOTS_PER_GRAM * len(hashes)).bit_length()
         self._mask = np.uint64(size - 1)
@@ -88,7 +94,7 @@ class EvaluationGrams:
         new = _is_new(hashes, others)
         hashes, others = hashes[new], others[new]
         first = np.searchsorted(self._hashes, hashes)
-        counts = np.minimum(np.searchsorted(self._hashes, hashes, side="right") - first, _MOST_ROWS_PER_GRAM)
+        counts = np.searchsorted(self._hashes, hashes, side="right") - first
         # N-grams at the places 4 and 9, of 2 and 1 evaluation rows, have the rows at 4 5 and 9.
         ends = np.cumsum(counts)
         places = np.arange(ends[-1] if len(ends) else 0) + np.repeat(first - (ends - counts), counts)
