@@ -135,10 +135,11 @@ def _beyond(name: str, limit: float, share: float, finding: Finding | None) -> D
 
 
 def _line(example: Example) -> str:
-    text = example.trained or example.text
-    parts = [example.row, f"({example.note})" if example.note else "", repr(text) if text else ""]
+    """Where a row is, its prompt and its targets, and the row that it resembles."""
+    note = f"({example.note})" if example.note else ""
+    texts = " → ".join(text for text in (example.text, example.trained) if text)
     other = "" if example.other is None else f"as {example.other.row}"
-    return " ".join(part for part in (*parts, other) if part)
+    return " ".join(part for part in (example.row, note, texts, other) if part)
 
 
 # -- kept results --------------------------------------------------------------------------------------------------
