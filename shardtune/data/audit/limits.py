@@ -124,11 +124,12 @@ def _outcomes(rows: TokenDataset, kinds: tuple[str, ...]) -> tuple[Finding, floa
 
 def _beyond(name: str, limit: float, share: float, finding: Finding | None) -> DataError:
     is_least = name == "min_trained_share"
-    what = f"{'the trained share' if is_least else name.removeprefix('max_').replace('_', ' ')} of the data is "
+    what = "the trained share" if is_least else name.removeprefix("max_").replace("_", " ")
+    side = "less" if is_least else "more"
     examples = "" if finding is None else "".join(f"\n    {line}" for line in map(_line, finding.examples[:_SHOWN]))
     rows = "" if finding is None else f" ({finding.count:,} rows)"
     return DataError(
-        f"{what}{share:.4g}{rows}, {'less' if is_least else 'more'} than data.audit.{name}: {limit:g}{examples}",
+        f"{what} of the data is {share:.4g}{rows}, {side} than data.audit.{name}: {limit:g}{examples}",
         where=f"data.audit.{name}",
         remedy="shardtune data audit RECIPE shows all that is found; mend the data, or change the limit",
     )

@@ -22,8 +22,8 @@ from shardtune.data.audit import scan
 from shardtune.data.audit.audit import Options, audit
 from shardtune.data.audit.findings import Finding, Findings
 from shardtune.data.audit.limits import check_limits
-from shardtune.data.audit.near import NEAR, Comparison
-from shardtune.data.audit.ngrams import common_text
+from shardtune.data.audit.near import NEAR, Comparison, sketches
+from shardtune.data.audit.ngrams import Grams, common_text, mix
 from shardtune.data.audit.padding import padding_avoided
 from shardtune.data.cache.cache import build_dataset
 from shardtune.data.cache.dataset import TokenDataset
@@ -170,6 +170,18 @@ def test_what_is_planted_is_found(prepare) -> None:
     assert any("--near off" in note for note in without.notes)
 
 
+def test_other_questions_on_one_long_text_are_neither_near_nor_contaminated(prepare) -> None:
+    text = sentence(random.Random(8), 50)
+    rows = [chat(f"{text} Who comes first?", "Peter and Mary."), chat(f"{text} Where is it?", "In Oslo, I think.")]
+    asked = [chat(f"{text} And how does that story end, at last?", "It ends badly."), rows[0]]
+    asked.append(chat(f"{text} Who comes first?", "Nobody knows that any more."))
+    found = audited(prepare([*ordinary(12), *rows], evals={"math": asked}))
+    assert found.sets["train"].findings["near_duplicates"].count == 0
+    contamination = found.contamination["eval/math"]
+    assert (contamination.exact.count, contamination.near and contamination.near.count) == (1, 1)
+    assert Path(contamination.total.examples[1].row).name == "math.jsonl:3"
+
+
 def test_nothing_depends_on_how_rows_are_read(prepare, monkeypatch) -> None:
     """Small blocks, several sources and a view: the arrays are those of single rows."""
     base = ordinary(40)
@@ -227,6 +239,24 @@ class Unending(ChatEncoder):
         return f"unending {super().cache_key()}"
 
 
+def test_short_rows_are_candidates_if_they_are_alike_and_not_otherwise() -> None:
+    """12 n-grams in 64 bins: 11 that are the same nearly always give a band in common, 12 others nearly never do."""
+    draw = np.random.default_rng(0)
+    one = draw.integers(0, 2**63, (300, 12)).astype(np.uint64)
+    near, other = one.copy(), draw.integers(0, 2**63, (300, 12)).astype(np.uint64)
+    near[:, 3] = other[:, 3]
+
+    def bands(hashes: np.ndarray) -> np.ndarray:
+        rows = np.repeat(np.arange(300), 12)
+        found, enough = sketches(Grams(mix(hashes.reshape(-1)), rows, np.ones(len(rows), bool)), 300)
+        assert enough.all()
+        return found
+
+    common = [(bands(one) == bands(rows)).any(axis=1).sum() for rows in (near, other)]
+    assert common[0] > 290
+    assert common[1] < 10
+
+
 def test_an_end_of_turn_that_is_not_trained_is_found(prepare) -> None:
     rows = ordinary(12)
     found = audited(prepare(rows, Unending(make_tokenizer(), CHATML, max_length=400)))
@@ -267,7 +297,13 @@ def test_images_count_by_content(prepare, tmp_path: Path) -> None:
         Image.new("RGB", (8, 8), color).save(tmp_path / f"{name}.png")
     text = sentence(random.Random(0), 20)
     rows = [{"text": text, "image": str(tmp_path / f"{name}.png")} for name in "abc"]
-    found = audited(prepare([*rows, {"text": text[:-4] + "else", "image": rows[2]["image"]}], Pictures()))
+    Image.new("RGB", (8, 8), "green").save(tmp_path / "d.png")
+    held_out = [{"text": text[:-4] + "much", "image": str(tmp_path / f"{name}.png")} for name in "bd"]
+    more = {"text": text[:-4] + "else", "image": rows[2]["image"]}
+    found = audited(prepare([*rows, more], Pictures(), evals={"math": held_out}))
+    near = found.contamination["eval/math"].near
+    assert near is not None
+    assert [Path(one.row).name for one in near.examples] == ["math.jsonl:1"]
     assert places(found, "duplicates") == ["train.jsonl:2"]
     assert places(found, "near_duplicates") == ["train.jsonl:4"]
     assert any("names no end-of-turn" in note for note in found.notes)
