@@ -32,6 +32,8 @@ COLUMNS: Mapping[str, Sequence[str]] = {
 }
 """The columns of the table of sources, and what they count."""
 _BAR = 40
+_NOT_LOOKED_FOR = "too short, or outside of the sample"
+_NOT_COMPARED = f"exact copies, {_NOT_LOOKED_FOR}"
 
 
 def audit_recipe(
@@ -92,7 +94,7 @@ def as_text(found: Findings) -> str:
     for name, one in found.sets.items():
         lines += [*_set_lines(name, one), ""]
     for name, one in found.contamination.items():
-        lines += [*_contamination_lines(name, one), ""]
+        lines += [*_contamination_lines(name, one, found.sets[name].total.rows), ""]
     if found.padding is not None:
         padding = found.padding
         lines += [
@@ -144,6 +146,8 @@ def _set_lines(name: str, one: SetFindings) -> Iterator[str]:
     for kind, finding in one.findings.items():
         if finding.count:
             yield from _finding_lines(finding, KINDS[kind])
+    if one.near is not None and one.near.rows < one.total.rows:
+        yield f"  {one.near.rows:,} rows were compared by n-grams; the others are {_NOT_COMPARED}"
     if one.near is not None and not one.near.is_complete:
         yield "  more rows are alike than were compared: the number of near duplicates is a lower bound"
 
@@ -175,12 +179,14 @@ def example_text(example: Example) -> str:
     return f"{shown_path(Path(example.row))}{note}{'  ' if texts else ''}{texts}"
 
 
-def _contamination_lines(name: str, one: Contamination) -> Iterator[str]:
-    if not one.total.count:
+def _contamination_lines(name: str, one: Contamination, rows: int) -> Iterator[str]:
+    if one.total.count:
+        yield f"{title_of(name)} that are in training: {one.total.count:,} ({one.total.share:.2%})"
+    else:
         yield f"no row of the {title_of(name)} is in training"
-        return
-    yield f"{title_of(name)} that are in training: {one.total.count:,} ({one.total.share:.2%})"
     if one.exact.count:
         yield from _finding_lines(one.exact, "exactly")
     if one.near is not None and one.near.count:
         yield from _finding_lines(one.near, "nearly: most of the row, or of its prompt, is in one training row")
+    if one.near is not None and one.compared < rows:
+        yield f"  {one.compared:,} of {rows:,} were compared by n-grams; the others are {_NOT_LOOKED_FOR}"

@@ -96,6 +96,9 @@ def test_the_text_has_every_number(found: Findings) -> None:
     assert "evaluation rows math that are in training: 21 (100.00%)" in text
     assert "1 row (2.78%) cut at data.max_length" in text
     assert "padding avoided: " in text
+    near = train.near
+    assert near is not None
+    assert f"  {near.rows} rows were compared by n-grams; the others are exact copies, too short" in text
     assert f"\N{RIGHTWARDS ARROW} {'x' * 40}" in text
 
 
