@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from shardtune.cli.audit import audit
 from shardtune.cli.claims import add_claims
 from shardtune.cli.evaluate import evaluate
 from shardtune.cli.exit import UsageError, end, leave, wrong_usage
@@ -94,6 +95,7 @@ app.command("version")(version)
 app.command("help", hidden=True)(help_)
 app.command("env")(env)
 data_app.command("preview", cls=RecipeCommand)(preview)
+data_app.command("audit", cls=RecipeCommand)(audit)
 config_app.command("explain")(explain_key)
 
 

@@ -38,6 +38,10 @@ INSTEAD: Mapping[str, tuple[str, str]] = {
     ),
     **dict.fromkeys(("preview", "inspect"), ("it is a command of data", "shardtune data preview recipe.yaml")),
     **dict.fromkeys(
+        ("audit", "dedup", "deduplicate", "decontaminate"),
+        ("data audit finds such rows, and leaves the files as they are", "shardtune data audit recipe.yaml"),
+    ),
+    **dict.fromkeys(
         ("ls", "list", "runs", "ps", "status"),
         ("a run is a directory, and there is no list of runs", "ls runs; tail runs/recipe/metrics.jsonl"),
     ),

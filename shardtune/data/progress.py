@@ -15,11 +15,21 @@ from shardtune.launch.progress import PROGRESS
 _LINE_SECONDS = 10.0
 
 
+TOKENISING = "tokenising", "tokenised"
+
+
 class BuildProgress:
     """Progress of one file; use it through `show_progress`."""
 
-    def __init__(self, label: str, report: Callable[[str], None], bar: tuple[Progress, TaskID] | None) -> None:
+    def __init__(
+        self,
+        label: str,
+        report: Callable[[str], None],
+        bar: tuple[Progress, TaskID] | None,
+        verbs: tuple[str, str] = TOKENISING,
+    ) -> None:
         self._label = label
+        self._doing, self._done = verbs
         self._report = report
         self._bar = bar
         self._began = self._spoken = time.monotonic()
@@ -36,13 +46,13 @@ class BuildProgress:
             self._spoken = now
             part = f"{share:.0%}, " if share else ""
             self._report(
-                f"data: tokenising {self._label}: {part}{rows:,} rows, {rows / (now - self._began):,.0f} rows/s"
+                f"data: {self._doing} {self._label}: {part}{rows:,} rows, {rows / (now - self._began):,.0f} rows/s"
             )
 
     def finish(self, rows: int) -> None:
         seconds = time.monotonic() - self._began
         rate = f", {rows / seconds:,.0f} rows/s" if seconds > 0.5 else ""
-        self._finished = f"data: tokenised {self._label}: {rows:,} rows in {seconds:.1f} s{rate}"
+        self._finished = f"data: {self._done} {self._label}: {rows:,} rows in {seconds:.1f} s{rate}"
 
     def close(self) -> None:
         """Report the end, after the bar is gone."""
@@ -51,20 +61,28 @@ class BuildProgress:
 
 
 @contextmanager
-def show_progress(label: str, report: Callable[[str], None]) -> Iterator[BuildProgress]:
-    """A bar that disappears when done if the error stream is a terminal; otherwise a line now and then."""
+def show_progress(
+    label: str, report: Callable[[str], None], verbs: tuple[str, str] = TOKENISING
+) -> Iterator[BuildProgress]:
+    """A bar that disappears when done if the error stream is a terminal; otherwise a line now and then.
+
+    Args:
+        label: of what is worked on.
+        report: receives the lines.
+        verbs: what is done, while it is and afterwards.
+    """
     if not sys.stderr.isatty():
-        progress = BuildProgress(label, report, None)
+        progress = BuildProgress(label, report, None, verbs)
         yield progress
         progress.close()
         return
     columns = (
-        TextColumn("tokenising {task.description}"),
+        TextColumn(f"{verbs[0]} {{task.description}}"),
         BarColumn(),
         TextColumn("{task.fields[rows]:,} rows"),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        progress = BuildProgress(label, report, (bar, bar.add_task(label, total=1.0, rows=0)))
+        progress = BuildProgress(label, report, (bar, bar.add_task(label, total=1.0, rows=0)), verbs)
         yield progress
     progress.close()

@@ -222,6 +222,7 @@ def check_keys(recipe: Recipe, kind: type[FSDPSftWorker]) -> None:
         "data.on_too_long": data.on_too_long != "truncate",
         "data.thinking": data.thinking is not None,
         "data.ignored_keys": bool(data.ignored_keys),
+        "data.audit": data.audit != type(data.audit)(),
         "eval.generate": evaluation.generate,
         "eval.harness": bool(evaluation.harness),
         "eval.environment": evaluation.environment is not None,

@@ -45,6 +45,7 @@ FREE = (
     "actor.model.gradient_checkpointing",
     "actor.parallel",
     "actor.fsdp_config",
+    "data.audit",
     "data.num_workers",
     "data.cache_dir",
     "eval.episodes_at_once",

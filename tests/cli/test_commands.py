@@ -24,6 +24,7 @@ from tests.support.workspace import END, Outcome, run_cli, write_rows
 
 COMMANDS = (
     *("train", "eval", "generate", "chat", "export", "push", "models", "env", "data preview", "config explain"),
+    "data audit",
 )
 ANSI = re.compile(r"\x1b\[")
 LEARN = [
@@ -178,6 +179,20 @@ def test_the_preview_tells_rows_and_what_became_of_them(work: Path) -> None:
         assert part in text, f"{part!r} is not in\n{text}"
     assert "Ho." not in text
     assert tree(work) == before
+
+
+def test_an_audit_ends_with_1_where_a_limit_is_exceeded(work: Path) -> None:
+    write_rows(work / "twice.jsonl", [said("Hi?", "Ho."), said("Hi?", "Ho."), said("Who?", "Me, as you see.")])
+    argv = ("data", "audit", "recipe.yaml", "data.train_data_paths=twice.jsonl")
+    within = run_cli(*argv, "--html", "page.html", "--near", "off", "data.audit.max_near_duplicates=0")
+    assert within.code == 0, within.err
+    assert "1 row (33.33%) exact duplicates of an earlier row\n    " in within.out
+    assert "note: data.audit.max_near_duplicates was not checked" in within.out
+    assert "<title>Data of recipe.yaml</title>" in (work / "page.html").read_text()
+    beyond = run_cli(*argv, "--json", "data.audit.max_duplicates=0.3")
+    assert (beyond.code, json.loads(beyond.out)["limits"][0]["failed"]) == (1, True)
+    assert run_cli(*argv, "--near", "perhaps").code == 2
+    assert run_cli(*argv, "--html", "nowhere/page.html").code == 2
 
 
 def in_terminal(*argv: str, keys: str = "", **environment: str) -> str:

@@ -27,7 +27,16 @@ from tests.support.workspace import run_cli, write_rows
 MODEL, TRAIN, LR = "actor.model.model_path", "data.train_data_paths", "actor.optim.lr"
 COMMANDS = (
     *("", "train", "eval", "generate", "chat", "export", "launch", "models", "init", "env", "version", "convert"),
-    *("config", "config explain", "data", "data preview", "verify", "verify adapter", "verify checkpoint"),
+    *(
+        "config",
+        "config explain",
+        "data",
+        "data audit",
+        "data preview",
+        "verify",
+        "verify adapter",
+        "verify checkpoint",
+    ),
 )
 
 
@@ -151,6 +160,7 @@ def test_commands_have_other_names(command: str, trained: list[Any]) -> None:
         ("lm_eval x", "eval.harness=[hellaswag]"),
         ("merge_lora", "shardtune export runs/lora my-model --merge"),
         ("preprocess recipe.yaml", "shardtune data preview recipe.yaml"),
+        ("dedup rows.jsonl", "shardtune data audit recipe.yaml"),
         ("tokenize", "shardtune train recipe.yaml --dry-run"),
         ("ls", "ls runs"),
         ("runs", "ls runs"),

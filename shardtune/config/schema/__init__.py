@@ -4,7 +4,7 @@ The descriptions are the configuration reference: `python -m shardtune.config.re
 """
 
 from shardtune.config.schema.actor import ActorConfig, FsdpConfig, OptimConfig, ParallelConfig, ParameterGroup
-from shardtune.config.schema.data import DataConfig, DataEntry
+from shardtune.config.schema.data import AuditConfig, DataConfig, DataEntry
 from shardtune.config.schema.evaluation import EvalConfig
 from shardtune.config.schema.key_names import (
     ACTOR,
@@ -32,6 +32,7 @@ __all__ = [
     "MODEL",
     "OTHER_KEYS",
     "ActorConfig",
+    "AuditConfig",
     "BestConfig",
     "DataConfig",
     "DataEntry",

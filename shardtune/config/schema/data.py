@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shardtune.config.schema.section import Section, key
+from shardtune.config.schema.section import Section, key, section
 from shardtune.config.values import Allowed, Count, Distinct, FunctionInFile, Number, Text, one_or_more
 
 
@@ -36,6 +36,52 @@ NamedSources = Annotated[
     one_or_more(DataEntry, named=True),
     Allowed(f"{SOURCES}, or a mapping of set name to any of these"),
 ]
+
+
+NO_LIMIT = "null: no limit."
+
+
+class AuditConfig(Section):
+    """Limits beyond which training is refused; shares are from 0 to 1."""
+
+    max_dropped: Number | None = key(
+        None,
+        "Rows dropped as too long, without a target or not usable, as a share of the rows read; not those that "
+        f"`transform` drops. {NO_LIMIT}",
+        ge=0,
+        le=1,
+    )
+    max_without_target: Number | None = key(
+        None, f"Rows dropped because nothing of them is trained, as a share of the rows read; {NO_LIMIT}", ge=0, le=1
+    )
+    max_truncated: Number | None = key(
+        None, f"Rows cut at `max_length`, as a share of the rows kept; {NO_LIMIT}", ge=0, le=1
+    )
+    max_near_empty: Number | None = key(
+        None,
+        f"Rows with nothing but space and punctuation as targets, as a share of the rows kept; {NO_LIMIT}",
+        ge=0,
+        le=1,
+    )
+    max_untrained_ends: Number | None = key(
+        None,
+        f"Rows with an answer whose end of turn is not trained, as a share of the rows kept; {NO_LIMIT}",
+        ge=0,
+        le=1,
+    )
+    max_duplicates: Number | None = key(
+        None, f"Rows that repeat an earlier one exactly, as a share of the rows kept; {NO_LIMIT}", ge=0, le=1
+    )
+    max_near_duplicates: Number | None = key(
+        None, f"Rows that nearly repeat an earlier one, as a share of the rows kept; {NO_LIMIT}", ge=0, le=1
+    )
+    max_contamination: Number | None = key(
+        None,
+        f"Rows of an evaluation set that training has too, exactly or nearly, as a share of the set; {NO_LIMIT}",
+        ge=0,
+        le=1,
+    )
+    min_trained_share: Number | None = key(None, f"Targets as a share of the tokens; {NO_LIMIT}", ge=0, le=1)
 
 
 class DataConfig(Section):
@@ -94,3 +140,8 @@ class DataConfig(Section):
         "not decode it. Takes about width x height x 3 bytes at the processor's output size.",
     )
     cache_dir: Text | None = key(None, "Where tokenised rows are stored; null: the user's cache directory.")
+    audit: AuditConfig = section(
+        AuditConfig,
+        "Limits of what is in the training rows and in evaluation; beyond one, training is refused before it starts. "
+        "`shardtune data audit` shows what is found.",
+    )

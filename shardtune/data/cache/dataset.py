@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardtune.batch import Sample
+from shardtune.data.cache.blocks import TokenBlock
 from shardtune.data.cache.entry import Entry, Notes, Tally
 from shardtune.data.cache.fields import Kinds, require_same_kinds
 from shardtune.errors import DataError
@@ -158,6 +159,18 @@ class TokenDataset:
         place, inner = self._place(index)
         return f"{self._parts[place].label}:{self._entries[place].numbers[inner]}"
 
+    def find(self, file: int, number: int) -> int | None:
+        """The index of row `number` of the file `file` (as in `report.files`); None if it is not among these rows."""
+        numbers = self._entries[file].numbers
+        inner = int(np.searchsorted(numbers, number))
+        if inner == len(numbers) or numbers[inner] != number:
+            return None
+        whole = self._starts[file] + inner
+        if self._index is None:
+            return whole
+        index = int(np.searchsorted(self._index, whole))
+        return index if index < len(self._index) and self._index[index] == whole else None
+
     def _place(self, index: int) -> tuple[int, int]:
         if not 0 <= index < self._length:
             raise IndexError(f"row {index} of {self._length}")
@@ -166,6 +179,25 @@ class TokenDataset:
         place = bisect_right(self._starts, index) - 1 if len(self._entries) > 1 else 0
         # Empty entries share their start with the next one; bisect_right lands on the last, which holds the row.
         return place, index - self._starts[place]
+
+    def blocks(self, most_tokens: int, most_rows: int) -> Iterator[tuple[int, TokenBlock]]:
+        """All rows in order, many at once: each time the index of the first one, and their tokens.
+
+        Args:
+            most_tokens: tokens of a block at most, unless a single row has more.
+            most_rows: rows of a block at most.
+        """
+        cuts = self._starts if self._index is None else np.searchsorted(self._index, self._starts).tolist()
+        for entry, base, start, stop in zip(self._entries, self._starts, cuts, cuts[1:], strict=False):
+            ends = np.cumsum(self.lengths[start:stop], dtype=np.int64)
+            place = start
+            while place < stop:
+                before = int(ends[place - start - 1]) if place > start else 0
+                fitting = int(np.searchsorted(ends, before + most_tokens, side="right"))
+                end = min(max(start + fitting, place + 1), place + most_rows)
+                rows = np.arange(place, end) if self._index is None else self._index[place:end]
+                yield place, entry.block(rows - base)
+                place = end
 
     @cached_property
     def lengths(self) -> np.ndarray:

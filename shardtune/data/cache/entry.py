@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from shardtune.batch import Sample
+from shardtune.data.cache.blocks import TokenBlock, token_block
 from shardtune.data.cache.fields import FieldColumn, FieldsReader, FieldsWriter, Kinds, pack_fields
 from shardtune.data.checksum import is_sealed, sealed
 from shardtune.data.durable import sync_folder
@@ -383,6 +384,10 @@ class Entry:
             return Sample(tokens, weights)
         size = 0 if len(tokens) else int(self.lengths[index])
         return Sample(tokens, weights, *self._prompt(index), self._fields.row(index), size)
+
+    def block(self, rows: np.ndarray) -> TokenBlock:
+        """The tokens of the rows `rows` (int64, ascending), and which of them are targets."""
+        return token_block(self._tokens, self._offsets, self._values, self._runs, self._run_offsets, rows)
 
     def dropped(self) -> Iterator[tuple[int, str, str]]:
         """Each dropped row of the file in order: its number, the cause (one of `DROPPED`), and the reason."""

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from shardtune.batch import Batch, Metric
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.user_code import names_in
+from shardtune.data.audit.limits import check_limits
 from shardtune.data.chat.encoder import ChatEncoder
 from shardtune.data.encoder import Encoder
 from shardtune.data.prepare import PreparedData, prepare_data
@@ -98,6 +99,8 @@ class SFTWorker(FSDPSftWorker):
         for rows in (self.prepared.train, *self.prepared.evals.values()):
             if rows is not None:
                 self.adapter.check_rows(rows.lengths, rows.locate)
+        if training and prepared is None:
+            check_limits(recipe, self.prepared, report)
         super().__init__(recipe)
         self._hooks.check_terms(self._rows_task.loss_terms(), self.adapter)
         text = self._rows_task.text

@@ -257,5 +257,11 @@ COMMANDS: list[Case] = [
         prepare=cut("runs/done/final/model.safetensors", 9),
     ),
     Case("look at rows that are not there", "data preview recipe.yaml --start 30", says="--start | 24 rows | 30"),
+    Case("audit data without a recipe", "data audit", says="there is no recipe | name a YAML file"),
+    Case(
+        "train beyond a limit on the data",
+        "train recipe.yaml data.audit.min_trained_share=0.9",
+        says="the trained share of the data is 0. | data.audit.min_trained_share: 0.9 | data audit RECIPE",
+    ),
     Case("look at data without a recipe", "data preview", says="there is no recipe | name a YAML file"),
 ]
