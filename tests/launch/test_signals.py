@@ -38,7 +38,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 PLUGIN = """
 import os, time
-import shardtune.launch.watchdog as watchdog
+import shardtune.launch.watchdog.watchdog as watchdog
 from shardtune.training.worker.base import FSDPSftWorker
 
 original, original_peers = FSDPSftWorker.run_training, watchdog.ended_peers
