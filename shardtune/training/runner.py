@@ -383,6 +383,7 @@ class SFTRunner:
         checkpoint = load_first(actor, candidates, self._observer.log)
         self._resume(checkpoint)
         position.restore(place)
+        position.none_finite = False
         self._moved, self._requested = Moved(step=actor.step, position=place, rolled_back=True), requested
         on_main(self._ranks, lambda: self._reopen_files(before - actor.step))
         if self._watches.best is not None and not on_main(self._ranks, self._best_is_there):

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from shardtune import Adapter, Batch, LossSum, Sample, SFTRunner
+from shardtune.checkpoint.state_file import read_state
 from shardtune.config import load_recipe
 from shardtune.config.schema.runner import SpikeConfig
 from shardtune.errors import ConfigError, ModelError
@@ -32,6 +33,7 @@ SPIKE: dict[str, Any] = {"warmup_steps": 3, "window": 6}
 BAD = {53: "spike", 66: "nan", 79: "inf", 121: "spike"}
 """Rows of the steps 6, 8, 9 and 15: after a rollback for step 8, step 9 is in vain gone on with."""
 RATE = 0.02
+WATCHED = {"eval_interval": 2, "early_stop": {"enabled": True, "patience": 100}}
 
 
 class Line(Adapter):
@@ -70,11 +72,12 @@ def recipe(folder: Path, name: str, **runner: Any) -> dict[str, Any]:
         },
         "data": {
             "train_data_paths": str(folder / "rows.jsonl"),
+            "eval_data_paths": str(folder / "eval.jsonl"),
             "cache_dir": str(folder / "cache"),
             "shuffle": False,
             "num_workers": 0,
         },
-        "runner": {"device": "cpu", "max_epochs": 1, "save_interval": EVERY, "logger": logger, **runner},
+        "runner": {"device": "cpu", "max_epochs": 1, "save_interval": EVERY, "logger": logger, **WATCHED, **runner},
     }
 
 
@@ -113,6 +116,7 @@ def train(given: dict[str, Any], kill: int = 0, make: Callable[..., FSDPSftWorke
         for key, value in worker.optimizer.state[parameter].items()
     }
     result["lines"] = lines(folder) if worker.ranks.is_main else []
+    result["early"] = read_state(runner.store.newest_first()[0])["early"]
     worker.ranks.barrier()
     worker.release()
     return result
@@ -200,7 +204,9 @@ def is_spike(values: tuple[float, float], targets: int, seen: deque[tuple[float,
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("anomalies")
-    (made / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    text = [json.dumps(row) + "\n" for row in rows()]
+    (made / "rows.jsonl").write_text("".join(text))
+    (made / "eval.jsonl").write_text("".join(text[:5]))
     return made
 
 
@@ -229,7 +235,9 @@ def on_ranks(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    return both(folder, "1", (8, 11, 17))
+    told = both(folder, "1", (8, 11, 17))
+    told["rollback"].append(train(recipe(folder, "rollback-async", **ON["rollback"], async_save=True)))
+    return told
 
 
 def test_what_is_left_equals_a_plain_loop_that_leaves_out_or_goes_back(
@@ -255,7 +263,8 @@ def test_a_killed_run_takes_the_same_decisions_bitwise(alone: Mapping[str, list[
     for action, (whole_run, *killed) in alone.items():
         for run in killed:
             assert run["lines"] == whole_run["lines"], action
-            assert (run["step"], run["at"]) == (whole_run["step"], whole_run["at"])
+            for fact in ("step", "at", "early"):
+                assert run[fact] == whole_run[fact], fact
             for part in ("weights", "moments"):
                 for name, tensor in whole_run[part].items():
                     assert torch.equal(run[part][name], tensor), (action, name)
@@ -276,7 +285,9 @@ def test_the_rows_the_values_and_a_command_are_named(folder: Path, alone: Mappin
     kinds = [(event["kind"], event["epoch"], event["rows_consumed"]) for event in happened[::2]]
     assert kinds == [("spike", 0, 48), ("nonfinite", 0, 64), ("nonfinite", 0, 72), ("spike", 0, 120)]
     assert happened[4]["loss"] == "inf"
-    assert not [path for path in (run / "checkpoints").glob("global_step_*") if path.name.endswith("_12")]
+    for kill in (8, 11, 17):
+        again = [event["rows_consumed"] for event in events(folder / f"rollback-1-{kill}", "anomaly")]
+        assert again == [rows for _, _, rows in kinds], "what was rolled back is not computed again after the kill"
 
 
 def test_stop_saves_and_the_same_command_goes_on_after_the_rows(
