@@ -165,7 +165,7 @@ class Anomalies:
 
     def describe(self) -> str:
         """How many there were, for the end of a run; "" if none."""
-        kinds = ", ".join(f"{self.counts[kind]:,} {name}" for kind, name in NAMES.items() if kind in self.counts)
+        kinds = ", ".join(f"{name}: {self.counts[kind]:,}" for kind, name in NAMES.items() if kind in self.counts)
         total = sum(self.counts.get(kind, 0) for kind in NAMES)
         back = f", with {self.rollbacks:,} rollback{'s' * (self.rollbacks > 1)}" if self.rollbacks else ""
         return f"{total:,} step{'s' * (total > 1)} left out ({kinds}){back}" if total else ""

@@ -20,7 +20,6 @@ from shardtune.launch.events import Alive, EventName, write_event
 from shardtune.launch.outcome import recorded_end
 from shardtune.launch.progress import CALLBACK, EVALUATION, FIRST_STEP, LOADING, PROGRESS, START, STEP
 from shardtune.launch.signals import StopSignal
-from shardtune.training.anomalies import Anomaly
 from shardtune.training.callbacks import (
     NOTHING,
     Ask,
@@ -185,7 +184,7 @@ class SFTRunner:
                 self._tracker.close()
         return self._last_eval
 
-    def _resume(self, checkpoint: Path) -> None:
+    def _resume(self, checkpoint: Path, how: str = "continuing") -> None:
         actor, state = self._actor, read_state(checkpoint)
         self._watches.restore({"early": state.get("early"), "best": state.get("best")})
         self._evaluated_at = int(state["evaluated_at"])
@@ -193,7 +192,7 @@ class SFTRunner:
         self._line = dict(state["line"])
         if self._is_own(checkpoint):
             self._saver.saved_at = actor.step
-        self._observer.log(f"continuing after step {actor.step} ({checkpoint})")
+        self._observer.log(f"{how} after step {actor.step} ({checkpoint})")
         before, now = state["total_steps"], actor.position.horizon
         if before == now:  # a stop requested for the shorter run does not apply to a longer one
             self._requested = Ask(state.get("asked", 0))
@@ -372,20 +371,21 @@ class SFTRunner:
         self._observer.log(f"{replay_command(self.run_dir, step)} computes it again")
         if anomaly.action == "rollback":
             with PROGRESS.during(LOADING):
-                self._go_back(anomaly)
+                self._go_back()
 
-    def _go_back(self, anomaly: Anomaly) -> None:
-        """Load the newest checkpoint, and go on with the rows after the anomaly; its record is in the checkpoint."""
+    def _go_back(self) -> None:
+        """Load the newest checkpoint, and go on with the rows after the anomaly; both is recorded in the checkpoint."""
         actor, position, requested = self._actor, self._position, self._requested
         self._saver.finish()
         before, place = actor.step, position.place()
         candidates = on_main(self._ranks, lambda: to_go_back_to(self.store, before, self._moved))
         checkpoint = load_first(actor, candidates, self._observer.log)
-        self._resume(checkpoint)
+        undone = before - actor.step
+        self._resume(checkpoint, f"rolled back by {undone:,} step{'s' * (undone != 1)}: continuing")
         position.restore(place)
         position.none_finite = False
         self._moved, self._requested = Moved(step=actor.step, position=place, rolled_back=True), requested
-        on_main(self._ranks, lambda: self._reopen_files(before - actor.step))
+        on_main(self._ranks, lambda: self._reopen_files(undone))
         if self._watches.best is not None and not on_main(self._ranks, self._best_is_there):
             self._watches.best.forget()
         if self._recorder is not None:

@@ -276,9 +276,12 @@ def test_the_rows_the_values_and_a_command_are_named(folder: Path, alone: Mappin
     assert spike.startswith("after step 6: the loss was a spike: ")
     assert f"; highest: {folder / 'rows.jsonl'}:54 (loss " in spike
     assert f"shardtune replay {run} --step 7 computes it again" in told
-    assert any(line.startswith(f"continuing after step 4 ({run}/checkpoints/global_step_4)") for line in told)
+    assert any(
+        line.startswith(f"rolled back by 2 steps: continuing after step 4 ({run}/checkpoints/global_step_4)")
+        for line in told
+    )
     assert any("the gradient was not finite for" in line and "rows.jsonl:67;" in line for line in told)
-    assert told[-1].endswith("; 4 steps left out (2 not finite, 2 spikes), with 4 rollbacks")
+    assert told[-1].endswith("; 4 steps left out (not finite: 2, spikes: 2), with 4 rollbacks")
     happened = events(run, "anomaly", "rollback")
     assert [event["event"] for event in happened] == ["anomaly", "rollback"] * 4
     assert [event["step"] for event in happened] == [6, 4, 5, 4, 4, 0, 5, 4]

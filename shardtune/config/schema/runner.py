@@ -58,7 +58,7 @@ class SpikeConfig(Section):
         "deviations, a standard deviation of normal values; at least 1 % of the median).",
         gt=0,
     )
-    window: Count = key(100, "Over how many of the last steps that changed weights median and spread are taken.")
+    window: Count = key(50, "Over how many of the last steps that changed weights median and spread are taken.")
     warmup_steps: Count = key(20, "How many of them there have to be before anything counts as a spike.")
 
 

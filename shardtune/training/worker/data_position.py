@@ -111,6 +111,8 @@ class DataPosition:
             else f"{self.problem}, its rows are passed over: {self.passed_over}"
         )
         if kind == "spike" and bad:
+            bad = [part for part in bad if part.loss > result.loss] or bad[:1]
+            self.passed_over = self._name_rows(step, bad)
             highest = ", ".join(f"{self._name_rows(step, [part])} (loss {part.loss:.4g})" for part in bad)
             self.skipped = f"{self.problem}; highest: {highest}; the whole step is passed over"
         if kind is not None:
