@@ -145,8 +145,8 @@ class Anomalies:
         """How often a checkpoint was loaded because of them."""
         return self.counts.get("rollback", 0)
 
-    def add(self, kind: Kind, problem: str, rows: str, at: DataState, loss: float, norm: float) -> None:
-        """Take in the anomaly of the current step."""
+    def add(self, kind: Kind, problem: str, rows: str, at: DataState, loss: float, norm: float) -> Anomaly:
+        """Take in an anomaly of the current step."""
         runner = self._runner
         action = runner.on_nonfinite if kind == "nonfinite" else runner.on_spike or "skip"
         budget = runner.anomaly_budget
@@ -157,6 +157,7 @@ class Anomalies:
         self.last = Anomaly(kind, action, problem, rows, at, loss, norm, over)
         for name in (kind, action) if action == "rollback" and not over else (kind,):
             self.counts[name] = self.counts.get(name, 0) + 1
+        return self.last
 
     def metrics(self) -> dict[str, float]:
         """Spikes and rollbacks so far, for the line of a step, once there are any."""

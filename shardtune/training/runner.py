@@ -20,6 +20,7 @@ from shardtune.launch.events import Alive, EventName, write_event
 from shardtune.launch.outcome import recorded_end
 from shardtune.launch.progress import CALLBACK, EVALUATION, FIRST_STEP, LOADING, PROGRESS, START, STEP
 from shardtune.launch.signals import StopSignal
+from shardtune.training.anomalies import Anomaly
 from shardtune.training.callbacks import (
     NOTHING,
     Ask,
@@ -39,7 +40,7 @@ from shardtune.training.observer import Observer, Silent
 from shardtune.training.profiler import FOLDER, ProfileWindow
 from shardtune.training.recorder import Recorder, Recording
 from shardtune.training.recovery import Moved, ended_by, load_first, replay_command, to_go_back_to
-from shardtune.training.saver import Saver, on_main
+from shardtune.training.saver import Saver, UnfitWeights, on_main
 from shardtune.training.step import TRAIN_METRICS
 from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.training.worker.reported import evaluation_method, training_method
@@ -350,7 +351,15 @@ class SFTRunner:
         self._observer.stepped(model.step, metrics)
         if self._listens_to_steps:
             self._notify(StepEnd, metrics=metrics, updated=advanced)
-        self._after_step(epoch_ended=position.state.epoch != epoch, advanced=advanced)
+        try:
+            self._after_step(epoch_ended=position.state.epoch != epoch, advanced=advanced)
+        except UnfitWeights as unfit:  # the step has made them so, and they were to be saved
+            if self._recipe.runner.on_nonfinite != "rollback":
+                raise
+            rows = f"those before {position.state.rows_consumed:,} of epoch {position.state.epoch}"
+            values = (metrics.get(name, math.nan) for name in ("train/loss", "train/grad_norm"))
+            self._observer.log(unfit.what)
+            self._follow(position.anomalies.add("nonfinite", unfit.what, rows, position.state, *values), step)
 
     def _passed_over(self, step: int) -> None:
         """Report a step that changed nothing, and do what the recipe says follows it."""
@@ -358,8 +367,12 @@ class SFTRunner:
         if anomaly is None or anomaly.action != "rollback":
             self._saver.require_finite()
         self._observer.log(f"after step {step}: {position.skipped}")
-        if anomaly is None:
-            return
+        if anomaly is not None:
+            self._follow(anomaly, step)
+
+    def _follow(self, anomaly: Anomaly, step: int) -> None:
+        """Do what the recipe says follows an anomaly of the step after `step` steps."""
+        position = self._position
         self._write_event("anomaly", anomaly.problem, **anomaly.facts())
         if anomaly.over_budget or anomaly.action == "stop":
             saves = anomaly.action != "rollback" and not position.none_finite

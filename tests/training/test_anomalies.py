@@ -85,8 +85,17 @@ class Killed(Exception):
     """The end of a process."""
 
 
-def train(given: dict[str, Any], kill: int = 0, make: Callable[..., FSDPSftWorker] = SFTWorker) -> dict[str, Any]:
-    """Train from the newest checkpoint, if there is one; killed instead of the step number `kill`, from 1 on."""
+def train(
+    given: dict[str, Any], kill: int = 0, make: Callable[..., FSDPSftWorker] = SFTWorker, spoil: int = 0
+) -> dict[str, Any]:
+    """Train from the newest checkpoint, if there is one.
+
+    Args:
+        given: the recipe.
+        kill: the number of the step instead of which the run is killed, from 1 on.
+        make: makes the worker.
+        spoil: the number of the step after which weights are infinite.
+    """
     cfg = load_recipe(given)
     worker = make(cfg, report=quiet) if make is SFTWorker else make(cfg)
     told = Told()
@@ -102,7 +111,10 @@ def train(given: dict[str, Any], kill: int = 0, make: Callable[..., FSDPSftWorke
         left[0] -= 1
         if not left[0]:
             raise Killed
-        return compute()
+        metrics = compute()
+        if left[0] == kill - spoil and spoil:
+            next(iter(worker.weights.parameters.values())).data.fill_(math.inf)
+        return metrics
 
     runner._run_training = step
     try:
@@ -116,7 +128,7 @@ def train(given: dict[str, Any], kill: int = 0, make: Callable[..., FSDPSftWorke
         for key, value in worker.optimizer.state[parameter].items()
     }
     result["lines"] = lines(folder) if worker.ranks.is_main else []
-    result["early"] = read_state(runner.store.newest_first()[0])["early"]
+    result["early"] = [read_state(checkpoint)["early"] for checkpoint in runner.store.newest_first()[:1]]
     worker.ranks.barrier()
     worker.release()
     return result
@@ -321,6 +333,17 @@ def test_too_many_end_the_run(folder: Path) -> None:
     first = train(few)
     assert "after step 7, the rows" in first["ended"], "the steps 8 and 9 of the data are in one window"
     assert train(few)["step"] == 14, "7 of the 18 steps, and after the end the others but step 15"
+
+
+def test_weights_that_are_not_finite_are_rolled_back_when_they_are_to_be_saved(folder: Path) -> None:
+    run = train(recipe(folder, "weights", on_nonfinite="rollback"), spoil=EVERY)
+    happened = events(folder / "weights", "anomaly", "rollback")[:2]
+    assert [(event["event"], event["step"]) for event in happened] == [("anomaly", EVERY), ("rollback", 0)]
+    assert happened[0]["reason"].startswith("the weights are not finite after step 4: weight holds infinite values")
+    assert run["ended"] == ""
+    assert all(bool(weight.isfinite().all()) for weight in run["weights"].values())
+    ended = train(recipe(folder, "weights-skip"), spoil=EVERY)["ended"]
+    assert ended.startswith("the weights are not finite after step 4")
 
 
 def test_by_default_spikes_train_and_a_step_that_is_not_finite_is_passed_over(folder: Path) -> None:
