@@ -378,9 +378,11 @@ class SFTRunner:
             saves = anomaly.action != "rollback" and not position.none_finite
             if saves:
                 self._moved = Moved(step=step, position=position.place(), rolled_back=False)
-                self._save_now("stopping: saving a checkpoint first")
+                self._observer.log("stopping: saving a checkpoint first")
+                self._saver.save(self._state())
+            self._saver.finish()
             newest = on_main(self._ranks, self.store.latest)
-            raise ended_by(anomaly, step, self.run_dir, newest=newest, saved=saves and newest is not None)
+            raise ended_by(anomaly, step, self.run_dir, newest=newest, saved=saves)
         self._observer.log(f"{replay_command(self.run_dir, step)} computes it again")
         if anomaly.action == "rollback":
             with PROGRESS.during(LOADING):

@@ -322,6 +322,16 @@ def test_stop_saves_and_the_same_command_goes_on_after_the_rows(
     assert torch.equal(ended[4]["weights"]["weight"], alone["skip"][0]["weights"]["weight"])
 
 
+def test_a_run_that_stops_at_its_first_step_goes_on_after_it(folder: Path) -> None:
+    text = (folder / "rows.jsonl").read_text().splitlines(keepends=True)
+    (folder / "first.jsonl").write_text("".join([text[66], *text[:15]]))
+    given = recipe(folder, "first", on_nonfinite="stop")
+    given["data"]["train_data_paths"] = str(folder / "first.jsonl")
+    assert "first.jsonl:1\n" in train(given)["ended"]
+    again = train(given)
+    assert (again["ended"], again["step"]) == ("", 1)
+
+
 def test_too_many_end_the_run(folder: Path) -> None:
     given = recipe(folder, "budget", **ON["rollback"], max_anomalies=3)
     ended = train(given)["ended"]
