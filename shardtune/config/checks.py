@@ -43,7 +43,7 @@ def check(recipe: Recipe, given: Merged, in_memory: Collection[str]) -> list[Con
     context = Context(recipe, given, in_memory)
     rules = (
         *(_launcher, _logger, _required, _batches, _length, _schedule),
-        *(_duration, _evaluation, _harness, _episodes, _watching, _losses, _lora),
+        *(_duration, _evaluation, _harness, _episodes, _watching, _anomalies, _losses, _lora),
         *(_execution, _optimizer_states, _actions, _pixels),
     )
     return [problem for rule in rules for problem in rule(context)]
@@ -296,6 +296,37 @@ def _watching(context: Context) -> Iterator[ConfigError]:
             "runner.early_stop.enabled",
             "runner.early_stop.enabled needs evaluations during training, and runner.eval_interval is -1",
             'give runner.eval_interval a number of steps or "epoch"',
+        )
+
+
+def _anomalies(context: Context) -> Iterator[ConfigError]:
+    runner = context.recipe.runner
+    for name in [] if runner.on_spike is not None else runner.spike.model_dump(exclude_defaults=True):
+        yield context.problem(
+            f"runner.spike.{name}",
+            f"runner.spike.{name} has no effect without runner.on_spike",
+            "set runner.on_spike: stop, skip or rollback, or leave the key out",
+        )
+    if runner.spike.warmup_steps > runner.spike.window:
+        yield context.problem(
+            "runner.spike.window",
+            f"runner.spike.window ({runner.spike.window}) is less than runner.spike.warmup_steps "
+            f"({runner.spike.warmup_steps}), so there would never be enough steps",
+            "raise it, or lower runner.spike.warmup_steps",
+        )
+    only_stops = runner.on_nonfinite == "stop" and runner.on_spike in (None, "stop")
+    if runner.max_anomalies is not None and only_stops:
+        yield context.problem(
+            "runner.max_anomalies",
+            f"runner.max_anomalies ({runner.max_anomalies}) has no effect where the first one ends the run",
+            "leave it out, or set runner.on_nonfinite or runner.on_spike to skip or rollback",
+        )
+    changed = runner.anomaly_window != type(runner).model_fields["anomaly_window"].default
+    if changed and (runner.anomaly_budget is None or only_stops):
+        yield context.problem(
+            "runner.anomaly_window",
+            f"runner.anomaly_window ({runner.anomaly_window}) has no effect without runner.max_anomalies",
+            "give it, or leave the key out",
         )
 
 

@@ -31,7 +31,9 @@ WRITE_SECONDS = 2.0
 REASON_CHARACTERS = 2000
 """The longest reason of an event, so that its line is within the tail."""
 
-EventName = Literal["start", "resume", "save", "lost", "stuck", "restart", "stop", "failed", "end"]
+EventName = Literal[
+    "start", "resume", "save", "anomaly", "rollback", "lost", "stuck", "restart", "stop", "failed", "end"
+]
 BEGINS = ("start", "resume")
 
 

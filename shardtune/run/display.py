@@ -262,7 +262,7 @@ class Display:
         done = step - self._began_at
         left = (
             f"  {duration((now - self._began) / done * max(0, self._total - step))} to go"
-            if done and step < self._total
+            if done > 0 and step < self._total
             else ""
         )
         self.report(f"step {step:,}/{self._total:,}  {text}{left}")

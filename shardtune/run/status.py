@@ -15,6 +15,7 @@ from shardtune.launch.progress import (
     FINAL,
     FIRST_STEP,
     GENERATION,
+    LOADING,
     PROGRESS,
     SAVING,
     Phase,
@@ -27,6 +28,7 @@ ACTIVITIES: Mapping[Phase, str] = {
     EVALUATION: "evaluating",
     GENERATION: "answering",
     SAVING: "saving",
+    LOADING: "going back",
     CALLBACK: "callback",
     FINAL: "writing final/",
 }

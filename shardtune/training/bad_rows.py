@@ -1,10 +1,10 @@
-"""Which rows of a step have a loss or a gradient that is not finite; looked for only after such a step."""
+"""Which rows of a step have a loss or a gradient that is not finite, or the highest loss; looked for when it is bad."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardtune.batch import Batch
 from shardtune.data.loader.protocol import MicroBatch, Step
@@ -12,6 +12,8 @@ from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.step import accumulate
 
+NAMED = 3
+"""Rows of the highest losses that are named."""
 Alone = Callable[[int | None], MicroBatch]
 """A row of the data set to a micro-batch of it alone; None to a filler, which calls the same parts of the model."""
 
@@ -24,11 +26,13 @@ class BadPart:
         rank: the data-parallel rank that has it.
         micro_batch: its place among that rank's micro-batches.
         row: of the data set; -1: the micro-batch as a whole.
+        loss: its loss alone, where it is one of the highest.
     """
 
     rank: int
     micro_batch: int
     row: int = -1
+    loss: float = field(default=math.nan, compare=False)
 
 
 class BadRows:
@@ -63,9 +67,22 @@ class BadRows:
 
     def find(self, step: Step[MicroBatch]) -> list[BadPart]:
         """The parts of the step that are not finite by themselves, in order; the same on every rank."""
+        return self._without_a_trace(self._find, step)
+
+    def highest(self, step: Step[MicroBatch]) -> list[BadPart]:
+        """The rows that add most to the loss of the step, with their losses, highest first; the same on every rank.
+
+        Each rank looks into the micro-batch of its own that adds most. Where rows cannot be taken apart, the one such
+        micro-batch of all ranks.
+        """
+        return self._without_a_trace(self._highest, step)
+
+    def _without_a_trace(
+        self, search: Callable[[Step[MicroBatch]], list[BadPart]], step: Step[MicroBatch]
+    ) -> list[BadPart]:
         buffers = self._weights.copy_buffers()
         try:
-            return self._find(step)
+            return search(step)
         except Exception:
             if self._ranks.mesh is not None:  # other ranks may be in a collective
                 raise
@@ -73,6 +90,34 @@ class BadRows:
         finally:
             self._weights.zero_gradients()
             self._weights.restore_buffers(buffers)
+
+    def _highest(self, step: Step[MicroBatch]) -> list[BadPart]:
+        rank, batches = self._ranks.data_rank, step.micro_batches
+        added = [self._added(batch, step) for batch in batches]
+        place = max(range(len(batches)), key=lambda number: added[number][0])
+        found = [(added[place][0], BadPart(rank, place, loss=added[place][1]))]
+        batch, alone = batches[place], self._alone
+        rows = [row for row in batch.rows if row >= 0] if isinstance(batch, Batch) else []
+        most = 1
+        if alone is not None:
+            found, most = [], NAMED
+            for number in range(int(self._ranks.largest(float(len(rows))))):
+                row = rows[number] if number < len(rows) else None
+                adds, loss = self._added(alone(row), step)
+                found += [(adds, BadPart(rank, place, row, loss))] if row is not None else []
+        every = [one for own in self._ranks.gather(found if self._ranks.counts else []) for one in own]
+        every.sort(key=lambda one: (-one[0], one[1]))
+        return [part for _, part in every][:most]
+
+    def _added(self, batch: MicroBatch, step: Step[MicroBatch]) -> tuple[float, float]:
+        """How much this rank's micro-batch adds to the loss of the step, and its own loss."""
+        self._weights.zero_gradients()
+        totals = accumulate(
+            self._forward, [batch], step.denominators, self._weights, draws=self._draws, scale=1.0
+        ).losses
+        terms = [(float(totals[name]), whole, batch.weights[name]) for name, whole in step.denominators.items()]
+        adds = sum(total / whole for total, whole, _ in terms if whole)
+        return adds, sum(total / weight for total, _, weight in terms if weight)
 
     def _find(self, step: Step[MicroBatch]) -> list[BadPart]:
         own: list[BadPart] = []

@@ -62,9 +62,14 @@ class Recorder:
         if recording.folder is not None:
             recording.folder.mkdir(parents=True, exist_ok=True)
             self._file = recording.folder / f"rank{worker.ranks.rank}.jsonl"
-            worker.position.steps = self._noted(worker.position.steps)
         self._step: Mapping[str, object] = {}
         self._before: Mapping[str, str] = {}
+        self.follow()
+
+    def follow(self) -> None:
+        """Record the steps from the worker's current position on; to be called after it was moved."""
+        if self._file is not None:
+            self._worker.position.steps = self._noted(self._worker.position.steps)
 
     def stepped(self, metrics: Mapping[str, float]) -> None:
         """Write the line of a step that has just been computed.

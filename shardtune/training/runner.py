@@ -11,15 +11,16 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from shardtune.checkpoint.state_file import read_state, saved_step
+from shardtune.checkpoint.state_file import read_state
 from shardtune.checkpoint.store import CheckpointStore, directory_is_gone
 from shardtune.config import Recipe, load_recipe
-from shardtune.errors import CheckpointError, Interrupted, ModelError
+from shardtune.errors import Interrupted, ModelError
 from shardtune.evaluate.loss import check_monitors
-from shardtune.launch.events import Alive, write_event
+from shardtune.launch.events import Alive, EventName, write_event
 from shardtune.launch.outcome import recorded_end
-from shardtune.launch.progress import CALLBACK, EVALUATION, FIRST_STEP, PROGRESS, START, STEP
+from shardtune.launch.progress import CALLBACK, EVALUATION, FIRST_STEP, LOADING, PROGRESS, START, STEP
 from shardtune.launch.signals import StopSignal
+from shardtune.training.anomalies import Anomaly
 from shardtune.training.callbacks import (
     NOTHING,
     Ask,
@@ -38,7 +39,8 @@ from shardtune.training.loggers import SAMPLES, Tracker, check_logger, open_trac
 from shardtune.training.observer import Observer, Silent
 from shardtune.training.profiler import FOLDER, ProfileWindow
 from shardtune.training.recorder import Recorder, Recording
-from shardtune.training.saver import Saver, on_main
+from shardtune.training.recovery import Moved, ended_by, load_first, replay_command, to_go_back_to
+from shardtune.training.saver import Saver, UnfitWeights, on_main
 from shardtune.training.step import TRAIN_METRICS
 from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.training.worker.reported import evaluation_method, training_method
@@ -116,6 +118,7 @@ class SFTRunner:
         self._watches = Watches(runner)
         window = ProfileWindow(runner.profile_steps, self.run_dir / FOLDER, self._ranks.rank)
         self._profile = window if runner.profile_steps else None
+        self._moved: Moved | None = None
         self._evaluated_at = -1
         self._last_eval: dict[str, float] = {}
         self._line: dict[str, float] = {}  # metrics of the step that is not logged yet
@@ -143,8 +146,11 @@ class SFTRunner:
         self._saver.require_space()
         self._callbacks.make()
         if self._resume_from is not None:
-            self._resume_from = self._load([self._resume_from, *self._older])
+            self._resume_from = load_first(actor, [self._resume_from, *self._older], self._observer.log)
             self._resume(self._resume_from)
+            self._moved = read_state(self._resume_from).get("moved")
+            if self._moved is not None:
+                self._position.restore(self._moved["position"])
         if self._recording is not None:
             self._recorder = Recorder(self._recording, actor, self._stop)
         self._prepared = True
@@ -179,28 +185,7 @@ class SFTRunner:
                 self._tracker.close()
         return self._last_eval
 
-    def _load(self, candidates: Sequence[Path]) -> Path:
-        """Load the first checkpoint that can be loaded, on all ranks the same one; raises the first error otherwise."""
-        first: Exception | None = None
-        for checkpoint in candidates:
-            failed: Exception | None = None
-            try:
-                self._actor.load_checkpoint(checkpoint)
-                self._require_loaded(checkpoint)
-                read_state(checkpoint)
-            except Exception as error:  # whatever the reason is, an older checkpoint may not have it
-                failed = error
-            told = None if failed is None else f"{type(failed).__name__}: {failed}"
-            problems = [problem for problem in self._ranks.gather(told) if problem is not None]
-            if not problems:
-                return checkpoint
-            first = first or failed or CheckpointError(problems[0], where=str(checkpoint))
-            if checkpoint != candidates[-1]:
-                self._observer.log(f"passed over the checkpoint {checkpoint.name}: {problems[0]}")
-        assert first is not None
-        raise first
-
-    def _resume(self, checkpoint: Path) -> None:
+    def _resume(self, checkpoint: Path, how: str = "continuing") -> None:
         actor, state = self._actor, read_state(checkpoint)
         self._watches.restore({"early": state.get("early"), "best": state.get("best")})
         self._evaluated_at = int(state["evaluated_at"])
@@ -208,24 +193,12 @@ class SFTRunner:
         self._line = dict(state["line"])
         if self._is_own(checkpoint):
             self._saver.saved_at = actor.step
-        self._observer.log(f"continuing after step {actor.step} ({checkpoint})")
+        self._observer.log(f"{how} after step {actor.step} ({checkpoint})")
         before, now = state["total_steps"], actor.position.horizon
         if before == now:  # a stop requested for the shorter run does not apply to a longer one
             self._requested = Ask(state.get("asked", 0))
         else:
             self._observer.log(f"the schedule's horizon moves from {before} to {now} steps")
-
-    def _require_loaded(self, checkpoint: Path) -> None:
-        """Refuse a `load_checkpoint` after which training would begin again at another step."""
-        saved, step = saved_step(checkpoint), self._actor.step
-        if step != saved:
-            raise CheckpointError(
-                f"after {type(self._actor).__name__}.load_checkpoint the worker is at step {step}, the checkpoint is "
-                f"of step {saved}",
-                where=str(checkpoint),
-                remedy="call super().load_checkpoint(path) and super().save_checkpoint(path, step) in the overrides: "
-                "they keep weights, optimizer, step and position in the data; files of your own may lie beside theirs",
-            )
 
     def _is_own(self, checkpoint: Path) -> bool:
         return checkpoint.resolve().parent == self.store.folder.resolve()
@@ -248,17 +221,20 @@ class SFTRunner:
         step, ranks = self._actor.step, self._ranks.world_size
         began, source = ("resume", str(self._resume_from)) if self._resume_from else ("start", "")
         write_event(self.run_dir, began, step=step, ranks=ranks, reason=source)
+        self._open_tracker(done)
+        if self._resume_from is not None and self._is_own(self._resume_from):
+            self.store.go_back_to(self._actor.step)
+
+    def _open_tracker(self, done: int) -> None:
         recipe = self._recipe
         self._tracker = open_tracker(
             self.run_dir,
             recipe.runner.logger,
             config=recipe.to_stored(),
             done=done,
-            ranks=ranks,
+            ranks=self._ranks.world_size,
             report=self._actor.report,
         )
-        if self._resume_from is not None and self._is_own(self._resume_from):
-            self.store.go_back_to(self._actor.step)
 
     def _best_is_there(self) -> bool:
         """Whether the best checkpoint so far still exists; marks it as the best."""
@@ -319,13 +295,16 @@ class SFTRunner:
                 self._log()
         elif self._line:  # stopped in the middle of the evaluation after this step
             self._after_step(epoch_ended=position.state.rows_consumed == 0, advanced=True)
+        if position.anomalies.may_roll_back and self._saver.saved_at < 0:
+            self._saver.save(self._state())  # to go back to
         while not (position.finished(model.step) or self._watches.stop or Ask.STOP in self._requested):
             self._poll()
             if self._saver.unfinished is not None:
                 self._saver.finish_if_written()
             self._step()
         self.ended = self._why_ended()
-        self._observer.log(f"ended after step {model.step:,}: {self.ended}")
+        left_out = position.anomalies.describe()
+        self._observer.log(f"ended after step {model.step:,}: {self.ended}{left_out and f'; {left_out}'}")
         if not model.step and position.skipped_steps:
             raise ModelError(
                 f"nothing was trained: all {position.skipped_steps} steps were passed over, "
@@ -368,12 +347,79 @@ class SFTRunner:
             if trace is not None:
                 self._observer.log(f"the profile is in {trace}")
         else:
-            self._saver.require_finite()
-            self._observer.log(f"after step {step}: {position.skipped}")
+            self._passed_over(step)
         self._observer.stepped(model.step, metrics)
         if self._listens_to_steps:
             self._notify(StepEnd, metrics=metrics, updated=advanced)
-        self._after_step(epoch_ended=position.state.epoch != epoch, advanced=advanced)
+        try:
+            self._after_step(epoch_ended=position.state.epoch != epoch, advanced=advanced)
+        except UnfitWeights as unfit:  # the step has made them so, and they were to be saved
+            if self._recipe.runner.on_nonfinite != "rollback":
+                raise
+            rows = f"those before {position.state.rows_consumed:,} of epoch {position.state.epoch}"
+            values = (metrics.get(name, math.nan) for name in ("train/loss", "train/grad_norm"))
+            self._observer.log(unfit.what)
+            self._follow(position.anomalies.add("nonfinite", unfit.what, rows, position.state, *values), step)
+
+    def _passed_over(self, step: int) -> None:
+        """Report a step that changed nothing, and do what the recipe says follows it."""
+        position, anomaly = self._position, self._position.anomalies.last
+        if anomaly is None or anomaly.action != "rollback":
+            self._saver.require_finite()
+        self._observer.log(f"after step {step}: {position.skipped}")
+        if anomaly is not None:
+            self._follow(anomaly, step)
+
+    def _follow(self, anomaly: Anomaly, step: int) -> None:
+        """Do what the recipe says follows an anomaly of the step after `step` steps."""
+        position = self._position
+        self._write_event("anomaly", anomaly.problem, **anomaly.facts())
+        if anomaly.over_budget or anomaly.action == "stop":
+            saves = anomaly.action != "rollback" and not position.none_finite
+            if saves:
+                self._moved = Moved(step=step, position=position.place(), rolled_back=False)
+                self._observer.log("stopping: saving a checkpoint first")
+                self._saver.save(self._state())
+            self._saver.finish()
+            newest = on_main(self._ranks, self.store.latest)
+            raise ended_by(anomaly, step, self.run_dir, newest=newest, saved=saves)
+        self._observer.log(f"{replay_command(self.run_dir, step)} computes it again")
+        if anomaly.action == "rollback":
+            with PROGRESS.during(LOADING):
+                self._go_back()
+
+    def _go_back(self) -> None:
+        """Load the newest checkpoint, and go on with the rows after the anomaly; both is recorded in the checkpoint."""
+        actor, position, requested = self._actor, self._position, self._requested
+        self._saver.finish()
+        before, place = actor.step, position.place()
+        candidates = on_main(self._ranks, lambda: to_go_back_to(self.store, before, self._moved))
+        checkpoint = load_first(actor, candidates, self._observer.log)
+        undone = before - actor.step
+        self._resume(checkpoint, f"rolled back by {undone:,} step{'s' * (undone != 1)}: continuing")
+        position.restore(place)
+        position.none_finite = False
+        self._moved, self._requested = Moved(step=actor.step, position=place, rolled_back=True), requested
+        on_main(self._ranks, lambda: self._reopen_files(undone))
+        if self._watches.best is not None and not on_main(self._ranks, self._best_is_there):
+            self._watches.best.forget()
+        if self._recorder is not None:
+            self._recorder.follow()
+
+    def _reopen_files(self, undone: int) -> None:
+        """Cut the run's files back to the checkpoint that was gone back to."""
+        step = self._actor.step
+        self._tracker.close()
+        self._open_tracker(step)
+        self.store.go_back_to(step)
+        self.store.update(step, self._state())
+        self._write_event("rollback", f"{undone:,} steps are undone; the data goes on after the rows left out")
+
+    def _write_event(self, event: EventName, reason: str, **facts: object) -> None:
+        """Record an event, on rank 0."""
+        if self._ranks.is_main:
+            ranks = self._ranks.world_size
+            write_event(self.run_dir, event, step=self._actor.step, ranks=ranks, reason=reason, **facts)
 
     def _after_step(self, *, epoch_ended: bool, advanced: bool) -> None:
         """Evaluate, log one line for the step and save, each when due."""
@@ -447,6 +493,7 @@ class SFTRunner:
     def _state(self) -> dict[str, object]:
         return {
             **self._watches.state(),
+            "moved": self._moved if self._moved is not None and self._moved["step"] == self._actor.step else None,
             "total_steps": self._actor.position.horizon,
             "asked": self._requested.value,
             "evaluated_at": self._evaluated_at,

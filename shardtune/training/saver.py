@@ -37,6 +37,10 @@ def on_main(ranks: Ranks, action: Callable[[], T]) -> T:
     return cast(T, outcome)
 
 
+class UnfitWeights(ModelError):
+    """The weights are not finite."""
+
+
 @dataclass(frozen=True, slots=True)
 class Unfinished:
     """A checkpoint that is being written."""
@@ -129,7 +133,7 @@ class Saver:
         """End training whose weights are not finite; every rank calls it.
 
         Raises:
-            ModelError: names the first such tensor, the step, and the last checkpoint, whose weights are finite.
+            UnfitWeights: names the first such tensor, the step, and the last checkpoint, whose weights are finite.
         """
         worker = self._worker
         unfit = worker.state.finite.find()
@@ -139,7 +143,7 @@ class Saver:
         last, optim = on_main(self._ranks, self._store.latest), worker.recipe.actor.optim
         steadier = "lower actor.optim.lr" + (", or set actor.optim.clip_grad" if optim.clip_grad is None else "")
         steadier += ", or use actor.model.precision: bf16" if worker.state.loss_scale is not None else ""
-        raise ModelError(
+        raise UnfitWeights(
             f"the weights are not finite after step {worker.step:,}: {some(unfit)}",
             where=f"step {worker.step:,}, actor.optim.lr = {optim.lr:g}",
             remedy=f"{steadier}; "

@@ -19,6 +19,7 @@ from shardtune.errors import ModelError
 from shardtune.launch.progress import PROGRESS
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
+from shardtune.training.anomalies import Kind
 from shardtune.training.train_output import read_train_output
 from shardtune.training.utilisation import Utilisation
 
@@ -53,6 +54,8 @@ class Totals:
     metrics: dict[str, Metric]
 
 
+Judge = Callable[[float, float, float], str]
+"""`Spikes.judge`."""
 Accumulate = Callable[..., Totals]
 """`accumulate`, or another function with its arguments that computes the same gradients."""
 
@@ -89,6 +92,7 @@ class StepResult:
         gradient_norm: before clipping, over all ranks.
         updated: False if no weight, optimizer state or learning rate has changed.
         problem: the reason for that.
+        anomaly: its kind, where the numbers are at fault.
         metrics: returned beside the losses, over all ranks.
         gradient_at: the time (`time.perf_counter()`) at which the norm was known, and so the gradient complete, on a
             GPU too; 0 where none was computed.
@@ -98,6 +102,7 @@ class StepResult:
     gradient_norm: float
     updated: bool
     problem: str = ""
+    anomaly: Kind | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     gradient_at: float = field(default=0.0, compare=False)
 
@@ -105,11 +110,6 @@ class StepResult:
     def loss(self) -> float:
         """The quantity whose gradient was taken."""
         return sum(self.losses.values())
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether gradient and losses are."""
-        return all(map(math.isfinite, (self.gradient_norm, *self.losses.values())))
 
 
 def seed_rng(seed: int, step: int, micro_batch: int, rank: int, stage: str) -> None:
@@ -210,12 +210,13 @@ def optimizer_step(
     clip: float | None,
     loss_scale: LossScale | None = None,
     accumulate: Accumulate = accumulate,
+    judge: Judge | None = None,
 ) -> StepResult:
     """One step of the optimizer on all ranks.
 
     A gradient or a loss that is not finite changes nothing, on any rank: where fp16 gradients overflow, the same
-    micro-batches are computed again at half the loss scale, otherwise the result has `updated=False`. The same holds
-    for a step without a target, in which momentum and weight decay alone would change the weights.
+    micro-batches are computed again at half the loss scale, otherwise the result has `updated=False`. So do a step that
+    `judge` refuses, and one without a target, in which momentum and weight decay alone would change the weights.
 
     Raises:
         ModelError: no parameter has a gradient, although there are targets; or fp16 overflows at any loss scale.
@@ -255,12 +256,16 @@ def optimizer_step(
         for name, value in zip(totals.losses, sums, strict=True)
     }
     metrics = ranks.reduce_metrics(totals.metrics) if measured else {}
+    kind, problem = None, ""
     if not all(map(math.isfinite, (norm, *losses.values()))):
+        kind, problem = "nonfinite", f"the {'loss' if math.isfinite(norm) else 'gradient'} was not finite"
+    elif judge is not None and (problem := judge(sum(losses.values()), norm, max(denominators.values()))):
+        kind = "spike"
+    if kind is not None:
         weights.zero_gradients()
         if buffers:
             weights.restore_buffers(buffers)
-        problem = f"the {'loss' if math.isfinite(norm) else 'gradient'} was not finite"
-        return StepResult(losses, norm, updated=False, problem=problem, metrics=metrics, gradient_at=known_at)
+        return StepResult(losses, norm, False, problem, kind, metrics, known_at)
     factor = 1.0 if clip is None else min(1.0, clip / (norm + CLIP_EPSILON))
     weights.scale_gradients(factor / scale)
     optimizer.step()

@@ -34,6 +34,10 @@ EVAL = "data.eval_data_paths=eval.jsonl"
         (["runner.early_stop.enabled=true"], "runner.early_stop.enabled: true needs evaluation data"),
         (["runner.best.monitor=eval/loss"], "runner.best.monitor: eval/loss needs evaluation data"),
         (["runner.early_stop.enabled=true", EVAL], "needs evaluations during training"),
+        (["runner.spike.factor=5"], "runner.spike.factor has no effect without runner.on_spike"),
+        (["runner.on_spike=skip", "runner.spike.window=10"], "is less than runner.spike.warmup_steps (20)"),
+        (["runner.on_nonfinite=stop", "runner.max_anomalies=3"], "where the first one ends the run"),
+        (["runner.anomaly_window=50"], "runner.anomaly_window (50) has no effect without runner.max_anomalies"),
         (["data.eval_split=0.1", EVAL], "both choose the evaluation rows"),
         (
             ["actor.optim.state_dtype=int8", "actor.optim.name=RMSprop"],

@@ -156,3 +156,12 @@ def test_words_are_not_cut_on_a_terminal_and_lines_not_in_a_log(terminal: bool, 
     assert (lines == [message]) == whole
     assert max(map(len, lines)) <= 80 or whole
     assert " ".join(line.strip() for line in lines) == message
+
+
+def test_after_a_rollback_no_time_is_announced_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardtune.run.display.PLAIN_SECONDS", 0.0)
+    display, out = shown_by(False)
+    display.started(4, 10)
+    for step in (5, 6, 4):
+        display.stepped(step, {})
+    assert ["to go" in line for line in out.getvalue().splitlines()] == [False, True, False]

@@ -153,6 +153,28 @@ def test_a_gradient_that_is_not_finite_moves_nothing(bad: float) -> None:
     assert all(parameter.grad is None for parameter in made.model.parameters())
 
 
+def test_a_step_that_is_judged_a_spike_moves_nothing_not_even_running_statistics() -> None:
+    made = task()
+    made.model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)).double()  # pyright: ignore[reportAttributeAccessIssue]
+    weights = Weights(made.model, made.model, "fp64", ALONE)
+    optimizer = torch.optim.AdamW(made.model.parameters(), lr=0.1, weight_decay=0.1)
+    before = {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
+    asked: list[tuple[float, float, float]] = []
+
+    def judge(*values: float) -> str:
+        asked.append(values)  # pyright: ignore[reportArgumentType]
+        return "a spike"
+
+    batches = [rows(3, 1), rows(5, 2)]
+    result = optimizer_step(
+        made, batches, {"mse": 8.0}, weights, optimizer, ALONE, draws=(1, 2, 0), clip=None, judge=judge
+    )
+    assert (result.updated, result.anomaly, result.problem) == (False, "spike", "a spike")
+    assert asked == [(result.loss, result.gradient_norm, 8.0)]
+    assert not optimizer.state
+    assert all(torch.equal(tensor, before[name]) for name, tensor in made.model.state_dict().items())
+
+
 def test_a_loss_that_no_parameter_has_a_part_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with sharded weights whose gradient FSDP does not reduce."""
     made = task()

@@ -115,7 +115,8 @@ def recipes(folder: Path) -> dict[str, dict[str, Any]]:
     tiny = make_tiny(folder)
     numbers = [{"x": [0.1 * n, 0.2, -0.1 * n, 1.0], "y": [1.0, n % 3], "seen": [1.0, 1.0]} for n in range(21)]
     rows = write_rows(folder / "numbers.jsonl", numbers)
-    plain = tiny.recipe(**LENGTH, data__train_data_paths=str(rows))
+    spikes = {"warmup_steps": 1, "factor": 1e9}
+    plain = tiny.recipe(**LENGTH, data__train_data_paths=str(rows), runner__on_spike="skip", runner__spike=spikes)
     plain["actor"]["model"] = {"adapter": f"{HEALTHY}:Regressor", "precision": "fp32"}
     return {
         "causal": tiny.recipe(**LENGTH),

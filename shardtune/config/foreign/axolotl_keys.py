@@ -137,7 +137,7 @@ TABLE: Table = {
     "metric_for_best_model": Missing("runner.best.monitor: eval/loss", (None, "eval_loss", "loss")),
     "greater_is_better": Missing("runner.best.mode: max"),
     "early_stopping_patience": By("runner.early_stop: {enabled: true, patience: N}"),
-    "loss_watchdog_threshold": Missing("runner.callbacks: [FILE.py:CLASS] may stop a run; NaN always does"),
+    "loss_watchdog_threshold": Missing("runner.on_spike: stop ends a run at a loss far above the last ones"),
     "logging_steps": To("runner.logger.log_interval", whole_number("a number of steps")),
     "wandb_project": By("runner.logger.project_name: NAME, with wandb in runner.logger.logger_backends"),
     "wandb_name": By("runner.logger.experiment_name: NAME"),

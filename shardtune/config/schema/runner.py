@@ -44,6 +44,24 @@ class BestConfig(Section):
     )
 
 
+AnomalyAction = Literal["stop", "skip", "rollback"]
+DEFAULT_BUDGET = 10
+
+
+class SpikeConfig(Section):
+    watch: Annotated[list[Literal["loss", "grad_norm"]], Distinct, Field(min_length=1)] = key(
+        ["loss", "grad_norm"], "What is compared with its last values; grad_norm is that before clipping."
+    )
+    factor: Number = key(
+        10.0,
+        "A value is a spike if it is above the median by more than this many times the spread (1.4826 median absolute "
+        "deviations, a standard deviation of normal values; at least 1 % of the median).",
+        gt=0,
+    )
+    window: Count = key(50, "Over how many of the last steps that changed weights median and spread are taken.")
+    warmup_steps: Count = key(20, "How many of them there have to be before anything counts as a spike.")
+
+
 class PrometheusConfig(Section):
     address: Text = key(
         "127.0.0.1",
@@ -185,6 +203,24 @@ class RunnerConfig(Section):
         "A repository on the Hugging Face Hub, owner/name, to which `final/` is pushed with a model card when the run "
         "has ended; a new one is private; null: none.",
     )
+    on_nonfinite: AnomalyAction = key(
+        "skip",
+        "What follows a loss or gradient that is not finite, after which no weight is changed. skip: training goes on "
+        "after its rows; stop: likewise, but a checkpoint is saved and the run ends, and the same command goes on; "
+        "rollback: the newest checkpoint is loaded, and training goes on after the rows.",
+    )
+    on_spike: AnomalyAction | None = key(
+        None,
+        "What follows a loss or gradient norm far above the last ones (`spike`), before it changes a weight: as "
+        "`on_nonfinite`; null: nothing, spikes are not looked for.",
+    )
+    max_anomalies: Count | None = key(
+        None,
+        "How many steps within `anomaly_window` may be skipped or rolled back for these reasons before the run ends; "
+        "null: 10 with `on_spike: skip` or a rollback, otherwise any number. Ten in a row always end it.",
+    )
+    anomaly_window: Count = key(1000, "Over how many steps `max_anomalies` is counted, those left out included.")
+    spike: SpikeConfig = section(SpikeConfig, "What counts as a spike, with `on_spike`.")
     early_stop: EarlyStopConfig = section(EarlyStopConfig, "When to end before the last step.")
     best: BestConfig = section(BestConfig, "Which checkpoint counts as the best.")
     logger: LoggerConfig = section(LoggerConfig, "Where the run is written and what is logged.")
@@ -194,6 +230,14 @@ class RunnerConfig(Section):
     def workers(self) -> int:
         """Ranks that our own launchers start."""
         return (self.num_ranks or 1) if self.launcher == "ray" else self.nproc_per_node
+
+    @property
+    def anomaly_budget(self) -> int | None:
+        """The anomalies within `anomaly_window` that a run survives; None: any number."""
+        if self.max_anomalies is not None:
+            return self.max_anomalies
+        leaves_out = self.on_spike in ("skip", "rollback") or self.on_nonfinite == "rollback"
+        return DEFAULT_BUDGET if leaves_out else None
 
     FORMER_NAMES: ClassVar = {
         "val_check_interval": "eval_interval",

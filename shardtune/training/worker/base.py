@@ -37,6 +37,7 @@ from shardtune.optim.build import check_optimizer, set_learning_rate
 from shardtune.parallel.buffers import statistical_norms
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks, join_ranks, leave_ranks, num_ranks
+from shardtune.training.anomalies import Kind
 from shardtune.training.bad_rows import BadPart, BadRows
 from shardtune.training.build.initial_weights import seeded
 from shardtune.training.run_summary import RunSummary
@@ -227,13 +228,15 @@ class FSDPSftWorker(ABC):
             clip=actor.optim.clip_grad,
             loss_scale=state.loss_scale,
             accumulate=self._accumulate,
+            judge=None if position.anomalies.spikes is None else position.anomalies.spikes.judge,
         )
         state.in_step = False
         if result.gradient_at:
             computed = result.gradient_at - began - waited
             updated = time.perf_counter() - result.gradient_at
             self.step_seconds = {"data": waited, "forward_backward": computed, "optimizer": updated}
-        position.advance(step, result, state.step, () if result.updated or result.is_finite else self._bad_rows(step))
+        bad = () if result.anomaly is None else self._bad_rows(step, result.anomaly)
+        position.advance(step, result, state.step, bad)
         state.step += result.updated
         found = step_metrics(
             step,
@@ -247,18 +250,24 @@ class FSDPSftWorker(ABC):
         metrics = {"epoch": position.epoch, **found}
         if position.skipped_steps:
             metrics["train/skipped_steps"] = float(position.skipped_steps)
+        if position.anomalies.counts:
+            metrics |= position.anomalies.metrics()
         return metrics | {self.task.metric_name(name): metric.mean for name, metric in result.metrics.items()}
 
-    def _bad_rows(self, step: Step[MicroBatch]) -> list[BadPart]:
-        """The rows of a step whose loss or gradient is not finite; none where the weights are at fault."""
-        if not self.task.losses_add_up or self.state.finite.find():
+    def _bad_rows(self, step: Step[MicroBatch], kind: Kind) -> list[BadPart]:
+        """The rows at fault for an anomaly; none where the weights are.
+
+        Of a loss or gradient that is not finite those that are not; of a spike those with the highest losses.
+        """
+        if not self.task.losses_add_up or (kind == "nonfinite" and self.state.finite.find()):
             return []
         loader, draws = self.loader, (self.recipe.runner.seed, self.state.step, self.ranks.draws_rank)
         # Where the numbers of a row depend on those beside it, a row alone shows nothing.
         alone = None
         if isinstance(loader, StepLoader) and loader.takes_apart and not statistical_norms(self.state.inner):
             alone = loader.alone
-        return BadRows(self._forward, self.state.weights, self.ranks, draws=draws, alone=alone).find(step)
+        rows = BadRows(self._forward, self.state.weights, self.ranks, draws=draws, alone=alone)
+        return rows.find(step) if kind == "nonfinite" else rows.highest(step)
 
     def run_eval(self) -> dict[str, float]:
         """Evaluate every set; `eval/<metric>`, with several sets `eval/<set>/<metric>`. The same on every rank."""

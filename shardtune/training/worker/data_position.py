@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import final
+from typing import Any, final
 
 from shardtune.config import RunnerConfig
 from shardtune.data.loader.protocol import DataState, Loader, MicroBatch, Step
 from shardtune.data.user_loader.batch import UserBatch, with_names
 from shardtune.errors import ModelError
+from shardtune.training.anomalies import Anomalies
 from shardtune.training.bad_rows import BadPart
 from shardtune.training.step import StepResult
 
@@ -33,6 +34,7 @@ class DataPosition:
         horizon: optimizer steps until `max_epochs` or `max_steps`, whichever comes first.
         skipped_steps: the number of skipped steps.
         problem: why the last of them was skipped.
+        anomalies: skipped steps whose numbers are wrong, and what follows them.
         none_finite: whether each of its rows is not finite by itself; False once a step updates.
         passed_over: its rows; those that are not finite, where they were found.
         skipped: both, for a message.
@@ -50,6 +52,7 @@ class DataPosition:
         self._skipped_in_a_row = 0
         self.problem = ""
         self.skipped = ""
+        self.anomalies = Anomalies(runner)
         self.none_finite = False
         self.passed_over = ""
         self.batches: Iterator[object] = self._batches()
@@ -88,12 +91,16 @@ class DataPosition:
             step: the computed one.
             result: of it.
             done: optimizer steps before it.
-            bad: its parts that are not finite, where they were found.
+            bad: its parts at fault, where they were found.
         """
         self.state = step.after
-        self.none_finite = len(bad) > 1 and len(bad) == len(step.rows)
+        anomalies, kind = self.anomalies, result.anomaly
+        anomalies.last, anomalies.steps = None, anomalies.steps + 1
+        self.none_finite = kind == "nonfinite" and len(bad) > 1 and len(bad) == len(step.rows)
         if result.updated:
             self._skipped_in_a_row = 0
+            if anomalies.spikes is not None:
+                anomalies.spikes.accept(result.loss, result.gradient_norm, max(step.denominators.values()))
             return
         self.skipped_steps += 1
         self._skipped_in_a_row += 1
@@ -103,6 +110,13 @@ class DataPosition:
             if bad
             else f"{self.problem}, its rows are passed over: {self.passed_over}"
         )
+        if kind == "spike" and bad:
+            bad = [part for part in bad if part.loss > result.loss] or bad[:1]
+            self.passed_over = self._name_rows(step, bad)
+            highest = ", ".join(f"{self._name_rows(step, [part])} (loss {part.loss:.4g})" for part in bad)
+            self.skipped = f"{self.problem}; highest: {highest}; the whole step is passed over"
+        if kind is not None:
+            anomalies.add(kind, result.problem, self.passed_over, step.state, result.loss, result.gradient_norm)
         if self._skipped_in_a_row >= MAX_SKIPPED:
             raise ModelError(
                 f"{MAX_SKIPPED} steps in a row were passed over, the last as {result.problem}",
@@ -121,19 +135,31 @@ class DataPosition:
 
     def checkpoint_state(self) -> dict[str, object]:
         """The position as JSON, for a checkpoint; all ranks call it."""
+        spikes = self.anomalies.spikes
+        return {**self.place(), **({"spikes": spikes.state()} if spikes is not None else {})}
+
+    def place(self) -> dict[str, object]:
+        """That without the steps that spikes are measured by: what a rollback keeps; all ranks call it."""
         return {
             "skipped_steps": self.skipped_steps,
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "anomalies": self.anomalies.state(),
             "data": asdict(self.state),
             "loader": self.loader.state_dict(),
         }
 
-    def restore(self, state: Mapping[str, object]) -> None:
-        """Restore the position that `checkpoint_state` returned; all ranks call it."""
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore what `checkpoint_state` or `place` returned; all ranks call it."""
         data, saved, skipped = state["data"], state.get("loader"), state["skipped_steps"]
         if not isinstance(data, Mapping) or not isinstance(skipped, int):
             raise TypeError(f"the state of a checkpoint holds no position: {state}")
         self.state = DataState(**data)
         self.skipped_steps = skipped
+        if "anomalies" in state:  # checkpoints of earlier versions have none
+            self.anomalies.restore(state["anomalies"])
+            self._skipped_in_a_row = state["skipped_in_a_row"]
+        if "spikes" in state and self.anomalies.spikes is not None:
+            self.anomalies.spikes.restore(state["spikes"])
         if isinstance(saved, Mapping):
             allowed = "data.train_data_paths" in self._runner.allow_changes
             self.loader.load_state_dict(saved, self.state, allow_changed=allowed)

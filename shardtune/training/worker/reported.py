@@ -10,11 +10,10 @@ from numbers import Real
 
 import torch
 
-from shardtune.errors import ModelError
+from shardtune.errors import ConfigError, ModelError
 from shardtune.optim.build import set_learning_rate
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.worker.base import FSDPSftWorker
-from shardtune.training.worker.model_state import ModelState
 
 OWN = "shardtune."
 TRAINING, EVALUATION = "run_training", "run_eval"
@@ -67,7 +66,7 @@ def _train(worker: FSDPSftWorker, kind: type) -> dict[str, float]:
             f"reached its end after {state.step} steps and stays there"
         )
     set_learning_rate(state.optimizer, state.step, position.horizon, worker.recipe.actor.optim)
-    with _own_updates(state) as updates:
+    with _own_updates(worker, kind) as updates:
         found = worker.run_training()
     if (state.step, position.skipped_steps) == before:
         _require_update(updates, kind)
@@ -86,13 +85,22 @@ def _overriding(worker: FSDPSftWorker, name: str) -> type | None:
 
 
 @contextmanager
-def _own_updates(state: ModelState) -> Iterator[Updates]:
+def _own_updates(worker: FSDPSftWorker, kind: type) -> Iterator[Updates]:
     """Counts an override's own calls of the optimizer's `step`, and completes them as `optimizer_step` does."""
-    updates, weights = Updates(), state.weights
+    updates, state = Updates(), worker.state
+    weights, runner = state.weights, worker.recipe.runner
 
     def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
         if state.in_step:
             return
+        for key, value in (("on_nonfinite", runner.on_nonfinite), ("on_spike", runner.on_spike)):
+            if value != type(runner).model_fields[key].default:
+                raise ConfigError(
+                    f"runner.{key}: {value} has no effect: {kind.__name__}.{TRAINING} updates the weights itself",
+                    where=f"{kind.__module__}.{kind.__name__}.{TRAINING}",
+                    remedy=f"call super().run_training() there, with a loss of your own in get_train_model_output, or "
+                    f"leave runner.{key} out",
+                )
         if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
             updates.with_gradient += 1
         else:
