@@ -276,7 +276,7 @@ def planner(
     ranks: int | None = None,
     memory: float | None = None,
     given: Given = Given(),  # noqa: B008 (it is frozen)
-    speed: Speed = Speed(),  # noqa: B008 (it is frozen)
+    speed: Speed = Speed(),
     report: Callable[[str], None] = print,
 ) -> Planner:
     """A planner of a recipe.

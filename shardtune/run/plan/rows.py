@@ -19,6 +19,7 @@ from shardtune.models.recipe_hooks import Hooks
 from shardtune.parallel.ranks import Ranks
 from shardtune.run.plan.ledger import CPU
 from shardtune.run.plan.simulation import tensors_of
+from shardtune.training.build.model import build_empty
 from shardtune.training.worker.adapter_task import AdapterTask
 from shardtune.training.worker.data_position import DataPosition
 from shardtune.training.worker.task import UserMethods
@@ -97,6 +98,7 @@ def rows_of(recipe: Recipe, adapter: Adapter, given: Given, report: Callable[[st
 
 def read(recipe: Recipe, adapter: Adapter, layout: Layout, prepared: PreparedData) -> Work:
     """The work of a recipe on its encoded rows."""
+    build_empty(adapter.build, recipe.runner.seed)  # only then an adapter knows whether rows share a forward
     ranks = Ranks(0, layout.num_ranks, CPU, layout=layout)
     task = AdapterTask(
         recipe, adapter, prepared, _NO_METHODS, hooks=Hooks.of(recipe, adapter, training=True), ranks=ranks
