@@ -26,6 +26,10 @@ PATIENCE = 30.0
 """Seconds that the end of a short run waits for the plan."""
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 NICE = 10
+GAP = 0.1
+"""Share of the measured memory by which the plan may be below it, before a reason is named."""
+THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
+"""The variable of glibc for the bytes from which on memory is returned when it is freed; by default up to 32 MB."""
 
 
 class PeakComparison:
@@ -136,4 +140,10 @@ class PeakComparison:
             if planned is None
             else f"{planned / 1e9:,.2f} GB planned ({planned / self._peak - 1:+.0%})"
         )
-        self._observer.log(f"memory of rank 0 after {STEPS} steps: {self._measured}; {against}")
+        keeps = planned is not None and self._worker.device.type == "cpu" and planned < (1 - GAP) * self._peak
+        why = (
+            f"; glibc keeps freed memory, unless {THRESHOLD}=131072 is set"
+            if keeps and THRESHOLD not in os.environ
+            else ""
+        )
+        self._observer.log(f"memory of rank 0 after {STEPS} steps: {self._measured}; {against}{why}")

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from shardtune.parallel.fsdp2 import local
 from shardtune.parallel.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -51,7 +51,8 @@ class Ledger(TorchDispatchMode):
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count what is allocated inside."""
-        resize = torch.UntypedStorage.resize_
+        storages: Any = torch.UntypedStorage
+        resize = storages.resize_
 
         def counted(storage: torch.UntypedStorage, size: int) -> object:
             result = resize(storage, size)
@@ -60,12 +61,12 @@ class Ledger(TorchDispatchMode):
                 self._events.append((entry, size))
             return result
 
-        torch.UntypedStorage.resize_ = counted  # FSDP2 frees and takes the memory of gathered weights by it
+        storages.resize_ = counted  # FSDP2 frees and takes the memory of gathered weights by it
         try:
             with FakeTensorMode(allow_non_fake_inputs=True), self:
                 yield
         finally:
-            torch.UntypedStorage.resize_ = resize
+            storages.resize_ = resize
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
@@ -105,7 +106,7 @@ class Ledger(TorchDispatchMode):
         for tensor in tensors:
             if tensor is None:
                 continue
-            held = tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+            held = local(tensor.detach())
             entry = self._live.get(storage_identity(held.untyped_storage()))
             if entry is not None and self._categories[entry] not in unless:
                 self._categories[entry] = category

@@ -164,7 +164,7 @@ def _simulate(
 def count_parameters(model: nn.Module) -> Parameters:
     """The parameters of a whole model; of quantised ones the numbers that they encode."""
     coded = coded_sizes(model)
-    sizes = {parameter: coded.get(parameter, parameter.numel()) for parameter in model.parameters()}
+    sizes: dict[nn.Parameter, int] = {p: coded.get(p, p.numel()) for p in model.parameters()}
     trained = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
     return Parameters(sum(sizes.values()), trained, Utilisation.of_model(model, 1.0, coded))
 
