@@ -285,10 +285,11 @@ def _train(
     except BaseException:
         current_lock[0].release()
         worker.release()
-        raise
-    finally:
         if planned is not None:
-            planned.close()
+            planned.abandon()
+        raise
+    if planned is not None:
+        planned.close()
     if display is not None:
         _show_end(display, plan.run_dir, score, answers=worker.task.can_generate)
     return current_lock[0]

@@ -87,14 +87,23 @@ class PeakComparison:
         self._observer.finished()
 
     def close(self) -> None:
-        """The run has ended: show what is not shown yet, or end the process that computes it."""
+        """The run has ended well: show what is not shown yet, unless that takes too long."""
         if self._process is None:
             return
         try:
             self._process.wait(PATIENCE)
+            self._show()
         except subprocess.TimeoutExpired:
-            self._process.kill()
-        self._show()
+            self.abandon()
+
+    def abandon(self) -> None:
+        """End the process that computes the plan."""
+        if self._process is None:
+            return
+        self._process.kill()
+        self._process.communicate()
+        self._process = None
+        self._observer.log(f"memory of rank 0 after {STEPS} steps: {self._measured}; the run ended before its plan")
 
     def _is_large(self) -> bool:
         return sum(self._worker.state.sizes().values()) >= LEAST

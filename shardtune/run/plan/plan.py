@@ -187,6 +187,10 @@ class Planner:
             ShardtuneError: the recipe is wrong, or this number of ranks does not fit its layout.
         """
         recipe = load(self.source, [*self.overrides, *changes]) if changes else self.recipe
+        with recipe.spelling.in_errors():
+            return self._plan(recipe)
+
+    def _plan(self, recipe: Recipe) -> Plan:
         adapter = adapter_of(recipe)
         hardware = self.hardware
         layout = Layout.of(recipe.actor, hardware.num_ranks)
