@@ -133,26 +133,27 @@ class PeakComparison:
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             text=True,
         )
         os.setpriority(os.PRIO_PROCESS, self._process.pid, NICE)
 
     def _show(self) -> None:
         assert self._process is not None
-        output, _ = self._process.communicate()
+        output, reports = self._process.communicate()
         found = json.loads(output) if self._process.returncode == 0 else {}
         self._process = None
         planned = found.get("peak")
+        why = "".join(found.get("notes", [])) or reports.strip().rpartition("\n")[2]
         against = (
-            "shardtune plan cannot compute it"
+            f"shardtune plan cannot compute it: {why}"
             if planned is None
             else f"{planned / 1e9:,.2f} GB planned ({planned / self._peak - 1:+.0%})"
         )
         keeps = planned is not None and self._worker.device.type == "cpu" and planned < (1 - GAP) * self._peak
-        why = (
+        advice = (
             f"; glibc keeps freed memory, unless {THRESHOLD}=131072 is set"
             if keeps and THRESHOLD not in os.environ
             else ""
         )
-        self._observer.log(f"memory of rank 0 after {STEPS} steps: {self._measured}; {against}{why}")
+        self._observer.log(f"memory of rank 0 after {STEPS} steps: {self._measured}; {against}{advice}")
