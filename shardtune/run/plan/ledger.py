@@ -35,14 +35,19 @@ class Ledger(TorchDispatchMode):
     counted storage by storage, with the time of each allocation and release.
 
     Operations whose inputs all have values (positions, lengths of documents, which rows are targets) are computed, as
-    later shapes depend on them. A number that is read from a tensor without values is taken to be 1 (true).
+    later shapes depend on them. A number that is read from a tensor without values is taken to be 1.
+
+    Args:
+        exact: the truth value that is read from a tensor without values: whether weights lose nothing in the precision
+            that is computed in, which decides how many copies of them there are.
 
     Attributes:
         phase: the category of what is allocated from now on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, exact: bool = True) -> None:
         super().__init__()
+        self._exact = exact
         self.phase = "weights"
         self._live: dict[int, int] = {}  # storage to its entry
         self._categories: list[str] = []  # of entries
@@ -73,7 +78,7 @@ class Ledger(TorchDispatchMode):
         tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
         empty = any(isinstance(value, FakeTensor) or value.is_meta for value in tensors)
         if empty and schema_of(func).name in ("aten::_local_scalar_dense", "aten::is_nonzero"):
-            return _one(tensors[0].dtype)
+            return self._exact if tensors[0].dtype == torch.bool else 1
         dtype = kwargs.get("dtype")
         whole_numbers = (dtype is not None and not dtype.is_floating_point) or "arange" in schema_of(func).name
         if not empty and (tensors or whole_numbers):
@@ -137,12 +142,6 @@ class Ledger(TorchDispatchMode):
             if size:
                 found[self._categories[entry]] = found.get(self._categories[entry], 0) + size
         return found
-
-
-def _one(dtype: torch.dtype) -> bool | int | float:
-    if dtype == torch.bool:
-        return True
-    return 1.0 if dtype.is_floating_point else 1
 
 
 class AsOnCuda(TorchFunctionMode):

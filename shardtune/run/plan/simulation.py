@@ -12,13 +12,15 @@ import torch.distributed as dist
 from torch import nn
 
 from shardtune.batch import Batch
+from shardtune.checkpoint.weight_files import stored_dtype
 from shardtune.config import Recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.models.adapter import Adapter, AdapterRoot
 from shardtune.models.lora.nf4 import coded_sizes
+from shardtune.models.pretrained import settings_directory
 from shardtune.models.recipe_hooks import Hooks
 from shardtune.optim.build import build_optimizer
-from shardtune.parallel.fsdp2 import MASTER_DTYPE, Weights
+from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, Weights
 from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.ranks import Ranks, close_group, lay_out
 from shardtune.parallel.shard import shard_model
@@ -138,7 +140,7 @@ def _simulate(
         experts=parallel.experts,
         offload=actor.fsdp_config.cpu_offload,
     )
-    ledger = Ledger()
+    ledger = Ledger(exact=_stored_dtype(recipe) == COMPUTE_DTYPE[actor.model.precision])
     with ledger.counting():
         materialise(root, dtype=MASTER_DTYPE[actor.model.precision], device=CPU, frozen=frozen_dtype(actor.model))
         weights = hold(model, reduce_each=actor.fsdp_config.reduce == "every", partial=parallel.partial)
@@ -159,6 +161,13 @@ def _simulate(
     if actor.fsdp_config.cpu_offload and on_cuda and ranks.mesh is not None:
         host = sum(found.pop(name, 0) for name in (WEIGHTS, MOMENTS))
     return Simulated(parameters, {name: size for name, size in found.items() if size}, host)
+
+
+def _stored_dtype(recipe: Recipe) -> torch.dtype | None:
+    """The dtype of the base model's weights, by its config.json or its files."""
+    config = recipe.actor.model
+    directory = None if config.from_scratch else settings_directory(config.model_path)
+    return None if directory is None else stored_dtype(directory)
 
 
 def count_parameters(model: nn.Module) -> Parameters:

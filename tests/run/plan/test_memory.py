@@ -41,7 +41,7 @@ def plans(tiny: Tiny, *changes: str, ranks: int | None = None) -> Planner:
         ("model.precision=fp32",),
         ("model.precision=bf16", "optim.state_dtype=int8"),
         ("model.precision=bf16", "model.gradient_checkpointing=selective"),
-        ("model.precision=fp32", "model.is_lora=true", "model.lora.r=4"),
+        ("model.precision=bf16", "model.is_lora=true", "model.lora.r=4"),
     ],
     ids=" ".join,
 )
