@@ -16,6 +16,7 @@ from shardtune.cli.group import SETTINGS, Commands, RecipeCommand
 from shardtune.cli.installation import env, version
 from shardtune.cli.launch import launch
 from shardtune.cli.models import init, models
+from shardtune.cli.plan import plan
 from shardtune.cli.recipe import convert, explain_key, preview
 from shardtune.cli.train import train
 from shardtune.launch.signals import end_with_parent, is_supervised
@@ -88,6 +89,7 @@ app.command("chat")(chat)
 app.command("export")(export)
 app.command("push")(push)
 app.command("launch", cls=RecipeCommand)(launch)
+app.command("plan", cls=RecipeCommand)(plan)
 app.command("models", cls=RecipeCommand)(models)
 app.command("convert", context_settings={"ignore_unknown_options": True})(convert)
 app.command("init")(init)

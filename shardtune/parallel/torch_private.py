@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp._flat_param import FlatParameter as FlatParameter
@@ -23,6 +26,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_iter as tree_iter
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -30,6 +34,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 # `OpOverload` is the type of what a selective-checkpointing policy receives; `torch.library` does not export it.
 # `FlatParameter` is the type of a parameter that FSDP1 has joined; only annotations need it.
 # `TorchDispatchMode` sees every operation below autograd; the public `TorchFunctionMode` misses those inside of torch.
+# `FakeTensorMode` computes the shapes of results without memory, on a CPU too, where meta tensors cannot be sharded.
 # `tree_map` and `tree_map_only` go through outputs of transformers, which registers its classes with this pytree and
 # with no other. To be replaced by `torch.utils.pytree`, once there is one.
 
@@ -131,6 +136,17 @@ def end_processes(batches: Iterator[object]) -> None:
 def default_store() -> dist.Store:
     """The store at which the default process group met. A second one of our own would need another free port."""
     return cast(dist.Store, _get_default_store())
+
+
+def open_group_of_one(num_ranks: int) -> None:
+    """Make this process rank 0 of a default process group whose collectives move nothing, and wait for nobody.
+
+    torch tests its own sharding with it; no public backend does without the other ranks.
+    """
+    from torch.distributed._tools import fake_collectives  # noqa: F401 (it registers collectives of fake tensors)
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
 
 
 def collectives_issued() -> int:

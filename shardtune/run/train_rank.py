@@ -55,6 +55,7 @@ from shardtune.run.inputs import (
     record_models,
     run_inputs,
 )
+from shardtune.run.plan.comparison import PeakComparison
 from shardtune.run.preflight import check_same_rows, connecting, is_one_of_several, try_collective
 from shardtune.run.push import check_push, push_command, push_final
 from shardtune.run.resume_check import check_same_data
@@ -228,11 +229,14 @@ def _train(
         plan = replace(plan, resume_from=sound[0], older=tuple(sound[1:]))
         check_same_data(sound[0], worker.task.data_files(), recipe.runner.allow_changes)
         notes = worker.ranks.broadcast(input_notes(sound[0].resolve().parent.parent, inputs))
+    planned = (
+        None if display is None else PeakComparison(display, recipe, plan.run_dir, worker, in_files=not objects.any)
+    )
     runner = SFTRunner(
         recipe,
         worker,
         run_dir=plan.run_dir,
-        observer=display,
+        observer=planned,
         stop=stop,
         resume_from=plan.resume_from,
         older=plan.older,
@@ -281,7 +285,11 @@ def _train(
     except BaseException:
         current_lock[0].release()
         worker.release()
+        if planned is not None:
+            planned.abandon()
         raise
+    if planned is not None:
+        planned.close()
     if display is not None:
         _show_end(display, plan.run_dir, score, answers=worker.task.can_generate)
     return current_lock[0]

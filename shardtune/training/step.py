@@ -20,6 +20,7 @@ from shardtune.launch.progress import PROGRESS
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.anomalies import Kind
+from shardtune.training.resident_memory import Earlier
 from shardtune.training.train_output import read_train_output
 from shardtune.training.utilisation import Utilisation
 
@@ -286,7 +287,7 @@ def peak_memory_gb(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+    return max(Earlier.gigabytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9)
 
 
 def step_metrics(

@@ -62,7 +62,20 @@ class Utilisation:
             sizes: for quantized parameters, the number of weights that they encode.
         """
         peak = peak_flops(device, precision)
-        if peak is None or not isinstance(model, PreTrainedModel) or model.get_input_embeddings() is None:
+        return None if peak is None else cls.of_model(model, peak * num_ranks, sizes)
+
+    @classmethod
+    def of_model(
+        cls, model: nn.Module, peak: float, sizes: Mapping[nn.Parameter, int] = MappingProxyType({})
+    ) -> Utilisation | None:
+        """For devices of a known peak; None if it is not known what of the model a token is multiplied with.
+
+        Args:
+            model: as it was built.
+            peak: operations per second of all devices together.
+            sizes: as for `known`.
+        """
+        if not isinstance(model, PreTrainedModel) or model.get_input_embeddings() is None:
             return None
         text = model.config.get_text_config()
         facts = text.to_dict()
@@ -77,7 +90,7 @@ class Utilisation:
             for name, parameter in model.named_parameters()
             if tied or id(parameter) not in embedding
         )
-        return cls(parameters, int(text.num_hidden_layers), int(text.hidden_size), peak * num_ranks)
+        return cls(parameters, int(text.num_hidden_layers), int(text.hidden_size), peak)
 
     def of(self, tokens_per_second: float, mean_length: float) -> float:
         """The utilisation of a step, between 0 and 1."""

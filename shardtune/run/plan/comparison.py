@@ -1,0 +1,159 @@
+"""Compares the peak of a run's memory after its second step with what `shardtune plan` computes for its recipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from shardtune.config import Recipe
+from shardtune.launch.module_process import module_command, module_environment
+from shardtune.launch.signals import LAUNCHER_PID
+from shardtune.training.observer import Observer
+from shardtune.training.resident_memory import resident, resident_peak, restart_peak
+from shardtune.training.worker.adapter_task import AdapterTask
+from shardtune.training.worker.base import FSDPSftWorker
+
+LEAST = 2**24
+"""Parameters below which nothing is compared: Python itself takes more memory than the model."""
+STEPS = 2
+"""The optimizer's states exist from the first step on, and the second is the first with all that a step holds."""
+PATIENCE = 30.0
+"""Seconds that the end of a short run waits for the plan."""
+OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+NICE = 10
+GAP = 0.1
+"""Share of the measured memory by which the plan may be below it, before a reason is named."""
+THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
+"""The variable of glibc for the bytes from which on memory is returned when it is freed; by default up to 32 MB."""
+
+
+class PeakComparison:
+    """An observer that shows one more line after the second step: memory as measured, and as planned.
+
+    The plan is computed by a process of its own, beside training: it needs the shapes of the model alone, and neither
+    this process's memory nor its process group.
+
+    Args:
+        observer: receives all events, and the line.
+        recipe: of the run.
+        run_dir: of the run; its `config.yaml` is planned.
+        worker: of this rank, before its model is built.
+        in_files: whether the recipe names everything, so that another process can read it.
+    """
+
+    def __init__(
+        self, observer: Observer, recipe: Recipe, run_dir: Path, worker: FSDPSftWorker, *, in_files: bool
+    ) -> None:
+        self._observer = observer
+        self._file = run_dir / "config.yaml"
+        self._worker = worker
+        self._in_files = in_files
+        self._before = resident()
+        self._restarted = False
+        self._steps = 0
+        self._measured = ""
+        self._peak = 0.0
+        self._process: subprocess.Popen[str] | None = None
+
+    def started(self, step: int, total_steps: int) -> None:
+        """The run begins its steps: from now on the peak counts."""
+        if self._is_large() and self._worker.device.type == "cpu":
+            self._restarted = restart_peak()
+        self._observer.started(step, total_steps)
+
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._observer.stepped(step, metrics)
+        self._steps += 1
+        if self._steps == STEPS and self._is_large():
+            self._measure()
+        if self._process is not None and self._process.poll() is not None:
+            self._show()
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._observer.evaluated(step, metrics)
+
+    def saved(self, step: int, path: Path) -> None:
+        self._observer.saved(step, path)
+
+    def log(self, text: str) -> None:
+        self._observer.log(text)
+
+    def finished(self) -> None:
+        self._observer.finished()
+
+    def close(self) -> None:
+        """The run has ended well: show what is not shown yet, unless that takes too long."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(PATIENCE)
+            self._show()
+        except subprocess.TimeoutExpired:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """End the process that computes the plan."""
+        if self._process is None:
+            return
+        self._process.kill()
+        self._process.communicate()
+        self._process = None
+        self._observer.log(f"memory of rank 0 after {STEPS} steps: {self._measured}; the run ended before its plan")
+
+    def _is_large(self) -> bool:
+        return sum(self._worker.state.sizes().values()) >= LEAST
+
+    def _measure(self) -> None:
+        device = self._worker.device
+        if device.type == "cuda":
+            self._peak = float(torch.cuda.max_memory_allocated(device))
+            self._measured = f"{self._peak / 1e9:,.2f} GB allocated at most"
+        else:
+            peak = resident_peak()
+            if not self._restarted or peak is None or self._before is None:
+                return
+            self._peak = float(peak - self._before)
+            self._measured = (
+                f"{self._peak / 1e9:,.2f} GB resident at most, beyond {self._before / 1e9:,.2f} GB before the model"
+            )
+        if not isinstance(self._worker.task, AdapterTask) or not self._in_files:
+            self._observer.log(f"memory after {STEPS} steps: {self._measured}")
+            return
+        ranks = self._worker.ranks.world_size
+        words = (str(self._file), "--ranks", str(ranks), "--json", f"runner.device={device.type}")
+        environment = {key: value for key, value in module_environment().items() if key not in OF_RANKS}
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", LAUNCHER_PID: str(os.getpid())}
+        self._process = subprocess.Popen(
+            module_command("shardtune", "plan", *words),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, NICE)
+
+    def _show(self) -> None:
+        assert self._process is not None
+        output, reports = self._process.communicate()
+        found = json.loads(output) if self._process.returncode == 0 else {}
+        self._process = None
+        planned = found.get("peak")
+        why = "".join(found.get("notes", [])) or reports.strip().rpartition("\n")[2]
+        against = (
+            f"shardtune plan cannot compute it: {why}"
+            if planned is None
+            else f"{planned / 1e9:,.2f} GB planned ({planned / self._peak - 1:+.0%})"
+        )
+        keeps = planned is not None and self._worker.device.type == "cpu" and planned < (1 - GAP) * self._peak
+        advice = (
+            f"; glibc keeps freed memory, unless {THRESHOLD}=131072 is set"
+            if keeps and THRESHOLD not in os.environ
+            else ""
+        )
+        self._observer.log(f"memory of rank 0 after {STEPS} steps: {self._measured}; {against}{advice}")

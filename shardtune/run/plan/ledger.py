@@ -1,0 +1,166 @@
+"""Counts the memory of operations that are computed without any: only the shapes of their results exist."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from shardtune.parallel.fsdp2 import local
+from shardtune.parallel.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    schema_of,
+    storage_identity,
+    tree_iter,
+    tree_map_only,
+    unset_fake_temporarily,
+)
+
+CPU = torch.device("cpu")
+GATHERED = "gathered weights"
+SHARDING_OPERATIONS = "fsdp::all_gather"
+HELD = (FakeTensor, torch.Tensor, nn.Parameter)
+"""Types whose storage is memory; that of a DTensor only describes the whole."""
+
+
+class Ledger(TorchDispatchMode):
+    """Inside `counting()`, operations on tensors without memory are computed as shapes, and what they would hold is
+    counted storage by storage, with the time of each allocation and release.
+
+    Operations whose inputs all have values (positions, lengths of documents, which rows are targets) are computed, as
+    later shapes depend on them. A number that is read from a tensor without values is taken to be 1.
+
+    Args:
+        exact: the truth value that is read from a tensor without values: whether weights lose nothing in the precision
+            that is computed in, which decides how many copies of them there are.
+
+    Attributes:
+        phase: the category of what is allocated from now on.
+    """
+
+    def __init__(self, *, exact: bool = True) -> None:
+        super().__init__()
+        self._exact = exact
+        self.phase = "weights"
+        self._live: dict[int, int] = {}  # storage to its entry
+        self._categories: list[str] = []  # of entries
+        self._events: list[tuple[int, int]] = []  # entry, its bytes from then on
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count what is allocated inside."""
+        storages: Any = torch.UntypedStorage
+        resize = storages.resize_
+
+        def counted(storage: torch.UntypedStorage, size: int) -> object:
+            result = resize(storage, size)
+            entry = self._live.get(storage_identity(storage))
+            if entry is not None:
+                self._events.append((entry, size))
+            return result
+
+        storages.resize_ = counted  # FSDP2 frees and takes the memory of gathered weights by it
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True), self:
+                yield
+        finally:
+            storages.resize_ = resize
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+        kwargs = kwargs or {}
+        tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
+        empty = any(isinstance(value, FakeTensor) or value.is_meta for value in tensors)
+        if empty and schema_of(func).name in ("aten::_local_scalar_dense", "aten::is_nonzero"):
+            return self._exact if tensors[0].dtype == torch.bool else 1
+        dtype = kwargs.get("dtype")
+        whole_numbers = (dtype is not None and not dtype.is_floating_point) or "arange" in schema_of(func).name
+        if not empty and (tensors or whole_numbers):
+            with unset_fake_temporarily():
+                result = func(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        category = GATHERED if schema_of(func).name.startswith(SHARDING_OPERATIONS) else self.phase
+        for value in tree_iter(result):
+            if type(value) in HELD and not (value.is_meta and not isinstance(value, FakeTensor)):
+                self._add(value.untyped_storage(), category)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage, category: str) -> None:
+        key = storage_identity(storage)
+        if key in self._live:
+            return
+        entry = self._live[key] = len(self._categories)
+        self._categories.append(category)
+        self._events.append((entry, storage.nbytes()))
+        weakref.finalize(storage, self._release, key, entry).atexit = False
+
+    def _release(self, key: int, entry: int) -> None:
+        if self._live.get(key) == entry:
+            del self._live[key]
+        self._events.append((entry, 0))
+
+    def label(self, tensors: Iterable[torch.Tensor | None], category: str, *, unless: Sequence[str] = ()) -> None:
+        """Assign the memory of tensors to a category, for all of its life; but not what is of one of `unless`."""
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            held = local(tensor.detach())
+            entry = self._live.get(storage_identity(held.untyped_storage()))
+            if entry is not None and self._categories[entry] not in unless:
+                self._categories[entry] = category
+
+    def fullest(self) -> dict[str, int]:
+        """Bytes by category at the moment at which they are the most together."""
+        total = most = end = 0
+        held: dict[int, int] = {}
+        for place, (entry, size) in enumerate(self._events):
+            total += size - held.get(entry, 0)
+            held[entry] = size
+            if total > most:
+                most, end = total, place
+        held.clear()
+        for entry, size in self._events[: end + 1]:
+            held[entry] = size
+        found: dict[str, int] = {}
+        for entry, size in held.items():
+            if size:
+                found[self._categories[entry]] = found.get(self._categories[entry], 0) + size
+        return found
+
+    def held(self) -> dict[str, int]:
+        """Bytes by category now."""
+        sizes = dict(self._events)
+        found: dict[str, int] = {}
+        for entry, size in sizes.items():
+            if size:
+                found[self._categories[entry]] = found.get(self._categories[entry], 0) + size
+        return found
+
+
+class AsOnCuda(TorchFunctionMode):
+    """Inside, tensors on the CPU report a CUDA device, so that code which chooses by the device takes the GPU's way.
+
+    They stay on the CPU, and so does what is made for their device. torch computes shapes of CUDA tensors only where
+    there is a driver.
+    """
+
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+        if func == _IS_CUDA:
+            return True
+        if func == _DEVICE:
+            return _CUDA
+        back = {"args": args, "kwargs": kwargs or {}}
+        back = tree_map_only(torch.device, lambda device: CPU if device == _CUDA else device, back)
+        return func(*back["args"], **back["kwargs"])
+
+
+_CUDA = torch.device("cuda", 0)
+_IS_CUDA: Any = torch.Tensor.is_cuda.__get__  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
+_DEVICE: Any = torch.Tensor.device.__get__

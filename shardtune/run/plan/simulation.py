@@ -1,0 +1,231 @@
+"""One optimizer step of a recipe as its first rank computes it, without memory: the package's own code, shapes only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardtune.batch import Batch
+from shardtune.checkpoint.weight_files import stored_dtype
+from shardtune.config import Recipe
+from shardtune.config.rank_layout import Layout
+from shardtune.models.adapter import Adapter, AdapterRoot
+from shardtune.models.lora.nf4 import coded_sizes
+from shardtune.models.pretrained import settings_directory
+from shardtune.models.recipe_hooks import Hooks
+from shardtune.optim.build import build_optimizer
+from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, Weights
+from shardtune.parallel.meta_init import materialise
+from shardtune.parallel.ranks import Ranks, close_group, lay_out
+from shardtune.parallel.shard import shard_model
+from shardtune.parallel.torch_private import open_group_of_one
+from shardtune.run.plan.ledger import CPU, GATHERED, AsOnCuda, Ledger
+from shardtune.training.build.lora import adapt, frozen_dtype
+from shardtune.training.build.model import build_empty, freeze
+from shardtune.training.step import accumulate
+from shardtune.training.utilisation import Utilisation
+from shardtune.training.worker.model_state import outer_parameters
+
+WEIGHTS = "weights"
+COPIES = "weights in compute precision"
+BUFFERS = "buffers"
+MOMENTS = "optimizer states"
+GRADIENTS = "gradients"
+ACTIVATIONS = "activations"
+HEAD = "head and loss"
+BACKWARD = "unreduced gradients, backward pass"
+UPDATE = "update"
+BATCH = "rows"
+LASTING = (WEIGHTS, COPIES, BUFFERS, MOMENTS)
+
+
+class SoleRanks(Ranks):
+    """The ranks of a process group without others."""
+
+    def new_group(self, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+        """None: nothing is compared with ranks that do not exist."""
+        return None
+
+
+@contextmanager
+def ranks_of(layout: Layout) -> Iterator[Ranks]:
+    """The first rank of a layout, without the others."""
+    if layout.num_ranks == 1:
+        yield Ranks(0, 1, CPU)
+        return
+    open_group_of_one(layout.num_ranks)
+    try:
+        found = lay_out(layout, 0, CPU)
+        yield SoleRanks(**{field.name: getattr(found, field.name) for field in fields(found)})
+    finally:
+        close_group()
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """The parameters of a model.
+
+    Attributes:
+        total: all of them.
+        trained: those with a gradient.
+        use: what a token is multiplied with, for a peak of one operation per second; None: unknown.
+    """
+
+    total: int
+    trained: int
+    use: Utilisation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What a step holds at its fullest moment.
+
+    Attributes:
+        parameters: of the model.
+        memory: bytes by category, on the device of a rank.
+        host: bytes of it in host memory, with `cpu_offload` on a GPU.
+    """
+
+    parameters: Parameters
+    memory: Mapping[str, int]
+    host: int = 0
+
+    @property
+    def peak(self) -> int:
+        return sum(self.memory.values())
+
+
+def simulate(
+    recipe: Recipe, adapter: Adapter, layout: Layout, micro_batches: Sequence[Batch], *, on_cuda: bool
+) -> Simulated:
+    """Compute a step without memory.
+
+    Args:
+        recipe: of the run.
+        adapter: of its model.
+        layout: of the ranks.
+        micro_batches: of the first rank in a step; of several that are alike two are enough.
+        on_cuda: whether the ranks have GPUs.
+    """
+    with ranks_of(layout) as ranks:
+        return _simulate(recipe, adapter, ranks, micro_batches, on_cuda)
+
+
+def _simulate(
+    recipe: Recipe, adapter: Adapter, ranks: Ranks, micro_batches: Sequence[Batch], on_cuda: bool
+) -> Simulated:
+    actor = recipe.actor
+    model, _ = build_empty(adapter.build, recipe.runner.seed)
+    adapter.set_execution(model)
+    root = Hooks.of(recipe, adapter, training=True).attach(adapter.root(model))
+    adapt(model, recipe, None)
+    freeze(model, actor.model.freeze)
+    parameters = count_parameters(model)
+    parallel = adapter.apply_model_parallel(model, ranks)
+    units, _ = adapter.shard_units(model)
+    hold = shard_model(
+        root,
+        units,
+        ranks,
+        actor.model.precision,
+        reshard_after_forward=actor.fsdp_config.reshard_after_forward,
+        prefetch=actor.fsdp_config.prefetch,
+        entry_points=root.entry_points,
+        experts=parallel.experts,
+        offload=actor.fsdp_config.cpu_offload,
+    )
+    ledger = Ledger(exact=_stored_dtype(recipe) == COMPUTE_DTYPE[actor.model.precision])
+    with ledger.counting():
+        materialise(root, dtype=MASTER_DTYPE[actor.model.precision], device=CPU, frozen=frozen_dtype(actor.model))
+        weights = hold(model, reduce_each=actor.fsdp_config.reduce == "every", partial=parallel.partial)
+        ledger.label(model.parameters(), COPIES)
+        ledger.label(weights.parameters.values(), WEIGHTS)
+        root.train()
+        _label_as_used(ledger, root, units)
+        with AsOnCuda() if on_cuda else nullcontext():
+            optimizer = build_optimizer(
+                weights.trainable(), actor.optim, weights.shapes, starts=weights.starts, outer=outer_parameters(model)
+            )
+            _first_update(ledger, weights, optimizer)
+            _step(ledger, root, weights, micro_batches)
+        found = ledger.fullest()
+    found[BUFFERS] = found.get(BUFFERS, 0) + sum(buffer.nbytes for buffer in model.buffers())
+    found[BATCH] = sum(tensor.nbytes for batch in micro_batches for tensor in tensors_of(batch))
+    host = 0
+    if actor.fsdp_config.cpu_offload and on_cuda and ranks.mesh is not None:
+        host = sum(found.pop(name, 0) for name in (WEIGHTS, MOMENTS))
+    return Simulated(parameters, {name: size for name, size in found.items() if size}, host)
+
+
+def _stored_dtype(recipe: Recipe) -> torch.dtype | None:
+    """The dtype of the base model's weights, by its config.json or its files."""
+    config = recipe.actor.model
+    directory = None if config.from_scratch else settings_directory(config.model_path)
+    return None if directory is None else stored_dtype(directory)
+
+
+def count_parameters(model: nn.Module) -> Parameters:
+    """The parameters of a whole model; of quantised ones the numbers that they encode."""
+    coded = coded_sizes(model)
+    sizes: dict[nn.Parameter, int] = {p: coded.get(p, p.numel()) for p in model.parameters()}
+    trained = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
+    return Parameters(sum(sizes.values()), trained, Utilisation.of_model(model, 1.0, coded))
+
+
+def _first_update(ledger: Ledger, weights: Weights, optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer's states, which its first step makes."""
+    ledger.phase = UPDATE
+    for parameter in weights.trainable().values():
+        parameter.grad = torch.empty_like(parameter)
+    ledger.label((parameter.grad for parameter in weights.trainable().values()), GRADIENTS)
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    ledger.label((value for value in states if isinstance(value, torch.Tensor)), MOMENTS)
+    weights.copy_masters_to_model()
+    weights.zero_gradients()
+
+
+def _step(ledger: Ledger, root: AdapterRoot, weights: Weights, micro_batches: Sequence[Batch]) -> None:
+    """Forward and backward of the micro-batches."""
+
+    def forward(batch: Batch) -> object:
+        ledger.label((parameter.grad for parameter in weights.parameters.values()), GRADIENTS)
+        ledger.phase = ACTIVATIONS
+        output = root(batch)
+        ledger.phase = BACKWARD
+        return output
+
+    denominators = {name: 1.0 for batch in micro_batches for name in batch.weights}
+    accumulate(forward, micro_batches, denominators, weights, draws=(0, 0, 0), scale=1.0)
+    ledger.label((parameter.grad for parameter in weights.parameters.values()), GRADIENTS)
+
+
+def _label_as_used(ledger: Ledger, root: AdapterRoot, units: Sequence[nn.Module]) -> None:
+    """Assign the weights that a unit finds when it is called, and what is allocated after the last unit."""
+    kept = (WEIGHTS, COPIES)
+
+    def before(module: nn.Module, _inputs: object) -> None:
+        ledger.label(module.parameters(), GATHERED, unless=kept)
+
+    def after(module: nn.Module, _inputs: object, _output: object) -> None:
+        if ledger.phase == ACTIVATIONS:
+            ledger.phase = HEAD
+
+    for module in (root, *units):
+        module.register_forward_pre_hook(before)
+    if units:
+        units[-1].register_forward_hook(after)
+
+
+def tensors_of(batch: Batch) -> Iterator[torch.Tensor]:
+    """The tensors of a micro-batch."""
+    for field in fields(batch):
+        value = getattr(batch, field.name)
+        values = value.values() if isinstance(value, Mapping) else [value]
+        yield from (each for each in values if isinstance(each, torch.Tensor))

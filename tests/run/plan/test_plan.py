@@ -1,0 +1,97 @@
+"""Plans of recipes: from a config.json alone, from rows, their time, and changes that fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from shardtune.errors import ConfigError
+from shardtune.run.plan.plan import Plan, Planner, Speed, planner
+from shardtune.run.plan.rows import Given
+from shardtune.run.plan.solve import solve
+from shardtune.run.plan.table import change_lines, lines, verdict
+
+GIVEN = Given(tokens=64_000, length=64)
+UNKNOWN = Speed()
+
+
+@pytest.fixture(scope="module")
+def config_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("config")
+    LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=512, architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+def planned(folder: Path, *changes: str, speed: Speed = UNKNOWN, memory: float | None = None) -> Planner:
+    words = ["micro_batch_size=32", "global_batch_size=64", *changes]
+    return planner(str(folder), words, ranks=1, given=GIVEN, speed=speed, memory=memory, report=lambda _: None)
+
+
+def test_a_config_alone_is_enough(config_alone: Path) -> None:
+    plan = planned(config_alone, speed=Speed(tokens_per_second=8192.0)).plan()
+    assert plan.parameters.total == plan.parameters.trained == 139_584
+    assert (plan.work.steps, plan.work.step_tokens, plan.work.micro_batches) == (16, 4096, 2)
+    assert plan.work.micro_batch_tokens == 2048
+    assert plan.step_seconds == 0.5
+    assert plan.seconds == pytest.approx(8.0)
+    assert plan.fits is None
+    assert plan.available is None
+    text = "\n".join(lines(plan))
+    assert "139,584 trained" in text
+    assert "16 steps" in text
+    assert "--gpu-memory" in text
+    assert json.loads(json.dumps(plan.to_dict()))["peak"] == plan.peak
+
+
+def test_the_time_follows_from_a_share_of_the_peak_or_from_a_run(config_alone: Path, tmp_path: Path) -> None:
+    plan = planned(config_alone, speed=Speed(mfu=0.5, flops=1e12)).plan()
+    assert plan.rate is not None
+    assert plan.parameters.use is not None
+    # 6 operations per multiplied parameter and token, without the embedding, and attention.
+    per_token = 6 * (139_584 - 512 * 64) + 6 * 2 * 64 * 64
+    assert plan.rate.tokens_per_second == pytest.approx(0.5e12 / per_token)
+    steps = [{"step": n, "perf/tokens_per_second": rate} for n, rate in enumerate((1.0, 30.0, 10.0, 20.0), 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
+    rate = Speed(run=tmp_path).rate(plan.parameters, plan.work, plan.hardware)
+    assert rate is not None
+    assert rate.tokens_per_second == 20.0
+    with pytest.raises(ConfigError, match="no measured rate"):
+        Speed(run=tmp_path / "none").rate(plan.parameters, plan.work, plan.hardware)
+
+
+def test_what_does_not_fit_gets_the_cheapest_changes_that_do(config_alone: Path) -> None:
+    found = planned(config_alone)
+    whole = found.plan()
+    assert whole.needed is not None
+    assert whole.peak is not None
+    assert solve(replace(found, hardware=replace(found.hardware, memory=2 * whole.needed)), _with(whole, 2.0)) == []
+    limit = (whole.needed - 0.25 * whole.peak) / whole.needed
+    tight = _with(whole, limit)
+    changes = solve(replace(found, hardware=tight.hardware), tight)
+    assert len(changes) == 3
+    assert all(change.plan.fits for change in changes)
+    costs = [sum(option.cost for option in change.options) for change in changes]
+    assert costs == sorted(costs)
+    assert changes[0].overrides[0].startswith("max_tokens_per_micro_batch=")
+    text = "\n".join(change_lines(tight, changes))
+    assert text.splitlines()[1].startswith("1. max_tokens_per_micro_batch=")
+    assert "does NOT fit" in verdict(tight)
+    with pytest.raises(ConfigError, match="unknown"):
+        solve(found, whole)
+
+
+def _with(plan: Plan, share: float) -> Plan:
+    assert plan.needed is not None
+    return replace(plan, hardware=replace(plan.hardware, memory=share * plan.needed))
+
+
+def test_a_worker_with_batches_of_its_own_is_refused(config_alone: Path) -> None:
+    with pytest.raises(ConfigError, match="makes its own batches"):
+        planned(config_alone, "worker=sft_trainer")
