@@ -8,6 +8,7 @@ import typer
 
 from shardtune.cli.audit import audit
 from shardtune.cli.claims import add_claims
+from shardtune.cli.diff import diff
 from shardtune.cli.evaluate import evaluate
 from shardtune.cli.exit import UsageError, end, leave, wrong_usage
 from shardtune.cli.export import export, push
@@ -87,6 +88,7 @@ app.command("generate")(generate)
 app.command("chat")(chat)
 app.command("export")(export)
 app.command("push")(push)
+app.command("diff")(diff)
 app.command("launch", cls=RecipeCommand)(launch)
 app.command("models", cls=RecipeCommand)(models)
 app.command("convert", context_settings={"ignore_unknown_options": True})(convert)

@@ -309,6 +309,7 @@ def _manifest(recipe: Recipe, objects: Objects, worker: FSDPSftWorker) -> dict[s
             ],
         },
         "world_size": worker.ranks.world_size,
+        "device": _device_in_words(worker.device),
         "trainable": sorted(worker.weights.trainable()),
         "trainable_patterns": [
             {"name": name, "tensors": tensors, "parameters": parameters}
@@ -319,6 +320,13 @@ def _manifest(recipe: Recipe, objects: Objects, worker: FSDPSftWorker) -> dict[s
 
 def _describe_data(worker: FSDPSftWorker) -> dict[str, object]:
     return {**worker.task.describe_data(), "rows_per_epoch": worker.loader.rows_per_epoch}
+
+
+def _device_in_words(device: torch.device) -> str:
+    """What rank 0 computes on, as far as the last digits of a number depend on it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
 
 
 def _name(dtype: torch.dtype) -> str:

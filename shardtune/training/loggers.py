@@ -8,7 +8,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -333,6 +333,17 @@ def first_metrics(run_dir: Path) -> dict[str, float]:
         return {}
     with open(file, encoding="utf-8") as lines:
         return json.loads(next(lines, "{}"))
+
+
+def metric_lines(run_dir: Path) -> Iterator[dict[str, float | None]]:
+    """The lines of a run's metrics, one after another; the torn last one of a run that is being written is left out."""
+    file = run_dir / METRICS_FILE
+    if not file.exists():
+        return
+    with open(file, encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                yield json.loads(line)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
