@@ -18,6 +18,7 @@ from shardtune.cli.installation import env, version
 from shardtune.cli.launch import launch
 from shardtune.cli.models import init, models
 from shardtune.cli.recipe import convert, explain_key, preview
+from shardtune.cli.report import report
 from shardtune.cli.train import train
 from shardtune.launch.signals import end_with_parent, is_supervised
 from shardtune.verify.commands import verify_app
@@ -89,6 +90,7 @@ app.command("chat")(chat)
 app.command("export")(export)
 app.command("push")(push)
 app.command("diff")(diff)
+app.command("report")(report)
 app.command("launch", cls=RecipeCommand)(launch)
 app.command("models", cls=RecipeCommand)(models)
 app.command("convert", context_settings={"ignore_unknown_options": True})(convert)

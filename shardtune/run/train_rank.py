@@ -57,6 +57,7 @@ from shardtune.run.inputs import (
 )
 from shardtune.run.preflight import check_same_rows, connecting, is_one_of_several, try_collective
 from shardtune.run.push import check_push, push_command, push_final
+from shardtune.run.report.write import report_at_end
 from shardtune.run.resume_check import check_same_data
 from shardtune.training.loggers import first_metrics
 from shardtune.training.recorder import Recording
@@ -283,6 +284,7 @@ def _train(
         worker.release()
         raise
     if display is not None:
+        report_at_end(plan.run_dir, display.report)
         _show_end(display, plan.run_dir, score, answers=worker.task.can_generate)
     return current_lock[0]
 
