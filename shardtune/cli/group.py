@@ -22,6 +22,7 @@ SAME: Mapping[str, str] = {
     **dict.fromkeys(("evaluate", "evaluation"), "eval"),
     **dict.fromkeys(("inference", "infer", "predict"), "generate"),
     "info": "env",
+    "compare": "diff",
 }
 """Other names of commands that do the same."""
 INSTEAD: Mapping[str, tuple[str, str]] = {

@@ -11,10 +11,13 @@ from typing import Any
 
 import yaml
 
-from shardtune.config import flatten
+from shardtune.config import Recipe, flatten, load_recipe
+from shardtune.config.environment import is_value
 from shardtune.config.schema import FORMER_KEYS
-from shardtune.errors import CheckpointError
+from shardtune.config.tree import get_value
+from shardtune.errors import CheckpointError, ShardtuneError
 from shardtune.launch.events import BEGINS, EVENTS
+from shardtune.run.directory import FROM_ENVIRONMENT
 from shardtune.run.identity import CONFIG, FINAL, MANIFEST, read_manifest, record_file
 from shardtune.training.loggers import metric_lines
 
@@ -28,12 +31,14 @@ class StoredRun:
         tree: `config.yaml`, with references to the environment as written.
         manifest: `manifest.json`.
         events: `events.jsonl`.
+        label: what it is called in place of its directory's name.
     """
 
     path: Path
     tree: dict[str, Any]
     manifest: dict[str, Any]
     events: list[dict[str, Any]]
+    label: str = ""
 
     @classmethod
     def read(cls, path: Path) -> StoredRun:
@@ -57,10 +62,27 @@ class StoredRun:
         """The recipe by dotted key, in the long form."""
         return {FORMER_KEYS.get(key, key): value for key, value in flatten(self.tree).items()}
 
+    @cached_property
+    def resolved(self) -> Recipe | None:
+        """The recipe with today's values of environment variables; None where one of them is not set."""
+        config = record_file(self.path, CONFIG)
+        assert config is not None  # `read` has found it
+        try:
+            return load_recipe(config, in_memory=self.manifest.get("in_memory", []), files_must_exist=False)
+        except ShardtuneError:
+            return None
+
+    def is_unchanged(self, key: str) -> bool:
+        """Whether `resolved` has a key's value as the run had it; for one from the environment by its hash."""
+        digest = self.manifest.get(FROM_ENVIRONMENT, {}).get(key)
+        if digest is None:
+            return True
+        return self.resolved is not None and is_value(digest, get_value(self.resolved.to_dict(), key))
+
     @property
     def name(self) -> str:
-        """Of its directory."""
-        return self.path.resolve().name
+        """Its label, or the name of its directory."""
+        return self.label or self.path.resolve().name
 
     @property
     def final(self) -> Path:

@@ -6,12 +6,10 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shardtune.config import load_recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.config.schema import short_key
-from shardtune.errors import ShardtuneError
+from shardtune.errors import ParallelError
 from shardtune.run.diff.settings import ANY, Difference, Effect
-from shardtune.run.identity import CONFIG, record_file
 from shardtune.run.inputs import IN_MEMORY, MODEL, TOKENIZER
 from shardtune.run.stored_run import StoredRun
 
@@ -179,12 +177,11 @@ def _ranks(run: StoredRun) -> str:
 
 
 def _layout_of(run: StoredRun) -> str:
-    config = record_file(run.path, CONFIG)
-    assert config is not None  # the run was read
+    if run.resolved is None or "world_size" not in run.manifest:
+        return NOT_RECORDED
     try:
-        recipe = load_recipe(config, in_memory=run.manifest.get("in_memory", []), files_must_exist=False)
-        return str(Layout.of(recipe.actor, int(run.manifest["world_size"])))
-    except (ShardtuneError, KeyError):  # a variable that is not set here, a manifest of an earlier version
+        return str(Layout.of(run.resolved.actor, int(run.manifest["world_size"])))
+    except ParallelError:  # of another version
         return NOT_RECORDED
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from shardtune.config.schema import short_key
 from shardtune.data.cache.dataset import Part, TokenDataset
 from shardtune.data.cache.entry import Entry
 from shardtune.data.cache_directory import cache_root
@@ -21,6 +22,8 @@ from shardtune.run.stored_run import StoredRun
 BLOCK_ROWS = 1 << 18
 """Rows that are compared at a time."""
 SHOWN_ROWS = 3
+OF_ORDER = ("runner.seed", "data.shuffle", "actor.global_batch_size", "actor.global_batch_tokens", "data.eval_split")
+"""Keys that the order of rows depends on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +78,19 @@ class RunOrder:
     """
 
     def __init__(self, run: StoredRun, rows: TokenDataset | None) -> None:
-        settings = run.settings
-        self._tokens = int(str(settings["actor.global_batch_tokens"] or 0))
-        self._batch = 0 if self._tokens else int(str(settings["actor.global_batch_size"]))
+        recipe = run.resolved
+        lost = [key for key in OF_ORDER if not run.is_unchanged(key)]
+        if recipe is None or lost:
+            what = f"{short_key(lost[0])} had another value" if lost else "a variable of its recipe is not set here"
+            raise NotKnown(f"{run.path}: {what}, in the environment of that time")
+        self._tokens = recipe.actor.global_batch_tokens or 0
+        self._batch = 0 if self._tokens else (recipe.actor.global_batch_size or 0)
         if self._tokens and rows is None:
             raise NotKnown(f"{run.path}: steps are cut by tokens, and the encoded rows are no longer in the cache")
         self._order = DataOrder(
             [OrderSource(**span) for span in run.manifest["data"]["sources"]],
-            seed=int(str(settings["runner.seed"])),
-            shuffle=bool(settings["data.shuffle"]),
+            seed=recipe.runner.seed,
+            shuffle=recipe.data.shuffle,
             global_batch_size=self._batch or None,
             global_batch_tokens=self._tokens or None,
             lengths=rows.lengths if self._tokens and rows is not None else None,
@@ -200,10 +207,12 @@ def _first_difference(one: StepBlock, other: StepBlock) -> int | None:
         at = int(np.flatnonzero(one.sizes[:size] != other.sizes[:size])[0])
         before = _first_difference(one.cut(0, at), other.cut(0, at)) if at else None
         return at if before is None else before
-    step = np.repeat(np.arange(len(one.sizes)), one.sizes)
-    ordered = [block.rows[np.lexsort((block.rows, step))] for block in (one, other)]
-    different = np.flatnonzero(ordered[0] != ordered[1])
-    return int(step[different[0]]) if len(different) else None
+    ends = np.cumsum(one.sizes)
+    for step in np.unique(np.searchsorted(ends, np.flatnonzero(one.rows != other.rows), side="right")).tolist():
+        here = slice(int(ends[step] - one.sizes[step]), int(ends[step]))
+        if not np.array_equal(np.sort(one.rows[here]), np.sort(other.rows[here])):
+            return step
+    return None
 
 
 def _described(done: int, rows: list[np.ndarray], orders: list[RunOrder], by: str) -> RowsDifference:
@@ -235,7 +244,9 @@ def _orders(first: StoredRun, second: StoredRun) -> tuple[list[RunOrder], str]:
     data = [run.manifest["data"] for run in (first, second)]
     if data[0]["train_fingerprint"] == data[1]["train_fingerprint"]:
         # The same rows in the same order: their numbers are enough, but steps that are cut by tokens need lengths.
-        rows = [_encoded_rows(run) if run.settings["actor.global_batch_tokens"] else None for run in (first, second)]
+        rows = [
+            _encoded_rows(run) if run.settings.get("actor.global_batch_tokens") else None for run in (first, second)
+        ]
         if all(one is None for one in rows):
             return [RunOrder(run, None) for run in (first, second)], "their numbers in the same data"
     rows = [_encoded_rows(run) for run in (first, second)]
@@ -247,18 +258,17 @@ def _orders(first: StoredRun, second: StoredRun) -> tuple[list[RunOrder], str]:
 
 def _encoded_rows(run: StoredRun) -> TokenDataset | None:
     """The training rows of a run from the cache; None where they are gone, or are no longer the same."""
-    settings, data = run.settings, run.manifest["data"]
-    named = settings["data.cache_dir"]
-    root = cache_root(None if named is None else str(named))
+    recipe, data = run.resolved, run.manifest["data"]
+    if recipe is None:
+        return None
+    entries = cache_root(recipe.data.cache_dir) / "entries"
     try:
         parts = [
-            Part(Entry(root / "entries" / file["key"][:2] / file["key"]), file["source"], file["file"])
-            for file in data["train"]
+            Part(Entry(entries / file["key"][:2] / file["key"]), file["source"], file["file"]) for file in data["train"]
         ]
         rows = TokenDataset(parts, {span["name"]: span["weight"] for span in data["sources"]})
-        share = float(str(settings["data.eval_split"] or 0))
-        if share and settings["data.eval_data_paths"] is None:
-            rows, _ = rows.split_by_hash(share)
+        if recipe.data.eval_split and recipe.data.eval_data_paths is None:
+            rows, _ = rows.split_by_hash(recipe.data.eval_split)
     except (OSError, ValueError, ShardtuneError):  # gone, or of another layout
         return None
     return rows if rows.fingerprint == data["train_fingerprint"] else None

@@ -6,14 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from shardtune.config import Recipe, load_recipe
-from shardtune.config.environment import is_value
+from shardtune.config import Recipe
 from shardtune.config.schema import short_key
 from shardtune.config.shown import as_written
 from shardtune.config.tree import get_value
-from shardtune.errors import ShardtuneError
 from shardtune.run.directory import FROM_ENVIRONMENT
-from shardtune.run.identity import CONFIG, record_file
 from shardtune.run.resume_check import is_free
 from shardtune.run.stored_run import StoredRun
 
@@ -150,7 +147,7 @@ def _from_environment(first: StoredRun, second: StoredRun) -> list[Difference]:
     for key in one.keys() & other.keys():
         if get_value(first.tree, key) != get_value(second.tree, key):
             continue  # the references differ, which is said already
-        known = [_is_todays(run, key, run.manifest[FROM_ENVIRONMENT][key]) for run in (first, second)]
+        known = [run.is_unchanged(key) for run in (first, second)]
         if known == [True, True]:
             continue
         states = ["today's value" if is_todays else "another value" for is_todays in known]
@@ -159,14 +156,3 @@ def _from_environment(first: StoredRun, second: StoredRun) -> list[Difference]:
         name = f"{short_key(key)} = {as_written(get_value(first.tree, key))}"
         found.append(Difference("recipe", name, *states, effects=effects_of(key)))
     return found
-
-
-def _is_todays(run: StoredRun, key: str, digest: str) -> bool:
-    """Whether a value from the environment is the one that it has now."""
-    config = record_file(run.path, CONFIG)
-    assert config is not None  # the run was read
-    try:
-        recipe = load_recipe(config, in_memory=run.manifest.get("in_memory", []), files_must_exist=False)
-    except ShardtuneError:  # the variable is not set here
-        return False
-    return is_value(digest, get_value(recipe.to_dict(), key))

@@ -69,7 +69,7 @@ def text(found: Comparison) -> str:
 def _state(run: StoredRun, last: int) -> str:
     if run.finished is not None:
         return f"finished after step {int(run.finished['step']):,}"
-    return f"not finished, {last:,} steps logged"
+    return f"not finished, logged until step {last:,}"
 
 
 def _table(differences: Sequence[Difference]) -> Iterator[str]:
@@ -172,16 +172,13 @@ def _weights(found: Comparison) -> Iterator[tuple[str, str]]:
     if weights.equal:
         yield "weights", f"all {weights.tensors:,} tensors of final/ are bitwise the same"
         return
-    named = "; ".join(
-        f"{one.name} by {'a value that is not finite' if one.relative == NOT_FINITE else _percent(one.relative)}"
-        for one in weights.differing[:SHOWN_TENSORS]
-    )
     if weights.differing:
-        yield (
-            "weights",
-            f"{len(weights.differing):,} of {weights.tensors:,} tensors of final/ differ, most: {cut(named)}",
-        )
-        yield "", "(the largest difference of a tensor's values, relative to its largest value)"
+        most = "the largest differences, relative to the tensor's largest value:"
+        yield "weights", f"{len(weights.differing):,} of {weights.tensors:,} tensors of final/ differ; {most}"
+        width = max(len(one.name) for one in weights.differing[:SHOWN_TENSORS])
+        for one in weights.differing[:SHOWN_TENSORS]:
+            is_bad = one.relative == NOT_FINITE
+            yield "", f"{one.name:<{width}}  {'one is not finite' if is_bad else _percent(one.relative)}"
     if weights.alone:
         yield (
             "weights" if not weights.differing else "",

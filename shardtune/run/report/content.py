@@ -20,8 +20,6 @@ from shardtune.run.diff.settings import PLACE
 from shardtune.run.stored_run import StoredRun
 from shardtune.training.loggers import SAMPLES
 
-VERIFIED = "verified.jsonl"
-"""Results of `shardtune verify`: a line of JSON each, with claim, outcome, text and at."""
 SHOWN_ANSWERS = 12
 READ_ANSWERS = 5000
 MOST_EVENTS = 60
@@ -118,7 +116,7 @@ def data_rows(run: StoredRun) -> list[list[str]]:
         for file in files:
             rest = {name: count for name, count in file.items() if name not in ("source", "file", "rows", "kept")}
             fate = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in rest.items())
-            name, digest = str(file["file"]), digests.get(file["file"], "")
+            name, digest = str(file["file"]).rpartition("/")[2], digests.get(file["file"], "")
             found.append([kind, name, f"{file['rows']:,}", f"{file['kept']:,}", fate, digest[:16]])
     return found
 
@@ -137,23 +135,6 @@ def saves(run: StoredRun) -> str:
     """How many checkpoints were written, in a sentence; "" for none."""
     steps = [event.get("step") for event in run.events if event.get("event") == "save"]
     return f"Checkpoints were written {len(steps):,} times, the last at step {steps[-1]:,}." if steps else ""
-
-
-def verified(run: StoredRun) -> list[dict[str, str]]:
-    """The results of `shardtune verify` that were stored with a run; torn lines are left out."""
-    try:
-        lines = (run.path / VERIFIED).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return []
-    found = []
-    for line in lines:
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict):
-            found.append({name: str(entry.get(name, "")) for name in ("claim", "outcome", "text", "at")})
-    return found
 
 
 def read_answers(runs: Sequence[StoredRun]) -> list[Answers]:

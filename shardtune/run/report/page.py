@@ -29,21 +29,21 @@ from shardtune.run.report.content import (
     shown_events,
     state,
     trained_parameters,
-    verified,
     whole_recipe,
 )
 from shardtune.run.report.curves import Chart, read_charts
 from shardtune.run.report.html import Html, element, facts, joined, table
 from shardtune.run.status import duration
 from shardtune.run.stored_run import StoredRun
+from shardtune.run.verified import read_verified
 
 GENERATOR = "shardtune report"
 """By which a page of ours is recognised."""
 GROUPS: Mapping[str, str] = {"training": "Training", "evaluations": "Evaluations", "more": "Speed, memory, tokens"}
 LETTERS = 600
 MOST_TILES = 8
-VERDICTS: Mapping[bool | None, tuple[str, str]] = {True: ("right", "good"), False: ("wrong", "bad"), None: ("", "")}
-OUTCOMES: Mapping[str, str] = {"passed": "good", "ok": "good", "held": "good", "failed": "bad", "broken": "bad"}
+VERDICTS: Mapping[bool | None, tuple[str, str]] = {True: ("right", "good"), False: ("wrong", "bad")}
+OUTCOMES: Mapping[str, str] = {"passed": "good", "failed": "bad"}
 
 
 def page(runs: Sequence[StoredRun]) -> str:
@@ -130,7 +130,7 @@ def _color(number: int) -> str:
 
 def _model(run: StoredRun) -> str:
     path = run.settings.get("actor.model.model_path")
-    return "a model in memory" if path is None else str(path)
+    return "a model in memory" if path is None else "/".join(str(path).rstrip("/").split("/")[-2:])
 
 
 def _summary(runs: Sequence[StoredRun], charts: Sequence[Chart]) -> Html:
@@ -188,7 +188,7 @@ def _evaluations(run: StoredRun, number: int, charts: Sequence[Chart]) -> list[t
 
 def _metric(name: str, value: float) -> str:
     if name.endswith(("accuracy", "success")) and 0 <= value <= 1:
-        return f"{100 * value:.1f} %"
+        return f"{100 * value:.4g}\u00a0%"
     return shown(name, value) if abs(value) < 1e4 else f"{value:.4g}"
 
 
@@ -292,7 +292,7 @@ def _answer(answers: Answers, row: tuple[str, str | None, Sequence[tuple[str, bo
     question, expected, given = row
     lines: list[str] = []
     for column, (text, correct) in zip(answers.columns, given, strict=True):
-        verdict, kind = VERDICTS[correct]
+        verdict, kind = VERDICTS.get(correct, ("", ""))
         chip = [" ", element("span", verdict, class_=f"chip {kind}")] if verdict else []
         lines += [element("dt", column, title=column), element("dd", legible(text, LETTERS) or "(nothing)", *chip)]
     if expected is not None:
@@ -360,12 +360,12 @@ def _verified(runs: Sequence[StoredRun]) -> Html:
     for run in runs:
         rows = [
             [
-                one["claim"],
-                element("span", one["outcome"], class_=f"chip {OUTCOMES.get(one['outcome'], '')}".strip()),
-                one["text"],
-                one["at"],
+                one.claim,
+                element("span", one.outcome, class_=f"chip {OUTCOMES.get(one.outcome, '')}".strip()),
+                one.text,
+                one.at,
             ]
-            for one in verified(run)
+            for one in read_verified(run.path)
         ]
         text = element("p", "Nothing verified yet: ", element("code", "shardtune verify all RECIPE"))
         known = table(["claim", "outcome", "", "at"], rows) if rows else text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from shardtune.checkpoint.atomic import write_text
@@ -30,6 +31,8 @@ def write_report(runs: Sequence[Path], to: Path | None = None) -> Path:
         ConfigError: the file exists and is none of ours, or cannot be written.
     """
     stored = [StoredRun.read(run) for run in runs]
+    if len({run.name for run in stored}) < len(stored):
+        stored = [replace(run, label=str(run.path)) for run in stored]
     file = to or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
     _require_own(file)
     try:

@@ -48,14 +48,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     tree["runner"]["logger"]["project_name"] = "${oc.env:TEST_REPORT_TOKEN}"
     (second / "config.yaml").write_text(yaml.safe_dump(tree))
     manifest = json.loads((second / "manifest.json").read_text())
-    manifest["data"]["outcomes"]["train"][0]["file"] = f"/data/{BAD}.jsonl"
+    manifest["data"]["outcomes"]["train"][0]["file"] = BAD.replace("/", "") + ".jsonl"
     manifest["user_code"] = {BAD: "0123"}
     (second / "manifest.json").write_text(json.dumps(manifest))
     (second / "samples").mkdir(exist_ok=True)
     for step, answer, right in ((0, BAD, None), (4, "seven", True)):
         row = {"row": f"{BAD}:1", "question": BAD, "reference": "seven", "answer": answer, "correct": right}
         (second / "samples" / f"step_{step}.jsonl").write_text(json.dumps(row) + "\n")
-    (second / "verified.jsonl").write_text(json.dumps({"claim": "resume", "outcome": "passed", "text": BAD}) + "\n{to")
+    (second / "verified.jsonl").write_text(
+        json.dumps({"claim": "resume", "outcome": "passed", "text": BAD, "at": ""}) + "\n"
+    )
     with open(second / "events.jsonl", "a") as events:
         events.write(
             json.dumps({"time": "2026-01-01T00:00:00Z", "event": "lost", "step": 3, "reason": BAD}) + "\n{torn"
@@ -140,6 +142,8 @@ def test_the_command(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert CliRunner().invoke(app, ["report", *runs, "--open"]).output == f"{REPORT}\n"
     assert opened == [(tmp_path / REPORT).as_uri()]
     assert "data.system_prompt" in Texts((tmp_path / REPORT).read_text()).text
+    twice = write_report([tiny.run("first"), tiny.run("first")], tmp_path / "twice.html")
+    assert f"{tiny.run('first')}" in Texts(twice.read_text()).text
     other = tmp_path / "notes.html"
     other.write_text("my notes")
     with pytest.raises(ConfigError, match="is no report of shardtune"):
