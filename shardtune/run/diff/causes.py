@@ -71,8 +71,9 @@ def _of_measured(
         finding = f"the same rows are other tokens, {at}"
         return [_caused(differences, finding, ("tokens",), "the code of the model's adapter")]
     if first.size == "rounding":
-        finding = f"{first.name} parts {at}, by no more than {numbers.dtype} rounds ({numbers.threshold:g})"
-        later = f"; the difference grows beyond that at step {first.beyond:,}, as rounding does" if first.beyond else ""
+        most = f"rounding in {numbers.dtype} can ({numbers.threshold:g} of its value)"
+        finding = f"{first.name} parts {at}, by no more than {most}"
+        later = f"; it grows beyond that at step {first.beyond:,}, as rounding does" if first.beyond else ""
         advice = "another number of threads, another processor, or kernels that do not repeat (runner.deterministic)"
         small: tuple[Effect, ...] = ("loss", "tokens") if first.step <= 1 else ("loss", "tokens", "update")
         # A small change of the recipe can look the same: it is named too, behind what only rounds.

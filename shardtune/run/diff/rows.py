@@ -234,13 +234,10 @@ def _described(done: int, rows: list[np.ndarray], orders: list[RunOrder], by: st
 def _orders(first: StoredRun, second: StoredRun) -> tuple[list[RunOrder], str]:
     """The orders of both runs, and what their rows are told apart by."""
     for run in (first, second):
-        if not run.manifest.get("data", {}).get("sources"):
-            made = (
-                "it was made by an earlier version"
-                if run.manifest.get("data", {}).get("train")
-                else "a loader of its own"
-            )
-            raise NotKnown(f"{run.path}: the order of its rows is not recorded ({made})")
+        data = run.manifest.get("data", {})
+        if not data.get("sources"):
+            why = "it was made by an earlier version" if data.get("train") else "they come from a loader of its own"
+            raise NotKnown(f"{run.path}: the order of its rows is not recorded, as {why}")
     data = [run.manifest["data"] for run in (first, second)]
     if data[0]["train_fingerprint"] == data[1]["train_fingerprint"]:
         # The same rows in the same order: their numbers are enough, but steps that are cut by tokens need lengths.

@@ -143,7 +143,9 @@ def _metrics(parted: Sequence[MetricDifference]) -> Iterator[str]:
     rows = [header]
     for one in parted:
         size = "rounding" if one.size == "rounding" else "real"
-        beyond = f", real from step {one.beyond:,}" if size == "rounding" and one.beyond is not None else ""
+        beyond = (
+            f", more than rounding from step {one.beyond:,}" if size == "rounding" and one.beyond is not None else ""
+        )
         most = f"{_percent(one.largest)}, step {one.largest_step or 0:,}{beyond}"
         values = [_value(one.first), _value(one.second)]
         rows.append([one.name, f"{one.step:,}", *values, f"{_percent(one.relative)} ({size})", most])

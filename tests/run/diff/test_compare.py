@@ -119,7 +119,7 @@ def test_micro_batches_part_only_by_rounding(tiny: Tiny) -> None:
     assert found.rows.steps == 8
     (explanation,) = found.explanations
     assert explanation.causes[0].name == "micro_batch_size"
-    assert "by no more than float32 rounds" in explanation.finding
+    assert "by no more than rounding in float32 can" in explanation.finding
     assert all(one.size == "rounding" for one in found.numbers.parted())
     assert max(one.relative for one in found.weights.differing) < 1e-3
     assert not found.same_numbers
