@@ -72,6 +72,7 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
     "data.on_too_long": ("rows", "tokens"),
     "data.on_bad_row": ("rows",),
     "data.max_bad_rows": (),
+    "data.audit": (),
     "data.num_workers": (),
     "data.cache_dir": (),
     "data.image_hosts": (),
