@@ -328,7 +328,8 @@ def _device_in_words(device: torch.device) -> str:
     """What rank 0 computes on, as far as the last digits of a number depend on it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"cpu, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"cpu, {torch.backends.cpu.get_cpu_capability()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _name(dtype: torch.dtype) -> str:

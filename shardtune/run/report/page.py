@@ -188,7 +188,7 @@ def _evaluations(run: StoredRun, number: int, charts: Sequence[Chart]) -> list[t
 
 def _metric(name: str, value: float) -> str:
     if name.endswith(("accuracy", "success")) and 0 <= value <= 1:
-        return f"{100 * value:.4g}\u00a0%"
+        return f"{round(100 * value, 2):g}\u00a0%"
     return shown(name, value) if abs(value) < 1e4 else f"{value:.4g}"
 
 
