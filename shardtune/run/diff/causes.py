@@ -81,12 +81,24 @@ def _of_measured(
     if first.step == numbers.first_common and first.step <= 1:
         what = "the first norm" if first.name == NORM else "the loss of the first step"
         finding = f"{what} parts already, {at}, on the same rows: nothing was updated before"
-        missing = "weights, code or draws that no record names; shardtune replay shows the loss of each row"
-        return [_caused(differences, finding, ("loss", "tokens"), missing)]
+        missing = "weights, code or draws that no record names"
+        return [_or_dropout(_caused(differences, finding, ("loss", "tokens"), missing), differences)]
     before = f"; both logged the same until step {first.step - 1:,}" if first.differing < first.compared else ""
     finding = f"{first.name} parts {at}, on the same rows and by more than rounding{before}"
     missing = "a changed environment in between (a run that was continued), or code that no record names"
-    return [_caused(differences, finding, ("update", "loss"), missing)]
+    return [_or_dropout(_caused(differences, finding, ("update", "loss"), missing), differences)]
+
+
+def _or_dropout(found: Explanation, differences: Sequence[Difference]) -> Explanation:
+    """With another layout as the cause where there is no better one."""
+    layout = [one for one in differences if one.can("rounding")]
+    if found.causes or not layout:
+        return found
+    advice = (
+        "only if the model has dropout, whose draws follow micro-batches and ranks; otherwise these change the last "
+        f"digits alone, and {found.advice}"
+    )
+    return Explanation(found.finding, layout, found.effects, advice)
 
 
 def _of_equal(differences: Sequence[Difference], numbers: Numbers, weights: WeightsDifference) -> list[Explanation]:

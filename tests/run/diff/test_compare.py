@@ -154,6 +154,7 @@ def test_another_length_moves_the_rate(tiny: Tiny, edited: Callable[..., Path]) 
         ("code", {"train/loss": 1.1}, "mine.py", "the loss of the first step parts"),
         ("nothing", {"train/loss": 1.1}, None, "the loss of the first step parts"),
         ("ranks", {"train/grad_norm": 1 + 1e-7}, "ranks", "train/grad_norm parts at step 1, by no more than"),
+        ("layout", {"train/loss": 1.1}, "ranks", "the loss of the first step parts"),
         ("eval", {}, None, "all 8 logged steps"),
     ],
 )
@@ -170,7 +171,7 @@ def test_causes_are_named(
             content["dtypes"]["compute"] = "float16"
         elif change == "code":
             content["user_code"] = {"mine.py": "0123"}
-        elif change == "ranks":
+        elif change in ("ranks", "layout"):
             content["world_size"] = 4
 
     def line(one: dict[str, Any]) -> None:
@@ -178,7 +179,7 @@ def test_causes_are_named(
             one[name] *= factor
 
     run = edited(manifest, line=line)
-    if change == "ranks":
+    if change in ("ranks", "layout"):
         (run / "events.jsonl").unlink()
     found = compare(tiny.run("base"), run)
     assert finding in found.explanations[0].finding
@@ -186,6 +187,7 @@ def test_causes_are_named(
     assert (names[0] if names else None) == cause
     if change == "nothing":
         assert "no recorded difference can do this" in found.explanations[0].advice
+    assert ("dropout" in found.explanations[0].advice) == (change == "layout")
     assert found.same_numbers == (change == "eval")
 
 
