@@ -106,7 +106,7 @@ def _results(found: Comparison) -> Iterator[tuple[str, str]]:
             "" if numbers.last[0] == numbers.last[1] else f" (A ends at {numbers.last[0]:,}, B at {numbers.last[1]:,})"
         )
         equal = [one.name for one in numbers.metrics.values() if one.step is None]
-        compared = f"{numbers.steps:,} logged steps compared{ends}"
+        compared = f"{numbers.steps:,} logged step{'' if numbers.steps == 1 else 's'} compared{ends}"
         yield "numbers", f"{compared}; {len(equal)} of {len(numbers.metrics)} metrics are bitwise equal in all of them"
         parted = [*numbers.parted(), *numbers.parted(evaluation=True)]
         yield from (("", line) for line in _metrics(parted[:SHOWN_METRICS]))
@@ -148,6 +148,8 @@ def _metrics(parted: Sequence[MetricDifference]) -> Iterator[str]:
         )
         most = f"{_percent(one.largest)}, step {one.largest_step or 0:,}{beyond}"
         values = [_value(one.first), _value(one.second)]
+        if values[0] == values[1]:
+            values = [repr(one.first), repr(one.second)]
         rows.append([one.name, f"{one.step:,}", *values, f"{_percent(one.relative)} ({size})", most])
     widths = [max(len(row[place]) for row in rows) for place in range(len(header))]
     if parted:
