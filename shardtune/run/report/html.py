@@ -57,7 +57,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequ
     head = element("thead", element("tr", *(_heading(place, title, numbers) for place, title in enumerate(header))))
     body = [element("tr", *(cell(place, content) for place, content in enumerate(row))) for row in rows]
     whole = element("table", head, element("tbody", *body))
-    return element("div", whole, class_="wide", tabindex=0)
+    return element("div", whole, class_="wide", tabindex=0, role="region", aria_label=", ".join(filter(None, header)))
 
 
 def facts(pairs: Mapping[str, str]) -> Html:
