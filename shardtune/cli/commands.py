@@ -8,6 +8,7 @@ import typer
 
 from shardtune.cli.audit import audit
 from shardtune.cli.claims import add_claims
+from shardtune.cli.diff import diff
 from shardtune.cli.evaluate import evaluate
 from shardtune.cli.exit import UsageError, end, leave, wrong_usage
 from shardtune.cli.export import export, push
@@ -18,6 +19,7 @@ from shardtune.cli.launch import launch
 from shardtune.cli.models import init, models
 from shardtune.cli.plan import plan
 from shardtune.cli.recipe import convert, explain_key, preview
+from shardtune.cli.report import report
 from shardtune.cli.train import train
 from shardtune.launch.signals import end_with_parent, is_supervised
 from shardtune.verify.commands import verify_app
@@ -88,6 +90,8 @@ app.command("generate")(generate)
 app.command("chat")(chat)
 app.command("export")(export)
 app.command("push")(push)
+app.command("diff")(diff)
+app.command("report")(report)
 app.command("launch", cls=RecipeCommand)(launch)
 app.command("plan", cls=RecipeCommand)(plan)
 app.command("models", cls=RecipeCommand)(models)

@@ -23,6 +23,7 @@ SAME: Mapping[str, str] = {
     **dict.fromkeys(("inference", "infer", "predict"), "generate"),
     "info": "env",
     **dict.fromkeys(("estimate", "estimate-memory"), "plan"),
+    "compare": "diff",
 }
 """Other names of commands that do the same."""
 INSTEAD: Mapping[str, tuple[str, str]] = {

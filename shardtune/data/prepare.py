@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,7 @@ class PreparedData:
         return {
             "outcomes": {name: rows.report.counts() for name, rows in self.read().items()},
             "train": self.files(),
+            "sources": [] if self.train is None else [asdict(span) for span in self.train.sources],
             "train_fingerprint": None if self.train is None else self.train.fingerprint,
             "evaluation_fingerprints": {name: rows.fingerprint for name, rows in self.evals.items()},
             "encoding": self.encoder.cache_key(),

@@ -58,6 +58,7 @@ from shardtune.run.inputs import (
 from shardtune.run.plan.comparison import PeakComparison
 from shardtune.run.preflight import check_same_rows, connecting, is_one_of_several, try_collective
 from shardtune.run.push import check_push, push_command, push_final
+from shardtune.run.report.write import report_at_end
 from shardtune.run.resume_check import check_same_data
 from shardtune.training.loggers import first_metrics
 from shardtune.training.recorder import Recording
@@ -291,6 +292,7 @@ def _train(
     if planned is not None:
         planned.close()
     if display is not None:
+        report_at_end(plan.run_dir, display.report)
         _show_end(display, plan.run_dir, score, answers=worker.task.can_generate)
     return current_lock[0]
 
@@ -317,6 +319,7 @@ def _manifest(recipe: Recipe, objects: Objects, worker: FSDPSftWorker) -> dict[s
             ],
         },
         "world_size": worker.ranks.world_size,
+        "device": _device_in_words(worker.device),
         "trainable": sorted(worker.weights.trainable()),
         "trainable_patterns": [
             {"name": name, "tensors": tensors, "parameters": parameters}
@@ -327,6 +330,14 @@ def _manifest(recipe: Recipe, objects: Objects, worker: FSDPSftWorker) -> dict[s
 
 def _describe_data(worker: FSDPSftWorker) -> dict[str, object]:
     return {**worker.task.describe_data(), "rows_per_epoch": worker.loader.rows_per_epoch}
+
+
+def _device_in_words(device: torch.device) -> str:
+    """What rank 0 computes on, as far as the last digits of a number depend on it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"cpu, {torch.backends.cpu.get_cpu_capability()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -333,6 +333,32 @@ def first_metrics(run_dir: Path) -> dict[str, float]:
         return {}
     with open(file, encoding="utf-8") as lines:
         return json.loads(next(lines, "{}"))
+
+
+def metric_lines(run_dir: Path) -> Iterator[dict[str, float | None]]:
+    """The lines of a run's metrics, one after another; the torn last one of a run that is being written is left out.
+
+    Raises:
+        CheckpointError: another line is damaged.
+    """
+    file = run_dir / METRICS_FILE
+    if not file.exists():
+        return
+    with open(file, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.endswith("\n"):
+                yield _parsed(line, file, number)
+
+
+def _parsed(line: str, file: Path, number: int) -> dict[str, float | None]:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise CheckpointError(
+            f"line {number:,} of {METRICS_FILE} is no JSON: {error}",
+            where=f"{file}:{number}",
+            remedy="remove the line; the metrics of its step are lost",
+        ) from error
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:

@@ -27,6 +27,7 @@ from tests.support.workspace import run_cli, write_rows
 MODEL, TRAIN, LR = "actor.model.model_path", "data.train_data_paths", "actor.optim.lr"
 COMMANDS = (
     *("", "train", "eval", "generate", "chat", "export", "launch", "models", "init", "env", "version", "convert"),
+    *("diff", "report"),
     *(
         "config",
         "config explain",

@@ -263,5 +263,19 @@ COMMANDS: list[Case] = [
         "train recipe.yaml data.audit.min_trained_share=0.9",
         says="the trained share of the data is 0. | data.audit.min_trained_share: 0.9 | data audit RECIPE",
     ),
+    Case(
+        "compare with what is no run", "diff runs/done model", says="model is not a run directory | config.yaml | runs/"
+    ),
+    Case(
+        "compare with damaged metrics",
+        "diff runs/done runs/done",
+        says="line 1 of metrics.jsonl is no JSON | metrics.jsonl:1 | remedy",
+        prepare=write("runs/done/metrics.jsonl", "hello\n"),
+    ),
+    Case(
+        "a report in the place of another file",
+        "report runs/done --out train.jsonl",
+        says="train.jsonl exists and is no report | --out",
+    ),
     Case("look at data without a recipe", "data preview", says="there is no recipe | name a YAML file"),
 ]

@@ -1,0 +1,157 @@
+"""The curves of runs: each a bounded number of points, whatever a run's length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardtune.run.stored_run import StoredRun
+
+MOST_POINTS = 400
+"""Of a curve of one run."""
+FEWEST_POINTS = 80
+MOST_CHARTS = 60
+DIGITS = 5
+FIRST = ("train/loss", "train/grad_norm", "train/learning_rate", "perf/tokens_per_second")
+"""The charts that come first."""
+LINEAR = ("learning_rate", "tokens_per_second", "accuracy", "success")
+"""Endings of metrics that are not drawn with a logarithmic axis at first."""
+LEFT_OUT = ("step", "epoch")
+LARGE_SPREAD = 50.0
+Point = Mapping[str, object]
+
+
+@dataclass(slots=True)
+class Decimated:
+    """A curve in bounded memory: means over equally many values, with the smallest and the largest of them.
+
+    Args:
+        most: points at any time.
+
+    Attributes:
+        steps: the last one of each point.
+        missing: values that were not finite.
+        values: finite ones.
+        first: the first value. last: the last one. smallest, largest: of all.
+    """
+
+    most: int
+    steps: list[int] = field(default_factory=list)
+    missing: int = 0
+    values: int = 0
+    first: float = math.nan
+    last: float = math.nan
+    smallest: float = math.inf
+    largest: float = -math.inf
+    _size: int = 1
+    _sums: list[float] = field(default_factory=list)
+    _counts: list[int] = field(default_factory=list)
+    _low: list[float] = field(default_factory=list)
+    _high: list[float] = field(default_factory=list)
+
+    def add(self, step: int, value: float | None) -> None:
+        """Append a value; None: it was not finite."""
+        if value is None:
+            self.missing += 1
+            return
+        self.first = value if not self.values else self.first
+        self.values, self.last = self.values + 1, value
+        self.smallest, self.largest = min(self.smallest, value), max(self.largest, value)
+        if self._counts and self._counts[-1] < self._size:
+            self.steps[-1] = step
+            self._sums[-1] += value
+            self._counts[-1] += 1
+            self._low[-1], self._high[-1] = min(self._low[-1], value), max(self._high[-1], value)
+            return
+        if len(self._sums) == self.most:
+            self._halve()
+        self.steps.append(step)
+        self._sums.append(value)
+        self._counts.append(1)
+        self._low.append(value)
+        self._high.append(value)
+
+    def _halve(self) -> None:
+        """Merge each two neighbouring points."""
+        pairs = [slice(at, at + 2) for at in range(0, len(self.steps), 2)]
+        self.steps = [self.steps[pair][-1] for pair in pairs]
+        self._sums = [sum(self._sums[pair]) for pair in pairs]
+        self._counts = [sum(self._counts[pair]) for pair in pairs]
+        self._low = [min(self._low[pair]) for pair in pairs]
+        self._high = [max(self._high[pair]) for pair in pairs]
+        self._size *= 2
+
+    def to_json(self) -> dict[str, list[float] | list[int]]:
+        """The points: `x` steps, `y` means, and where a point is of several values, `low` and `high`."""
+        means = [total / count for total, count in zip(self._sums, self._counts, strict=True)]
+        found: dict[str, list[float] | list[int]] = {"x": self.steps, "y": _rounded(means)}
+        if self._size > 1:
+            found |= {"low": _rounded(self._low), "high": _rounded(self._high)}
+        return found
+
+    @property
+    def spread(self) -> float:
+        """The largest mean in relation to the smallest; 0 where one is not positive."""
+        means = [total / count for total, count in zip(self._sums, self._counts, strict=True)]
+        return max(means) / min(means) if means and min(means) > 0 else 0.0
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [float(f"{value:.{DIGITS}g}") for value in values]
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One metric of all runs.
+
+    Attributes:
+        name: of the metric.
+        group: training, evaluations or more.
+        curves: by the number of the run.
+    """
+
+    name: str
+    group: str
+    curves: Mapping[int, Decimated]
+
+    @property
+    def logarithmic(self) -> bool:
+        """Whether its axis is at first."""
+        spread = max(curve.spread for curve in self.curves.values())
+        return not self.name.endswith(LINEAR) and spread > LARGE_SPREAD
+
+    def to_json(self) -> dict[str, object]:
+        series = [{"run": run, **curve.to_json()} for run, curve in self.curves.items()]
+        return {"name": self.name, "log": self.logarithmic, "series": series}
+
+
+def read_charts(runs: Sequence[StoredRun]) -> list[Chart]:
+    """The charts of all metrics that the runs logged; each line is read once."""
+    most = max(FEWEST_POINTS, 2 * (MOST_POINTS // max(2, len(runs))))
+    found: dict[str, dict[int, Decimated]] = {}
+    for number, run in enumerate(runs):
+        for line in run.lines():
+            step = int(line["step"] or 0)
+            for name, value in line.items():
+                if name not in LEFT_OUT:
+                    curves = found.setdefault(name, {})
+                    if number not in curves:
+                        curves[number] = Decimated(most)
+                    curves[number].add(step, value)
+    charts = [Chart(name, _group(name), curves) for name, curves in found.items()]
+    return sorted((chart for chart in charts if any(curve.values for curve in chart.curves.values())), key=_place)[
+        :MOST_CHARTS
+    ]
+
+
+def _group(name: str) -> str:
+    if name.startswith("eval/"):
+        return "evaluations"
+    counted = name.startswith("perf/") or name in ("train/tokens", "train/supervised_tokens")
+    return "more" if counted and name not in FIRST else "training"
+
+
+def _place(chart: Chart) -> tuple[int, str]:
+    """The place of a chart: the usual ones first, then by name."""
+    return (FIRST.index(chart.name) if chart.name in FIRST else len(FIRST)), chart.name
