@@ -29,7 +29,7 @@ SUMMARIES: Mapping[str, str] = {
     "preempt": "Stop a run by SIGTERM at random moments and continue it: no step is lost or computed twice.",
     "elastic": "Train on several numbers of ranks: the same rows and, in fp64, the same numbers.",
     "parity": "Compare a run in fp64 with a plain PyTorch loop, one row per forward; and bf16 with itself.",
-    "layouts": "Compare the recipe's layout with one process; where they part, name the step and what makes the difference.",
+    "layouts": "Compare the recipe's layout with one process; name the part that makes a difference.",
 }
 """The claims and what their commands do; `shardtune/verify/claims/table.py` has the checks of the same names."""
 ALL = "Check all claims about training on a recipe."

@@ -155,7 +155,10 @@ def check_layouts(runs: ShortRuns) -> str:
         f"{runs.steps} steps on {on_ranks(ground.ranks)} ({', '.join(layouts) or 'nothing to switch off'}) as on one "
         f"rank in the simplest form: losses, norms and weights within {worst:.1g} in fp64{notes}"
     )
-    return text + (_rounding(*made[len(exact) :], simple, own) if own != "fp64" else "")
+    if own == "fp64":
+        return text
+    laid_out, alone = made[len(exact) :]
+    return text + _rounding(laid_out, alone, simple, own)
 
 
 def _simplest(ground: Ground) -> Mapping[str, object]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -40,7 +39,7 @@ class Recorded:
 
     run: ShortRun
 
-    @cached_property
+    @property
     def log(self) -> list[tuple[float, float]]:
         return [(step.value(LOSS), step.value(NORM)) for step in self.run.evidence.steps]
 

@@ -7,10 +7,11 @@ much each token counts as a target, `inputs`: pixels and the like) and the recip
 loss and gradient norm of each step, and the weights after step n as `step_n.safetensors`. In fp64, without dropout.
 """
 
-import importlib.util
+import functools
 import json
 import math
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -72,12 +73,15 @@ def target_losses(logits, targets, job):
     """The loss of each target: the recipe's own function, or the cross-entropy."""
     if job["loss"]:
         file, _, name = job["loss"].rpartition(":")
-        spec = importlib.util.spec_from_file_location("own_loss", file)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return getattr(module, name)(logits, targets)
+        return functions_of(file)[name](logits, targets)
     smooth = F.cross_entropy(logits, targets, reduction="none", label_smoothing=job["label_smoothing"])
     return smooth + job["z_loss"] * logits.logsumexp(-1).square() if job["z_loss"] else smooth
+
+
+@functools.cache
+def functions_of(file):
+    """What a file defines, by name."""
+    return runpy.run_path(file)
 
 
 def rate(step, peak, job):
@@ -132,7 +136,8 @@ def train(model, steps, job, part_loss):
             continue
         total = 0.0
         for part in parts:
-            loss = sum(value / weights[term] for term, value in part_loss(part, done).items() if weights[term])
+            shares = [value / weights[term] for term, value in part_loss(part, done).items() if weights[term]]
+            loss = torch.stack(shares).sum()
             loss.backward()
             total += loss.item()
             for name, parameter in named.items():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from shardtune.verify.claims.claim import Claim
 from shardtune.verify.claims.elastic import check_elastic
-from shardtune.verify.claims.preempt import check_preempt
 from shardtune.verify.claims.layouts import check_layouts
 from shardtune.verify.claims.parity import check_parity
+from shardtune.verify.claims.preempt import check_preempt
 from shardtune.verify.claims.resume import check_resume
 
 CLAIMS = (
