@@ -1,9 +1,10 @@
 """Plant a fault beside a recipe and check that `shardtune verify` finds it.
 
-    python bench/planted_faults.py [--only NAME …] [--save]
+    python bench/planted_faults.py [--only NAME …] [--healthy] [--results FILE] [--save]
 
-A fault is found when the command that should find it ends with exit code 1 and names what it should; each recipe is
-also checked without its fault. Rewrites the section `faults` of docs/benchmarks.md with `--save`.
+A fault is found when the command that should find it ends with exit code 1 and its message has the words that it
+should; with `--healthy` the same recipes without their faults have to pass. `--results` keeps what is done, so that a
+run may be interrupted; `--save` rewrites the section `faults` of docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -31,9 +32,6 @@ from results import machine, table, write_section  # noqa: E402
 
 PLANTED = ROOT / "tests" / "support" / "planted"
 HEADS = ("fault", "command", "found", "s", "message")
-INTRODUCTION = """\
-Each fault is a plugin or an adapter of `tests/support/planted/` beside a tiny recipe, checked by the command that
-should find it: `shardtune verify COMMAND recipe.yaml`. The message is the first line of what it prints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,34 +183,69 @@ def is_found(fault: Fault, code: int, message: str) -> bool:
     return code == 1 and all(word in message for word in fault.words)
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a fault's command printed.
+
+    Attributes:
+        name: of the fault.
+        right: whether the fault was found, or the healthy recipe passes.
+        code: the command's exit code.
+        message: its result.
+        seconds: it took.
+    """
+
+    name: str
+    right: bool
+    code: int
+    message: str
+    seconds: float
+
+
+def try_out(fault: Fault, folder: Path, *, planted: bool) -> Seen:
+    """Run a fault's command on its recipe."""
+    code, message, seconds = verify(fault, folder, planted=planted)
+    return Seen(fault.name, is_found(fault, code, message) if planted else code == 0, code, message, seconds)
+
+
+def line_of(fault: Fault, seen: Seen) -> list[str]:
+    """A row of the table."""
+    found = "yes" if seen.right else f"NO (exit code {seen.code})"
+    first = seen.message.partition("\n")[0].replace("|", "/")
+    return [fault.what, f"`{fault.command}`", found, f"{seen.seconds:.0f}", first]
+
+
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--only", nargs="+", help="names of faults")
     options.add_argument("--healthy", action="store_true", help="check the recipes without their faults instead")
+    options.add_argument("--results", type=Path, help="a file that results are added to, and read from")
     options.add_argument("--save", action="store_true", help="rewrite the section of docs/benchmarks.md")
     given = options.parse_args()
-    lines, missed = [], 0
+    lines = given.results.read_text().splitlines() if given.results and given.results.exists() else []
+    found = {seen.name: seen for seen in (Seen(**json.loads(line)) for line in lines)}
+    chosen = [fault for fault in FAULTS if not given.only or fault.name in given.only]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         make_inputs(folder)
-        for fault in FAULTS:
-            if given.only and fault.name not in given.only:
+        for fault in chosen:
+            if fault.name in found:
                 continue
-            code, message, seconds = verify(fault, folder, planted=not given.healthy)
-            right = code == 0 if given.healthy else is_found(fault, code, message)
-            missed += not right
-            first = message.splitlines()[0] if message else ""
-            found = (
-                ("passes" if right else "REFUSED") if given.healthy else "yes" if right else f"NO (exit code {code})"
+            seen = found[fault.name] = try_out(fault, folder, planted=not given.healthy)
+            print(
+                f"{fault.name}: {'right' if seen.right else 'WRONG'} [{seen.seconds:.0f} s]\n    {seen.message}",
+                flush=True,
             )
-            lines.append([fault.what, fault.command, found, f"{seconds:.0f}", first])
-            print(f"{fault.name}: {found} [{seconds:.0f} s]\n    {message}", flush=True)
-    text = table(HEADS, lines)
-    verdict = f"{len(lines) - missed} of {len(lines)} {'pass' if given.healthy else 'found'}"
+            if given.results:
+                with given.results.open("a") as file:
+                    file.write(json.dumps(asdict(seen)) + "\n")
+    rows = [line_of(fault, found[fault.name]) for fault in FAULTS if fault.name in found]
+    right = sum(found[fault.name].right for fault in chosen)
+    verdict = f"{right} of {len(chosen)} {'healthy recipes pass' if given.healthy else 'faults found'}"
     print(verdict)
-    if given.save and not given.only and not given.healthy:
-        write_section("faults", f"{INTRODUCTION}\n\n{text}\n\n{verdict}. {machine()}.")
-    return 1 if missed else 0
+    if given.save and len(rows) == len(FAULTS) and not given.healthy:
+        write_section("faults", f"{machine()}\n\n{table(HEADS, rows)}\n\n{verdict}.")
+    return 0 if right == len(chosen) else 1
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ class Ground:
             self.changes |= {"actor.optim.name": "AdamW", "actor.optim.args": {}}
             self.notes.append("AdamW in place of Muon, whose iteration torch computes in bf16")
         self.side = self._side()
+        self.side.refuse_without_fp64()
         further: dict[str, object] = {}
         if settings := random_settings(self.side.adapter):
             further[OVERRIDES] = {**self.side.recipe.actor.model.config_overrides, **settings}

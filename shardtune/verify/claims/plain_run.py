@@ -32,7 +32,6 @@ from shardtune.data.loader.protocol import DataState, MicroBatch
 from shardtune.data.loader.step_loader import StepLoader
 from shardtune.data.user_loader.batch import UserBatch, with_names
 from shardtune.data.user_loader.loader import BatchLoader
-from shardtune.launch.module_process import PACKAGE_ROOT
 from shardtune.models.adapter import Adapter, WholeStepAdapter
 from shardtune.models.causal_lm import BALANCE, CausalLM
 from shardtune.models.lora.attach import adapter_config, lora_layers
@@ -55,6 +54,7 @@ Parts = list[tuple[list[MicroBatch], Mapping[str, float]]]
 OWN = "shardtune."
 PEFT_PREFIX = "base_model.model."
 LAST_LINES = 6
+NEW_LINE = "\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +146,23 @@ class PlainSide:
         unit = "row" if self.numbers_rows else "batch"
         return f"get_train_model_output of {type(self.worker).__name__}, a {unit} per forward"
 
+    def refuse_without_fp64(self) -> None:
+        """Refuse a loss that cannot be computed in fp64.
+
+        Raises:
+            Skipped: with the reason.
+        """
+        if self.by_transformers:
+            return
+        try:
+            self._sample()
+        except RuntimeError as error:
+            reason = str(error).partition(NEW_LINE)[0]
+            raise Skipped(
+                f"the loss cannot be computed in fp64, in which numbers are compared: {reason}; let what "
+                "is computed take the model's dtype: x.to(next(self.model.parameters()).dtype)"
+            ) from error
+
     def drops(self) -> bool:
         """Whether training drops something that no setting of the recipe switches off."""
         worker = self.worker
@@ -181,9 +198,8 @@ class PlainSide:
         step = next(iter(islice(self.worker.loader.steps(DataState()), 1)))
         whole = isinstance(self.adapter, WholeStepAdapter)
         part = step.micro_batches[0] if whole or not self.numbers_rows else self._row(int(step.rows[0]))
-        with torch.no_grad():
-            seed_rng(seed, 0, 0, 0, "verify")
-            return {term: float(total) for term, total in self._losses(part, 0).items()}
+        seed_rng(seed, 0, 0, 0, "verify")
+        return {term: total.item() for term, total in self._losses(part, 0).items()}
 
     # The run.
 
@@ -282,18 +298,7 @@ class PlainSide:
     def _apart(self, steps: Sequence[Sequence[int]], folder: Path, precision: str, noise: float) -> PlainRun:
         job = self._job(steps, folder, precision, noise)
         torch.save(job, folder / "job.pt")
-        file = str(Path(plain_loop.__file__))
-        done = subprocess.run(
-            [sys.executable, "-P", file, str(folder / "job.pt"), str(folder)],
-            capture_output=True,
-            check=False,
-            text=True,
-            errors="replace",
-            cwd=folder if Path.cwd() == Path(PACKAGE_ROOT) else None,
-        )
-        if done.returncode:
-            last = "\n".join(done.stderr.strip().splitlines()[-LAST_LINES:])
-            raise Skipped(f"transformers alone cannot train this model in {precision}, one row per forward: {last}")
+        run_alone(folder / "job.pt", folder)
         found = json.loads((folder / "log.json").read_text())
         log = [(loss, norm) for loss, norm in found["steps"]]
         return PlainRun(log, folder, job["prefix"], rounds=found["attention"] == "eager")
@@ -344,6 +349,24 @@ class PlainSide:
             "weights": torch.from_numpy(sample.loss_weights.astype(np.float64)),
             "inputs": dict(inputs),
         }
+
+
+def run_alone(job: Path, folder: Path) -> None:
+    """Run `plain_loop.py` in a process that knows nothing of shardtune.
+
+    Raises:
+        Skipped: it cannot train the model.
+    """
+    done = subprocess.run(
+        [sys.executable, "-P", str(Path(plain_loop.__file__)), str(job), str(folder)],
+        capture_output=True,
+        check=False,
+        text=True,
+        errors="replace",
+    )
+    if done.returncode:
+        last = "\n".join(done.stderr.strip().splitlines()[-LAST_LINES:])
+        raise Skipped(f"transformers alone cannot train this model, one row per forward: {last}")
 
 
 def _is_own(kind: type[FSDPSftWorker]) -> bool:

@@ -91,7 +91,7 @@ class Drawing(Block):
 
     def forward(self, x):
         self.draws = self.draws or Random(0)
-        return x + torch.tanh(self.linear(self.norm(x))) * (1 + 0.1 * self.draws.random())
+        return x + torch.tanh(self.linear(self.norm(x)) * (1 + self.draws.random()))
 
 
 class Restarting(Tower):
