@@ -44,8 +44,10 @@ class Ground:
         changes: of the recipe, by dotted key, that make its numbers exact.
         notes: what is thereby not the recipe's own.
         side: the recipe in this process.
+        ranks: the given numbers of ranks on which the recipe can be trained.
 
     Raises:
+        ConfigError: there is none.
         Skipped: its numbers depend on the cut of a step, whatever computes them.
     """
 
@@ -67,6 +69,7 @@ class Ground:
             self.changes |= further
             self.side = self._side()
         self.side.refuse_what_is_random()
+        self.ranks = self._possible_ranks()
         self._plain: dict[tuple[str, float], PlainRun] = {}
         self._lock = RLock()
 
@@ -77,8 +80,7 @@ class Ground:
     def _side(self) -> PlainSide:
         return PlainSide(self.runs.new("plain", {**self.changes, **ONE_PROCESS}, ranks=1).recipe, self.runs.folder)
 
-    @cached_property
-    def ranks(self) -> list[int]:
+    def _possible_ranks(self) -> list[int]:
         """The given numbers of ranks on which the recipe can be trained.
 
         Raises:
@@ -93,9 +95,15 @@ class Ground:
                 found.append(ranks)
             except ConfigError as error:
                 problem = error
+                self.notes.append(f"not on {ranks} rank{'s' if ranks > 1 else ''}: {error.what}")
         if problem is not None and not found:
             raise problem
         return found
+
+    @property
+    def left_out(self) -> str:
+        """What is not the recipe's own, in brackets; empty where there is nothing."""
+        return f" ({'; '.join(self.notes)})" if self.notes else ""
 
     def exact_run(self, ranks: int) -> ShortRun:
         """The recipe's own layout in fp64, not trained yet."""

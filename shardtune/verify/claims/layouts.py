@@ -152,11 +152,10 @@ def check_layouts(runs: ShortRuns) -> str:
     ]
     simple, *made = runs.several([simple, *exact, *(rounded if own != "fp64" else [])])
     worst = max(_require_simple(ground, simple, run) for run in made[: len(exact)])
-    notes = f" ({'; '.join(ground.notes)})" if ground.notes else ""
     layouts = [switch.name for switch in _active(ground, max(ground.ranks))]
     text = (
         f"{runs.steps} steps on {on_ranks(ground.ranks)} ({', '.join(layouts) or 'nothing to switch off'}) as on one "
-        f"rank in the simplest form: losses, norms and weights within {worst:.1g} in fp64{notes}"
+        f"rank in the simplest form: losses, norms and weights within {worst:.1g} in fp64{ground.left_out}"
     )
     if own == "fp64":
         return text
@@ -196,7 +195,7 @@ def _require_simple(ground: Ground, simple: ShortRun, run: ShortRun) -> float:
     weight = next(found for found in _gaps(simple, run) if found.step == gap.step and found.is_weight)
     raise Failed(
         f"on {on_ranks([ranks])} the recipe parts from one process in step {gap.step}: {gap}; of the weights after it "
-        f"{weight.name} is furthest away ({weight.size:.2g} of its size). {_blamed(blame)}",
+        f"{weight.name} is furthest away ({weight.size:.2g} of its size); {_blamed(blame)}",
         where=f"step {gap.step}: {weight.name}" + (f", {blame.switch.name}" if blame else ""),
         remedy=blame.switch.remedy if blame else "the same layout gives other numbers each time: see verify resume",
     )
@@ -204,7 +203,7 @@ def _require_simple(ground: Ground, simple: ShortRun, run: ShortRun) -> float:
 
 def _blamed(blame: Blame | None) -> str:
     if blame is None:
-        return "It does so with every part of the layout switched off"
+        return "it does so with every part of the layout switched off"
     before = [f"without {switch.name} it still does" for switch in blame.off_before]
     together = "" if blame.alone else " (together with another part: alone it does not)"
     return "; ".join(
