@@ -29,6 +29,7 @@ def check_parity(runs: ShortRuns) -> str:
     made = runs.several([*(ground.exact_run(ranks) for ranks in ground.ranks), *half])
     how = side.how
     worst = max(_require_plain(ground, run) for run in made[: len(ground.ranks)])
+    spread = _spread(Recorded(made[-1]), ground) if half else ""
     return (
         f"{runs.steps} steps in fp64{ground.left_out} on {on_ranks(ground.ranks)} as in plain PyTorch ({how}): "
         f"losses, norms and weights within {worst:.1g}{_sensitive(worst)}"
