@@ -73,6 +73,7 @@ def _check(name: str, path: str | None, overrides: list[str], steps: int, ranks:
     from rich.console import Console
 
     from shardtune.config import load_recipe
+    from shardtune.run.choose_worker import make_worker
     from shardtune.run.directory import run_directory
     from shardtune.run.verified import Verified, note_verified
     from shardtune.verify import report as tables
@@ -89,6 +90,7 @@ def _check(name: str, path: str | None, overrides: list[str], steps: int, ranks:
             recipe,
             steps=steps,
             ranks=ranks,
+            make_worker=make_worker,
             fewer_rows=_has_built_in_loader(recipe),
             title=title,
             report=lambda line: progress.print(line, style="dim", markup=False),

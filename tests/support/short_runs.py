@@ -6,6 +6,7 @@ from pathlib import Path
 
 import shardtune.run.api as api
 from shardtune.config import load_recipe
+from shardtune.run.choose_worker import make_worker
 from shardtune.training.recorder import Recording
 from shardtune.verify.claims.short_runs import ShortRun, ShortRuns
 
@@ -27,4 +28,12 @@ class RunsHere(ShortRuns):
 def runs_of(values: dict, folder: Path, *, steps: int = 2) -> RunsHere:
     """The shortened runs of a recipe."""
     folder.mkdir(exist_ok=True)
-    return RunsHere(load_recipe(values), folder, steps=steps, ranks=(1,), fewer_rows=True, report=lambda line: None)
+    return RunsHere(
+        load_recipe(values),
+        folder,
+        steps=steps,
+        ranks=(1,),
+        fewer_rows=True,
+        make_worker=make_worker,
+        report=lambda line: None,
+    )

@@ -78,7 +78,8 @@ class Ground:
         return {**self.changes, "actor.model.precision": precision}
 
     def _side(self) -> PlainSide:
-        return PlainSide(self.runs.new("plain", {**self.changes, **ONE_PROCESS}, ranks=1).recipe, self.runs.folder)
+        run = self.runs.new("plain", {**self.changes, **ONE_PROCESS}, ranks=1)
+        return PlainSide(run.recipe, self.runs.folder, self.runs.make_worker)
 
     def _possible_ranks(self) -> list[int]:
         """The given numbers of ranks on which the recipe can be trained.

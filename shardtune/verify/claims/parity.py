@@ -32,8 +32,7 @@ def check_parity(runs: ShortRuns) -> str:
     spread = _spread(Recorded(made[-1]), ground) if half else ""
     return (
         f"{runs.steps} steps in fp64{ground.left_out} on {on_ranks(ground.ranks)} as in plain PyTorch ({how}): "
-        f"losses, norms and weights within {worst:.1g}{_sensitive(worst)}"
-        + (_spread(Recorded(made[-1]), ground) if half else "")
+        f"losses, norms and weights within {worst:.1g}{_sensitive(worst)}{spread}"
     )
 
 

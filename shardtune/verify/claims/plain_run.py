@@ -12,7 +12,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -38,7 +38,6 @@ from shardtune.models.lora.attach import adapter_config, lora_layers
 from shardtune.models.pretrained import model_directory
 from shardtune.optim.build import optimizer_class
 from shardtune.parallel.buffers import statistical_norms
-from shardtune.run.choose_worker import make_worker
 from shardtune.training.step import ROW_DRAWS, seed_rng
 from shardtune.training.train_output import read_train_output
 from shardtune.training.worker.adapter_worker import SFTWorker
@@ -85,15 +84,16 @@ class PlainSide:
     Args:
         recipe: shortened, on one rank.
         folder: for its files.
+        make_worker: maps a recipe to its worker.
     """
 
-    def __init__(self, recipe: Recipe, folder: Path) -> None:
-        self.recipe, self._folder = recipe, folder
+    def __init__(self, recipe: Recipe, folder: Path, make_worker: Callable[..., FSDPSftWorker]) -> None:
+        self.recipe, self._folder, self._make_worker = recipe, folder, make_worker
 
     @cached_property
     def worker(self) -> FSDPSftWorker:
         """The recipe's worker with its model, on which nothing has been trained."""
-        worker = make_worker(self.recipe, report=silent)
+        worker = self._make_worker(self.recipe, report=silent)
         worker.report = silent
         worker.setup()
         return worker
