@@ -76,7 +76,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "lost_gradient", "a unit's gradient is lost on several ranks", "layouts",
-        ("sharding makes the difference", "blocks.1"), adapter="LostGradient", options=TWO_RANKS,
+        ("sharding makes the difference", "linear.weight is furthest away"), adapter="LostGradient", options=TWO_RANKS,
     ),
     Fault(
         "redrawn_activations", "a recomputed activation is drawn anew", "layouts",

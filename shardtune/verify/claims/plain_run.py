@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from shardtune.batch import TOKENS, Batch, PackedBatch
+from shardtune.batch import TOKENS, Batch, PackedBatch, Sample
 from shardtune.config import Recipe
 from shardtune.config.parameter_patterns import as_pattern
 from shardtune.data.loader.order import derive_seed
@@ -242,25 +242,19 @@ class PlainSide:
             made = islice(worker.loader.steps(DataState()), len(rows))
             return [_weighed([batch for batch in step.micro_batches if batch.counts]) for step in made]
         if isinstance(adapter, WholeStepAdapter):
-            alone = [[self._row(row) for row in step] for step in rows]
-            samples = self._samples()
-            whole = []
-            for step, batches in zip(rows, alone, strict=True):
-                weights = _weighed(batches)[1]
-                whole.append(([adapter.collate([samples[row] for row in step], step, weights)], weights))
-            return whole
+            return [self._whole_step(adapter, step) for step in rows]
         return [_weighed([self._row(row) for row in step]) for step in rows]
 
-    def _samples(self) -> Any:
+    def _whole_step(self, adapter: WholeStepAdapter, rows: Sequence[int]) -> tuple[list[MicroBatch], dict[str, float]]:
+        """All rows of a step as one batch."""
+        weights = _weighed([self._row(row) for row in rows])[1]
+        return [adapter.collate([self._encoded(row) for row in rows], rows, weights)], weights
+
+    def _encoded(self, row: int) -> Sample:
+        """A row as it is trained on."""
         assert isinstance(self.worker, SFTWorker)
         assert self.worker.prepared.train is not None
-        train = self.worker.prepared.train
-
-        class Samples:
-            def __getitem__(self, row: int) -> Any:
-                return train.row(row)
-
-        return Samples()
+        return self.worker.prepared.train.row(row)
 
     def _losses(self, part: MicroBatch, done: int) -> dict[str, torch.Tensor]:
         """The sums of a row's or a batch's loss by term, by the user's own method."""
@@ -338,7 +332,7 @@ class PlainSide:
         }
 
     def _plain_row(self, adapter: CausalLM, row: int) -> dict[str, Any]:
-        sample = self._samples()[row]
+        sample = self._encoded(row)
         inputs: Mapping[str, torch.Tensor] = {}
         if sample.fields:
             batch = adapter.collate([sample], [row], {})
