@@ -33,9 +33,9 @@ from shardtune.data.loader.step_loader import StepLoader
 from shardtune.data.user_loader.batch import UserBatch, with_names
 from shardtune.data.user_loader.loader import BatchLoader
 from shardtune.models.adapter import Adapter, WholeStepAdapter
-from shardtune.models.causal_lm import BALANCE, CausalLM
+from shardtune.models.causal_lm import CausalLM
 from shardtune.models.lora.attach import adapter_config, lora_layers
-from shardtune.models.pretrained import model_directory
+from shardtune.models.pretrained import load_config, model_directory
 from shardtune.optim.build import optimizer_class
 from shardtune.parallel.buffers import statistical_norms
 from shardtune.training.step import ROW_DRAWS, seed_rng
@@ -301,7 +301,7 @@ class PlainSide:
         adapter, model = self.adapter, self.worker.inner_model
         assert isinstance(adapter, CausalLM)
         actor = self.recipe.actor
-        adapter.config.save_pretrained(folder / "config")
+        load_config(actor.model).save_pretrained(folder / "config")  # the run's own may have grown by new tokens
         text = adapter.config.get_text_config().to_dict()
         balance = float(text.get("router_aux_loss_coef") or 0.0) if text.get("output_router_logits") else 0.0
         lora = _peft_arguments(model, self.recipe) if actor.model.is_lora else {}
@@ -310,7 +310,7 @@ class PlainSide:
             save_file(drawn, folder / "drawn.safetensors")
         rows = {row: self._plain_row(adapter, row) for step in steps for row in step}
         sums = [sum(float(rows[row]["weights"][1:].sum()) for row in step) for step in steps]
-        beside = [{BALANCE: float(len(step))} if balance else {} for step in steps]
+        beside = [{"balance": float(len(step))} if balance else {} for step in steps]
         assert actor.model.model_path is not None
         return {
             **self._settings(precision),
