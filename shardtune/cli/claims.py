@@ -28,6 +28,8 @@ SUMMARIES: Mapping[str, str] = {
     "resume": "Stop a run at several steps and continue it: bit by bit the uninterrupted one.",
     "preempt": "Stop a run by SIGTERM at random moments and continue it: no step is lost or computed twice.",
     "elastic": "Train on several numbers of ranks: the same rows and, in fp64, the same numbers.",
+    "parity": "Compare a run in fp64 with a plain PyTorch loop, one row per forward; and bf16 with itself.",
+    "layouts": "Compare the recipe's layout with one process; name the part that makes a difference.",
 }
 """The claims and what their commands do; `shardtune/verify/claims/table.py` has the checks of the same names."""
 ALL = "Check all claims about training on a recipe."
@@ -71,6 +73,7 @@ def _check(name: str, path: str | None, overrides: list[str], steps: int, ranks:
     from rich.console import Console
 
     from shardtune.config import load_recipe
+    from shardtune.run.choose_worker import make_worker
     from shardtune.run.directory import run_directory
     from shardtune.run.verified import Verified, note_verified
     from shardtune.verify import report as tables
@@ -87,6 +90,7 @@ def _check(name: str, path: str | None, overrides: list[str], steps: int, ranks:
             recipe,
             steps=steps,
             ranks=ranks,
+            make_worker=make_worker,
             fewer_rows=_has_built_in_loader(recipe),
             title=title,
             report=lambda line: progress.print(line, style="dim", markup=False),

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from shardtune.config import Recipe
+from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.verify.claims.short_runs import ShortRuns
 from shardtune.verify.result import Failed, Report, Result, Skipped
 
@@ -37,6 +38,7 @@ def check_claims(
     *,
     steps: int,
     ranks: Sequence[int],
+    make_worker: Callable[..., FSDPSftWorker],
     fewer_rows: bool = True,
     title: str,
     report: Callable[[str], None],
@@ -48,6 +50,7 @@ def check_claims(
         recipe: the user's.
         steps: optimizer steps of each run.
         ranks: the numbers of ranks to compare.
+        make_worker: maps a recipe to its worker, and takes `report`.
         fewer_rows: whether the built-in loader reads the rows, which can then be cut.
         title: of the table.
         report: receives a line for each run that starts.
@@ -56,7 +59,15 @@ def check_claims(
         ShardtuneError: the recipe has a mistake.
     """
     with tempfile.TemporaryDirectory(prefix="shardtune-verify-") as folder:
-        runs = ShortRuns(recipe, Path(folder), steps=steps, ranks=tuple(ranks), fewer_rows=fewer_rows, report=report)
+        runs = ShortRuns(
+            recipe,
+            Path(folder),
+            steps=steps,
+            ranks=tuple(ranks),
+            fewer_rows=fewer_rows,
+            make_worker=make_worker,
+            report=report,
+        )
         try:
             with ThreadPoolExecutor(max_workers=len(claims)) as threads:
                 results = list(threads.map(partial(_checked, runs=runs), claims))

@@ -16,6 +16,7 @@ from shardtune.config import Recipe
 from shardtune.errors import ConfigError, Interrupted
 from shardtune.launch.cores import usable_cores
 from shardtune.launch.module_process import module_command, module_environment
+from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.verify.claims.evidence import Evidence, read_evidence
 from shardtune.verify.claims.short_recipe import shortened
 from shardtune.verify.result import Failed
@@ -136,6 +137,7 @@ class ShortRuns:
         steps: optimizer steps of each run.
         ranks: numbers of ranks to compare.
         fewer_rows: whether the rows are cut, so that an epoch ends within the steps.
+        make_worker: maps a recipe to its worker, for claims that compute something in this process.
         report: receives a line for each run that starts.
     """
 
@@ -147,8 +149,10 @@ class ShortRuns:
         steps: int,
         ranks: tuple[int, ...],
         fewer_rows: bool,
+        make_worker: Callable[..., FSDPSftWorker],
         report: Callable[[str], None],
     ) -> None:
+        self.make_worker = make_worker
         self._fewer_rows = fewer_rows
         self.recipe, self.folder, self.steps, self.ranks = recipe, folder, steps, ranks
         self._report = report

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardtune.config import load_recipe
+from shardtune.run.choose_worker import make_worker
 from shardtune.run.verified import read_verified
 from shardtune.verify.claims.claim import Claim, check_claims
 from shardtune.verify.claims.table import CLAIMS
@@ -80,7 +81,9 @@ def check(tiny: Tiny, name: str, worker: str = "", *, steps: int, ranks: tuple[i
         changes["actor__worker"] = f"{file}:Worker"
     recipe = load_recipe(tiny.recipe(f"of-{name}", **changes))
     claims = [claim for claim in CLAIMS if claim.name == name]
-    report = check_claims(claims, recipe, steps=steps, ranks=ranks, title=name, report=lambda _: None)
+    report = check_claims(
+        claims, recipe, steps=steps, ranks=ranks, make_worker=make_worker, title=name, report=lambda _: None
+    )
     assert not (tiny.runs / f"of-{name}").exists(), "nothing is written into the recipe's run directory"
     return report[name]
 

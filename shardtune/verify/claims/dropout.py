@@ -1,0 +1,50 @@
+"""Switches dropout off: what it drops depends on the cut of a step into micro-batches, other numbers do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardtune.models.adapter import Adapter
+from shardtune.models.causal_lm import CausalLM
+from shardtune.parallel.torch_private import DropoutBase
+
+RANDOM = ("drop", "jitter")
+"""Parts of the names of settings of transformers' configs that make a forward random in training."""
+PLUGIN = "shardtune.verify.claims.no_dropout"
+"""A recipe's plugin that switches it off in a whole process."""
+
+
+def drops(model: nn.Module) -> bool:
+    """Whether a model has layers that drop."""
+    return any(isinstance(module, DropoutBase) and module.p for module in model.modules())
+
+
+def random_settings(adapter: Adapter | None) -> dict[str, object]:
+    """The settings of a language model's config that draw in training, set to 0."""
+    if not isinstance(adapter, CausalLM):
+        return {}
+    values = adapter.config.get_text_config().to_dict()
+    return {
+        name: 0.0
+        for name, value in values.items()
+        if any(part in name for part in RANDOM) and isinstance(value, float) and value
+    }
+
+
+@contextmanager
+def without_dropout() -> Iterator[None]:
+    """Inside, torch's dropout passes its input on."""
+    kept = F.dropout
+    F.dropout = _passed_on
+    try:
+        yield
+    finally:
+        F.dropout = kept
+
+
+def _passed_on(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return input

@@ -1,0 +1,179 @@
+"""Parity with plain PyTorch: holds for models of transformers, adapters and workers, and finds planted faults."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardtune.config.schema import OptimConfig
+from shardtune.models import causal_lm
+from shardtune.optim.build import rate_factor
+from shardtune.verify.claims import plain_loop, plain_run
+from shardtune.verify.claims.dropout import PLUGIN, without_dropout
+from shardtune.verify.claims.numbers import weight_gap
+from shardtune.verify.claims.parity import check_parity
+from shardtune.verify.result import Failed, Skipped
+from tests.support.short_runs import runs_of
+from tests.support.tiny_run import Tiny, make_tiny
+
+PLANTED = Path(__file__).parents[2] / "support" / "planted"
+WORKER = """
+import json
+from pathlib import Path
+
+import torch
+from shardtune import FSDPSftWorker
+from torch.utils.data import DataLoader
+
+
+class Worker(FSDPSftWorker):
+    def model_provider_func(self):
+        torch.manual_seed(1)
+        return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Dropout(0.2), torch.nn.Linear(6, 2)).double()
+
+    def build_dataloader(self, data_paths, eval_dataset=False):
+        rows = [json.loads(line) for path in data_paths for line in Path(path).read_text().splitlines()]
+        rows = [{name: torch.tensor(row[name], dtype=torch.float64) for name in ("x", "y")} for row in rows]
+        return DataLoader(rows, batch_size=self.cfg.actor.micro_batch_size), {"num_samples": len(rows)}
+
+    def get_train_model_output(self, batch):
+        return (self.model(batch["x"]) - batch["y"]).square().mean(), {"size": batch["x"].abs().mean()}
+
+    def get_eval_model_output(self, batch):
+        return 0
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return make_tiny(tmp_path_factory.mktemp("parity"), dropout=0.1)
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The plain loop in this process, and no dropout left off by a plugin of a run."""
+    monkeypatch.setattr(plain_run, "run_alone", plain_loop.main)
+    monkeypatch.setattr(F, "dropout", F.dropout)
+    yield
+    sys.modules.pop(PLUGIN, None)
+
+
+def rows_of_numbers(folder: Path, keys: dict[str, Any]) -> dict[str, Any]:
+    """A recipe over rows of numbers."""
+    draws = torch.Generator().manual_seed(0)
+    file = folder / "numbers.jsonl"
+    rows = [
+        {"x": torch.randn(4, generator=draws).tolist(), "y": torch.randn(2, generator=draws).tolist()}
+        for _ in range(15)
+    ]
+    seen = [[1.0, float(number % 3 > 0)] for number in range(15)]
+    file.write_text("".join(f"{row | {'seen': s}}\n".replace("'", '"') for row, s in zip(rows, seen, strict=True)))
+    return {
+        "runner": {"logger": {"log_path": str(folder / "runs"), "experiment_name": "numbers"}},
+        "actor": {"global_batch_size": 6, "micro_batch_size": 3, "model": {"precision": "fp32"}, **keys},
+        "data": {"train_data_paths": str(file), "cache_dir": str(folder / "cache"), "num_workers": 0},
+    }
+
+
+def adapter(name: str) -> dict[str, Any]:
+    return {"model": {"precision": "fp32", "adapter": f"{PLANTED / 'adapters.py'}:{name}"}}
+
+
+def test_a_language_model_trains_as_plain_pytorch(tiny: Tiny, tmp_path: Path) -> None:
+    keys = {"actor__optim__lr_scheduler": "wsd", "actor__z_loss": 1e-3, "actor__model__freeze": ["layers.0"]}
+    found = check_parity(runs_of(tiny.recipe("parity", **keys), tmp_path))
+    assert "Qwen2ForCausalLM of transformers, a row per forward" in found
+    assert "off)" in found, "dropout is left out, and that is said"
+    assert "bf16's own spread" in found
+
+
+def test_lora_trains_as_peft_does(tiny: Tiny, tmp_path: Path) -> None:
+    keys = {"actor__model__is_lora": True, "actor__model__lora": {"r": 4, "init": False}}
+    runs = runs_of(tiny.recipe("lora", **keys), tmp_path, steps=1)
+    assert "of transformers with PEFT" in check_parity(runs)
+
+
+def test_shifted_labels_are_found(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = causal_lm.pack
+
+    def shifted(*arguments: Any) -> Any:
+        batch = pack(*arguments)
+        return replace(batch, targets=batch.targets.roll(-1))
+
+    monkeypatch.setattr(causal_lm, "pack", shifted)
+    with pytest.raises(Failed, match=r"in step 1 on 1 rank the run parts from plain PyTorch .* train/loss is"):
+        check_parity(runs_of(tiny.recipe("shifted"), tmp_path, steps=1))
+
+
+def test_an_optimizer_that_decays_norms_is_found(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_alike(name: str, ndim: int, config: OptimConfig) -> tuple[float, float]:
+        return config.lr, config.weight_decay
+
+    monkeypatch.setattr("shardtune.optim.build._group_of", all_alike)
+    with pytest.raises(Failed, match=r"the weight .*norm.* of its size away") as failure:
+        check_parity(runs_of(tiny.recipe("decayed"), tmp_path, steps=1))
+    assert "gradients agree and weights do not" in failure.value.remedy
+
+
+def test_an_adapter_trains_as_its_own_loss_row_by_row(tmp_path: Path) -> None:
+    found = check_parity(runs_of(rows_of_numbers(tmp_path, adapter("Regressor")), tmp_path / "runs"))
+    assert "the loss of Regressor, a row per forward" in found
+    assert "dropout off" in found
+
+
+def test_a_mean_of_means_is_found(tmp_path: Path) -> None:
+    with pytest.raises(Failed, match="the loss of MeanOfMeans, a row per forward"):
+        check_parity(runs_of(rows_of_numbers(tmp_path, adapter("MeanOfMeans")), tmp_path / "runs"))
+
+
+def test_a_users_worker_trains_as_its_own_method_batch_by_batch(tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text(WORKER)
+    keys = {"worker": f"{tmp_path / 'worker.py'}:Worker"}
+    found = check_parity(runs_of(rows_of_numbers(tmp_path, keys), tmp_path / "runs"))
+    assert "get_train_model_output of Worker, a batch per forward" in found
+
+
+def test_what_no_row_has_alone_is_skipped(tmp_path: Path) -> None:
+    source = WORKER.replace("torch.nn.Dropout(0.2)", "torch.nn.BatchNorm1d(6)")
+    (tmp_path / "worker.py").write_text(source)
+    keys = {"worker": f"{tmp_path / 'worker.py'}:Worker"}
+    with pytest.raises(Skipped, match="batch norms"):
+        check_parity(runs_of(rows_of_numbers(tmp_path, keys), tmp_path / "runs"))
+
+
+def test_the_plain_loop_knows_nothing_of_the_package() -> None:
+    tree = ast.parse(Path(plain_loop.__file__).read_text())
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not [name for name in names if name.startswith("shardtune")]
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
+def test_the_plain_schedule_is_the_recipes(schedule: str) -> None:
+    config = OptimConfig.model_validate({"lr": 0.5, "lr_scheduler": schedule, "lr_warmup_steps_ratio": 0.2})
+    job = {"optim": config.model_dump(), "horizon": 10}
+    assert [plain_loop.rate(step, 0.5, job) for step in range(12)] == pytest.approx(
+        [0.5 * rate_factor(step, 10, config) for step in range(12)]
+    )
+
+
+def test_differences_of_weights_are_relative_to_their_size() -> None:
+    one = torch.tensor([2.0, 1.0])
+    assert weight_gap(one, one + torch.tensor([0.0, 0.1]), 0.0) == pytest.approx(0.05)
+    assert weight_gap(one * 0, one * 0 + 1e-12, 1e-3) == pytest.approx(1e-9), "tiny weights: of an update's size"
+    assert weight_gap(one, one * float("nan"), 0.0) == float("inf")
+
+
+def test_dropout_is_off_inside_only() -> None:
+    ones = torch.ones(64)
+    with without_dropout():
+        assert torch.equal(F.dropout(ones, 0.5), ones)
+    assert not torch.equal(F.dropout(ones, 0.5), ones)
