@@ -28,6 +28,7 @@ SUMMARIES: Mapping[str, str] = {
     "resume": "Stop a run at several steps and continue it: bit by bit the uninterrupted one.",
     "preempt": "Stop a run by SIGTERM at random moments and continue it: no step is lost or computed twice.",
     "elastic": "Train on several numbers of ranks: the same rows and, in fp64, the same numbers.",
+    "export": "Load what a run leaves by transformers and PEFT alone: logits, answers, tokens and template alike.",
 }
 """The claims and what their commands do; `shardtune/verify/claims/table.py` has the checks of the same names."""
 ALL = "Check all claims about training on a recipe."

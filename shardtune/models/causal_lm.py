@@ -408,7 +408,7 @@ class CausalLM(LanguageModel):
         if self.packs:
             arguments["position_ids"] = position_ids.unsqueeze(-2)
         if batch.fields:
-            arguments |= self._further_inputs(batch)
+            arguments |= self.further_inputs(batch)
         if self._attention == DOCUMENTS or self._attention.startswith("flash"):
             arguments |= {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
             arguments |= {"max_length_q": batch.max_length, "max_length_k": batch.max_length}
@@ -479,11 +479,11 @@ class CausalLM(LanguageModel):
 
     def reference_logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
         with under_attention(model, "eager"), torch.compiler.set_stance("force_eager"):
-            further = self._further_inputs(batch)
+            further = self.further_inputs(batch)
             return own_forward(model, batch.input_ids[None], positions, further, leads=self._leads)[1]
 
-    def _further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
-        """Inputs of the model besides tokens and their positions."""
+    def further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
+        """Inputs of the model's own forward besides tokens and their positions."""
         return {}
 
     def generate(

@@ -117,9 +117,9 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
         own = {name: torch.from_numpy(np.stack([fields[name] for fields in acting])) for name in _OWN_FIELDS}
         return replace(batch, fields={**batch.fields, **own})
 
-    def _further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
+    def further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
         kept = {name: value for name, value in batch.fields.items() if name not in _OWN_FIELDS}
-        return super()._further_inputs(replace(batch, fields=kept))
+        return super().further_inputs(replace(batch, fields=kept))
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 

@@ -191,7 +191,7 @@ class VisionLanguage(CausalLM):
             num_images += count
         return torch.cat(places, dim=1)
 
-    def _further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
+    def further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
         types = self.images.token_types
         rows, fields = self._sequences(batch), self.images.numbers(batch.fields)
         return {name: value.view(rows, -1) if name == types else value for name, value in fields.items()}
