@@ -26,7 +26,7 @@ from shardtune.checkpoint.weight_files import stored_dtype
 from shardtune.data.chat.encoder import ChatEncoder
 from shardtune.data.encoder import Row
 from shardtune.data.images.chat_encoder import ImageChatEncoder
-from shardtune.errors import DataError
+from shardtune.errors import DataError, ShardtuneError
 from shardtune.evaluate.generate import Sampling
 from shardtune.models.action.acting import ActingAdapter
 from shardtune.models.causal_lm import CausalLM
@@ -90,7 +90,11 @@ def facts(run: Run, folder: Path) -> tuple[Part, Part]:
     job["merged"] = str(places[MERGED]) if merges else None
     speaks = _kind(worker, places[FINAL]) in (CAUSAL, VISION)
     del worker
-    job["prompts"] = list(_answers(run, [sample for _, sample in rows])) if speaks else []
+    own["unusable"] = None
+    try:
+        job["prompts"] = list(_answers(run, [sample for _, sample in rows])) if speaks else []
+    except ShardtuneError as error:
+        job["prompts"], own["unusable"] = [], error.what
     own["answers"] = [answer for _, answer in job["prompts"]]
     for name, place in places.items():
         own["directories"][name], job["directories"][name] = _directory(_worker(run, "latest"), place, inputs, notes)
@@ -179,10 +183,14 @@ def _directory(worker: FSDPSftWorker, place: Path, inputs: Sequence[Inputs], not
     worker.weights.restore_model()
     kind, model = _kind(worker, place), worker.inner_model.cpu().eval()
     adapted, only_adapter = is_adapted(model), (place / CONFIG_FILE).is_file()
-    own: Part = {"kind": kind, "reordered": adapted and (not only_adapter or changes_base(model))}
-    if kind == IN_FILES:
+    own: Part = {
+        "kind": kind,
+        "adapter": only_adapter,
+        "reordered": adapted and (not only_adapter or changes_base(model)),
+    }
+    if kind == IN_FILES or only_adapter:
         own |= _files(model, place, notes)
-    elif not only_adapter:
+    else:
         own["tensors"] = described(to_compare(model, place), disk_dtype(model, stored_dtype(place)))
         own["shared"] = None if adapted else shared_names(model)
     rows = list(inputs)

@@ -24,7 +24,9 @@ MERGED = 1e-6
 TIE = 1e-5
 """Two tokens whose logits differ by less, over the largest, are equally likely: either may be the answer."""
 TITLES = {"final": "final/", "exported": "an exported directory", "merged": "one with the adapter merged"}
-REMEDY = "look at what of yours writes or changes files of the model: a plugin, an override of save_pretrained, a model "
+REMEDY = (
+    "look at what of yours writes or changes files of the model: a plugin, an override of save_pretrained, a model "
+)
 REMEDY += "or tokenizer class; if there is nothing, please report this with the output of shardtune env"
 Part = dict[str, Any]
 
@@ -41,21 +43,35 @@ def check_export(runs: ShortRuns) -> str:
         [sys.executable, "-P", str(Path(plain_reader.__file__)), str(folder)],
         remedy=REMEDY,
     )
-    own, found = torch.load(folder / "own.pt"), torch.load(folder / "plain.pt")
+    return compared(torch.load(folder / "own.pt"), torch.load(folder / "plain.pt"))
+
+
+def compared(own: Part, found: Mapping[str, Part]) -> str:
+    """What plain programs found in directories beside what the trained model gives, in a sentence.
+
+    Args:
+        own: what `shardtune/run/facts` writes.
+        found: what `plain_reader.py` writes.
+
+    Raises:
+        Failed: with the first difference.
+    """
     notes, seen = list(own["notes"]), dict[str, str]()
+    apart = _largest_gap(own["directories"], found)
     for name, plain in found.items():
-        directory = own["directories"][name]
-        title = TITLES[name]
+        directory, title = own["directories"][name], TITLES[name]
         seen |= _same_weights(title, directory, plain)
-        seen |= _same_logits(title, directory, plain)
-        if "answers" in plain:
-            seen |= _same_answers(title, own, plain, only_adapter="tensors" not in plain)
+        seen |= _same_logits(title, directory, plain, apart)
         if own["text"] is not None:
             seen |= _same_text(title, own["text"], plain["text"])
+        if "answers" in plain:
+            seen |= _same_answers(title, own, plain, only_adapter=directory["adapter"])
         seen |= _same_inputs(title, own["inputs"], plain.get("inputs"), notes)
-    how = "as safetensors" if all(part["kind"] == "files" for part in own["directories"].values()) else "in a process"
-    how = "read as safetensors" if how == "as safetensors" else "loaded by transformers"
-    how += " and PEFT" if "merged" in found else ""
+    if own["unusable"] is not None:
+        raise _differs("final/", f"cannot be loaded by shardtune: {own['unusable']}", "weights")
+    in_files = all(part["kind"] == "files" for part in own["directories"].values())
+    how = "read by safetensors" if in_files else "loaded by transformers"
+    how += " and PEFT" if "merged" in found and not in_files else ""
     places = ", ".join(TITLES[name] for name in found)
     left_out = f"; not compared: {'; '.join(dict.fromkeys(notes))}" if notes else ""
     return f"{places}, {how} without shardtune: {', '.join(seen.values())}{left_out}"
@@ -68,7 +84,9 @@ def _same_weights(title: str, own: Part, plain: Part) -> dict[str, str]:
             raise _differs(title, f"has no weight {name}, which transformers fills with random numbers", name)
     if own.get("shared") is not None and own["shared"] != plain["shared"]:
         apart = [group for group in own["shared"] if group not in plain["shared"]]
-        what = f"{' and '.join(apart[0])} are one tensor in training" if apart else f"{plain['shared'][0]} are one tensor"
+        what = (
+            f"{' and '.join(apart[0])} are one tensor in training" if apart else f"{plain['shared'][0]} are one tensor"
+        )
         raise _differs(title, f"ties other weights: {what}{' and two there' if apart else ' there'}", "config.json")
     mine, its = own.get("tensors"), plain.get("tensors")
     if own.get("loaded_otherwise") is not None:
@@ -93,23 +111,31 @@ def _same_weights(title: str, own: Part, plain: Part) -> dict[str, str]:
         kinds = f" ({mine[name][0]} and {its[name][0]})" if mine[name][0] != its[name][0] else ""
         what = f"{len(differing)} of {len(mine)} tensors have other bits than the trained ones, {name} first{kinds}"
         raise _differs(title, f"is not the trained model: {what}", name)
-    return {"tensors": f"{len(mine)} tensors bit by bit"}
+    kind = "tensors of the adapter" if own["adapter"] else "tensors"
+    return {kind: f"{len(mine)} {kind} bit by bit"}
 
 
-def _same_logits(title: str, own: Part, plain: Part) -> dict[str, str]:
+def _largest_gap(own: Mapping[str, Part], found: Mapping[str, Part]) -> float:
+    """The largest difference of logits in all directories, see `gap_of`."""
+    pairs = [
+        zip(own[name]["logits"], plain["logits"], strict=True) for name, plain in found.items() if "logits" in plain
+    ]
+    return max((gap_of(mine, its) for logits in pairs for mine, its in logits), default=0.0)
+
+
+def _same_logits(title: str, own: Part, plain: Part, largest: float) -> dict[str, str]:
     """Logits on rows of the recipe."""
     if "logits" not in own:
         return {}
-    close, worst = REORDERED if own["reordered"] else EXACT, 0.0
+    close = REORDERED if own["reordered"] else EXACT
     for number, (mine, its) in enumerate(zip(own["logits"], plain["logits"], strict=True), 1):
         gap = gap_of(mine, its)
-        worst = max(worst, gap)
         if not gap <= close:
             raise _differs(
                 title, f"gives other logits on row {number} than the trained model: they differ by {gap:.2g}", "logits"
             )
-    exact = "the same bits" if worst == 0.0 else f"within {worst:.1g}"
-    return {f"logits {exact}": f"logits on {len(own['logits'])} rows {exact}"}
+    exact = f"within {largest:.1g}" if largest else "the same bits"
+    return {"logits": f"logits on {len(own['logits'])} rows {exact}"}
 
 
 def _same_answers(title: str, own: Part, plain: Part, *, only_adapter: bool) -> dict[str, str]:
@@ -123,7 +149,7 @@ def _same_answers(title: str, own: Part, plain: Part, *, only_adapter: bool) -> 
             place = next((i for i, pair in enumerate(zip(mine, its, strict=False)) if pair[0] != pair[1]), "the end")
             raise _differs(
                 title,
-                f"answers prompt {number} otherwise than shardtune generate: at token {place} (logits {worse:.2g} apart)",
+                f"answers prompt {number} otherwise than shardtune: at token {place}, where logits are {worse:.2g} apart",
                 "answers",
             )
     count = len(own["answers"])
@@ -133,7 +159,9 @@ def _same_answers(title: str, own: Part, plain: Part, *, only_adapter: bool) -> 
 def _same_text(title: str, own: Part, plain: Part) -> dict[str, str]:
     """Tokens of texts, special tokens, rendered conversations."""
     if own["special"] != plain["special"]:
-        name = next(n for n in {**own["special"], **plain["special"]} if own["special"].get(n) != plain["special"].get(n))
+        name = next(
+            n for n in {**own["special"], **plain["special"]} if own["special"].get(n) != plain["special"].get(n)
+        )
         what = f"{name} {own['special'].get(name, 'none')} in training and {plain['special'].get(name, 'none')} there"
         raise _differs(title, f"has another special token: {what}", "tokenizer_config.json")
     for mine, its in zip(own["conversations"], plain["conversations"], strict=True):
@@ -141,9 +169,7 @@ def _same_text(title: str, own: Part, plain: Part) -> dict[str, str]:
             place = next((i for i, pair in enumerate(zip(mine, its, strict=False)) if pair[0] != pair[1]), -1)
             at = len(mine) if place < 0 else place
             shown = f"{mine[at : at + 30]!r} in training and {its[at : at + 30]!r} there"
-            raise _differs(
-                title, f"renders a conversation otherwise: at character {at} {shown}", "chat_template.jinja"
-            )
+            raise _differs(title, f"renders a conversation otherwise: at character {at} {shown}", "chat_template.jinja")
     if (own["template"] or None) != (plain["template"] or None):
         raise _differs(title, "has another chat template than training", "chat_template.jinja")
     for number, (mine, its) in enumerate(zip(own["ids"], plain["ids"], strict=True), 1):

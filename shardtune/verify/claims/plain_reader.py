@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 AUTO = {"causal_lm": AutoModelForCausalLM, "vision_language": AutoModelForImageTextToText}
 
 
-# -- weights ------------------------------------------------------------------------------------------------------------
+# -- weights ----------------------------------------------------------------------------------------------------------
 
 
 def load_model(directory, kind):
@@ -82,7 +82,7 @@ def merge_gap(adapted, directory):
     return max(gaps)
 
 
-# -- numbers ------------------------------------------------------------------------------------------------------------
+# -- numbers ----------------------------------------------------------------------------------------------------------
 
 
 def logits_of(model, rows, last):
@@ -110,7 +110,7 @@ def answers_of(model, prompts, most, stops):
         tokens = output.sequences[0, length:].tolist()
         end = next((place + 1 for place, token in enumerate(tokens) if token in stops), len(tokens))
         tokens, worse = tokens[:end], float("inf") if len(own) != end else 0.0
-        for place, (one, other) in enumerate(zip(tokens, own)):
+        for place, (one, other) in enumerate(zip(tokens, own, strict=False)):
             if one != other:
                 logits = output.logits[place][0].double()
                 worse = float((logits[one] - logits[other]).abs() / logits.abs().max())
@@ -119,7 +119,7 @@ def answers_of(model, prompts, most, stops):
     return found
 
 
-# -- text ---------------------------------------------------------------------------------------------------------------
+# -- text -------------------------------------------------------------------------------------------------------------
 
 
 def text_of(directory, text):
@@ -156,7 +156,7 @@ def inputs_of(directory, rows):
     return found
 
 
-# -- the program --------------------------------------------------------------------------------------------------------
+# -- the program ------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -168,8 +168,9 @@ def read(directory, job, beside):
         found["text"] = text_of(path, job["text"])
     if job["images"]:
         found["inputs"] = inputs_of(path, job["images"])
-    if kind == "files":
+    if kind == "files" or directory["adapter"]:
         found["tensors"] = tensors_in_files(path)
+    if kind == "files":
         return found
     if directory["adapter"]:
         model = load_adapter(path, kind, job["dtype"])
