@@ -31,9 +31,6 @@ from results import machine, table, write_section  # noqa: E402
 
 PLANTED = ROOT / "tests" / "support" / "planted"
 HEADS = ("fault", "command", "found", "s", "message")
-INTRODUCTION = """\
-Each fault is a worker or a plugin of `tests/support/planted/` beside a tiny recipe, checked by the command that should
-find it: `shardtune verify COMMAND recipe.yaml`. The message is the first line of what it prints."""
 LORA = {"actor.model.is_lora": True, "actor.model.lora.r": 4}
 SMALL = {"actor.micro_batch_size": 2}
 ONE_STEP, TWO_STEPS = ("--steps", "1"), ("--steps", "2")
@@ -199,7 +196,8 @@ def main() -> int:
     verdict = f"{len(lines) - missed} of {len(lines)} {'pass' if given.healthy else 'found'}"
     print(verdict)
     if given.save and not given.only and not given.healthy:
-        write_section("planted-runs", f"{INTRODUCTION}\n\n{table(HEADS, lines)}\n\n{verdict}. {machine()}.")
+        lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+        write_section("planted-runs", f"{verdict}. {machine()}\n\n{table(HEADS, lines)}")
     return 1 if missed else 0
 
 

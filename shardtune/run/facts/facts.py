@@ -29,6 +29,7 @@ from shardtune.data.images.chat_encoder import ImageChatEncoder
 from shardtune.errors import DataError, ShardtuneError
 from shardtune.evaluate.generate import Sampling
 from shardtune.models.action.acting import ActingAdapter
+from shardtune.models.adapter import LanguageRoot
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.lora.attach import is_adapted
 from shardtune.models.lora.config import CONFIG_FILE
@@ -149,12 +150,13 @@ def _answers(run: Run, samples: Sequence[Sample]) -> Iterator[tuple[Inputs, list
     """Prompts as the inputs of `generate`, and the greedy answers of `final/`, one by one."""
     worker = _worker(run, "final")
     assert isinstance(worker, SFTWorker)
-    generator = worker.generator()
+    generator, root = worker.generator(), worker.root
+    assert isinstance(root, LanguageRoot)
     for sample in samples:
         tokens = sample.input_ids[:NEW_TOKENS] if sample.prompt_ids is None else sample.prompt_ids
         prompt = Prompt(tokens, sample.fields)
         (answer,) = generator.continuations([prompt], Sampling(NEW_TOKENS))
-        further = worker.root.prompt_inputs([prompt], len(tokens))
+        further = root.prompt_inputs([prompt], len(tokens))
         yield {"input_ids": torch.from_numpy(tokens).long()[None], **further}, answer
 
 
@@ -221,4 +223,7 @@ def _files(model: nn.Module, place: Path, notes: list[str]) -> Part:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    try:
+        main(Path(sys.argv[1]), Path(sys.argv[2]))
+    except ShardtuneError as error:
+        sys.exit(str(error))

@@ -149,7 +149,7 @@ def _same_answers(title: str, own: Part, plain: Part, *, only_adapter: bool) -> 
             place = next((i for i, pair in enumerate(zip(mine, its, strict=False)) if pair[0] != pair[1]), "the end")
             raise _differs(
                 title,
-                f"answers prompt {number} otherwise than shardtune: at token {place}, where logits are {worse:.2g} apart",
+                f"answers prompt {number} otherwise than shardtune: token {place}, logits {worse:.2g} apart",
                 "answers",
             )
     count = len(own["answers"])

@@ -11,7 +11,6 @@ import json
 import sys
 from pathlib import Path
 
-import peft
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -34,6 +33,8 @@ def load_model(directory, kind):
 
 def load_adapter(directory, kind, dtype):
     """The adapter of a directory over the base model that it names."""
+    import peft
+
     config = json.loads((directory / "adapter_config.json").read_text())
     base = AUTO[kind].from_pretrained(
         config["base_model_name_or_path"], attn_implementation="eager", dtype=getattr(torch, dtype)
