@@ -52,7 +52,7 @@ def check_reload(model: nn.Module, directory: Path) -> str:
     Raises:
         CheckpointError: it cannot be loaded, or is another model.
     """
-    way = _way(model, directory)
+    way = way_of(model, directory)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found"
         command = module_command("shardtune.checkpoint.export_check_process", way, str(directory), str(file))
@@ -64,7 +64,7 @@ def check_reload(model: nn.Module, directory: Path) -> str:
         if isinstance(model, PreTrainedModel) and way in (LOGITS, ADAPTED_LOGITS):
             return _compare_logits(model, load_file(file)["logits"], directory, added=is_adapted(model))
         found = {name: (kind, bits) for name, (kind, bits) in json.loads(file.read_text()).items()}
-    own = _to_compare(model, directory)
+    own = to_compare(model, directory)
     if not own:
         return "was not compared: an adapter that began as a part of the base weights is saved in another form"
     _compare_tensors(own, found, directory)
@@ -73,7 +73,8 @@ def check_reload(model: nn.Module, directory: Path) -> str:
     return f"read afresh, has the same {len(found)} tensors, bit by bit"
 
 
-def _way(model: nn.Module, directory: Path) -> str:
+def way_of(model: nn.Module, directory: Path) -> str:
+    """What of a directory a fresh process gives, to be compared with a model: a name of `export_check_process`."""
     is_own = isinstance(model, PreTrainedModel) and type(model).__module__.startswith("transformers.")
     is_causal = _class_name(model) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     in_four_bits = any(isinstance(module, NF4Linear) for module in model.modules())
@@ -92,7 +93,7 @@ def _compare_logits(model: PreTrainedModel, fresh: torch.Tensor, directory: Path
     model.cpu().eval()
     tolerance = REORDERED[fresh.dtype] if added else TOLERANCE
     if (directory / CONFIG_FILE).is_file():
-        tolerance = max(tolerance, _round_adapter(model, directory))
+        tolerance = max(tolerance, round_adapter(model, directory))
     if not added:
         for parameter in model.parameters():  # buffers keep their dtype, as they do in from_pretrained
             parameter.data = parameter.data.to(fresh.dtype)
@@ -108,7 +109,7 @@ def _compare_logits(model: PreTrainedModel, fresh: torch.Tensor, directory: Path
     return f"loaded afresh, gives the same logits{f' (within {difference:.2g})' if added and difference else ''}"
 
 
-def _round_adapter(model: nn.Module, directory: Path) -> float:
+def round_adapter(model: nn.Module, directory: Path) -> float:
     """Bring a model's adapter to the dtype that it is stored in; returns what of the logits that may still change."""
     stored, _ = read_header(directory / WEIGHTS)
     named = dict(model.named_parameters())
@@ -119,7 +120,7 @@ def _round_adapter(model: nn.Module, directory: Path) -> float:
     return 0.0
 
 
-def _to_compare(model: nn.Module, directory: Path) -> dict[str, torch.Tensor]:
+def to_compare(model: nn.Module, directory: Path) -> dict[str, torch.Tensor]:
     """What the directory holds, by the names in it, as it is in memory."""
     own = named_tensors(model)
     if (directory / CONFIG_FILE).is_file():

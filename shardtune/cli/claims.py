@@ -30,6 +30,7 @@ SUMMARIES: Mapping[str, str] = {
     "elastic": "Train on several numbers of ranks: the same rows and, in fp64, the same numbers.",
     "parity": "Compare a run in fp64 with a plain PyTorch loop, one row per forward; and bf16 with itself.",
     "layouts": "Compare the recipe's layout with one process; name the part that makes a difference.",
+    "export": "Load what a run leaves by transformers and PEFT alone: logits, answers, tokens and template alike.",
 }
 """The claims and what their commands do; `shardtune/verify/claims/table.py` has the checks of the same names."""
 ALL = "Check all claims about training on a recipe."

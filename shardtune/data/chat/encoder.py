@@ -73,7 +73,7 @@ class ChatEncoder:
         """The whole row. Raises `RowError` for a bad row, and `DataError` for a fault of all rows."""
         example = read_example(row)
         if isinstance(example, Chat):
-            return self._encode_chat(self._prepared(example))
+            return self._encode_chat(self.prepared(example))
         if self.system_prompt is not None:
             raise RowError("data.system_prompt is set, but a row of plain text has no turns to put it before")
         return self._encode_text(example)
@@ -108,7 +108,7 @@ class ChatEncoder:
         """A conversation for the assistant to continue, up to the beginning of its turn."""
         if self.template is None:
             raise missing_template("data.chat_template")
-        turns = self._prepared(Chat(read_turns(messages), (None,) * len(messages)))
+        turns = self.prepared(Chat(read_turns(messages), (None,) * len(messages)))
         return Prompt(self._tokens(self.template.render(turns.messages, tools, prompt=True))[0])
 
     def text_prompt(self, text: str) -> Prompt:
@@ -141,7 +141,7 @@ class ChatEncoder:
 
     # -- conversations ---------------------------------------------------------------------------------------------
 
-    def _prepared(self, chat: Chat) -> Chat:
+    def prepared(self, chat: Chat) -> Chat:
         """The conversation with the recipe's system prompt, and no key that means nothing."""
         if self.template is None:
             raise missing_template("data.chat_template")

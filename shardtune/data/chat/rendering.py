@@ -81,7 +81,7 @@ class ChatTemplate:
     ) -> tuple[str, list[tuple[int, int]]]:
         try:
             rendered: Any = render_jinja_template(
-                conversations=[[self._renamed(message) for message in messages]],
+                conversations=[self.shown(messages)],
                 tools=list(tools) if tools else None,
                 chat_template=self._frozen,
                 return_assistant_tokens_mask=marked,
@@ -92,6 +92,10 @@ class ChatTemplate:
             raise RowError(f"the chat template refuses the conversation: {error}") from error
         texts, marks = rendered
         return texts[0], marks[0] if marked else []
+
+    def shown(self, messages: Sequence[dict]) -> list[dict]:
+        """The messages as the template is given them."""
+        return [self._renamed(message) for message in messages]
 
     def _renamed(self, message: dict) -> dict:
         """The message with its reasoning under the name that the template reads."""

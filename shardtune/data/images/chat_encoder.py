@@ -64,11 +64,8 @@ class ImageTemplate(ChatTemplate):
         as_parts = takes_parts and "'type'" in shown  # the list itself was printed
         return shown.count(_PROBE) == 2 and shown.count(self._image_token) == len(mark) and not as_parts
 
-    def _render(
-        self, messages: Sequence[dict], tools: Sequence[dict] | None, prompt: bool, marked: bool
-    ) -> tuple[str, list[tuple[int, int]]]:
-        shown = [{**message, "content": self._content(message["content"])} for message in messages]
-        return super()._render(shown, tools, prompt, marked)
+    def shown(self, messages: Sequence[dict]) -> list[dict]:
+        return super().shown([{**message, "content": self._content(message["content"])} for message in messages])
 
     def _content(self, content: str) -> str | list[dict[str, str]]:
         if not self._takes_parts:
@@ -160,7 +157,7 @@ class ImageChatEncoder(ChatEncoder):
         if self._needs_image and not images:
             raise RowError("the row has no image, and the model's forward always takes one")
         if isinstance(example, Chat):
-            sample, in_prompt, spans = self._encode_images_chat(self._prepared(example), images)
+            sample, in_prompt, spans = self._encode_images_chat(self.prepared(example), images)
         elif self.system_prompt is not None:
             raise RowError("data.system_prompt is set, but a row of plain text has no turns to put it before")
         else:
@@ -189,7 +186,7 @@ class ImageChatEncoder(ChatEncoder):
             raise missing_template("data.chat_template")
         turns, named = mark_images(messages, images)
         stored = self.read_images(named)
-        chat = self._prepared(turns)
+        chat = self.prepared(turns)
         text = self._expand(self.template.render(chat.messages, tools, prompt=True), stored).text
         return Prompt(self._tokens(text)[0], to_fields(stored, len(stored)))
 

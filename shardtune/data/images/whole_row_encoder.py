@@ -56,7 +56,7 @@ class WholeRowEncoder(ImageChatEncoder):
             raise missing_template("data.chat_template")
         turns, named = mark_images(messages, images)
         stored = self.read_images(named)
-        return self._prompt(self.template.render(self._prepared(turns).messages, tools, prompt=True), stored)
+        return self._prompt(self.template.render(self.prepared(turns).messages, tools, prompt=True), stored)
 
     def text_prompt(self, text: str, images: Sequence[object] = ()) -> Prompt:
         chat, named = mark_images([{"role": "user", "content": text}], images)

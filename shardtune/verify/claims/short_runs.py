@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -214,6 +214,22 @@ class ShortRuns:
         with self._lock:
             self._attempts.append(attempt)
         return attempt
+
+    def program(self, name: str, command: Sequence[str], *, remedy: str) -> None:
+        """Run another program than a training to its end, on one core.
+
+        Raises:
+            Failed: it ended with an error, whose last lines are the message.
+        """
+        self._cores.take(1)
+        self._report(name)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=_environment())
+        finally:
+            self._cores.give_back(1)
+        if done.returncode:
+            last = "\n".join(done.stderr.strip().splitlines()[-LAST_LINES:])
+            raise Failed(f"{name} ended with exit code {done.returncode}:\n{last}", where=name, remedy=remedy)
 
     def _give_back(self, process: subprocess.Popen[bytes], ranks: int) -> None:
         process.wait()

@@ -18,54 +18,8 @@ from tests.support.workspace import run_cli
 
 pytestmark = pytest.mark.lengthy
 
-DRAWS_UNSEEDED = """
-import random
-from shardtune import SFTWorker
-
-class Worker(SFTWorker):
-    def get_train_model_output(self, batch):
-        losses = super().get_train_model_output(batch)
-        factor = 1.0 + random.Random(random.random()).random()
-        return {name: type(loss)(loss.total * factor, loss.weight) for name, loss in losses.items()}
-
-random.seed(0)
-"""
-FORGETS_A_SLOT = """
-from shardtune import SFTWorker
-
-class Worker(SFTWorker):
-    def load_checkpoint(self, path):
-        step = super().load_checkpoint(path)
-        for state in self.optimizer.state.values():
-            state["exp_avg"].zero_()
-        return step
-"""
-LOSS_OF_THE_RANK = """
-from shardtune import SFTWorker
-
-class Worker(SFTWorker):
-    def get_train_model_output(self, batch):
-        losses = super().get_train_model_output(batch)
-        factor = 1.0 + self.ranks.rank
-        return {name: type(loss)(loss.total * factor, loss.weight) for name, loss in losses.items()}
-"""
-DIES_OF_SIGTERM = """
-import signal
-from shardtune import SFTWorker
-
-class Worker(SFTWorker):
-    def run_training(self):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        return super().run_training()
-
-    def save_checkpoint(self, path, step, *, background=False):
-        return super().save_checkpoint(path, step, background=background) if step != 2 else self.pause(path, step)
-
-    def pause(self, path, step):
-        import time
-        time.sleep(1.0)
-        return super().save_checkpoint(path, step)
-"""
+WORKERS = Path(__file__).parents[2] / "support" / "planted" / "workers.py"
+"""Workers with a fault each."""
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +30,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 def check(tiny: Tiny, name: str, worker: str = "", *, steps: int, ranks: tuple[int, ...] = (1, 2)) -> Result:
     changes: dict[str, object] = {}
     if worker:
-        file = tiny.folder / f"worker{abs(hash(worker))}.py"
-        file.write_text(worker)
-        changes["actor__worker"] = f"{file}:Worker"
+        changes["actor__worker"] = f"{WORKERS}:{worker}"
     recipe = load_recipe(tiny.recipe(f"of-{name}", **changes))
     claims = [claim for claim in CLAIMS if claim.name == name]
     report = check_claims(
@@ -97,15 +49,15 @@ def test_a_run_that_is_continued_is_the_uninterrupted_one(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     ("worker", "words"),
     [
-        pytest.param(DRAWS_UNSEEDED, "in step 2: train/loss ", id="draws", marks=pytest.mark.slow),
-        pytest.param(FORGETS_A_SLOT, "after step 2: the weights ", id="slot"),
+        pytest.param("DrawsFromPython", "in step 2: train/loss ", id="draws", marks=pytest.mark.slow),
+        pytest.param("ForgetsASlot", "after step 2: the weights ", id="slot"),
     ],
 )
 def test_what_is_not_in_the_checkpoint_is_named(tiny: Tiny, worker: str, words: str) -> None:
     found = check(tiny, "resume", worker, steps=2)
     assert found.outcome == "failed", found
     assert words in found.text
-    assert ("Python's random module" in found.text) == (worker is DRAWS_UNSEEDED)
+    assert ("Python's random module" in found.text) == (worker == "DrawsFromPython")
 
 
 @pytest.mark.slow  # twelve processes; test_layouts and test_order hold the same in one
@@ -117,7 +69,7 @@ def test_numbers_do_not_depend_on_ranks(tiny: Tiny) -> None:
 
 
 def test_a_loss_that_depends_on_the_rank_is_named(tiny: Tiny) -> None:
-    found = check(tiny, "elastic", LOSS_OF_THE_RANK, steps=1)
+    found = check(tiny, "elastic", "LossOfTheRank", steps=1)
     assert found.outcome == "failed", found
     assert "1 rank and 2 ranks part in step 1: train/loss" in found.text
     assert "what depends on the rank" in found.remedy
@@ -136,7 +88,7 @@ def test_a_preempted_run_loses_nothing(tiny: Tiny) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_dies_of_sigterm_loses_a_step(tiny: Tiny) -> None:
-    found = check(tiny, "preempt", DIES_OF_SIGTERM, steps=5)
+    found = check(tiny, "preempt", "DiesOfSigterm", steps=5)
     assert found.outcome == "failed", found
     assert "was computed twice" in found.text
 

@@ -1,0 +1,101 @@
+"""What a run leaves is compared with what plain transformers and PEFT read, and each kind of difference is named."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardtune
+from shardtune.run.facts import facts
+from shardtune.verify.claims import plain_reader
+from shardtune.verify.claims.export import compared
+from shardtune.verify.result import Failed
+from tests.support.tiny_run import make_tiny
+
+Part = dict[str, Any]
+Both = tuple[Part, Part]
+
+
+def read(directory: Path, folder: Path) -> Both:
+    """What a run's model gives, and what a process without this package reads."""
+    folder.mkdir()
+    facts.main(directory, folder)
+    done = subprocess.run([sys.executable, "-P", plain_reader.__file__, str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return torch.load(folder / facts.OWN), torch.load(folder / "plain.pt")
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Both:
+    folder = tmp_path_factory.mktemp("export")
+    tiny = make_tiny(folder)
+    recipe = tiny.recipe("adapted", actor__model__is_lora=True, actor__model__lora__r=4, runner__max_steps=1)
+    return read(shardtune.train(recipe).dir, folder / "facts")
+
+
+def changed(part: Part, *keys: str | int, value: object) -> None:
+    place: Any = part
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+
+
+def test_what_an_adapter_leaves_is_the_trained_model(adapted: Both) -> None:
+    text = compared(*adapted)
+    assert text.startswith(
+        "final/, an exported directory, one with the adapter merged, loaded by transformers and PEFT"
+    )
+    for words in (
+        "28 tensors of the adapter bit by bit",
+        "27 tensors bit by bit",
+        "logits on 4 rows",
+        "4 greedy answers",
+    ):
+        assert words in text, text
+    assert "texts and 6 rendered conversations alike" in text
+    assert "not compared" not in text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda found: changed(found, "merged", "tensors", "model.norm.weight", value=("float32", "")), "other bits"),
+        (lambda found: changed(found, "merged", "tensors", "other", value=("float32", "")), "lacks other"),
+        (lambda found: changed(found, "exported", "merge", value=(0.1, "q_proj")), "those that PEFT merges"),
+        (lambda found: found["final"]["logits"][1].add_(0.01), "other logits on row 2"),
+        (lambda found: changed(found, "final", "logits", 0, value=torch.zeros(1, 2)), "other logits on row 1"),
+        (lambda found: changed(found, "merged", "answers", 0, value=([1], 0.3)), "answers prompt 1 otherwise"),
+        (lambda found: changed(found, "merged", "stops", value=[0]), "does not stop at token 2"),
+        (lambda found: changed(found, "final", "text", "special", "eos_token", value='"<pad>"'), "special token: eos"),
+        (lambda found: changed(found, "final", "text", "template", value="{{ 1 }}"), "another chat template"),
+        (lambda found: changed(found, "final", "text", "ids", 0, value=[1]), "splits text 1 into other tokens"),
+        (lambda found: changed(found, "final", "text", "conversations", 1, value="?"), "at character 0 '<|im_start|>"),
+    ],
+)  # fmt: skip
+def test_each_difference_is_named(adapted: Both, change: Callable[[Part], None], words: str) -> None:
+    own, found = copy.deepcopy(adapted)
+    change(found)
+    with pytest.raises(Failed) as failure:
+        compared(own, found)
+    assert words in failure.value.what
+
+
+def test_equally_likely_tokens_may_both_be_the_answer(adapted: Both) -> None:
+    own, found = copy.deepcopy(adapted)
+    tokens, _ = found["merged"]["answers"][0]
+    changed(found, "merged", "answers", 0, value=([*tokens[:-1], 0], 1e-7))
+    assert "4 greedy answers alike" in compared(own, found)
+
+
+def test_a_directory_that_the_run_cannot_load_is_named(adapted: Both) -> None:
+    own, found = copy.deepcopy(adapted)
+    own["unusable"] = "lm_head.weight is missing"
+    with pytest.raises(Failed, match="cannot be loaded by shardtune: lm_head"):
+        compared(own, found)
