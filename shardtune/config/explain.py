@@ -28,6 +28,8 @@ EXAMPLES = {
     "runner.master_port": "29500",
     "runner.min_ranks": "4",
     "runner.callbacks": "[my_callbacks.py:Plot]",
+    "runner.on_spike": "rollback",
+    "runner.max_anomalies": "20",
     "runner.best.monitor": "eval/eval_accuracy",
     "runner.push_to_hub": "me/my-model",
     "runner.logger.experiment_name": "first",

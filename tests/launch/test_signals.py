@@ -379,10 +379,11 @@ def test_a_stop_does_not_hide_the_message_of_an_error(capsys: pytest.CaptureFixt
             os.kill(os.getpid(), signal.SIGTERM)
             return super().__str__()
 
+    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit):
         end_command(Signalled("broken"))
     assert capsys.readouterr().err == "error: broken\n"
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_deferred_signal_is_only_noted() -> None:
