@@ -19,6 +19,8 @@ from shardtune.verify.claims.export import compared
 from shardtune.verify.result import Failed
 from tests.support.tiny_run import make_tiny
 
+pytestmark = pytest.mark.own_start
+
 Part = dict[str, Any]
 Both = tuple[Part, Part]
 
