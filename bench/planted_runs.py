@@ -76,8 +76,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault("lost_slot", "a slot of the optimizer lost at a resume", "resume", ("after step 2", "weights"),
           "ForgetsASlot"),
     Fault("counter", "a counter that is in no checkpoint", "resume", ("step 2", "train/loss"), "CountsForItself"),
-    _own_loader("unseeded_loader", "a loader that shuffles by the system's noise", "resume", ("parts from",),
-                "ShufflesByTheClock"),
+    _own_loader("unseeded_loader", "a loader that shuffles by the system's noise", "resume",
+                ("refused where it is continued", "the first batch: other content"), "ShufflesByTheClock"),
     _own_loader("lost_buffer", "a changing buffer that is in no checkpoint", "resume", ("step 2",),
                 "RemembersForItself"),
     Fault("rank_in_loss", "a loss that depends on the rank", "elastic", ("step 1", "train/loss"), "LossOfTheRank",
@@ -190,7 +190,7 @@ def main() -> int:
             shown = (
                 ("passes" if right else "refused") if given.healthy else "yes" if right else f"no (exit code {code})"
             )
-            first = message.splitlines()[0] if message else ""
+            first = next((line for line in message.splitlines() if line), "")
             lines.append([fault.what, fault.command, shown, f"{seconds:.0f}", first])
             print(f"{fault.name}: {shown} [{seconds:.0f} s]\n    {message}", flush=True)
     verdict = f"{len(lines) - missed} of {len(lines)} {'pass' if given.healthy else 'found'}"

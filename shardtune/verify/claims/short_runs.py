@@ -34,12 +34,14 @@ class Attempt:
         process: of the command.
         output: what it prints.
         started: the time of its start, in seconds since 1970.
+        continues: whether the same recipe has been accepted before, and is continued.
     """
 
     run: ShortRun
     process: subprocess.Popen[bytes]
     output: Path
     started: float
+    continues: bool
     _stream: IO[bytes] = field(repr=False)
 
     def wait(self, *, expect: Iterable[int] = (0,)) -> int:
@@ -54,6 +56,12 @@ class Attempt:
         if code in expect:
             return code
         last = "\n".join(self.output.read_text(errors="replace").strip().splitlines()[-LAST_LINES:])
+        if code == 2 and self.continues:
+            raise Failed(
+                f"the run {self.run.name} is refused where it is continued:\n{last}",
+                where=self.run.summary,
+                remedy="let what the message names be the same each time that the worker is made: seed what it draws",
+            )
         if code == 2:
             raise ConfigError(f"the shortened run was refused:\n{last}", where=f"run {self.run.name}")
         raise Failed(
@@ -209,7 +217,7 @@ class ShortRuns:
             stderr=subprocess.STDOUT,
             env=_environment(),
         )
-        attempt = Attempt(run, process, output, time.time(), stream)
+        attempt = Attempt(run, process, output, time.time(), number > 0 and not changes, stream)
         Thread(target=self._give_back, args=(process, ranks), daemon=True).start()
         with self._lock:
             self._attempts.append(attempt)

@@ -17,6 +17,7 @@ from shardtune.run.facts import facts
 from shardtune.verify.claims import plain_reader
 from shardtune.verify.claims.export import compared
 from shardtune.verify.result import Failed
+from tests.support import fork_server
 from tests.support.tiny_run import make_tiny
 
 Part = dict[str, Any]
@@ -27,7 +28,9 @@ def read(directory: Path, folder: Path) -> Both:
     """What a run's model gives, and what a process without this package reads."""
     folder.mkdir()
     facts.main(directory, folder)
-    done = subprocess.run([sys.executable, "-P", plain_reader.__file__, str(folder)], capture_output=True, text=True)
+    with fork_server.own_starts():
+        command = [sys.executable, "-P", plain_reader.__file__, str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return torch.load(folder / facts.OWN), torch.load(folder / "plain.pt")
 
