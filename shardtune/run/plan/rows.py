@@ -132,7 +132,7 @@ def _size(batch: Batch) -> int:
 
 
 def _unused(*_: object) -> object:
-    raise NotImplementedError("a plan computes no loss of a worker")
+    raise RuntimeError("a plan computes no loss of a worker")
 
 
 _NO_METHODS = UserMethods(_unused, _unused, _unused)  # pyright: ignore[reportArgumentType]
