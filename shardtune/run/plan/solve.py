@@ -127,7 +127,7 @@ def _formula(planner: Planner, words: Sequence[str]) -> float | None:
 def _options(planner: Planner, plan: Plan) -> Iterator[Option]:
     """Single changes of a recipe."""
     actor, ranks, work = planner.recipe.actor, planner.hardware.num_ranks, plan.work
-    yield from _micro_batches(plan)
+    yield from _micro_batches(plan, planner.recipe.data.max_length)
     if not actor.model.gradient_checkpointing:
         yield Option(
             "checkpointing",
@@ -153,13 +153,15 @@ def _options(planner: Planner, plan: Plan) -> Iterator[Option]:
         yield Option("lora", ("model.is_lora=true",), 3.0, "trains a low-rank adapter, not the whole model")
 
 
-def _micro_batches(plan: Plan) -> Iterator[Option]:
+def _micro_batches(plan: Plan, max_length: int) -> Iterator[Option]:
+    """Half of the tokens, a quarter, and so on, down to the longest row; no row may be longer than a micro-batch."""
     tokens, cost = plan.work.micro_batch_tokens, 0.0
     while tokens is not None and tokens > plan.work.longest:
         tokens, cost = max(plan.work.longest, tokens // 2), cost + 0.04
+        shorter = (f"data.max_length={tokens}",) if tokens < max_length else ()
         yield Option(
             "micro-batch",
-            (f"max_tokens_per_micro_batch={tokens}",),
+            (f"max_tokens_per_micro_batch={tokens}", *shorter),
             cost,
             f"micro-batches of at most {tokens:,} tokens: the same numbers, more of them",
         )
