@@ -36,10 +36,9 @@ def random_settings(adapter: Adapter | None) -> dict[str, object]:
     }
 
 
-@contextmanager
-def without_dropout() -> Iterator[None]:
-    """Inside, torch's dropout passes its input on, and its attention drops nothing."""
-    dropout, attention = F.dropout, F.scaled_dot_product_attention
+def switch_off() -> None:
+    """From now on torch's dropout passes its input on, and its attention drops nothing."""
+    attention = F.scaled_dot_product_attention
 
     def attend(
         query: Tensor,
@@ -53,6 +52,13 @@ def without_dropout() -> Iterator[None]:
         return attention(query, key, value, attn_mask, 0.0, is_causal, **settings)
 
     F.dropout, F.scaled_dot_product_attention = _passed_on, attend
+
+
+@contextmanager
+def without_dropout() -> Iterator[None]:
+    """Inside, it is switched off."""
+    dropout, attention = F.dropout, F.scaled_dot_product_attention
+    switch_off()
     try:
         yield
     finally:
