@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,15 +36,33 @@ def random_settings(adapter: Adapter | None) -> dict[str, object]:
     }
 
 
+def switch_off() -> None:
+    """From now on torch's dropout passes its input on, and its attention drops nothing."""
+    attention = F.scaled_dot_product_attention
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **settings: Any,
+    ) -> Tensor:
+        return attention(query, key, value, attn_mask, 0.0, is_causal, **settings)
+
+    F.dropout, F.scaled_dot_product_attention = _passed_on, attend
+
+
 @contextmanager
 def without_dropout() -> Iterator[None]:
-    """Inside, torch's dropout passes its input on."""
-    kept = F.dropout
-    F.dropout = _passed_on
+    """Inside, it is switched off."""
+    dropout, attention = F.dropout, F.scaled_dot_product_attention
+    switch_off()
     try:
         yield
     finally:
-        F.dropout = kept
+        F.dropout, F.scaled_dot_product_attention = dropout, attention
 
 
 def _passed_on(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -22,6 +22,7 @@ from tests.verify.claims.test_parity import adapter, rows_of_numbers
 def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No dropout is left off by a plugin of a run."""
     monkeypatch.setattr(F, "dropout", F.dropout)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
     yield
     sys.modules.pop(PLUGIN, None)
 

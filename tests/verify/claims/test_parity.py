@@ -62,6 +62,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The plain loop in this process, and no dropout left off by a plugin of a run."""
     monkeypatch.setattr(plain_run, "run_alone", plain_loop.main)
     monkeypatch.setattr(F, "dropout", F.dropout)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
     yield
     sys.modules.pop(PLUGIN, None)
 
