@@ -19,8 +19,8 @@ from shardtune.cli.launch import launch
 from shardtune.cli.models import init, models
 from shardtune.cli.plan import plan
 from shardtune.cli.recipe import convert, explain_key, preview
-from shardtune.cli.report import report
 from shardtune.cli.replay import replay
+from shardtune.cli.report import report
 from shardtune.cli.train import train
 from shardtune.launch.signals import end_with_parent, is_supervised
 from shardtune.verify.commands import verify_app
