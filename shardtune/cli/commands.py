@@ -19,6 +19,7 @@ from shardtune.cli.launch import launch
 from shardtune.cli.models import init, models
 from shardtune.cli.plan import plan
 from shardtune.cli.recipe import convert, explain_key, preview
+from shardtune.cli.replay import replay
 from shardtune.cli.report import report
 from shardtune.cli.train import train
 from shardtune.launch.signals import end_with_parent, is_supervised
@@ -92,6 +93,7 @@ app.command("export")(export)
 app.command("push")(push)
 app.command("diff")(diff)
 app.command("report")(report)
+app.command("replay")(replay)
 app.command("launch", cls=RecipeCommand)(launch)
 app.command("plan", cls=RecipeCommand)(plan)
 app.command("models", cls=RecipeCommand)(models)

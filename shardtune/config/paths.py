@@ -22,7 +22,7 @@ FUNCTION_KEYS = (
     "runner.logger.logger_backends",
 )
 TASK_KEY = "eval.harness"
-FILE_KEYS = ("actor.model.lora.load_from", "actor.model.action_statistics", "data.chat_template")
+FILE_KEYS = ("actor.model.lora.load_from", "actor.model.action_statistics", "data.chat_template", "data.quarantine")
 PATH_KEYS = {
     **dict.fromkeys(FILE_KEYS),
     "data.chat_template": "chatml",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from shardtune.config import Recipe
 from shardtune.data.cache.cache import build_dataset
 from shardtune.data.cache.dataset import TokenDataset
 from shardtune.data.encoder import Encoder, frames_of
+from shardtune.data.quarantine import without_quarantined
 from shardtune.data.sources.hub import Purpose
 from shardtune.data.sources.resolve import named_sets, resolve_sources
 from shardtune.errors import ConfigError, DataError
@@ -39,9 +41,12 @@ class PreparedData:
     def read(self) -> dict[str, TokenDataset]:
         """The data sets by purpose: `train`, and `eval` or `eval/NAME` unless it is a part of the training files."""
         sets = {} if self.train is None else {"train": self.train}
-        held_out = [] if self.train is None else self.train.files
+        train = self.train
         others = {f"eval/{name}" if name else "eval": rows for name, rows in self.evals.items()}
-        return {**sets, **{name: rows for name, rows in others.items() if rows.files != held_out}}
+        return {
+            **sets,
+            **{name: rows for name, rows in others.items() if train is None or not rows.shares_files(train)},
+        }
 
     def dropped(self) -> Iterator[dict[str, object]]:
         """Every row that was read and dropped, with its file, number, cause and reason."""
@@ -112,6 +117,10 @@ def prepare_data(
             train, held_out = train.split_by_hash(data.eval_split)
             evals[""] = held_out
         _require_rows(train, "data.train_data_paths", train_spec)
+        if training and data.quarantine is not None:
+            train = without_quarantined(train, Path(data.quarantine), held_out=evals.get(""), report=report)
+            for line in train.report.quarantined():
+                report(f"data: {line}")
     for name, spec in named_sets(eval_spec).items() if eval_spec is not None else ():
         evals[name] = build(spec, "eval", recipe.eval.generate)
     for name, rows in evals.items():

@@ -50,7 +50,7 @@ from shardtune.models.packing_probe import probe_packing
 from shardtune.models.pretrained import model_directory
 from shardtune.models.rescaling import keep_weights, restore_rescaling
 from shardtune.models.sequence_part import SequencePart
-from shardtune.models.source_losses import SourceLosses
+from shardtune.models.source_losses import TargetLosses
 from shardtune.models.user_metrics import Measure, Prediction
 from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
 from shardtune.parallel.ranks import Ranks
@@ -103,11 +103,11 @@ class CausalLM(LanguageModel):
         data: how rows are encoded.
 
     Attributes:
-        source_losses: adds up the training loss by data source; None: nothing does.
+        source_losses: reads the training loss of each target; None: nothing does.
     """
 
     token_term = TOKENS
-    source_losses: SourceLosses | None = None
+    source_losses: TargetLosses | None = None
 
     _auto: ClassVar[type[_BaseAutoModelClass]] = AutoModelForCausalLM
     _kind = "causal language model"
@@ -446,7 +446,7 @@ class CausalLM(LanguageModel):
         token_loss: TokenLoss,
         *,
         count_correct: bool,
-        by_source: SourceLosses | None = None,
+        by_source: TargetLosses | None = None,
     ) -> tuple[dict[str, LossSum], torch.Tensor]:
         """The losses by term, and the number of targets with the largest logit (0 unless they are counted)."""
         targets, weights = batch.targets, batch.target_weights

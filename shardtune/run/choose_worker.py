@@ -223,6 +223,7 @@ def check_keys(recipe: Recipe, kind: type[FSDPSftWorker]) -> None:
         "data.thinking": data.thinking is not None,
         "data.ignored_keys": bool(data.ignored_keys),
         "data.audit": data.audit != type(data.audit)(),
+        "data.quarantine": data.quarantine is not None,
         "eval.generate": evaluation.generate,
         "eval.harness": bool(evaluation.harness),
         "eval.environment": evaluation.environment is not None,

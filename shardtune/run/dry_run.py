@@ -172,14 +172,14 @@ def _evaluated(worker: FSDPSftWorker, name: str) -> str:
 def _first_row(worker: FSDPSftWorker) -> tuple[Sample | None, PreTrainedTokenizerBase | None]:
     """A row to show, if rows come from the recipe and not from a user's loader."""
     rows = worker.task.rows
-    return (rows.row(0) if rows is not None else None), worker.tokenizer
+    return (rows.row(rows.first_trained) if rows is not None else None), worker.tokenizer
 
 
 def _show_further_rows(display: Display, worker: FSDPSftWorker) -> None:
     rows = worker.task.rows
     if rows is not None:
-        for index in range(1, min(SHOWN_ROWS, len(rows))):
-            display.show_row(rows.row(index), worker.tokenizer, rows.locate(index))
+        for index in range(rows.first_trained + 1, min(rows.first_trained + SHOWN_ROWS, len(rows))):
+            display.show_row(rows.row(index), worker.tokenizer, titled(rows, index))
     for name, (loader, _) in worker.eval_loaders.items():
         if isinstance(loader, EvaluationSet):
             _show_rows(display, loader.rows, worker.tokenizer, name, range(1))
@@ -193,6 +193,11 @@ def _show_rows(
         display.show_row(rows.row(index), tokenizer, f"evaluation set {name or 'eval'}, {rows.locate(index)}")
 
 
+def titled(rows: TokenDataset, index: int) -> str:
+    """Where a training row comes from, and whether it is left out."""
+    return rows.locate(index) + (", left out by data.quarantine" if index in rows.left_out else "")
+
+
 def describe(rows: TokenDataset) -> str:
     """Numbers of rows, tokens and targets, and row lengths; for rows of fields, their weights."""
     lengths, weights = rows.lengths, rows.term_weights
@@ -200,7 +205,8 @@ def describe(rows: TokenDataset) -> str:
         held = f"{int(lengths.sum(dtype='int64')):,} tokens, {weights[TOKENS].sum():,.0f} trained"
     else:
         held = f"weight {', '.join(f'{values.sum():,.0f} in {term}' for term, values in weights.items())}"
-    return f"{len(rows):,} rows, {held}; longest {int(lengths.max()):,}, median {int(np.median(lengths)):,}"
+    gone = f", {len(rows.left_out):,} of them left out by data.quarantine" if len(rows.left_out) else ""
+    return f"{len(rows):,} rows, {held}; longest {int(lengths.max()):,}, median {int(np.median(lengths)):,}{gone}"
 
 
 def preview(
@@ -246,6 +252,6 @@ def _preview(loaded: Recipe, rows: int, start: int) -> None:
         )
     tokenizer = prepared.encoder.tokenizer if isinstance(prepared.encoder, ChatEncoder) else None
     for index in range(start, min(start + rows, len(data))):
-        display.show_row(data.row(index), tokenizer, data.locate(index))
+        display.show_row(data.row(index), tokenizer, titled(data, index))
     for name, evaluation in prepared.evals.items():
         _show_rows(display, evaluation, tokenizer, name, range(min(rows, len(evaluation))))

@@ -53,6 +53,7 @@ FREE = (
     "eval.video_format",
 )
 """Keys that affect location, speed or logging of a run, but not its numerics."""
+LEFT_OUT = "left_out"
 LARGER = ("runner.max_epochs", "runner.max_steps")
 """Keys that may grow: the run is extended."""
 
@@ -142,27 +143,58 @@ def check_same_data(checkpoint: Path, files: Sequence[Mapping[str, object]], all
         allowed: `runner.allow_changes`.
     """
     before = read_training_state(checkpoint)["data_files"]
-    same = [(file["rows"], file["key"]) for file in before] == [(file["rows"], file["key"]) for file in files]
-    if same or not before or "data.train_data_paths" in allowed:  # older checkpoints hold no file hashes
+    changed = data_changes(before, files)
+    if not changed or "data.train_data_paths" in allowed:
         return
+    key = "data.train_data_paths" if data_changes(_without(before), _without(files)) else "data.quarantine"
+    if key in allowed:
+        return
+    raise CheckpointError(
+        "the training data is not what this run was trained on so far:\n    " + "\n    ".join(changed),
+        where=str(checkpoint),
+        remedy=(
+            "put the data back, choose another runner.logger.experiment_name, or go on all the same with "
+            f"runner.allow_changes=[{key}]"
+        ),
+    )
+
+
+def _without(files: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    """The files, whatever is left out of them."""
+    return [{name: value for name, value in file.items() if name != LEFT_OUT} for file in files]
+
+
+def data_changes(before: Sequence[Mapping[str, object]], files: Sequence[Mapping[str, object]]) -> list[str]:
+    """How the files of the training rows differ from what they were, a line each; empty where they do not.
+
+    Args:
+        before: recorded; empty in older checkpoints, which cannot be compared.
+        files: the current ones.
+    """
+    kept = ("rows", "key", LEFT_OUT)
+    then, now = ([[file.get(name) for name in kept] for file in states] for states in (before, files))
+    if then == now or not before:
+        return []
     old = {entry["file"]: entry for entry in before}
     new = {entry["file"]: entry for entry in files}
     changed = [f"{file}: {_how(entry, new[file])}" for file, entry in old.items() if file in new and entry != new[file]]
     changed += [f"{file}: gone" for file in old if file not in new]
     changed += [f"{file}: new" for file in new if file not in old]
-    raise CheckpointError(
-        "the training data is not what this run was trained on so far:\n    " + "\n    ".join(changed or ["reordered"]),
-        where=str(checkpoint),
-        remedy=(
-            "put the data back, choose another runner.logger.experiment_name, or go on all the same with "
-            "runner.allow_changes=[data.train_data_paths]"
-        ),
-    )
+    return changed or ["reordered"]
 
 
 def _how(was: Mapping[str, object], now: Mapping[str, object]) -> str:
     """How a file differs; its key hashes the content and, for encoded rows, everything the encoding depends on."""
+    if was["key"] == now["key"] and was.get(LEFT_OUT) != now.get(LEFT_OUT):
+        return f"data.quarantine: {_left_out(was)} -> {_left_out(now)}"
     if was["rows"] is None or now["rows"] is None:
         return "other content"
     encoded = "encoded otherwise (tokenizer, template, max_length, the adapter's code and options)"
     return f"{was['rows']:,} rows -> {now['rows']:,} rows, other content, or {encoded}"
+
+
+def _left_out(file: Mapping[str, object]) -> str:
+    """How many rows of a file are left out."""
+    found = file.get(LEFT_OUT)
+    rows = found["rows"] if isinstance(found, Mapping) else 0
+    return f"{rows:,} row{'' if rows == 1 else 's'} left out"

@@ -329,7 +329,7 @@ def _manifest(recipe: Recipe, objects: Objects, worker: FSDPSftWorker) -> dict[s
 
 
 def _describe_data(worker: FSDPSftWorker) -> dict[str, object]:
-    return {**worker.task.describe_data(), "rows_per_epoch": worker.loader.rows_per_epoch}
+    return {**worker.task.describe_data(), "rows_per_epoch": worker.loader.num_samples}
 
 
 def _device_in_words(device: torch.device) -> str:
@@ -348,7 +348,8 @@ def _show_start(display: Display, plan: RunPlan, worker: FSDPSftWorker) -> None:
     for note in plan.notes:
         display.report(note)
     rows = worker.task.rows
-    display.first_screen(worker.summary(), rows.row(0) if rows is not None else None, worker.tokenizer, plan.run_dir)
+    first = rows.row(rows.first_trained) if rows is not None else None
+    display.first_screen(worker.summary(), first, worker.tokenizer, plan.run_dir)
 
 
 def _show_end(display: Display, run_dir: Path, score: FinalScore, *, answers: bool) -> None:

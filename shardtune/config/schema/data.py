@@ -125,6 +125,12 @@ class DataConfig(Section):
         "fail", "What happens to rows that cannot be used; skipped ones are counted and reported with file and row."
     )
     max_bad_rows: int = key(100, "With `on_bad_row: skip`: how many rows may be skipped before the run fails.", ge=0)
+    quarantine: Text | None = key(
+        None,
+        "A file of training rows that are left out, each named by the hash of its content: lines {hash, file, row, "
+        "reason}, as `shardtune replay --quarantine` writes them. The other rows keep their order, and evaluation rows "
+        "stay. null: none.",
+    )
     shuffle: bool = key(True, "Shuffle the rows by seed and epoch; false: in the order of the files.")
     num_workers: int = key(
         2, "Processes that build the cache and decode rows; 0: only the main process.", ge=0, le=1024

@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import merge
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ _OUTCOMES = {
     "filtered": "dropped by data.transform",
     "bad": "skipped, not usable",
 }
+QUARANTINED = "quarantined"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +42,19 @@ class SourceSpan:
 
 @dataclass(frozen=True, slots=True)
 class FileReport:
-    """What became of the rows of one file. The fields of `tally` count rows and name the first of them."""
+    """What became of the rows of one file.
+
+    Attributes:
+        source: of the file.
+        label: its name.
+        tally: counts rows, and names the first of them.
+        quarantined: those left out by `data.quarantine`, with the reason.
+    """
 
     source: str
     label: str
     tally: Tally
+    quarantined: Notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +65,8 @@ class DataReport:
 
     def count(self, outcome: str) -> int:
         """Rows over all files: `rows`, `kept`, or an outcome such as `truncated` or `bad`."""
+        if outcome == QUARANTINED:
+            return sum(file.quarantined.count for file in self.files)
         values = [getattr(file.tally, outcome) for file in self.files]
         return sum(value.count if isinstance(value, Notes) else value for value in values)
 
@@ -75,16 +87,29 @@ class DataReport:
                     what = text.replace("data.max_length", limit)
                     yield f"{file.label}: {rows} {what}{share}: {_first(notes, examples)}"
 
+    def quarantined(self, examples: int = 3) -> Iterator[str]:
+        """One line per file with rows that `data.quarantine` leaves out, with the first of them."""
+        for file in self.files:
+            if file.quarantined.count:
+                rows = f"{file.quarantined.count:,} of {file.tally.rows:,} rows"
+                yield f"{file.label}: {rows} left out by data.quarantine: {_first(file.quarantined, examples)}"
+
     def counts(self) -> list[dict[str, object]]:
         """For each file how many rows it has, how many are kept, and how many were cut or dropped for which cause."""
         found = []
         for file in self.files:
             outcomes = {outcome: getattr(file.tally, outcome).count for outcome in _OUTCOMES}
-            about = {"source": file.source, "file": file.label, "rows": file.tally.rows, "kept": file.tally.kept}
+            kept = file.tally.kept - file.quarantined.count
+            about = {"source": file.source, "file": file.label, "rows": file.tally.rows, "kept": kept}
             if file.tally.left_out_tokens:
                 about["left_out_tokens"] = file.tally.left_out_tokens
+            outcomes[QUARANTINED] = file.quarantined.count
             found.append({**about, **{outcome: count for outcome, count in outcomes.items() if count}})
         return found
+
+
+def _digest(numbers: Sequence[int]) -> str:
+    return hashlib.blake2b(json.dumps(numbers).encode(), digest_size=8).hexdigest()
 
 
 def _share(tally: Tally) -> str:
@@ -127,14 +152,25 @@ class TokenDataset:
         parts: the entries, in the order of their sources.
         sources: name and weight of each source.
         index: int64 [rows], ascending; which rows of the parts these are. None: all.
+        reasons: of the rows that are left out of training, by index. They keep their index, as the order of rows and
+            what a loss draws for a row depend on it.
 
     Attributes:
         fields: type and number of dimensions of each field, the same in all rows.
+        left_out: int64, ascending; the rows that are left out of training.
 
     Raises `DataError` where the rows of one file have other fields than those of another.
     """
 
-    def __init__(self, parts: Sequence[Part], sources: Mapping[str, float], index: np.ndarray | None = None) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        sources: Mapping[str, float],
+        index: np.ndarray | None = None,
+        reasons: Mapping[int, str] | None = None,
+    ) -> None:
+        self._reasons = dict(reasons or {})
+        self.left_out = np.array(sorted(self._reasons), np.int64)
         self._parts = tuple(parts)
         self._weights = dict(sources)
         self._index = index
@@ -156,8 +192,13 @@ class TokenDataset:
 
     def locate(self, index: int) -> str:
         """Where row `index` comes from: `file:row`."""
+        file, row = self.origin(index)
+        return f"{file}:{row}"
+
+    def origin(self, index: int) -> tuple[str, int]:
+        """The file of row `index`, and its number in there."""
         place, inner = self._place(index)
-        return f"{self._parts[place].label}:{self._entries[place].numbers[inner]}"
+        return self._parts[place].label, int(self._entries[place].numbers[inner])
 
     def find(self, file: int, number: int) -> int | None:
         """The index of row `number` of the file `file` (as in `report.files`); None if it is not among these rows."""
@@ -204,6 +245,21 @@ class TokenDataset:
         """int32 [rows]: tokens of each row, or the size of a row without tokens."""
         return self._gather([entry.lengths for entry in self._entries])
 
+    @property
+    def trained_lengths(self) -> np.ndarray:
+        """As `lengths`, with 0 for rows that are left out of training."""
+        if not len(self.left_out):
+            return self.lengths
+        lengths = self.lengths.copy()
+        lengths[self.left_out] = 0
+        return lengths
+
+    @property
+    def first_trained(self) -> int:
+        """The first row that is not left out of training; there is one."""
+        gone = np.flatnonzero(self.left_out != np.arange(len(self.left_out)))
+        return int(gone[0]) if len(gone) else len(self.left_out)
+
     @cached_property
     def hashes(self) -> np.ndarray:
         """uint64 [rows]: the hash of each row as stored in its file."""
@@ -244,13 +300,25 @@ class TokenDataset:
 
     @cached_property
     def report(self) -> DataReport:
-        """What became of the rows of each file; the same for every view of the data set."""
-        return DataReport(tuple(FileReport(part.source, part.label, part.entry.tally) for part in self._parts))
+        """What became of the rows of each file; the same for every view of the data set, but for what is left out."""
+        notes = [Notes() for _ in self._parts]
+        for place, number, reason in self._quarantined():
+            notes[place].add(number, reason)
+        reports = zip(self._parts, notes, strict=True)
+        return DataReport(tuple(FileReport(part.source, part.label, part.entry.tally, out) for part, out in reports))
+
+    def _quarantined(self) -> Iterator[tuple[int, int, str]]:
+        """Of each row that is left out its part, its number there, and the reason."""
+        for index in self.left_out.tolist():
+            place, inner = self._place(index)
+            yield place, int(self._entries[place].numbers[inner]), self._reasons[index]
 
     def dropped(self) -> Iterator[dict[str, object]]:
-        """Every row of these files that is not among the rows, with its cause and reason; the same for every view."""
-        for part in self._parts:
-            for number, cause, reason in part.entry.dropped():
+        """Every row of these files that is not among the rows, or left out of training, with its cause and reason."""
+        left_out = [(place, number, QUARANTINED, reason) for place, number, reason in self._quarantined()]
+        for place, part in enumerate(self._parts):
+            others = [(number, cause, reason) for of_part, number, cause, reason in left_out if of_part == place]
+            for number, cause, reason in merge(part.entry.dropped(), others):
                 yield {"source": part.source, "file": part.label, "row": number, "cause": cause, "reason": reason}
 
     @cached_property
@@ -261,28 +329,53 @@ class TokenDataset:
         digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=16)
         if self._index is not None:
             digest.update(np.ascontiguousarray(self._index, np.int64).data)
+        if len(self.left_out):
+            digest.update(b"left out" + self.left_out.tobytes())
         return digest.hexdigest()
 
     def content(self) -> str:
         """A hash of the rows as their files store them, row by row, and of their encoded lengths."""
         digest = hashlib.blake2b(np.ascontiguousarray(self.hashes).data, digest_size=16)
         digest.update(np.ascontiguousarray(self.lengths).data)
+        digest.update(self.left_out.tobytes())
         return digest.hexdigest()
 
     @property
     def files(self) -> list[dict[str, Any]]:
-        """Each file with its rows and the hash of their content and encoding, for comparing two states of the data."""
+        """Each file with its rows and the hash of their content and encoding, for comparing two states of the data.
+
+        Where rows of it are left out of training, `left_out` has how many, and a hash of their numbers.
+        """
+        numbers: dict[int, list[int]] = {}
+        for place, number, _ in self._quarantined():
+            numbers.setdefault(place, []).append(number)
+        left_out = {place: {"left_out": {"rows": len(gone), "key": _digest(gone)}} for place, gone in numbers.items()}
         return [
             {"source": part.source, "file": part.label, "rows": len(part.entry), "key": part.entry.key}
-            for part in self._parts
+            | left_out.get(place, {})
+            for place, part in enumerate(self._parts)
         ]
+
+    def shares_files(self, other: TokenDataset) -> bool:
+        """Whether both are of the same files, encoded alike."""
+        return [part.entry.key for part in self._parts] == [part.entry.key for part in other._parts]
+
+    def leave_out(self, reasons: Mapping[int, str]) -> TokenDataset:
+        """The same rows, of which some are left out of training.
+
+        Args:
+            reasons: by index.
+        """
+        return TokenDataset(self._parts, self._weights, self._index, reasons)
 
     def select(self, index: np.ndarray) -> TokenDataset:
         """A view of the rows `index` (ascending), sharing the files."""
         chosen = np.asarray(index, np.int64)
+        places = np.flatnonzero(np.isin(chosen, self.left_out)).tolist() if self._reasons else ()
+        reasons = {place: self._reasons[int(chosen[place])] for place in places}
         if self._index is not None:
             chosen = self._index[chosen]
-        return TokenDataset(self._parts, self._weights, chosen)
+        return TokenDataset(self._parts, self._weights, chosen, reasons)
 
     def split_by_hash(self, fraction: float) -> tuple[TokenDataset, TokenDataset]:
         """(the rest, about `fraction` of the rows), each row's side decided by its own content.

@@ -87,6 +87,8 @@ class DataOrder:
         global_batch_size: rows of a step; the last step of an epoch has the remaining ones.
         global_batch_tokens: instead of rows, the input tokens a step may hold (at least one row).
         lengths: int32 [rows], needed to cut by tokens.
+        left_out: int64, ascending; rows that have their places in the order and are in no step. So a row that is left
+            out later moves no other one across an epoch's parts, and steps before its place stay what they were.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class DataOrder:
         global_batch_size: int | None = None,
         global_batch_tokens: int | None = None,
         lengths: np.ndarray | None = None,
+        left_out: np.ndarray | None = None,
     ) -> None:
         if (global_batch_size is None) == (global_batch_tokens is None):
             raise ValueError("give either global_batch_size or global_batch_tokens")
@@ -110,18 +113,41 @@ class DataOrder:
         self._batch_rows = global_batch_size or 0
         self._batch_tokens = global_batch_tokens or 0
         self._lengths = np.empty(0, np.int32) if lengths is None else lengths
+        self._left_out = np.empty(0, np.int64) if left_out is None else left_out
         self._ends = np.cumsum([source.rows_per_epoch for source in self._sources], dtype=np.int64)
         self._steps: dict[int, int] = {}
-        if not self.rows_per_epoch:
+        self._rows: dict[int, int] = {}
+        if not self.rows_per_epoch or not self.num_rows(0):
             raise ConfigError(
-                "an epoch would hold no row: the weights of the data sources round to none of their rows",
+                "an epoch would hold no row: the weights of the data sources round to none of their rows"
+                + (" that data.quarantine keeps" if len(self._left_out) else ""),
                 where=", ".join(f"{s.name}: weight {s.weight:g} of {s.stop - s.start} rows" for s in self._sources),
                 remedy="raise a weight in data.train_data_paths",
             )
 
     @property
     def rows_per_epoch(self) -> int:
+        """Places of an epoch, those of rows that are left out among them."""
         return int(self._ends[-1]) if len(self._ends) else 0
+
+    def num_rows(self, epoch: int) -> int:
+        """Rows of an epoch's steps: arithmetic, but where rows are left out of a source with a fractional weight."""
+        size = self.rows_per_epoch
+        if not len(self._left_out):
+            return size
+        if epoch not in self._rows:
+            times = [divmod(source.rows_per_epoch, max(source.stop - source.start, 1)) for source in self._sources]
+            if any(rest for _, rest in times):
+                self._rows[epoch] = len(self._kept(self.rows(epoch, 0, size)))
+            else:
+                edges = np.searchsorted(self._left_out, [(source.start, source.stop) for source in self._sources])
+                gone = (int(stop - start) * each for (start, stop), (each, _) in zip(edges, times, strict=True))
+                self._rows[epoch] = size - sum(gone)
+        return self._rows[epoch]
+
+    def _kept(self, rows: np.ndarray) -> np.ndarray:
+        """Rows without those that are left out."""
+        return rows[~np.isin(rows, self._left_out)] if len(self._left_out) else rows
 
     def rows(self, epoch: int, start: int, stop: int) -> np.ndarray:
         """The data set's rows at places [start, stop) of an epoch, int64; in O(stop - start).
@@ -155,36 +181,56 @@ class DataOrder:
         return permute(place % size, size, key)
 
     def step(self, epoch: int, start: int) -> np.ndarray:
-        """The rows of the step that begins after `start` rows of an epoch; empty at its end."""
-        if self._batch_rows:
-            return self.rows(epoch, start, start + self._batch_rows)
+        """The rows of the step that begins at place `start` of an epoch; empty at its end."""
+        return self.cut(epoch, start)[0]
+
+    def cut(self, epoch: int, start: int) -> tuple[np.ndarray, int]:
+        """The rows of the step that begins at place `start` of an epoch, and the place at which the next one begins.
+
+        Places of rows that are left out belong to the step before them, so that after an epoch's last step none remain.
+        """
+        if self._batch_rows and not len(self._left_out):
+            rows = self.rows(epoch, start, start + self._batch_rows)
+            return rows, start + len(rows)
         taken = np.empty(0, dtype=np.int64)
-        block = 64
+        block = max(64, self._batch_rows + 1)
         while True:
             taken = np.concatenate([taken, self.rows(epoch, start + taken.size, start + taken.size + block)])
-            # Lengths 5 3 4 6 sum up to 5 8 12 18: of 12 tokens 3 rows fit, the first sum above 12 being at place 3.
-            tokens = np.cumsum(self._lengths[taken], dtype=np.int64)
-            fits = int(np.searchsorted(tokens, self._batch_tokens, side="right"))
-            if fits < taken.size or start + taken.size >= self.rows_per_epoch:
-                return taken[: max(fits, min(1, taken.size))]
+            kept = np.flatnonzero(~np.isin(taken, self._left_out))
+            fits = self._fitting(taken[kept])
+            if fits < kept.size or start + taken.size >= self.rows_per_epoch:
+                fits = max(fits, min(1, kept.size))
+                end = start + int(kept[fits]) if fits < kept.size else self.rows_per_epoch
+                return taken[kept[:fits]], end
             block *= 2
+
+    def _fitting(self, rows: np.ndarray) -> int:
+        """How many rows, from the first, fit into a step."""
+        if self._batch_rows:
+            return min(self._batch_rows, rows.size)
+        # Lengths 5 3 4 6 sum up to 5 8 12 18: of 12 tokens 3 rows fit, the first sum above 12 being at place 3.
+        return int(np.searchsorted(np.cumsum(self._lengths[rows], dtype=np.int64), self._batch_tokens, side="right"))
 
     def first_rows(self, epoch: int, steps: int) -> np.ndarray:
         """The rows of the first steps of an epoch, int64."""
-        if self._batch_rows or steps >= self.num_steps(epoch):
-            return self.rows(epoch, 0, steps * self._batch_rows or self.rows_per_epoch)
-        taken = np.empty(0, np.int64)
+        if steps >= self.num_steps(epoch):
+            return self._kept(self.rows(epoch, 0, self.rows_per_epoch))
+        if self._batch_rows and not len(self._left_out):
+            return self.rows(epoch, 0, steps * self._batch_rows)
+        taken, start = [np.empty(0, np.int64)], 0
         for _ in range(steps):
-            taken = np.concatenate([taken, self.step(epoch, len(taken))])
-        return taken
+            rows, start = self.cut(epoch, start)
+            taken.append(rows)
+        return np.concatenate(taken)
 
     def num_steps(self, epoch: int) -> int:
         """Steps of an epoch: arithmetic for a batch of rows, one pass over the lengths for a batch of tokens."""
-        size = self.rows_per_epoch
+        size = self.num_rows(epoch)
         if self._batch_rows:
             return -(-size // self._batch_rows)
         if epoch not in self._steps:
-            tokens = np.cumsum(self._lengths[self.rows(epoch, 0, size)], dtype=np.int64)
+            rows = self._kept(self.rows(epoch, 0, self.rows_per_epoch))
+            tokens = np.cumsum(self._lengths[rows], dtype=np.int64)
             start = steps = 0
             while start < size:
                 # As `step`, from sums over the epoch: behind `start` rows that sum to `before`, a step ends before the

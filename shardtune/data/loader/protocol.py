@@ -34,7 +34,12 @@ B_co = TypeVar("B_co", bound=MicroBatch, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class DataState:
-    """The position in the data: everything a resumed run needs, on any number of ranks."""
+    """The position in the data: everything a resumed run needs, on any number of ranks.
+
+    Attributes:
+        epoch: from 0.
+        rows_consumed: places of the epoch, of which rows that `data.quarantine` leaves out have one too.
+    """
 
     epoch: int = 0
     rows_consumed: int = 0

@@ -166,6 +166,16 @@ class BatchMaker:
         return {term: float(values[rows].sum()) for term, values in self._data.term_weights.items()}
 
 
+class Maker(Protocol):
+    """What cuts the rows of a step into micro-batches; see `BatchMaker`."""
+
+    def micro_batches(self, rows: np.ndarray) -> tuple[Batch, ...]: ...
+    @property
+    def takes_apart(self) -> bool: ...
+    def alone(self, row: int | None) -> Batch: ...
+    def denominators(self, rows: np.ndarray) -> dict[str, float]: ...
+
+
 class StepLoader:
     """Yields this rank's steps of training from any `DataState`, and prepares the next one in the background.
 
@@ -178,7 +188,7 @@ class StepLoader:
     """
 
     def __init__(
-        self, data: Rows, order: DataOrder, maker: BatchMaker, *, token_term: str | None = None, num_processes: int = 0
+        self, data: Rows, order: DataOrder, maker: Maker, *, token_term: str | None = None, num_processes: int = 0
     ) -> None:
         self._num_processes = num_processes
         self._data = data
@@ -204,7 +214,7 @@ class StepLoader:
 
     @property
     def num_samples(self) -> int:
-        return self.rows_per_epoch
+        return self._order.num_rows(0)
 
     def check_ranks(self, num_ranks: int) -> None:
         """Nothing to refuse: a step of any size is dealt to any number of ranks."""
@@ -215,23 +225,22 @@ class StepLoader:
     def load_state_dict(self, saved: Mapping[str, JsonValue], state: DataState, *, allow_changed: bool) -> None:
         """Nothing to restore: `steps` starts at any `DataState`."""
 
-    def _rows(self, state: DataState) -> tuple[DataState, DataState, np.ndarray]:
+    def rows_at(self, state: DataState) -> tuple[DataState, DataState, np.ndarray]:
         """The positions before and after the step that begins at `state`, and its rows.
 
         At the end of an epoch of 10 rows, `DataState(0, 10)` and `DataState(1, 0)` both begin with the first step of
         epoch 1; a step that ends an epoch always leads to the second form.
         """
-        rows = self._order.step(state.epoch, state.rows_consumed)
-        if not len(rows):
+        rows, end = self._order.cut(state.epoch, state.rows_consumed)
+        while not len(rows):
             state = DataState(state.epoch + 1, 0)
-            rows = self._order.step(state.epoch, 0)
-        consumed = state.rows_consumed + len(rows)
-        done = consumed >= self._order.rows_per_epoch
-        return state, DataState(state.epoch + 1, 0) if done else DataState(state.epoch, consumed), rows
+            rows, end = self._order.cut(state.epoch, 0)
+        done = end >= self._order.rows_per_epoch
+        return state, DataState(state.epoch + 1, 0) if done else DataState(state.epoch, end), rows
 
     def step(self, state: DataState) -> Step[Batch]:
         """The step that begins at `state`; at an epoch's end, the next epoch's first."""
-        state, after, rows = self._rows(state)
+        state, after, rows = self.rows_at(state)
         denominators = self._maker.denominators(rows)
         return Step(
             state=state,
@@ -267,6 +276,6 @@ class StepLoader:
     def _states(self, state: DataState) -> Iterator[DataState]:
         """The position before each step, from `state` on."""
         while True:
-            state, after, _ = self._rows(state)
+            state, after, _ = self.rows_at(state)
             yield state
             state = after

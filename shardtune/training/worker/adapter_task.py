@@ -30,6 +30,7 @@ from shardtune.models.source_losses import SourceLosses
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.build.model import build_empty
+from shardtune.training.ranks_in_turn import in_turn
 from shardtune.training.run_summary import RunSummary
 from shardtune.training.step import ROW_DRAWS, Accumulate, Totals, accumulate
 from shardtune.training.whole_step_loss import WholeStep
@@ -83,7 +84,7 @@ class AdapterTask(CachedRowsTask):
         rows = next(iter(self.all_rows()), None)
         if rows is None:
             return []
-        longest = np.argpartition(rows.lengths, -min(2, len(rows)))[-2:]
+        longest = np.argpartition(rows.trained_lengths, -min(2, len(rows)))[-2:]
         samples = [rows.row(int(index)) for index in longest]
         dtype = COMPUTE_DTYPE[self.recipe.actor.model.precision]
         return self.adapter.probe_assumptions(root_of(model), samples, device, dtype)
@@ -121,7 +122,8 @@ class AdapterTask(CachedRowsTask):
     def accumulate(self) -> Accumulate:
         if self._whole_step is not None:
             return self._whole_step.accumulate
-        return accumulate if self._source_losses is None else partial(_by_source, self._source_losses)
+        by_source = accumulate if self._source_losses is None else partial(_by_source, self._source_losses)
+        return in_turn(by_source, self.stands_for)
 
     @property
     def losses_add_up(self) -> bool:

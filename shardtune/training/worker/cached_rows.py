@@ -43,7 +43,9 @@ from shardtune.parallel.ranks import Ranks, num_ranks
 from shardtune.training.bad_rows import BadPart
 from shardtune.training.build.lora import adapt, check_stored
 from shardtune.training.build.model import build_empty, check_read_values, freeze
+from shardtune.training.ranks_in_turn import MakersInTurn, in_turn, ranks_of
 from shardtune.training.run_summary import RunSummary
+from shardtune.training.step import Accumulate, accumulate
 from shardtune.training.worker.model_export import TextParts
 from shardtune.training.worker.model_state import outer_parameters
 from shardtune.training.worker.task import DataPaths, Evaluation, Task, UserMethods
@@ -103,6 +105,7 @@ class CachedRowsTask(Task):
         self.prepared = prepared
         self.methods = methods
         self._matcher = make_matcher(recipe.eval)
+        self.stands_for = 1  # data-parallel ranks in whose place this one computes, one after the other
         self._harness = harness(recipe, adapter)
         self._harness_tasks: ReadTasks | None = None
         self._explained: set[str] = set()  # evaluation sets whose unmatched answers have been reported
@@ -174,11 +177,17 @@ class CachedRowsTask(Task):
             global_batch_size=actor.global_batch_size if actor.global_batch_tokens is None else None,
             global_batch_tokens=actor.global_batch_tokens,
             lengths=rows.lengths,
+            left_out=rows.left_out,
         )
         weighed = self.weighed(rows)
-        maker = self.maker(weighed, actor.micro_batch_size, ranks)
+        makers = [self.maker(weighed, actor.micro_batch_size, one) for one in ranks_of(ranks, self.stands_for)]
+        maker = makers[0] if len(makers) == 1 else MakersInTurn(makers)
         token_term = (self.adapter.token_term if isinstance(self.adapter, LanguageModel) else None) or TOKENS
         return StepLoader(weighed, order, maker, token_term=token_term, num_processes=self.num_processes)
+
+    @property
+    def accumulate(self) -> Accumulate:
+        return in_turn(accumulate, self.stands_for)
 
     def training_rows(self) -> TokenDataset:
         """The training rows.
@@ -396,7 +405,10 @@ class CachedRowsTask(Task):
 
     def describe(self, summary: RunSummary) -> RunSummary:
         evaluation = {name: len(rows) for name, rows in self.prepared.evals.items()}
-        return replace(summary, evaluation={**summary.evaluation, **evaluation})
+        train = self.prepared.train
+        gone = 0 if train is None else len(train.left_out)
+        notes = [f"{gone:,} row{' is' if gone == 1 else 's are'} left out by data.quarantine"] if gone else []
+        return replace(summary, evaluation={**summary.evaluation, **evaluation}, notes=[*summary.notes, *notes])
 
 
 def harness(recipe: Recipe, adapter: Adapter) -> Harness | None:
@@ -416,11 +428,11 @@ def harness(recipe: Recipe, adapter: Adapter) -> Harness | None:
 
 def token_counts(summary: RunSummary, rows: TokenDataset) -> RunSummary:
     """The summary with the tokens and targets of an epoch of `summary.rows` rows."""
-    share = summary.rows / len(rows)
+    share, targets = summary.rows / (len(rows) - len(rows.left_out)), rows.term_weights[TOKENS]
     return replace(
         summary,
-        tokens=round(float(rows.lengths.sum(dtype="int64")) * share),
-        targets=float(rows.term_weights[TOKENS].sum()) * share,
+        tokens=round(float(rows.trained_lengths.sum(dtype="int64")) * share),
+        targets=float(targets.sum() - targets[rows.left_out].sum()) * share,
     )
 
 

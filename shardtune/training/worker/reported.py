@@ -47,6 +47,11 @@ def training_method(worker: FSDPSftWorker) -> Callable[[], dict[str, float]]:
     return worker.run_training if kind is None else partial(_train, worker, kind)
 
 
+def overrides_training(worker: FSDPSftWorker) -> bool:
+    """Whether a worker has a `run_training` of the user's."""
+    return _overriding(worker, TRAINING) is not None
+
+
 def evaluation_method(worker: FSDPSftWorker) -> Callable[[], dict[str, float]]:
     """The worker's `run_eval`; an override's metrics under their logged names: without a slash below `eval/`.
 

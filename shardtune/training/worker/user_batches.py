@@ -11,7 +11,7 @@ from torch import nn
 from shardtune.config import Recipe
 from shardtune.data.user_loader.batch import UserBatch, with_names
 from shardtune.data.user_loader.loader import BatchLoader
-from shardtune.errors import ShardtuneError
+from shardtune.errors import ConfigError, ShardtuneError
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.train_output import TRAIN, TrainOutput
 from shardtune.training.worker.user_errors import explaining
@@ -49,8 +49,17 @@ class UserBatches:
             info: facts about it, as `build_dataloader` returns them.
             loss_weights: the worker's method.
             report: receives a line for the user.
+
+        Raises:
+            ConfigError: the recipe leaves out rows, which has no effect on batches.
         """
         actor = self._recipe.actor
+        if self._recipe.data.quarantine is not None:
+            raise ConfigError(
+                "data.quarantine leaves out rows that the recipe names; build_dataloader returns batches of its own",
+                where=self._recipe.where("data.quarantine") or "data.quarantine",
+                remedy="set it to null, and leave the rows out in build_dataloader",
+            )
         return BatchLoader.of(
             loader,
             info,
