@@ -29,6 +29,7 @@ EXAMPLES = {
     "runner.min_ranks": "4",
     "runner.callbacks": "[my_callbacks.py:Plot]",
     "runner.on_spike": "rollback",
+    "data.quarantine": "quarantine.jsonl",
     "runner.max_anomalies": "20",
     "runner.best.monitor": "eval/eval_accuracy",
     "runner.push_to_hub": "me/my-model",
