@@ -80,8 +80,11 @@ class Record:
         return DataState(*divmod(places, rows_per_epoch))
 
     def nearest_before(self, step: int, rows_per_epoch: int, start: Start) -> tuple[int, DataState]:
-        """The last step before `step`, not before `start`, after which the position is known, and that position."""
-        for done in range(step - 1, start.step, -1):
+        """The last step before `step`, not before `start`, after which the position is known, and that position.
+
+        That in metrics.jsonl comes first: the one in a checkpoint may be behind rows that a spike was left out with.
+        """
+        for done in range(step - 1, start.step - 1, -1):
             state = self.after(done, rows_per_epoch)
             if state is not None:
                 return done, state

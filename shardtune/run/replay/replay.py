@@ -172,8 +172,6 @@ def _computed(
             return replace(listed, measured=Measured(training_method(worker)(), "", {}), notes=notes)
         loader = worker.loader
         if place is not None and isinstance(loader, StepLoader):
-            if not place.passed and loader.rows_at(worker.data_state)[2].tolist() != place.rows.tolist():
-                notes.append("the steps before it have passed over others than in the run: the weights are not its own")
             step = loader.step(place.state)
         else:
             step = next(worker.position.steps)
@@ -199,7 +197,12 @@ def _train_up_to(worker: FSDPSftWorker, record: Record, step: int, start: Start,
     screen.report(f"training {number:,} step{'' if number == 1 else 's'} after {start}, which is the nearest before it")
     train = training_method(worker)
     screen.started(worker.step, step - 1)
+    placed = -1
     while worker.step < step - 1:
+        if worker.step != placed and isinstance(worker.loader, StepLoader):
+            # Where the run has gone on after a spike or a rollback, the position is not that behind the last step.
+            placed = worker.step
+            worker.position.move_to(place_of(worker.loader, record, start, placed + 1).state)
         metrics = train()
         screen.stepped(worker.step, metrics)
         before = record.steps.get(worker.step, {}).get(LOSS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from shardtune.checkpoint.state_file import read_state
 from shardtune.checkpoint.verified import damage_on_ranks, require_sound
 from shardtune.config import Recipe, load_recipe
 from shardtune.config.rank_layout import Layout
@@ -135,3 +136,6 @@ def at(worker: FSDPSftWorker, start: Start, report: Callable[[str], None]) -> No
         damage = damage_on_ranks(start.checkpoint, worker.ranks)
         require_sound(damage, start.checkpoint, "take another: --checkpoint N")
         worker.load_checkpoint(start.checkpoint)
+        moved = read_state(start.checkpoint).get("moved")
+        if moved is not None:  # by an anomaly: rows have their places in the order, a loader's batches only this one
+            worker.position.restore(moved["position"])

@@ -14,7 +14,7 @@ import pytest
 import shardtune
 from shardtune.batch import TOKENS
 from shardtune.cli.replay import replay as replay_command
-from shardtune.errors import CheckpointError, ConfigError
+from shardtune.errors import CheckpointError, ConfigError, ModelError
 from shardtune.run.replay.measure import group_of
 from shardtune.run.replay.replay import Replay, replay
 from shardtune.training.worker.base import FSDPSftWorker
@@ -51,7 +51,7 @@ class Line(Adapter):
         return torch.nn.Linear(4, 2)
 
     def encode(self, row):
-        return Sample(fields={name: np.asarray(row[name], np.float32) for name in ("x", "y", "seen")})
+        return Sample(fields={name: np.asarray(row[name], np.float64) for name in ("x", "y", "seen")})
 
     def weights(self, sample):
         return {"value": float(sample.fields["seen"].sum())}
@@ -264,3 +264,34 @@ def test_a_loader_of_a_users_own(trained: Trained, tmp_path: Path) -> None:
 def test_groups_of_parameters() -> None:
     names = ("model.layers.3.mlp.up_proj.weight", "model.embed_tokens.weight", "blocks.0.1.bias", "scale")
     assert [group_of(name) for name in names] == ["model.layers.3", "model.embed_tokens", "blocks.0", "scale"]
+
+
+@pytest.mark.parametrize("action", ["skip", "rollback", "stop"])
+def test_rows_at_fault_are_named_and_steps_after_them_are_the_runs(
+    trained: Trained, tmp_path: Path, action: str
+) -> None:
+    """The loss of one row is too large for fp64, so that its step updates nothing."""
+    file, given = tmp_path / "line.py", [dict(row) for row in NUMBERS]
+    file.write_text(ADAPTER)
+    given[7]["y"] = [1e300, 1.0]
+    data = write_rows(tmp_path / "given.jsonl", given)
+    recipe = trained.tiny.recipe(action, data__train_data_paths=str(data), runner__max_steps=4, runner__max_epochs=9)
+    recipe["actor"]["model"] = {"adapter": f"{file}:Line", "precision": "fp64"}
+    recipe["runner"] |= {"on_nonfinite": action, "save_interval": 2}
+    run = trained.tiny.run(action)
+    if action == "stop":
+        with pytest.raises(ModelError) as error:
+            shardtune.train(recipe)
+        step = int(str(error.value).partition("--step ")[2].split()[0])
+        found = replay(run, step)
+        assert found.measured is not None
+        assert "not finite" in found.measured.problem
+        assert found.worst[0].line.number == 7
+        assert [line.number for line in found.rows if not math.isfinite(line.loss or 0.0)] == [7]
+        return
+    shardtune.train(recipe)
+    found = [replay(run, step) for step in range(1, 5)]
+    for one in found:
+        assert_as_recorded(one)
+        assert 7 not in [line.number for line in one.rows]
+    assert any(7 in [line.number for line in passed] for one in found for passed in one.passed)
