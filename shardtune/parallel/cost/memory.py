@@ -94,7 +94,8 @@ def _moments(shape: ModelShape, parts: Parts, setting: Setting, work: Work) -> t
     alone = setting.layout.num_ranks == 1
     whole = waiting_gradients(shape, setting, work)
     head = head_gradient(shape, setting)
-    chunk = LOGIT_COPIES * 4 * LOGITS_PER_CHUNK / setting.layout.tensor
+    logits = min(LOGITS_PER_CHUNK, work.targets / setting.layout.sequence * shape.vocabulary)
+    chunk = LOGIT_COPIES * 4 * logits / setting.layout.tensor
     active = activations(shape, setting, work)
     # A reduction holds its input in full precision beside the gradients that were copied into it.
     each = setting.compute + (0 if alone else setting.master)

@@ -117,6 +117,7 @@ def test_where_a_step_cannot_be_computed_the_formulas_stand_in(tiny: Tiny, monke
     assert exact.memory is not None
     assert estimated.memory is not None
     assert estimated.memory[WEIGHTS] == pytest.approx(exact.memory[WEIGHTS], rel=0.01)
+    assert estimated.peak == pytest.approx(exact.peak, rel=0.5)  # a chunk of logits is no larger than the logits
     unknown = plans(tiny, "model.precision=fp32", "model.is_lora=true").plan()
     assert unknown.memory is None
     assert unknown.fits is None
