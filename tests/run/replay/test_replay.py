@@ -71,7 +71,7 @@ NUMBERS = [
     }
     for n in range(12)
 ]
-NOT_OF_THE_STEP = ("train/learning_rate", "train/skipped_steps")
+NOT_OF_THE_STEP = ("train/learning_rate", "train/skipped_steps", "train/rollbacks")
 ESCAPE = {"prompt": "say \x1b[31mred", "completion": "\x1b]0;title\x07red"}
 
 
