@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from shardtune.verify.claims.checkpoints import tensor_difference
 from shardtune.verify.claims.evidence import LOSS, NORM, first_difference, largest_gap
-from shardtune.verify.claims.exact import CLOSE, in_fp64
+from shardtune.verify.claims.exact import CLOSE
+from shardtune.verify.claims.ground import ground_of
 from shardtune.verify.claims.resume import require_stopped
 from shardtune.verify.claims.short_runs import ShortRun, ShortRuns
 from shardtune.verify.result import Failed, Skipped
@@ -23,12 +24,14 @@ def check_elastic(runs: ShortRuns) -> str:
     """The same rows and, in fp64, the same losses, norms and weights on every number of ranks."""
     if len(runs.ranks) < 2:
         raise Skipped(f"--ranks {','.join(map(str, runs.ranks))}: give two numbers or more, as --ranks 1,2")
-    changes, notes = in_fp64(runs.recipe)
-    fixed = [runs.new(f"ranks-{count}", changes, ranks=count) for count in runs.ranks]
-    fewest, most = runs.ranks[0], runs.ranks[-1]
+    ground = ground_of(runs)
+    if len(ground.ranks) < 2:
+        raise Skipped("; ".join(ground.notes))
+    fixed = [ground.exact_run(count) for count in ground.ranks]
+    fewest, most = ground.ranks[0], ground.ranks[-1]
     ways = ((fewest, most), (most, fewest)) if runs.steps > 1 else ()
     with ThreadPoolExecutor() as threads:
-        change_of = {way: threads.submit(_changed, runs, changes, *way) for way in ways}
+        change_of = {way: threads.submit(_changed, runs, ground.changes, *way) for way in ways}
         one, *others = runs.several(fixed)
         changed = {way: run.result() for way, run in change_of.items()}
     for other in others:
@@ -37,11 +40,10 @@ def check_elastic(runs: ShortRuns) -> str:
         _require_same(one, other, runs, f"{first} and then {then} ranks")
         others.append(other)
     gap = max(largest_gap(one.evidence, other.evidence) for other in others)
-    left_out = f" ({'; '.join(notes)})" if notes else ""
-    numbers = ", ".join(map(str, runs.ranks))
+    numbers = ", ".join(map(str, ground.ranks))
     return (
-        f"on {numbers} ranks, and from {fewest} to {most} and back at a resume, in fp64{left_out}: the same rows in "
-        f"{runs.steps} steps, losses and norms within {gap:.1g}, weights within {CLOSE:.0e} after each step"
+        f"on {numbers} ranks, and from {fewest} to {most} and back at a resume, in fp64{ground.left_out}: the same "
+        f"rows in {runs.steps} steps, losses and norms within {gap:.1g}, weights within {CLOSE:.0e} after each step"
     )
 
 

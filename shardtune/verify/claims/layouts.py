@@ -9,7 +9,7 @@ from shardtune.config import LoraConfig, Recipe
 from shardtune.config.tree import get_value
 from shardtune.errors import ConfigError
 from shardtune.verify.claims.exact import CLOSE
-from shardtune.verify.claims.ground import ONE_PROCESS, Ground, ground_of
+from shardtune.verify.claims.ground import ONE_PROCESS, Ground, comparable_ground_of
 from shardtune.verify.claims.numbers import Gap, Recorded, first_over, gaps, largest
 from shardtune.verify.claims.parity import on_ranks
 from shardtune.verify.claims.short_runs import ShortRun, ShortRuns
@@ -141,7 +141,7 @@ def active_switches(recipe: Recipe, ranks: int, *, deals_rows: bool) -> list[Swi
 
 def check_layouts(runs: ShortRuns) -> str:
     """The recipe's layout gives the numbers of one process; otherwise the part of it that does not is named."""
-    ground = ground_of(runs)
+    ground = comparable_ground_of(runs)
     own = runs.recipe.actor.model.precision
     simple = runs.new("simple", {**ground.changes, **_simplest(ground)}, ranks=1)
     exact = [ground.exact_run(ranks) for ranks in ground.ranks]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardtune.verify.claims.evidence import LOSS, NORM
 from shardtune.verify.claims.exact import CLOSE
-from shardtune.verify.claims.ground import Ground, ground_of
+from shardtune.verify.claims.ground import Ground, comparable_ground_of
 from shardtune.verify.claims.numbers import Numbers, Recorded, first_over, gaps, largest
 from shardtune.verify.claims.short_runs import ShortRun, ShortRuns
 from shardtune.verify.result import Failed
@@ -23,7 +23,7 @@ UPDATE = (
 
 def check_parity(runs: ShortRuns) -> str:
     """Losses, norms and weights are those of plain PyTorch; and how far apart bf16's own numbers are."""
-    ground = ground_of(runs)
+    ground = comparable_ground_of(runs)
     side = ground.side
     half = [runs.new("half", ground.at("bf16"), ranks=ground.ranks[-1])] if side.by_transformers else []
     made = runs.several([*(ground.exact_run(ranks) for ranks in ground.ranks), *half])
