@@ -212,6 +212,8 @@ def _directory(worker: FSDPSftWorker, place: Path, inputs: Sequence[Inputs], not
 
 def _files(model: nn.Module, place: Path, notes: list[str]) -> Part:
     """What the files of a directory hold."""
+    if (place / CONFIG_FILE).is_file() and not _has_base(place):
+        notes.append("logits and answers of the adapter: its base model was made in the run and is in no file")
     tensors, stored = to_compare(model, place), stored_dtypes(place)
     if not tensors:
         notes.append("the adapter's tensors: it began as a part of the base weights, and is saved as the change")
