@@ -83,6 +83,7 @@ def facts(run: Run, folder: Path) -> tuple[Part, Part]:
             notes.append(f"rows of the recipe: its worker reads them itself ({error.what})")
     own: Part = {"notes": notes, "stops": list(worker.end_of_turn_ids), "directories": {}}
     job: Part = {"stops": own["stops"], "last": LAST, "new_tokens": NEW_TOKENS, "dtype": _dtype(run), "directories": {}}
+    job["base"] = run.recipe.actor.model.model_path
     own["text"], job["text"] = _text(worker, encoder, rows, notes)
     inputs = [_inputs(adapter, sample) for _, sample in rows] if isinstance(adapter, CausalLM) else []
     shown = image_texts(encoder, rows, folder) if isinstance(encoder, ImageChatEncoder) else []

@@ -141,14 +141,18 @@ def text_of(directory, text):
     }
 
 
-def inputs_of(directory, rows):
-    """What a directory's processor makes of each row's text and images; the error where it cannot be loaded."""
+def inputs_of(directory, rows, base):
+    """What a directory's processor makes of each row's text and images; the error where the base's cannot be loaded."""
     from PIL import Image
 
     try:
         processor = AutoProcessor.from_pretrained(directory)
-    except (ImportError, ValueError) as error:  # torchvision is not installed, or the class is not known
-        return str(error)
+    except (ImportError, ValueError, OSError) as error:  # torchvision is not installed, or the class is not known
+        try:
+            AutoProcessor.from_pretrained(base)
+        except (ImportError, ValueError, OSError):
+            return str(error)
+        raise
     found = []
     for text, files in rows:
         images = [Image.open(file).convert("RGB") for file in files]
@@ -168,7 +172,7 @@ def read(directory, job, beside):
     if job["text"] is not None:
         found["text"] = text_of(path, job["text"])
     if job["images"]:
-        found["inputs"] = inputs_of(path, job["images"])
+        found["inputs"] = inputs_of(path, job["images"], job["base"])
     if kind == "files" or directory["adapter"]:
         found["tensors"] = tensors_in_files(path)
     if kind == "files":
