@@ -383,10 +383,11 @@ class SFTRunner:
             self._saver.finish()
             newest = on_main(self._ranks, self.store.latest)
             raise ended_by(anomaly, step, self.run_dir, newest=newest, saved=saves)
-        self._observer.log(f"{replay_command(self.run_dir, step)} computes it again")
         if anomaly.action == "rollback":
             with PROGRESS.during(LOADING):
                 self._go_back()
+        command = replay_command(self.run_dir, self._actor.step)
+        self._observer.log(f"{command} --rows names the rows that are left out")
 
     def _go_back(self) -> None:
         """Load the newest checkpoint, and go on with the rows after the anomaly; both is recorded in the checkpoint."""

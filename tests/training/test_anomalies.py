@@ -287,7 +287,7 @@ def test_the_rows_the_values_and_a_command_are_named(folder: Path, alone: Mappin
     spike = next(line for line in told if "spike" in line)
     assert spike.startswith("after step 6: the loss was a spike: ")
     assert f"; highest: {folder / 'rows.jsonl'}:54 (loss " in spike
-    assert f"shardtune replay {run} --step 7 computes it again" in told
+    assert f"shardtune replay {run} --step 5 --rows names the rows that are left out" in told
     assert any(
         line.startswith(f"rolled back by 2 steps: continuing after step 4 ({run}/checkpoints/global_step_4)")
         for line in told
