@@ -1,4 +1,4 @@
-"""Plant a fault beside a recipe and check that `shardtune verify` finds it.
+"""Plant a fault beside a recipe, in training, a resume or an export, and check that `shardtune verify` finds it.
 
     python bench/planted_faults.py [--only NAME …] [--healthy] [--results FILE] [--save]
 
@@ -43,9 +43,12 @@ class Fault:
         what: is wrong, in words.
         command: `parity` and so on.
         words: that its message has to contain.
-        kind: of the recipe: `rows` (an adapter over rows of numbers), or a language model `qwen2`, `gpt2`.
+        kind: of the recipe: `rows` (an adapter over rows of numbers), `numbers` (a worker with a loader of its own), or
+            a language model: `qwen2`, `tied` (the same with a tied head), `gpt2`.
         plugin: a file of `tests/support/planted/`.
         adapter: a class of `tests/support/planted/adapters.py`.
+        worker: a class of `tests/support/planted/workers.py`.
+        healthy: the worker in its place that has no fault; None: the one that is built in.
         changes: of the recipe, by dotted key.
         options: of the command.
     """
@@ -57,14 +60,19 @@ class Fault:
     kind: str = "rows"
     plugin: str | None = None
     adapter: str | None = None
+    worker: str | None = None
+    healthy: str | None = None
     changes: Mapping[str, object] = field(default_factory=dict)
     options: Sequence[str] = ("--steps", "2", "--ranks", "1")
 
 
 TWO_RANKS = ("--steps", "2", "--ranks", "2")
 PARTS = "parts from plain PyTorch"
+SMALL = {"actor.micro_batch_size": 2}
+MERGED = {"actor.model.is_lora": True, "actor.model.lora.r": 4}
+ONE_STEP, RUNS, FIVE_STEPS = (("--steps", number) for number in "125")
 LORA = {"actor.model.is_lora": True, "actor.model.lora.r": 4, "actor.model.lora.init": False}
-FAULTS: tuple[Fault, ...] = (
+OF_NUMBERS: tuple[Fault, ...] = (
     Fault("mean_of_means", "a mean of each micro-batch", "parity", (PARTS, "train/loss"), adapter="MeanOfMeans"),
     Fault(
         "mixed_rows", "rows of a micro-batch are centred together", "layouts",
@@ -100,13 +108,62 @@ FAULTS: tuple[Fault, ...] = (
 )  # fmt: skip
 
 
+def _own_loader(name: str, what: str, command: str, words: Sequence[str], worker: str) -> Fault:
+    changes = {"actor.micro_batch_size": 3}
+    return Fault(name, what, command, words, "numbers", worker=worker, healthy="Fits", changes=changes, options=RUNS)
+
+
+OF_RUNS: tuple[Fault, ...] = (
+    Fault("python_draws", "a draw from Python's generator", "resume", ("step 2", "Python's random module"),
+          worker="DrawsFromPython", options=RUNS),
+    Fault("lost_slot", "a slot of the optimizer lost at a resume", "resume", ("after step 2", "weights"),
+          worker="ForgetsASlot", options=RUNS),
+    Fault("counter", "a counter that is in no checkpoint", "resume", ("step 2", "train/loss"),
+          worker="CountsForItself", options=RUNS),
+    _own_loader("unseeded_loader", "a loader that shuffles by the system's noise", "resume",
+                ("refused where it is continued", "the first batch: other content"), "ShufflesByTheClock"),
+    _own_loader("lost_buffer", "a changing buffer that is in no checkpoint", "resume", ("step 2",),
+                "RemembersForItself"),
+    Fault("rank_in_loss", "a loss that depends on the rank", "elastic", ("step 1", "train/loss"),
+          worker="LossOfTheRank", options=ONE_STEP),
+    Fault("draws_in_loss", "a draw in the loss, once per micro-batch", "elastic", ("step 1", "train/loss"),
+          worker="DrawsInTheLoss", options=ONE_STEP),
+    Fault("mean_of_rank", "a mean over the rank's own targets", "elastic", ("step 1", "train/loss"),
+          worker="MeanOfTheRank", changes=SMALL, options=ONE_STEP),
+    _own_loader("rank_in_order", "an order of rows that depends on the rank", "elastic", ("step 1", "batches"),
+                "OrderOfTheRank"),
+    Fault("killed", "SIGTERM's default restored", "preempt", ("computed twice",),
+          worker="DiesOfSigterm", options=FIVE_STEPS),
+    Fault("lost_position", "a checkpoint without the position in the data", "preempt", ("computed twice",),
+          worker="ForgetsThePosition", options=FIVE_STEPS),
+    Fault("template", "another chat template in the export", "export", ("renders a conversation otherwise",),
+          plugin="exported_template.py", options=RUNS),
+    Fault("special_token", "another end token in the export", "export", ("special token", "eos_token"),
+          plugin="exported_token.py", options=RUNS),
+    Fault("rounded", "a matrix rounded in the export", "export", ("other bits", "layers.0.mlp.up_proj"),
+          plugin="exported_rounded.py", options=RUNS),
+    Fault("untrained", "a weight of before training in the export", "export", ("other bits", "model.norm.weight"),
+          plugin="exported_untrained.py", options=RUNS),
+    Fault("untied", "tied weights untied in the export", "export", ("ties other weights",), kind="tied",
+          plugin="exported_untied.py", options=RUNS),
+    Fault("merge_scale", "an adapter merged at twice its scale", "export", ("merged", "PEFT"), plugin="merge_scale.py",
+          changes=MERGED, options=RUNS),
+)  # fmt: skip
+FAULTS = (*OF_NUMBERS, *OF_RUNS)
+
+
 def make_inputs(folder: Path) -> None:
     """Models, tokenizer and rows of all recipes."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from tests.support.tiny_run import make_tiny, make_tokenizer
+    from tests.support.tiny_run import make_model, make_tiny, make_tokenizer
 
     make_tiny(folder / "qwen2")
+    make_tiny(folder / "tied")
+    model = make_model(make_tokenizer())
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(folder / "tied" / "model")
     tokenizer = make_tokenizer()
     sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 1024, "vocab_size": 272}
     GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).save_pretrained(
@@ -123,8 +180,10 @@ def make_inputs(folder: Path) -> None:
         }
         for number in range(21)
     ]
-    (folder / "rows").mkdir()
-    (folder / "rows" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    numbers = [{"x": [draws.random() for _ in range(4)], "y": [draws.random() for _ in range(2)]} for _ in range(21)]
+    for name, given in (("rows", rows), ("numbers", numbers)):
+        (folder / name).mkdir()
+        (folder / name / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
 
 
 def recipe_of(fault: Fault, folder: Path, *, planted: bool) -> dict[str, Any]:
@@ -139,19 +198,19 @@ def recipe_of(fault: Fault, folder: Path, *, planted: bool) -> dict[str, Any]:
             "model": {"precision": "fp32"},
             "optim": {"lr": 1e-2, "lr_scheduler": "linear"},
         },
-        "data": {
-            "train_data_paths": str(inputs / "train.jsonl"),
-            "cache_dir": str(inputs / "cache"),
-            "max_length": 96,
-            "num_workers": 0,
-        },
+        "data": {"train_data_paths": str(inputs / "train.jsonl"), "num_workers": 0},
         "runner": {"logger": {"log_path": str(folder / "runs"), "experiment_name": fault.name}},
     }
     if fault.kind == "rows":
         kind = fault.adapter if planted else "Regressor"
         values["actor"]["model"]["adapter"] = f"{PLANTED / 'adapters.py'}:{kind}"
-    else:
+    elif fault.kind != "numbers":
         values["actor"]["model"]["model_path"] = str(inputs / "model")
+    if fault.kind != "numbers":
+        values["data"] |= {"cache_dir": str(inputs / "cache"), "max_length": 96}
+    worker = fault.worker if planted else fault.healthy
+    if worker is not None:
+        values["actor"]["worker"] = f"{PLANTED / 'workers.py'}:{worker}"
     if fault.plugin is not None and planted:
         values["plugins"] = [str(PLANTED / fault.plugin)]
     for key, value in fault.changes.items():
