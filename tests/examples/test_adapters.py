@@ -160,7 +160,11 @@ def test_a_resumed_run_ends_with_the_same_bits(name: str, made: Path):
     assert_same_tensors(train("in-parts", 6), whole)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+# The others are checked by `make test-slow` and bench/adapters.py.
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("seq2seq", "time_series") else pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES],
+)
 def test_the_kit_finds_nothing_wrong(name: str, made: Path):
     """Two ranks and a fresh process, which take the kit the longest, are what the tests above are about."""
     report = verify_adapter(made / name / "recipe.yaml", processes=False, report=quiet)

@@ -80,6 +80,7 @@ def test_one_number_of_ranks_is_nothing_to_compare(tiny: Tiny) -> None:
     assert (found.outcome, found.text) == ("skipped", "--ranks 1: give two numbers or more, as --ranks 1,2")
 
 
+@pytest.mark.slow  # six processes; test_signals and test_kill hold the same
 def test_a_preempted_run_loses_nothing(tiny: Tiny) -> None:
     found = check(tiny, "preempt", steps=5)
     assert found.outcome == "passed", found
