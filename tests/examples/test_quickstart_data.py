@@ -99,6 +99,7 @@ def test_no_pair_of_operands_is_in_both_files(readings):
     assert not train & heldout
 
 
+@pytest.mark.lengthy
 def test_operands_reach_99_and_both_files_hold_all_kinds_evenly(readings):
     for questions in readings:
         assert max(max(numbers) for _, _, numbers in questions) == 99

@@ -30,10 +30,10 @@ def check_preempt(runs: ShortRuns) -> str:
         attempt = runs.start(run)
         # The first arrives before the first step, while the process starts; the others within or after a step.
         if places:
-            _wait_for_step(run, attempt, places[-1] + 1)
+            _wait_for_step(run, attempt, places[-1] + 1, LONGEST_STEP)
             time.sleep(drawn.uniform(0.0, _seconds_of_a_step(whole, runs.steps)))
         else:
-            time.sleep(drawn.uniform(0.0, runs.seconds_to(whole, 1)))
+            _wait_for_step(run, attempt, 1, drawn.uniform(0.0, runs.seconds_to(whole, 1)))
         attempt.process.send_signal(signal.SIGTERM)
         # Before Python has imported anything, and once the run has ended, a SIGTERM ends the process at once.
         at_once = -signal.SIGTERM
@@ -77,9 +77,9 @@ def _steps_done(run: ShortRun) -> int:
     )
 
 
-def _wait_for_step(run: ShortRun, attempt: Attempt, number: int) -> None:
-    """Until a step has been recorded, or the process has ended."""
-    until = time.monotonic() + LONGEST_STEP
+def _wait_for_step(run: ShortRun, attempt: Attempt, number: int, seconds: float) -> None:
+    """Until a step has been recorded, the process has ended, or so many seconds have passed."""
+    until = time.monotonic() + seconds
     while attempt.process.poll() is None and time.monotonic() < until:
         steps = read_evidence(run.recorded).steps
         if steps and steps[-1].number >= number:
