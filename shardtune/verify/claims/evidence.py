@@ -61,7 +61,8 @@ class StepRecord:
         """How its rows went to ranks other than once each; None where that is right or rows have no numbers."""
         if not self.rows:
             return None
-        dealt = [row for rank in self.micro_batches for batch in rank for row in batch.rows or ()]
+        # -1 is no row: a blank one that keeps ranks in step, as beside rows without images.
+        dealt = [row for rank in self.micro_batches for batch in rank for row in batch.rows or () if row >= 0]
         twice = sorted({row for row in dealt if dealt.count(row) > self.rows.count(row)})
         never = sorted(set(self.rows) - set(dealt))
         found = [f"row {twice[0]} was computed more than once"] if twice else []

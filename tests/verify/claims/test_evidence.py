@@ -1,0 +1,59 @@
+"""What ranks recorded is compared step by step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from shardtune.verify.claims.evidence import MicroBatch, StepRecord, first_difference, read_evidence
+
+
+def step(*ranks: list[list[int]], rows: tuple[int, ...] = (4, 7, 9)) -> StepRecord:
+    """A step whose rows were dealt to ranks as micro-batches."""
+    dealt = tuple(tuple(MicroBatch(tuple(batch), str(batch)) for batch in batches) for batches in ranks)
+    return StepRecord(1, (0, 0), (0, 3), rows, dealt, {"train/loss": (1.0).hex()}, tuple({} for _ in ranks))
+
+
+def test_each_row_is_dealt_once() -> None:
+    assert step([[4, 7], [9]]).dealt_wrongly() is None
+    assert step([[4, 7]], [[9, -1]]).dealt_wrongly() is None
+    assert step([[4, -1]], [[7, -1], [9]]).dealt_wrongly() is None, "blank rows keep ranks in step"
+    assert step([[4, 7]], [[7, 9]]).dealt_wrongly() == "row 7 was computed more than once"
+    assert step([[4]], [[9]]).dealt_wrongly() == "row 7 by no rank"
+    assert step([[4, 4]], [[9, 9, 7]], rows=(4, 9, 4, 7, 9)).dealt_wrongly() is None, "an epoch may repeat rows"
+
+
+def line(number: int, rank: int, ranks: int, loss: float = 1.0) -> str:
+    micro_batches = [{"rows": [2 * number + rank], "digest": f"{number}{rank}"}]
+    place = {"from": [0, 2 * number - 2], "to": [0, 2 * number], "rows": [2 * number, 2 * number + 1]}
+    values = {"metrics": {"train/loss": loss.hex(), "train/grad_norm": (2.0).hex()}, "drawn": {}}
+    return json.dumps({"step": number, "ranks": ranks, **place, "micro_batches": micro_batches, **values}) + "\n"
+
+
+def test_the_last_computation_of_a_step_counts(tmp_path: Path) -> None:
+    for rank in range(2):
+        lines = [line(1, rank, 2), line(2, rank, 2, loss=5.0), line(2, rank, 2), line(3, rank, 2)]
+        (tmp_path / f"rank{rank}.jsonl").write_text("".join(lines) + line(4, rank, 2)[:20])  # one is being written
+    found = read_evidence(tmp_path)
+    assert [one.number for one in found.steps] == [1, 2, 3]
+    assert list(found.again) == [2]
+    assert [one.value("train/loss") for one in found.steps] == [1.0, 1.0, 1.0]
+    assert found.steps[0].ranks == 2
+
+
+def test_the_first_difference_is_named(tmp_path: Path) -> None:
+    for name, losses in (("one", (1.0, 1.0)), ("same", (1.0, 1.0 + 1e-12)), ("other", (1.0, 1.5))):
+        (tmp_path / name).mkdir()
+        text = "".join(line(number, 0, 1, loss) for number, loss in enumerate(losses, 1))
+        (tmp_path / name / "rank0.jsonl").write_text(
+            text.replace('"rows": [2, 3]', '"rows": [2]').replace('"rows": [4, 5]', '"rows": [4]')
+        )
+    one, same, other = (read_evidence(tmp_path / name) for name in ("one", "same", "other"))
+    assert first_difference(one, one) is None
+    assert first_difference(one, same, close=1e-10) is None
+    bits = first_difference(one, same)
+    assert bits is not None
+    assert (bits.step, bits.what) == (2, "train/loss")
+    real = first_difference(one, other, close=1e-10)
+    assert real is not None
+    assert real.text == "train/loss 1 and 1.5 (relative 0.33)"
