@@ -32,7 +32,7 @@ class TensorDifference:
 
 
 def tensor_difference(
-    one: Path, other: Path, *, close: float = 0.0, parts: Sequence[str] = PARTS
+    one: Path, other: Path, *, close: float = 0.0, least: float = 0.0, parts: Sequence[str] = PARTS
 ) -> TensorDifference | None:
     """The first tensor in which two checkpoints differ; None where there is none.
 
@@ -40,6 +40,8 @@ def tensor_difference(
         one: a checkpoint.
         other: another, of the same model on any number of ranks.
         close: the difference allowed, see `gap_of`; 0: the tensors are equal bit by bit.
+        least: the size that a tensor is taken to have at least, in which its difference is measured: one whose gradient
+            is zero but for rounding, as the bias of attention's keys, is moved by nothing but rounding.
         parts: of the checkpoints.
     """
     for part in parts:
@@ -53,7 +55,7 @@ def tensor_difference(
             left, right = first[name], second[name]
             if left.shape == right.shape and left.dtype == right.dtype and same_bits(left, right):
                 continue
-            gap = gap_of(left, right)
+            gap = gap_of(left, right, least)
             if gap > close:
                 where = "weights" if part == MODEL else "states of the optimizer"
                 return TensorDifference(part, name, gap, f"the {where} {name} differ by {gap:.2g} of their size")
@@ -72,12 +74,15 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(left, right)
 
 
-def gap_of(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference between elements over the largest element; infinite where that cannot be computed."""
+def gap_of(one: torch.Tensor, other: torch.Tensor, least: float = 0.0) -> float:
+    """The largest difference between elements over the largest element, or over `least` where that is larger.
+
+    It is infinite where it cannot be computed.
+    """
     if one.shape != other.shape:
         return float("inf")
     left, right = one.double(), other.double()
-    size = max(float(left.abs().max()), float(right.abs().max())) if left.numel() else 0.0
+    size = max(float(left.abs().max()), float(right.abs().max()), least) if left.numel() else 0.0
     gap = float((left - right).abs().max()) if left.numel() else 0.0
     if gap == 0.0:
         return 0.0

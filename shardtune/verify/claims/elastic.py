@@ -69,7 +69,8 @@ def _require_same(one: ShortRun, other: ShortRun, runs: ShortRuns, what: str) ->
             else DRAWS,
         )
     for step in range(1, runs.steps + 1):
-        apart = tensor_difference(one.checkpoint(step), other.checkpoint(step), close=CLOSE, parts=("model",))
+        pair, least = (one.checkpoint(step), other.checkpoint(step)), one.recipe.actor.optim.lr
+        apart = tensor_difference(*pair, close=CLOSE, least=least, parts=("model",))
         if apart is not None:
             raise Failed(
                 f"{base} and {what} part after step {step}: {apart.text}",
