@@ -213,10 +213,12 @@ def run_as_main(request: Request, tail: Sequence[str]) -> None:
     """What the interpreter does once it is up."""
     import random
     import runpy
+    import tempfile
 
     import numpy
     import torch
 
+    tempfile.tempdir = None  # TMPDIR may differ
     random.seed()
     numpy.random.seed()
     threads = request.environment.get("OMP_NUM_THREADS", "")

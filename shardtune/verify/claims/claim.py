@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from shardtune.config import Recipe
+from shardtune.errors import Interrupted
+from shardtune.launch.signals import listening
 from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.verify.claims.short_runs import ShortRuns
 from shardtune.verify.result import Failed, Report, Result, Skipped
@@ -57,6 +59,7 @@ def check_claims(
 
     Raises:
         ShardtuneError: the recipe has a mistake.
+        Interrupted: stopped by a signal; the shortened runs have been ended.
     """
     with tempfile.TemporaryDirectory(prefix="shardtune-verify-") as folder:
         runs = ShortRuns(
@@ -68,11 +71,15 @@ def check_claims(
             make_worker=make_worker,
             report=report,
         )
+        threads = ThreadPoolExecutor(max_workers=len(claims))
         try:
-            with ThreadPoolExecutor(max_workers=len(claims)) as threads:
+            with listening():
                 results = list(threads.map(partial(_checked, runs=runs), claims))
+        except Interrupted as stopped:
+            raise Interrupted("stopped: nothing of this is noted, and the shortened runs are removed") from stopped
         finally:
-            runs.close()
+            runs.close()  # first: threads wait for these processes
+            threads.shutdown(cancel_futures=True)
     return Report(title, results)
 
 

@@ -166,6 +166,7 @@ class ShortRuns:
         self._report = report
         self._cores = _Cores(usable_cores())
         self._lock = Lock()
+        self._closed = False
         self._locks: dict[str, Lock] = {}  # by the values of a run: only one thread makes it
         self._made: dict[str, ShortRun] = {}
         self._attempts: list[Attempt] = []
@@ -210,17 +211,21 @@ class ShortRuns:
         self._report(f"{run.summary}{'' if stop_after is None else f', stopped after step {stop_after}'}")
         output = self.folder / f"{run.name}.{number}.txt"
         stream = output.open("wb")
-        process = subprocess.Popen(
-            module_command("shardtune", "train", str(file), *words),
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            env=_environment(),
-        )
-        attempt = Attempt(run, process, output, time.time(), number > 0 and not changes, stream)
-        Thread(target=self._give_back, args=(process, ranks), daemon=True).start()
-        with self._lock:
+        with self._lock:  # no process is started once they are ended
+            if self._closed:
+                stream.close()
+                self._cores.give_back(ranks)
+                raise Interrupted("the check was stopped")
+            process = subprocess.Popen(
+                module_command("shardtune", "train", str(file), *words),
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=_environment(),
+            )
+            attempt = Attempt(run, process, output, time.time(), number > 0 and not changes, stream)
             self._attempts.append(attempt)
+        Thread(target=self._give_back, args=(process, ranks), daemon=True).start()
         return attempt
 
     def program(self, name: str, command: Sequence[str], *, remedy: str) -> None:
@@ -270,7 +275,9 @@ class ShortRuns:
             return self._made[key]
 
     def close(self) -> None:
-        """End the processes that still run."""
+        """End the processes that still run; no others are started."""
+        with self._lock:
+            self._closed = True
         for attempt in self._attempts:
             attempt.end()
 

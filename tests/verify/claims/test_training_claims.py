@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -121,3 +125,30 @@ def test_what_was_verified_is_noted_in_the_run(tiny: Tiny, tmp_path: Path, monke
     assert json.loads(ended.out)["results"][0]["name"] == "elastic"
     noted = read_verified(tiny.run("noted"))
     assert [(one.claim, one.outcome) for one in noted] == [("resume", "passed"), ("elastic", "failed")]
+
+
+def test_stopped_in_the_middle_nothing_is_left(tiny: Tiny, tmp_path: Path) -> None:
+    """SIGTERM to the command alone ends its shortened runs and removes their folder."""
+    file, scratch = tmp_path / "recipe.yaml", tmp_path / "scratch"
+    file.write_text(json.dumps(tiny.recipe("stopped-verify")))
+    scratch.mkdir()
+    command = subprocess.Popen(
+        [sys.executable, "-m", "shardtune", "verify", "resume", str(file)],
+        env={**os.environ, "TMPDIR": str(scratch)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until = time.monotonic() + 60
+    while not list(scratch.glob("shardtune-verify-*/*.recorded/rank0.jsonl")) and time.monotonic() < until:
+        assert command.poll() is None
+        time.sleep(0.02)
+    command.terminate()
+    _, told = command.communicate(timeout=30)
+    assert (command.returncode, told.strip()) == (
+        75,
+        "stopped: nothing of this is noted, and the shortened runs are removed",
+    )
+    assert not list(scratch.glob("shardtune-verify-*"))
+    running = subprocess.run(["ps", "axww", "-o", "args="], capture_output=True, text=True, check=True).stdout
+    assert str(scratch) not in running
