@@ -94,6 +94,7 @@ EXAMPLES = {
     "eval.environment": "reach",
     "eval.environment_options": "{max_steps: 60}",
     "eval.action_steps": "4",
+    "eval.temporal_ensembling": "0.01",
 }
 """Values, as YAML, of the keys whose default is null or empty; the example of any other key is its default."""
 OF_ENTRIES = {"name": "math", "max_samples": "1000", "format": "sharegpt", "split": "train", "columns": "{q: question}"}

@@ -12,9 +12,10 @@ import numpy as np
 
 from shardtune.config import Recipe
 from shardtune.data.loader.order import derive_seed
-from shardtune.errors import ConfigError, ModelError
+from shardtune.errors import ModelError
 from shardtune.evaluate.environments.find import EnvironmentSource, checked_reset, checked_step
 from shardtune.evaluate.episode_video import Film, check_format, keep_film
+from shardtune.models.action.chunks import ActionChunks
 from shardtune.models.action.environment import Environment, Observation, Policy
 from shardtune.parallel.ranks import Ranks
 
@@ -52,10 +53,12 @@ class ClosedLoop:
         source: of the environments.
         episodes: number of episodes.
         seed: from which each episode's seed is derived.
-        action_steps: actions of a chunk that are taken before the policy is called again; None: all.
+        action_steps: actions of a chunk that are taken before the policy is called again; None: all, or 1 with temporal
+            ensembling.
         at_once: episodes that a rank plays side by side, one environment each.
         videos: number of episodes with a video, from the first on.
         video_format: gif or mp4.
+        temporal_ensembling: the exponent of the weights of overlapping chunks; None: chunks do not overlap.
     """
 
     source: EnvironmentSource
@@ -65,6 +68,7 @@ class ClosedLoop:
     at_once: int
     videos: int
     video_format: str
+    temporal_ensembling: float | None = None
 
     @classmethod
     def of(cls, recipe: Recipe) -> ClosedLoop | None:
@@ -80,6 +84,7 @@ class ClosedLoop:
             config.episodes_at_once,
             config.videos,
             config.video_format,
+            config.temporal_ensembling,
         )
 
     def episode_seed(self, episode: int) -> int:
@@ -163,7 +168,7 @@ def play(
         while ranks.largest(float(table.live)):
             poll()
             observations = table.observations()
-            chunks = _checked(policy(observations), len(observations), closed_loop.action_steps)
+            chunks = _checked(policy(observations), len(observations))
             table.act(chunks)
     finally:
         table.close()
@@ -180,8 +185,8 @@ def _clear(folder: Path) -> None:
         file.unlink()
 
 
-def _checked(actions: np.ndarray, number: int, action_steps: int | None) -> np.ndarray:
-    """The first `action_steps` actions of each of the policy's chunks, float32 [number, steps, A]."""
+def _checked(actions: np.ndarray, number: int) -> np.ndarray:
+    """The policy's chunks, float32 [number, C, A]."""
     actions = np.asarray(actions, dtype=np.float32)
     if actions.ndim != 3 or len(actions) != number:
         raise ModelError(
@@ -189,13 +194,7 @@ def _checked(actions: np.ndarray, number: int, action_steps: int | None) -> np.n
             where="closed-loop evaluation",
             remedy=f"return [{number}, steps of a chunk, dimensions]",
         )
-    if action_steps is not None and action_steps > actions.shape[1]:
-        raise ConfigError(
-            f"eval.action_steps is {action_steps}, and the model gives chunks of {actions.shape[1]} actions",
-            where="eval.action_steps",
-            remedy=f"set it to {actions.shape[1]} or less",
-        )
-    return actions[:, :action_steps]
+    return actions
 
 
 @dataclass(slots=True)
@@ -206,6 +205,7 @@ class _Seat:
     episode: int
     seed: int
     observation: Observation
+    chunks: ActionChunks
     steps: int = 0
     film: Film = field(default_factory=Film)
 
@@ -252,10 +252,14 @@ class _Table:
         return [seat.observation for seat in self._seats] or self._idle
 
     def act(self, chunks: np.ndarray) -> None:
-        """Take actions [observations, steps, A]; an episode that ends is followed by the next one."""
+        """Take actions of chunks [observations, C, A]; an episode that ends is followed by the next one."""
         seats, self._seats = self._seats, []
         for seat, chunk in zip(seats, chunks, strict=False):  # without episodes there is one chunk, which is ignored
-            if any(self._step(seat, action) for action in chunk):
+            seat.chunks.add(chunk)
+            ended = False
+            while not ended and not seat.chunks.empty:
+                ended = self._step(seat, seat.chunks.take())
+            if ended:
                 self._idle = [seat.observation]
                 self._begin(seat.environment)
             else:
@@ -267,14 +271,16 @@ class _Table:
         if number is None:
             return
         seed = self._closed_loop.episode_seed(number)
-        seat = _Seat(environment, number, seed, checked_reset(environment, self._closed_loop.source, number, seed))
+        observation = checked_reset(environment, self._closed_loop.source, number, seed)
+        chunks = ActionChunks(self._closed_loop.action_steps, self._closed_loop.temporal_ensembling)
+        seat = _Seat(environment, number, seed, observation, chunks)
         self._show(seat)
         self._seats.append(seat)
 
     def _step(self, seat: _Seat, action: np.ndarray) -> bool:
         """Take one action; returns whether the episode has ended."""
         place = f"episode {seat.episode}, seed {seat.seed}, action {seat.steps + 1}"
-        outcome = checked_step(seat.environment, self._closed_loop.source, action.copy(), place)
+        outcome = checked_step(seat.environment, self._closed_loop.source, action, place)
         seat.observation = outcome.observation
         seat.steps += 1
         self._show(seat)

@@ -74,6 +74,8 @@ def test_so_many_actions_of_a_chunk_are_taken() -> None:
     one = replace(LOOP, at_once=1, episodes=1)
     (episode,), calls = played(replace(one, action_steps=1))
     assert calls == episode.steps
+    (averaged,), calls = played(replace(one, temporal_ensembling=0.5))
+    assert calls == averaged.steps != episode.steps, "the mean of three predictions is not the last one"
     with pytest.raises(ConfigError, match=r"eval.action_steps is 4, and the model gives chunks of 3 actions"):
         played(replace(one, action_steps=4))
 

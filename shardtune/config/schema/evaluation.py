@@ -56,7 +56,14 @@ class EvalConfig(Section):
         16, "Episodes that a rank runs in parallel, each in its own environment, with one batched call of the policy."
     )
     action_steps: Count | None = key(
-        None, "How many actions of a predicted chunk are executed before the next prediction; null: all of them."
+        None,
+        "How many actions of a predicted chunk are executed before the next prediction; null: all of them, or 1 with "
+        "`temporal_ensembling`.",
+    )
+    temporal_ensembling: Number | None = key(
+        None,
+        "An action is the mean of all predictions for its time, weighted by exp(-w i) with this w; i counts them from "
+        "the oldest (ACT: 0.01). null: the last prediction alone.",
     )
     videos: int = key(4, "How many episodes, the first ones, are saved as videos in `samples/`.", ge=0)
     video_format: Literal["gif", "mp4"] = key("gif", "The format of the videos; mp4 needs the extra `video`.")
