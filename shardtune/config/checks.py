@@ -441,6 +441,13 @@ def _actions(context: Context) -> Iterator[ConfigError]:
         )
     acts = model.model_type == "vision_language_action" or model.model_type not in BUILT_IN
     given = model.model_dump(exclude_defaults=True)
+    if model.normalization_mapping is not None and model.adapter is None and model.model_type in BUILT_IN:
+        key = "actor.model.normalization_mapping"
+        yield context.problem(
+            key,
+            f"{key} has no effect with model_type: {model.model_type}: it is for adapters with a self.normalizer",
+            "leave it out; action tokens are made of values between the quantiles 0.01 and 0.99",
+        )
     for name in (name for name in OF_ACTIONS if name in given and own and not acts):
         yield context.problem(
             f"actor.model.{name}",

@@ -78,6 +78,7 @@ class Adapter(ABC):
             numbers in them, to styles of transformers ("colwise", "rowwise", "embedding_rowwise", …); by default as a
             model of transformers declares it.
         options: the recipe's `actor.model.options`, an instance of `Options`.
+        train_data: training rows in memory instead of those of the recipe.
     """
 
     Options: ClassVar[type[BaseModel]] = NoOptions
@@ -85,6 +86,7 @@ class Adapter(ABC):
     unit_classes: ClassVar[Sequence[str]] = ()
     reads: ClassVar[Sequence[str]] = ()
     tensor_plan: ClassVar[Mapping[str, str]] = {}
+    train_data: object = None
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self.recipe = recipe
@@ -196,6 +198,19 @@ class Adapter(ABC):
         """The encoder that makes samples of rows, in the processes that build the cache."""
         chunk = self.action_chunk
         return FieldEncoder(self, self.recipe) if chunk is None else FrameFieldEncoder(self, self.recipe, chunk)
+
+    def encoding_settings(self) -> Mapping[str, Any]:
+        """What `encode` depends on besides its code, the options and the names of model and tokenizer, as JSON: a part
+        of the key of the cache of encoded rows, such as the content of a file that `encode` reads. By default nothing.
+        """
+        return {}
+
+    def take_encoding_settings(self, settings: Mapping[str, Any]) -> None:  # noqa: B027 (may stay empty)
+        """Take over the `encoding_settings` of the process that has started this one to encode rows."""
+
+    def saved_files(self) -> Mapping[str, object]:
+        """Further files beside the saved weights: JSON by name. By default none."""
+        return {}
 
     def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> Batch:
         """One micro-batch of samples; by default each field is stacked, and padded where `padding` names it."""

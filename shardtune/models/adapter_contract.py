@@ -39,7 +39,7 @@ CALLED_BY = {
     "tensor_plan": "apply_model_parallel",
 }
 """What authors write, and the method of `Adapter` that calls or reads it, which a class may override too."""
-DECLARED = ("Options", "padding", "unit_classes", "reads")
+DECLARED = ("Options", "padding", "unit_classes", "reads", "normalization_mapping")
 OWN = "shardtune."
 """Prefix of the package's own modules."""
 MEANT = 0.83

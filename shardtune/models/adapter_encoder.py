@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -41,6 +41,8 @@ class RowEncoding(Protocol):
     def encoder(self, *, with_prompts: bool) -> Encoder: ...
     def encode(self, row: Row) -> Sample: ...
     def weights(self, sample: Sample) -> Mapping[str, float]: ...
+    def encoding_settings(self) -> Mapping[str, Any]: ...
+    def take_encoding_settings(self, settings: Mapping[str, Any]) -> None: ...
 
 
 class FieldEncoder:
@@ -57,8 +59,8 @@ class FieldEncoder:
         data = recipe.data
         self._limit = LengthLimit(data.max_length, data.on_too_long)
 
-    def __reduce__(self) -> tuple[Callable[..., Encoder], tuple[Place, dict[str, object]]]:
-        return _from_recipe, (Place.of(type(self._adapter)), self._recipe.to_dict())
+    def __reduce__(self) -> tuple[Callable[..., Encoder], tuple[Place, dict[str, object], Mapping[str, Any]]]:
+        return _from_recipe, (Place.of(type(self._adapter)), self._recipe.to_dict(), self._adapter.encoding_settings())
 
     def encode(self, row: Row) -> Sample:
         try:
@@ -162,6 +164,8 @@ class FieldEncoder:
             "tokenizer": recipe.actor.tokenizer.tokenizer_model,
             "data": [recipe.data.max_length, recipe.data.on_too_long, recipe.data.system_prompt],
         }
+        further = self._adapter.encoding_settings()
+        settings |= {"further": further} if further else {}
         return hashlib.blake2b(json.dumps(settings, default=str).encode(), digest_size=20).hexdigest()
 
 
@@ -208,10 +212,12 @@ class Place:
         return vars(module)[last]
 
 
-def _from_recipe(place: Place, values: dict[str, object]) -> Encoder:
+def _from_recipe(place: Place, values: dict[str, object], settings: Mapping[str, Any]) -> Encoder:
     """The encoder of the same recipe in another process."""
     recipe = load_recipe(values, in_memory=_EVERY_PATH, files_must_exist=False)
-    return place.find().from_recipe(recipe).encoder(with_prompts=False)
+    adapter = place.find().from_recipe(recipe)
+    adapter.take_encoding_settings(settings)
+    return adapter.encoder(with_prompts=False)
 
 
 _EVERY_PATH = ("actor.model.model_path", "data.train_data_paths", "data.eval_data_paths")

@@ -139,8 +139,13 @@ class ModelConfig(Section):
     )
     action_statistics: Text | None = key(
         None,
-        "The statistics that normalise actions, a dataset_statistics.json; null: those next to the weights, otherwise "
-        "those of the training rows.",
+        "The statistics that normalise actions, a dataset_statistics.json or the normalizer.json of an adapter's "
+        "final/; null: those next to the weights, otherwise those of the training rows.",
+    )
+    normalization_mapping: dict[str, Text] | None = key(
+        None,
+        "How an adapter of your own normalises VISUAL, STATE and ACTION, e.g. {STATE: MEAN_STD, ACTION: MIN_MAX}; also "
+        "QUANTILES, IDENTITY; null: as its class declares.",
     )
     is_lora: bool = key(False, "Train a low-rank adapter (LoRA) instead of the model's own weights.")
     lora: LoraConfig = section(LoraConfig, "The low-rank adapter (LoRA).")

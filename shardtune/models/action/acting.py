@@ -3,19 +3,73 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from shardtune.models.action.environment import Policy
+from shardtune.models.action.normalizer import Normalizer
+from shardtune.models.action.recipe_normalizer import NORMALIZER_FILE, normalizer_of, recipe_normalizers
 from shardtune.models.adapter import Adapter, AdapterRoot
 from shardtune.models.mixed_precision import compute_in
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
 
 
 class ActingAdapter(Adapter):
-    """A model that predicts the next actions in an environment."""
+    """A model that predicts the next actions in an environment.
+
+    Attributes:
+        normalization_mapping: how VISUAL, STATE and ACTION are normalised, each IDENTITY, MEAN_STD, MIN_MAX or
+            QUANTILES; the recipe's `model.normalization_mapping` takes precedence. With any, `self.normalizer` has the
+            statistics of the training data (`Normalizer` has an example); they are part of the key of the cache of
+            encoded rows, and saved beside the weights.
+    """
+
+    normalization_mapping: ClassVar[Mapping[str, str]] = {}
+    _normalizers: Mapping[str, Normalizer] | None = None
+
+    @property
+    def normalizers(self) -> Mapping[str, Normalizer]:
+        """The normalizers of the training data sets, by their names; `row["dataset"]` is the name of a row's.
+
+        Raises:
+            ConfigError: there are no statistics, or other modes than the file of statistics has.
+            DataError: statistics that cannot be read or used.
+        """
+        if self._normalizers is None:
+            self._normalizers = recipe_normalizers(
+                self.recipe, self.normalization_mapping, self.action_chunk, self.train_data
+            )
+        return self._normalizers
+
+    @property
+    def normalizer(self) -> Normalizer:
+        """The normalizer of the only training data set, or of the one that `actor.model.unnorm_key` names.
+
+        Raises:
+            ConfigError: there are several, and none is named.
+        """
+        return normalizer_of(self.normalizers, self.recipe.actor.model.unnorm_key)
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether the adapter or its recipe names a mode."""
+        return bool({**self.normalization_mapping, **(self.recipe.actor.model.normalization_mapping or {})})
+
+    def encoding_settings(self) -> Mapping[str, Any]:
+        found = {name: one.to_json() for name, one in self.normalizers.items()} if self.normalizes else {}
+        return {**super().encoding_settings(), **({"normalizers": found} if found else {})}
+
+    def take_encoding_settings(self, settings: Mapping[str, Any]) -> None:
+        super().take_encoding_settings(settings)
+        if "normalizers" in settings:
+            self._normalizers = {name: Normalizer.from_json(one) for name, one in settings["normalizers"].items()}
+
+    def saved_files(self) -> Mapping[str, object]:
+        found = self.encoding_settings().get("normalizers")
+        return {**super().saved_files(), **({} if found is None else {NORMALIZER_FILE: found})}
 
     @abstractmethod
     def policy(self, root: AdapterRoot, device: torch.device) -> Policy:

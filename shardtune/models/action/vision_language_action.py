@@ -177,6 +177,11 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
             found[f"{ERROR}/{dimension}"] = Metric(float(off_real[:, dimension].sum()), float(len(off_real)))
         return found
 
+    @property
+    def normalizes(self) -> bool:
+        """False: actions are normalised by `settings`."""
+        return False
+
     # -- acting ----------------------------------------------------------------------------------------------------
 
     def root(self, model: nn.Module) -> ActionRoot:

@@ -86,6 +86,7 @@ class SFTWorker(FSDPSftWorker):
         if tokenizer is not None:
             add_new_tokens(tokenizer, recipe.actor.added_tokens)
         self.adapter: Adapter = find_adapter(recipe, model=model, tokenizer=tokenizer)
+        self.adapter.train_data = train_data
         self._in_memory = model
         sharded = model is not None and recipe.actor.model.is_lora and num_ranks(recipe.runner) > 1
         self._empty_base = without_values(model) if model is not None and sharded else None
@@ -105,7 +106,7 @@ class SFTWorker(FSDPSftWorker):
         self._hooks.check_terms(self._rows_task.loss_terms(), self.adapter)
         text = self._rows_task.text
         self.tokenizer, self.processor, self.chat_template = text.tokenizer, text.processor, text.chat_template
-        self.end_of_turn_ids = text.end_of_turn_ids
+        self.end_of_turn_ids, self.saved_files = text.end_of_turn_ids, text.files
         self.report = report
 
     def _encoder(self, with_prompts: bool) -> Encoder:

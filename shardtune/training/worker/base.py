@@ -122,6 +122,7 @@ class FSDPSftWorker(ABC):
         self.processor: Processor | None = None
         self.chat_template: str | None = None
         self.end_of_turn_ids: tuple[int, ...] = ()
+        self.saved_files: Mapping[str, object] = {}
         self.notes: list[str] = []
         self.samples: list[Mapping[str, object]] = []
         self.step_seconds: Mapping[str, float] = {}
@@ -530,7 +531,7 @@ class FSDPSftWorker(ABC):
         self._model_export().check(dtype)
 
     def _model_export(self) -> ModelExport:
-        text = TextParts(self.tokenizer, self.processor, self.chat_template, self.end_of_turn_ids)
+        text = TextParts(self.tokenizer, self.processor, self.chat_template, self.end_of_turn_ids, self.saved_files)
         return ModelExport(self.recipe, self.ranks, self.state, text)
 
     def reopened(self, directory: Path) -> FSDPSftWorker:

@@ -113,11 +113,11 @@ class CachedRowsTask(Task):
     @property
     def text(self) -> TextParts:
         """What belongs to a model that reads and writes text, beside its weights."""
-        encoder = self.prepared.encoder
+        encoder, processor, files = self.prepared.encoder, self.adapter.processor, self.adapter.saved_files()
         if isinstance(encoder, ChatEncoder):
             template = None if encoder.template is None else encoder.template.text
-            return TextParts(encoder.tokenizer, self.adapter.processor, template, tuple(encoder.stop_token_ids))
-        return TextParts(self.adapter.tokenizer if has_tokenizer(self.recipe) else None, self.adapter.processor)
+            return TextParts(encoder.tokenizer, processor, template, tuple(encoder.stop_token_ids), files)
+        return TextParts(self.adapter.tokenizer if has_tokenizer(self.recipe) else None, processor, files=files)
 
     # The model.
 

@@ -7,28 +7,32 @@ from pathlib import Path
 from shardtune.config import ActorConfig, Recipe, load_recipe
 from shardtune.config.model_names import BUILT_IN
 from shardtune.config.values import WORKERS
+from shardtune.models.action.recipe_normalizer import NORMALIZER_FILE
 from shardtune.training.build.lora import is_adapter
 
 
 def over_directory(recipe: Recipe, directory: Path) -> Recipe:
     """The same recipe with the configuration and tokenizer of a directory that `export` wrote, if it has them.
 
-    A user-defined module has neither; only its weights come from there (`RunContext.weights_directory`). A user's own
+    A user-defined module has neither; only its weights come from there (`RunContext.weights_directory`), and its
+    statistics, if the directory has them. A user's own
     code that reads `actor.tokenizer.tokenizer_model` finds a directory there if it did in training: this one, or, with
     an adapter, which lacks the base's config.json, the base's as before.
     """
     values, users_code = recipe.to_dict(), _runs_users_code(recipe.actor)
     model, tokenizer = values["actor"]["model"], values["actor"]["tokenizer"]
     has_tokenizer = (directory / "tokenizer_config.json").is_file()
+    if (directory / NORMALIZER_FILE).is_file():
+        model["action_statistics"] = str(directory / NORMALIZER_FILE)
+    elif not is_adapter(directory) and not (directory / "config.json").is_file():
+        return recipe
     if is_adapter(directory):
         # The adapter's own settings apply, so none are given here; the base model stays.
         model["lora"] = {"load_from": str(directory), "base_dtype": model["lora"]["base_dtype"]}
         if has_tokenizer and not users_code:
             tokenizer["tokenizer_model"] = str(directory)
             values["data"]["chat_template"] = None
-    elif not (directory / "config.json").is_file():
-        return recipe
-    else:
+    elif (directory / "config.json").is_file():
         model |= {"model_path": str(directory), "from_scratch": False, "config_overrides": {}}
         if has_tokenizer:
             tokenizer["tokenizer_model"] = tokenizer["tokenizer_model"] and str(directory)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from shardtune.checkpoint.atomic import write_json
 from shardtune.checkpoint.companions import copy_companions
 from shardtune.checkpoint.hf_save import (
     DiskDtype,
@@ -43,12 +45,14 @@ class TextParts:
         processor: what prepares images or other inputs.
         chat_template: that it was trained with; None: the tokenizer's.
         end_of_turn_ids: tokens that end an answer.
+        files: further files, JSON by name.
     """
 
     tokenizer: PreTrainedTokenizerBase | None = None
     processor: Processor | None = None
     chat_template: str | None = None
     end_of_turn_ids: tuple[int, ...] = ()
+    files: Mapping[str, object] = field(default_factory=dict)
 
 
 @final
@@ -88,6 +92,7 @@ class ModelExport:
             else:
                 self._export_model(directory, dtype)
         if self._ranks.is_main:
+            self._write_files(directory)
             self._copy_companions(directory, adapter=only_adapter)
 
     def check(self, dtype: str) -> None:
@@ -102,6 +107,7 @@ class ModelExport:
                 if isinstance(model, PreTrainedModel):
                     save_config(model, path, self._disk_dtype(dtype, model))
                 self._save_text(path)
+                self._write_files(path)
                 self._copy_companions(path, adapter=is_adapted(model))
             except ShardtuneError:
                 raise
@@ -113,6 +119,10 @@ class ModelExport:
                     where=", ".join([f"{type(model).__name__}.config", *kinds]),
                     remedy="let save_pretrained of each of them write into a directory; final/ needs it",
                 ) from error
+
+    def _write_files(self, directory: Path) -> None:
+        for name, content in self._text.files.items():
+            write_json(directory / name, content)
 
     def _copy_companions(self, directory: Path, *, adapter: bool) -> None:
         actor = self._recipe.actor
