@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,14 @@ from tests.support.tiny_run import Tiny, assert_same_tensors, free_ports, lines,
 
 Process = subprocess.Popen[str]
 EXIT_STOPPED = 75
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hangup() -> Iterator[None]:
+    """SIGHUP ends a process, also where the tests themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(scope="module")

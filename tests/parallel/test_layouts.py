@@ -12,8 +12,8 @@ from tests.support.dist.parity import EXACT
 
 pytestmark = pytest.mark.lengthy
 
-SOME = ("FSDP2-4", "DDP-2", "HSDP 2 x 2-4", "TP 2-2", "FSDP 2 x TP 2-4", "SP 2-2", "FSDP 2 x SP 2-4", "offload-2")
-SOME_EXPERTS = ("EP 2-2", "FSDP 2 x EP 2-4", "TP 2 x EP 4-4")
+SOME = ("FSDP2-4", "DDP-2", "HSDP 2 x 2-4", "FSDP 2 x TP 2-4", "FSDP 2 x SP 2-4", "offload-2")
+SOME_EXPERTS = ("FSDP 2 x EP 2-4", "TP 2 x EP 4-4")
 CASES = [
     pytest.param("dense", [layout for layout in LAYOUTS if str(layout) in SOME], id="dense"),
     pytest.param("qwen3_moe", [layout for layout in EXPERTS if str(layout) in SOME_EXPERTS], id="experts"),
@@ -26,7 +26,7 @@ CASES = [
 @pytest.mark.parametrize(("kind", "layouts"), CASES)
 def test_layouts_are_exact(tmp_path: Path, kind: str, layouts: Sequence[LaidOut]) -> None:
     """Two steps: eight rows, then one row, for which all ranks but one have fillers."""
-    assert len(layouts) >= 3
+    assert len(layouts) >= 2
     found = dict(zip(map(str, layouts), LayoutRuns(tmp_path, steps=2, rows=9).compare(kind, layouts), strict=True))
     wrong = {name: apart for name, apart in found.items() if apart.largest > EXACT or not apart.same_counts}
     assert not wrong

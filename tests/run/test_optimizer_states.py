@@ -35,7 +35,6 @@ def test_layouts_round_alike(tmp_path: Path, ranks: int) -> None:
     others = [
         *layouts[:2],
         asked("bf16", **{f"{PARALLEL}tensor": 2}),
-        asked("bf16", actor__training_backend="fsdp1"),
         asked("int8", **{f"{PARALLEL}tensor": 2}),
         asked("int8", actor__training_backend="ddp"),
     ]
@@ -43,15 +42,18 @@ def test_layouts_round_alike(tmp_path: Path, ranks: int) -> None:
     found = run_ranks(run_recipes, ranks, others, timeout=600)[0]
     assert apart(bf16, fp32) > 1e-4
     assert apart(int8, fp32) > 1e-4
-    for trace, alone in zip(found, [bf16, int8, bf16, bf16, None, int8], strict=True):
+    for trace, alone in zip(found, [bf16, int8, bf16, None, int8], strict=True):
         if alone is not None:
             assert apart(trace, alone) < 1e-6
-    assert found[4].losses == pytest.approx(fp32.losses, rel=0.05)
+    assert found[3].losses == pytest.approx(fp32.losses, rel=0.05)
 
 
 @pytest.mark.parametrize(
     ("state_dtype", "kept"),
-    [("bf16", {torch.bfloat16, torch.float32}), ("int8", {torch.uint8, torch.float32, torch.float64})],
+    [
+        pytest.param("bf16", {torch.bfloat16, torch.float32}, marks=pytest.mark.slow),
+        ("int8", {torch.uint8, torch.float32, torch.float64}),
+    ],
 )
 def test_a_stopped_run_goes_on_bitwise_and_on_other_ranks(
     tmp_path: Path, state_dtype: str, kept: set[torch.dtype]

@@ -22,7 +22,13 @@ def rows_that(does: str, folder: Path) -> Path:
     return folder / "episodes"
 
 
-@pytest.mark.parametrize(("does", "kind"), [("sees", "vision_language"), ("acts", "vision_language_action")])
+@pytest.mark.parametrize(
+    ("does", "kind"),
+    [
+        pytest.param("sees", "vision_language", marks=pytest.mark.slow),  # the other one sees as well
+        ("acts", "vision_language_action"),
+    ],
+)
 @pytest.mark.lengthy
 def test_the_kit_finds_nothing_wrong(does: str, kind: str, tmp_path: Path) -> None:
     """In this process alone; fresh processes and ranks have tests of their own."""

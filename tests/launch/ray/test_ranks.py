@@ -151,6 +151,7 @@ def test_kill_9_leaves_no_rank(tiny: Tiny) -> None:
     # Ray's own agents look only now and then, up to a minute and a half, whether their node is still there.
 
 
+@pytest.mark.slow
 def test_the_first_real_error_is_shown(tiny: Tiny, cluster: None) -> None:
     """`test_nodes.py` has the restart after a loss."""
     with pytest.raises((RankFailed, ShardtuneError)) as failed:

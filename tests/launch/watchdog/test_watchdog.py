@@ -210,7 +210,9 @@ def test_the_time_limit_of_collectives_is_the_recipes(tiny: Tiny, monkeypatch: p
 
 
 @pytest.mark.lengthy
-@pytest.mark.parametrize("way", ["stopped", "holds_the_interpreter", "skips_a_step", "leaves"])
+@pytest.mark.parametrize(
+    "way", ["stopped", pytest.param("holds_the_interpreter", marks=pytest.mark.slow), "skips_a_step", "leaves"]
+)
 def test_of_two_ranks_the_one_that_is_stuck_is_named(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, way: str):
     if way == "stopped":
         shardtune.train(tiny.recipe("whole", runner__nproc_per_node=2))
