@@ -67,12 +67,18 @@ def test_worked_example(tmp_path, read):
 def test_long_episodes(tmp_path, read, chunk):
     """Rows are given out before their episode is read to its end."""
     lengths = (200, 63, 64, 65, 1)
-    rows = read(write(tmp_path / "rows.jsonl", frames(*lengths)), chunk=chunk)
+    rows = read(write(tmp_path / "rows.jsonl", frames(*lengths)), chunk=chunk, observations=3)
+    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
     ends = np.repeat(np.cumsum(lengths), lengths) - 1
     for place, row in enumerate(rows):
         expected = np.minimum(place + np.arange(chunk), ends[place])
         np.testing.assert_array_equal(row["actions"][:, 0], expected)
         np.testing.assert_array_equal(row["action_is_pad"], place + np.arange(chunk) > ends[place])
+        assert [int(one["action"][0]) for one in row["earlier"]] == [
+            max(place - 2, starts[place]),
+            max(place - 1, starts[place]),
+        ]
+        assert [one["is_pad"] for one in row["earlier"]] == [place - 2 < starts[place], place - 1 < starts[place]]
     assert len(rows) == sum(lengths)
 
 
