@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from shardtune.batch import Batch, Sample
 from shardtune.config import Recipe
 from shardtune.data.encoder import Row
 from shardtune.errors import ConfigError, ModelError
-from shardtune.models.action.acting import ActingAdapter
+from shardtune.models.action.acting import ActingAdapter, ActingRoot
 from shardtune.models.action.environment import Observation
 from shardtune.models.action.environment import Policy as ActFunction
 from shardtune.models.action.normalizer import Normalizer
@@ -210,14 +210,14 @@ class Policy(ActingAdapter):
         return self.predict(model, *inputs)
 
     def policy(self, root: AdapterRoot, device: torch.device) -> ActFunction:
-        predict: Callable[..., torch.Tensor] = root.act
+        assert isinstance(root, ActingRoot)
         steps = None if self.recipe.eval.temporal_ensembling is not None else self.options.n_action_steps
 
         def act(observations: Sequence[Observation]) -> np.ndarray:
             fields = [self._observed(one) for one in observations]
             inputs = {name: torch.from_numpy(np.stack([one[name] for one in fields])).to(device) for name in fields[0]}
             with torch.no_grad():
-                chunk = predict(self.prepared(inputs))
+                chunk = root.act(self.prepared(inputs))
             return self.normalizer.actions.unnormalise(chunk.float().cpu().numpy())[:, :steps]
 
         return act
