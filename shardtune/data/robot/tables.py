@@ -197,11 +197,6 @@ class _Grouping:
     def _whole(self, row: Row, columns: Columns) -> FrameRow:
         """A row that holds its following actions itself."""
         named = columns.named
-        if self.options.observations > 1:
-            raise RowError(
-                f"the row holds its actions, and the model takes {self.options.observations} frames, which such rows "
-                "do not have: give one row per frame, with episode"
-            )
         actions = np.stack([_vector(action, "actions") for action in row[named["actions"]]])
         if len(actions) != self.options.chunk:
             raise RowError(f"the row has {len(actions)} actions, actor.model.action_chunks_len is {self.options.chunk}")
@@ -227,8 +222,32 @@ class _Grouping:
             "episode": episode,
             "frame": frame,
         }
+        if self.options.observations > 1:
+            content["earlier"] = self._given(row, columns)
         digest = episode_digest("" if episode is None else episode, instruction, actions[0], content["state"])
         return FrameRow(content, digest, "" if episode is None else f"episode {episode}, frame {frame}")
+
+    def _given(self, row: Row, columns: Columns) -> list[dict[str, Any]]:
+        """The earlier frames that a row holds itself."""
+        wanted, found = (
+            self.options.observations - 1,
+            row[columns.named["earlier"]] if "earlier" in columns.named else (),
+        )
+        if len(found) != wanted:
+            raise RowError(
+                f"the row holds its actions and {len(found)} earlier frames, the model takes {wanted}: give one row "
+                "per frame with episode, or as many dictionaries of images, state, action and is_pad in earlier"
+            )
+        folder = self.origin.folder
+        return [
+            {
+                "images": {camera: image_record(image, folder) for camera, image in (one.get("images") or {}).items()},
+                "state": None if one.get("state") is None else _vector(one["state"], "state"),
+                "action": _vector(one["action"], "action"),
+                "is_pad": bool(one["is_pad"]),
+            }
+            for one in found
+        ]
 
 
 def _after(frame: object, place: int) -> int:

@@ -125,17 +125,18 @@ def features_of(row: Mapping[str, Any]) -> Features:
     return Features(input_features=inputs, output_features=outputs)
 
 
-def features_of_rows(recipe: Recipe, train_data: object) -> Features:
+def features_of_rows(recipe: Recipe, train_data: object, frames: FrameOptions) -> Features:
     """The features of the first training row that can be used.
 
     Args:
         recipe: its `data` section is read.
+        frames: how the rows are read.
         train_data: training rows in memory instead of the recipe's.
 
     Raises:
         ConfigError: there is none.
     """
-    for row in _rows(recipe, recipe.data.train_data_paths if train_data is None else train_data):
+    for row in _rows(recipe, recipe.data.train_data_paths if train_data is None else train_data, frames):
         return features_of(row)
     raise ConfigError(
         "the shapes of images, state and action are not known: there is no training row to read them from",
@@ -144,10 +145,10 @@ def features_of_rows(recipe: Recipe, train_data: object) -> Features:
     )
 
 
-def _rows(recipe: Recipe, spec: object) -> Iterator[Mapping[str, Any]]:
+def _rows(recipe: Recipe, spec: object, frames: FrameOptions) -> Iterator[Mapping[str, Any]]:
     if spec is None:
         return
-    for source in resolve_sources(spec, recipe.data, frames=FrameOptions(), report=lambda _: None):
+    for source in resolve_sources(spec, recipe.data, frames=frames, report=lambda _: None):
         for file in source.files:
             for _, row in source.rows(file):
                 prepared = None if isinstance(row, RowError) else prepare_row(row, source)

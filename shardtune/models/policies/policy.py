@@ -13,7 +13,7 @@ import torch
 
 from shardtune.batch import Batch, Sample
 from shardtune.config import Recipe
-from shardtune.data.encoder import Row
+from shardtune.data.encoder import FrameOptions, Row
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.action.acting import ActingAdapter, ActingRoot
 from shardtune.models.action.environment import Observation
@@ -77,7 +77,8 @@ class Policy(ActingAdapter):
     def features(self) -> Features:
         """Inputs and outputs: those of the options or of the directory, otherwise of the first training row."""
         if self._found is None:
-            self._found = features_of_rows(self.recipe, self.train_data)
+            frames = FrameOptions(self.action_chunk, self.observation_steps)
+            self._found = features_of_rows(self.recipe, self.train_data, frames)
         return self._found
 
     def encode(self, row: Row) -> Sample:
