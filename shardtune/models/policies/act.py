@@ -299,6 +299,10 @@ class ActPolicy(Policy):
     def build(self) -> nn.Module:
         return ActModule(self.options, self.features)
 
+    def may_be_idle(self, name: str) -> bool:
+        """The decoder begins with zeros, so the first layer's attention to itself has no input but its biases."""
+        return name.startswith("model.decoder.layers.0.self_attn.")
+
     def backbone_weights(self) -> dict[str, Any]:
         return read_backbone(self.options.pretrained_backbone_weights, "model.backbone.{}".format)
 

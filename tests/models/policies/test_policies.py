@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,18 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-import shardtune
+from shardtune.batch import LossSum
 from shardtune.config import load_recipe
+from shardtune.data.encoder import FrameOptions
+from shardtune.data.sources.resolve import resolve_sources
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.action.chunks import ObservationHistory
 from shardtune.models.find_adapter import find_adapter
 from shardtune.models.policies.policy import Policy
 from shardtune.models.policies.resnet import FrozenBatchNorm, ResNet, feature_size
 from shardtune.parallel.meta_init import init_empty_weights
+from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.verify.adapter import verify_adapter
-from shardtune.verify.result import Report
 from tests.support.robot import save_episodes
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -82,25 +84,36 @@ def test_names_and_shapes_are_lerobots(folder: Path, kind: str) -> None:
     assert {name: list(tensor.shape) for name, tensor in module.state_dict().items()} == expected
 
 
-def report_of(folder: Path, kind: str, *only: str) -> Report:
-    """Of the conformance kit, whose checks compare sums and steps with plain PyTorch in fp64."""
-    file = folder / f"{kind}.yaml"
-    file.write_text(yaml.safe_dump(recipe(folder, kind)))
-    return verify_adapter(str(file), only=only, processes=not only, report=lambda text: None)
-
-
 @pytest.mark.parametrize("kind", POLICIES)
-def test_sums_and_steps_equal_a_plain_loop(folder: Path, kind: str) -> None:
-    """Dropout, noise and crops belong to the rows, so that they are the same however the rows are cut."""
-    report = report_of(folder, kind, "encode", "sums", "parity")
-    assert not report.failures, "\n".join(map(str, report.failures))
+def test_sums_are_the_same_however_rows_are_cut(folder: Path, kind: str) -> None:
+    """In training mode and fp64: dropout, noise and crops belong to the rows."""
+    adapter = policy_of(recipe(folder, kind, precision="fp64"))
+    data = adapter.recipe.data
+    frames = FrameOptions(adapter.action_chunk, adapter.observation_steps)
+    (source,) = resolve_sources(data.train_data_paths, data, frames=frames, report=lambda text: None)
+    samples = [adapter.encode(row) for _, row in itertools.islice(source.rows(source.files[0]), 4)]
+    root = adapter.root(adapter.build().double()).train()
+
+    def losses(numbers: list[int]) -> dict[str, LossSum]:
+        batch = adapter.collate([samples[number] for number in numbers], numbers, {})
+        return root(replace(batch, key=7))
+
+    together, apart = losses([0, 1, 2, 3]), [losses([2]), losses([0, 3]), losses([1])]
+    weights = [adapter.weights(sample) for sample in samples]
+    for term, found in together.items():
+        assert found.weight == sum(one[term] for one in weights) == sum(one[term].weight for one in apart)
+        assert found.total.item() == pytest.approx(sum(one[term].total.item() for one in apart), rel=1e-10)
+    again = replace(adapter.collate(samples, [0, 1, 2, 3], {}), key=8)
+    assert root(again)[term].total.item() != found.total.item()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", POLICIES)
 def test_the_whole_kit(folder: Path, kind: str) -> None:
-    """Two ranks, resuming and a fresh process among it."""
-    report = report_of(folder, kind)
+    """A plain loop in fp64, two ranks, resuming and a fresh process among it."""
+    file = folder / f"{kind}.yaml"
+    file.write_text(yaml.safe_dump(recipe(folder, kind)))
+    report = verify_adapter(str(file), report=lambda text: None)
     assert not report.failures, "\n".join(map(str, report.failures))
 
 
@@ -114,43 +127,29 @@ def observations(steps: int, number: int = 3) -> list[Any]:
     return found
 
 
-ACTS = """
-import json, sys
-import numpy as np, torch
-from shardtune.config import load_recipe
-from shardtune.models.find_adapter import find_adapter
-directory, kind, given, target = sys.argv[1:]
-model = {"model_type": kind, "model_path": directory, "precision": "fp32"}
-recipe = load_recipe({"model": model}, files_must_exist=False, in_memory=["data.train_data_paths"])
-adapter = find_adapter(recipe)
-module = adapter.build()
-from safetensors.torch import load_file
-module.load_state_dict(load_file(directory + "/model.safetensors"))
-act = adapter.policy(adapter.root(module.eval()), torch.device("cpu"))
-np.save(target, act(list(np.load(given, allow_pickle=True))))
-"""
-
-
 @pytest.mark.parametrize("kind", POLICIES)
-def test_final_acts_in_a_fresh_process(folder: Path, kind: str, tmp_path: Path) -> None:
-    """Without the training data: sizes, statistics and weights are in the directory."""
-    run = shardtune.train(recipe(folder, kind))
-    final = run.dir / "final"
-    stored = json.loads((final / "config.json").read_text())
+def test_what_is_saved_acts_without_the_data(folder: Path, kind: str, tmp_path: Path) -> None:
+    """Sizes, statistics and weights are in the directory."""
+    worker = SFTWorker(load_recipe(recipe(folder, kind)), report=lambda text: None)
+    worker.setup()
+    worker.run_training()
+    worker.export(tmp_path, "auto")
+    trained = load_file(tmp_path / "model.safetensors")
+    worker.release()
+    stored = json.loads((tmp_path / "config.json").read_text())
     assert stored["type"] == kind
     assert stored["input_features"]["observation.images.wrist"] == {"type": "VISUAL", "shape": [3, 28, 28]}
-    adapter = policy_of(recipe(folder, kind))
-    seen = observations(adapter.observation_steps)
-    np.save(tmp_path / "seen.npy", np.array(seen, dtype=object))
-    command = [sys.executable, "-c", ACTS, str(final), kind, str(tmp_path / "seen.npy"), str(tmp_path / "acts.npy")]
-    subprocess.run(command, check=True)
-    module = adapter.build()
-    module.load_state_dict(load_file(final / "model.safetensors"))
-    expected = adapter.policy(adapter.root(module.eval()), torch.device("cpu"))(seen)
-    assert expected.shape == (3, 2, 3)
-    np.testing.assert_allclose(np.load(tmp_path / "acts.npy"), expected, atol=1e-6)
-    alone = adapter.policy(adapter.root(module), torch.device("cpu"))(seen[1:2])
-    np.testing.assert_allclose(alone[0], expected[1], atol=1e-5)  # what others see has no part in it
+    seen = observations(stored["n_obs_steps"])
+    found = []
+    for values in (recipe(folder, kind), {"model": {"model_type": kind, "model_path": str(tmp_path)}}):
+        adapter = policy_of(values, "actor.model.precision=fp32")
+        module = adapter.build()
+        module.load_state_dict(trained)
+        act = adapter.policy(adapter.root(module.eval()), torch.device("cpu"))
+        found.append(act(seen))
+        np.testing.assert_allclose(act(seen[1:2])[0], found[-1][1], atol=1e-5)  # what others see has no part in it
+    assert found[0].shape == (3, 2, 3)
+    np.testing.assert_allclose(found[1], found[0], atol=1e-6)
 
 
 def test_statistics_among_the_weights(folder: Path, tmp_path: Path) -> None:
