@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from shardtune.config.layers import Merged
-from shardtune.config.model_names import BUILT_IN
+from shardtune.config.model_names import BUILT_IN, POLICIES
 from shardtune.config.rank_layout import Layout
 from shardtune.config.schema import OptimConfig, Recipe
 from shardtune.config.shown import as_written
@@ -280,7 +280,11 @@ def _episodes(context: Context) -> Iterator[ConfigError]:
             f"eval.environment: {config.environment} needs a model that acts; {model.model_type} does not",
             "leave it out, or set actor.model.model_type: vision_language_action",
         )
-    elif model.adapter is None and (config.action_steps or 0) > model.action_chunks_len:
+    elif (
+        model.adapter is None
+        and model.model_type not in POLICIES
+        and (config.action_steps or 0) > model.action_chunks_len
+    ):
         yield context.problem(
             "eval.action_steps",
             f"eval.action_steps ({config.action_steps}) is more than the number of actions predicted at once "
@@ -429,6 +433,10 @@ OF_ACTIONS = (
 )
 
 
+OF_POLICIES = ("unnorm_key", "action_statistics")
+"""Those of them that ready policies read."""
+
+
 def _actions(context: Context) -> Iterator[ConfigError]:
     model = context.recipe.actor.model
     own = model.adapter is None and context.recipe.actor.worker is None
@@ -439,9 +447,15 @@ def _actions(context: Context) -> Iterator[ConfigError]:
             f"{key}: false has no effect with model_type: {model.model_type}, which is always built on the meta device",
             "leave it out; a registered function may pass it on",
         )
+    policy = own and model.model_type in POLICIES
     acts = model.model_type == "vision_language_action" or model.model_type not in BUILT_IN
     given = model.model_dump(exclude_defaults=True)
-    if model.normalization_mapping is not None and model.adapter is None and model.model_type in BUILT_IN:
+    if (
+        model.normalization_mapping is not None
+        and model.adapter is None
+        and model.model_type in BUILT_IN
+        and model.model_type not in POLICIES
+    ):
         key = "actor.model.normalization_mapping"
         yield context.problem(
             key,
@@ -449,6 +463,15 @@ def _actions(context: Context) -> Iterator[ConfigError]:
             "leave it out; action tokens are made of values between the quantiles 0.01 and 0.99",
         )
     for name in (name for name in OF_ACTIONS if name in given and own and not acts):
+        if policy and name in OF_POLICIES:
+            continue
+        if policy:
+            yield context.problem(
+                f"actor.model.{name}",
+                f"actor.model.{name} has no effect with model_type: {model.model_type}, whose actions are numbers",
+                "leave it out; the chunk is set by actor.model.options (chunk_size or horizon, n_action_steps)",
+            )
+            continue
         yield context.problem(
             f"actor.model.{name}",
             f"actor.model.{name} has no effect with model_type: {model.model_type}, which has no actions",

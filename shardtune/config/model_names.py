@@ -21,7 +21,12 @@ Gives = Literal["model", "config_and_processor"]
 
 CATEGORIES = ("sft",)
 """The categories of a registered model."""
-BUILT_IN = ("causal_lm", "vision_language", "vision_language_action")
+POLICIES = {
+    "act": "ACT: a chunk of actions at once from images and state (Zhao et al., 2023)",
+    "diffusion": "diffusion policy: noise is removed from a chunk of actions (Chi et al., 2023)",
+}
+"""Ready policies for robots, by LeRobot's names."""
+BUILT_IN = ("causal_lm", "vision_language", "vision_language_action", *POLICIES)
 """The system's own values of `actor.model.model_type`."""
 GROUP = "shardtune.adapters"
 """The entry-point group in which installed packages offer models."""

@@ -109,9 +109,15 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FrameOptions:
-    """How robot data become rows: one per frame, with the `chunk` actions from there on."""
+    """How robot data become rows: one per frame.
+
+    Attributes:
+        chunk: the actions of a row, from its frame on.
+        observations: the frames that a row shows: its own and those before it.
+    """
 
     chunk: int = 1
+    observations: int = 1
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ from shardtune.data.loader.order import derive_seed
 from shardtune.errors import ModelError
 from shardtune.evaluate.environments.find import EnvironmentSource, checked_reset, checked_step
 from shardtune.evaluate.episode_video import Film, check_format, keep_film
-from shardtune.models.action.chunks import ActionChunks
+from shardtune.models.action.chunks import ActionChunks, ObservationHistory
 from shardtune.models.action.environment import Environment, Observation, Policy
 from shardtune.parallel.ranks import Ranks
 
@@ -59,6 +59,7 @@ class ClosedLoop:
         videos: number of episodes with a video, from the first on.
         video_format: gif or mp4.
         temporal_ensembling: the exponent of the weights of overlapping chunks; None: chunks do not overlap.
+        observation_steps: frames that the policy sees.
     """
 
     source: EnvironmentSource
@@ -69,6 +70,7 @@ class ClosedLoop:
     videos: int
     video_format: str
     temporal_ensembling: float | None = None
+    observation_steps: int = 1
 
     @classmethod
     def of(cls, recipe: Recipe) -> ClosedLoop | None:
@@ -206,6 +208,7 @@ class _Seat:
     seed: int
     observation: Observation
     chunks: ActionChunks
+    history: ObservationHistory
     steps: int = 0
     film: Film = field(default_factory=Film)
 
@@ -237,7 +240,8 @@ class _Table:
                 self._begin(self._environments[-1])
             if not size:  # more ranks than episodes
                 self._environments.append(closed_loop.source.make())
-                self._idle = [checked_reset(self._environments[0], closed_loop.source, 0, closed_loop.episode_seed(0))]
+                seen = checked_reset(self._environments[0], closed_loop.source, 0, closed_loop.episode_seed(0))
+                self._idle = [ObservationHistory(closed_loop.observation_steps).see(seen)]
         except BaseException:
             self.close()
             raise
@@ -273,7 +277,8 @@ class _Table:
         seed = self._closed_loop.episode_seed(number)
         observation = checked_reset(environment, self._closed_loop.source, number, seed)
         chunks = ActionChunks(self._closed_loop.action_steps, self._closed_loop.temporal_ensembling)
-        seat = _Seat(environment, number, seed, observation, chunks)
+        history = ObservationHistory(self._closed_loop.observation_steps)
+        seat = _Seat(environment, number, seed, history.see(observation), chunks, history)
         self._show(seat)
         self._seats.append(seat)
 
@@ -281,7 +286,7 @@ class _Table:
         """Take one action; returns whether the episode has ended."""
         place = f"episode {seat.episode}, seed {seat.seed}, action {seat.steps + 1}"
         outcome = checked_step(seat.environment, self._closed_loop.source, action, place)
-        seat.observation = outcome.observation
+        seat.observation = seat.history.see(outcome.observation)
         seat.steps += 1
         self._show(seat)
         if not (outcome.success or outcome.done or seat.steps >= seat.environment.max_steps):

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from shardtune.batch import IGNORED, Batch, LossSum, Metric, PackedBatch, Prompt, Sample
 from shardtune.config import Recipe
 from shardtune.config.rank_layout import Layout
-from shardtune.data.encoder import Encoder, Row
+from shardtune.data.encoder import Encoder, FrameOptions, Row
 from shardtune.data.loader.packing import stack
 from shardtune.data.loader.step_loader import Companion
 from shardtune.errors import ConfigError, ModelError, ParallelError
@@ -197,7 +197,9 @@ class Adapter(ABC):
     def encoder(self, *, with_prompts: bool) -> Encoder:
         """The encoder that makes samples of rows, in the processes that build the cache."""
         chunk = self.action_chunk
-        return FieldEncoder(self, self.recipe) if chunk is None else FrameFieldEncoder(self, self.recipe, chunk)
+        if chunk is None:
+            return FieldEncoder(self, self.recipe)
+        return FrameFieldEncoder(self, self.recipe, FrameOptions(chunk, self.observation_steps))
 
     def encoding_settings(self) -> Mapping[str, Any]:
         """What `encode` depends on besides its code, the options and the names of model and tokenizer, as JSON: a part
@@ -209,7 +211,7 @@ class Adapter(ABC):
         """Take over the `encoding_settings` of the process that has started this one to encode rows."""
 
     def saved_files(self) -> Mapping[str, object]:
-        """Further files beside the saved weights: JSON by name. By default none."""
+        """Further files beside the saved weights, by name: JSON, or bytes. By default none."""
         return {}
 
     def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> Batch:
@@ -226,6 +228,12 @@ class Adapter(ABC):
         """Number of actions per row, where rows are frames of robot data (docs/robot-data.md); None: rows are those of
         the data files."""
         return None
+
+    @property
+    def observation_steps(self) -> int:
+        """Number of frames that a row of robot data shows, and an observation when acting: the present one and those
+        before it, which a row has as `earlier`; by default 1."""
+        return 1
 
     def may_be_idle(self, name: str) -> bool:
         """Whether a trained parameter may have no gradient; by default none may."""

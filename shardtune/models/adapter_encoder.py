@@ -174,12 +174,12 @@ class FrameFieldEncoder(FieldEncoder):
 
     Args:
         adapter, recipe: as for `FieldEncoder`.
-        chunk: number of actions of a row.
+        frames: how the rows are read.
     """
 
-    def __init__(self, adapter: RowEncoding, recipe: Recipe, chunk: int) -> None:
+    def __init__(self, adapter: RowEncoding, recipe: Recipe, frames: FrameOptions) -> None:
         super().__init__(adapter, recipe)
-        self.frames = FrameOptions(chunk)
+        self.frames = frames
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from shardtune.models.adapter_contract import check_adapter_class, check_made
 from shardtune.models.causal_lm import CausalLM, CausalLMSettings
 from shardtune.models.check_sizes import check_sizes
 from shardtune.models.new_tokens import add_new_tokens
+from shardtune.models.policies.names import policy_class
 from shardtune.models.pretrained import (
     MODEL_PATH,
     check_vocabulary,
@@ -228,7 +229,7 @@ def vision_language_action(
 
 
 def adapter_class(config: ModelConfig) -> type[Adapter] | None:
-    """The user's adapter class that a recipe names; None where it names none.
+    """The adapter class that a recipe names, a user's or that of a ready policy; None where it names none.
 
     Raises:
         ConfigError: it is no adapter, or breaks the contract of one.
@@ -242,7 +243,7 @@ def adapter_class(config: ModelConfig) -> type[Adapter] | None:
                 remedy="name a class that derives from shardtune.Adapter",
             )
     elif config.model_type in MODEL_TYPES:
-        return None
+        return policy_class(config.model_type)
     else:
         found = next((entry for entry in registered(config.model_type) if _is_adapter(entry)), None)
     if found is not None:

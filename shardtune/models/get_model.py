@@ -24,6 +24,7 @@ from shardtune.models.find_adapter import (
     vision_language,
     vision_language_action,
 )
+from shardtune.models.policies.names import policy_class
 from shardtune.models.pretrained import load_config, load_tokenizer, no_model_path
 from shardtune.models.registered_functions import MODEL_TYPES, registered_model, registered_parts, with_overrides
 from shardtune.parallel.meta_init import init_empty_weights
@@ -59,6 +60,9 @@ def get_model(
     if model_type == "vision_language_action":
         recipe = Recipe(actor=ActorConfig(model=with_overrides(config, override_config_kwargs)))
         adapter = vision_language_action(recipe, recipe.actor.model)
+    elif (policy := policy_class(model_type)) is not None:
+        with init_empty_weights():
+            return policy.from_recipe(Recipe(actor=ActorConfig(model=config))).build()
     else:
         kinds = {"causal_lm": causal_lm, "vision_language": vision_language}
         adapter = kinds.get(model_type, causal_lm)(config, overrides=override_config_kwargs)

@@ -33,6 +33,12 @@ def read_options(kind: type[BaseModel], recipe: Recipe) -> BaseModel:
         read = kind.model_validate_json(json.dumps(given), strict=kind.model_config.get("strict", True))
     except ValidationError as error:
         first = error.errors()[0]
+        if not first["loc"]:  # options that do not go together
+            raise ConfigError(
+                f"{KEY}: {first['msg'].removeprefix('Value error, ')}",
+                where=recipe.where(KEY) or KEY,
+                remedy="change one of them",
+            ) from error
         place = ".".join([KEY, *(str(part) for part in first["loc"])])
         raise ConfigError(
             f"{place} = {first['input']!r}: {first['msg']}" if first["type"] != "missing" else f"{place} is required",

@@ -82,8 +82,9 @@ def data(tmp_path: Path) -> Data:
 def read(data) -> Callable[..., list[Any]]:
     """All rows of what a recipe names; a `RowError` is raised."""
 
-    def run(spec: Any, chunk: int = 1, **options: Any) -> list[Any]:
-        sources = resolve_sources(spec, data, frames=FrameOptions(chunk), report=lambda text: None, **options)
+    def run(spec: Any, chunk: int = 1, observations: int = 1, **options: Any) -> list[Any]:
+        frames = FrameOptions(chunk, observations)
+        sources = resolve_sources(spec, data, frames=frames, report=lambda text: None, **options)
         rows = [row for source in sources for file in source.files for _, row in source.rows(file)]
         for row in rows:
             if isinstance(row, RowError):

@@ -18,6 +18,7 @@ _USUAL = {
     "action_is_pad": ("action_is_pad",),
     "images": ("images",),
     "dataset": ("dataset",),
+    "earlier": ("earlier",),
 }
 _CAMERA_PREFIXES = ("observation.images.", "observation.")
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from shardtune.data.encoder import RowError, caused_by
+from shardtune.data.encoder import FrameOptions, RowError, caused_by
 from shardtune.data.robot.images import ImageRecord, image_record
 from shardtune.data.row_files import NumberedRow
 
@@ -27,6 +27,8 @@ class FrameRow(dict[str, Any]):
             last action is repeated.
         dataset: the name of the source, the key of its statistics.
         episode, frame: where it comes from.
+        earlier: with `FrameOptions.observations` above 1: the frames before it, the oldest first, each with images,
+            state, action [A], and is_pad: true before the episode's start, where the first frame is repeated.
 
     Attributes:
         digest: the same for all frames of an episode, so that `data.eval_split` never splits an episode.
@@ -62,20 +64,22 @@ class FrameChunk:
 
     Attributes:
         origin: where they come from.
-        size: C, the actions of a row.
+        options: how they become rows.
+        before: b, the number of frames before the first one that are at hand, up to `options.observations - 1`.
         numbers: [n] row numbers.
         episodes, frames: [n] the episode of each, and its place in that.
         digests: uint64 [n], of the episodes.
         instructions: [n].
-        state: float32 [n, S], or None.
-        actions: float32 [n + up to C - 1, A].
+        state: float32 [b + n, S], or None.
+        actions: float32 [b + n + up to C - 1, A].
         left: int64 [n], how many frames of its episode there are from this one on.
-        pictures: a column of n images per camera, as stored in the file.
+        pictures: a column of b + n images per camera, as stored in the file.
         problems: index of each of the n + C - 1 frames that cannot be used -> the reason.
     """
 
     origin: Origin
-    size: int
+    options: FrameOptions
+    before: int
     numbers: Sequence[int]
     episodes: Sequence[object]
     frames: Sequence[int]
@@ -99,35 +103,53 @@ class FrameChunk:
     def _row(self, index: int, cameras: Sequence[str]) -> FrameRow:
         if index in self.problems:
             raise RowError(self.problems[index])
-        steps = np.arange(self.size)
+        steps = np.arange(self.options.chunk)
         left = int(self.left[index])
         indices = index + np.minimum(steps, left - 1)
-        state = None if self.state is None else self.state[index]
-        if state is not None and not np.isfinite(state).all():
-            raise RowError(f"the state is {state.tolist()}")
         content = {
-            "images": {camera: self._image(camera, index) for camera in cameras},
+            **self._seen(index, cameras),
             "instruction": self.instructions[index],
-            "state": state,
             "actions": self._finite(indices, index),
             "action_is_pad": steps >= left,
             "dataset": self.origin.dataset,
             "episode": self.episodes[index],
             "frame": int(self.frames[index]),
         }
+        if self.options.observations > 1:
+            content["earlier"] = [
+                self._earlier(index, back, cameras) for back in range(self.options.observations - 1, 0, -1)
+            ]
         return FrameRow(content, int(self.digests[index]), self._place(index))
 
+    def _seen(self, index: int, cameras: Sequence[str]) -> dict[str, Any]:
+        """Images and state of a frame."""
+        state = None if self.state is None else self.state[self.before + index]
+        if state is not None and not np.isfinite(state).all():
+            raise RowError(f"the state is {state.tolist()}")
+        return {"images": {camera: self._image(camera, index) for camera in cameras}, "state": state}
+
+    def _earlier(self, index: int, back: int, cameras: Sequence[str]) -> dict[str, Any]:
+        """The frame that lies `back` frames before another, or the episode's first."""
+        taken = min(back, int(self.frames[index]))
+        at = index - taken
+        if at in self.problems:
+            raise RowError(f"{taken} frames before, {self.problems[at]}")
+        action = self._finite(np.array([at]), index)[0]
+        return {**self._seen(at, cameras), "action": action, "is_pad": taken < back}
+
     def _finite(self, indices: np.ndarray, index: int) -> np.ndarray:
-        actions = self.actions[indices]
+        actions = self.actions[self.before + indices]
         fine = np.isfinite(actions).all(axis=1)
         if fine.all():
             return actions
         place = int(indices[np.flatnonzero(~fine)[0]])
-        reason = self.problems.get(place) or f"the action is {self.actions[place].tolist()}"
-        raise RowError(reason if place == index else f"{place - index} frames on, {reason}")
+        reason = self.problems.get(place) or f"the action is {self.actions[self.before + place].tolist()}"
+        if place == index:
+            raise RowError(reason)
+        raise RowError(f"{abs(place - index)} frames {'on' if place > index else 'before'}, {reason}")
 
     def _image(self, camera: str, index: int) -> ImageRecord:
-        value = self.pictures.column(camera)[index].as_py()
+        value = self.pictures.column(camera)[self.before + index].as_py()
         try:
             return image_record(value, self.origin.folder)
         except RowError as error:

@@ -43,7 +43,7 @@ def read_lerobot(
         by_file.setdefault(episode.data, []).append(episode)
     done, total = 0, max(sum(episode.length for episode in described.episodes), 1)
     for file, episodes in by_file.items():
-        table = _FrameFile(described, found, file, episodes, options.chunk, dataset)
+        table = _FrameFile(described, found, file, episodes, options, dataset)
         yield from table.chunks(chosen_range, done, total)
         done += sum(episode.length for episode in episodes)
 
@@ -81,7 +81,7 @@ def read_vectors(folder: Path, part: str, columns: Mapping[str, str]) -> Iterato
     for file, episodes in by_file.items():
         if not any(episode.index in chosen_range for episode in episodes):
             continue
-        table = _FrameFile(described, found, file, episodes, 1, "")
+        table = _FrameFile(described, found, file, episodes, FrameOptions(), "")
         yield table.vectors(chosen_range)
 
 
@@ -109,7 +109,7 @@ class _FrameFile:
     columns: Columns
     file: str
     episodes: Sequence[EpisodeRecord]
-    size: int
+    options: FrameOptions
     dataset: str
 
     @property
@@ -134,10 +134,15 @@ class _FrameFile:
                     reason = f"episode {run.episode.index} has no frame ({self.file})"
                     yield RowChunk([(done + run.start + 1, RowError(reason))], done / total)
             chosen = [run for run in runs if run.episode.index in chosen_range and run.start < run.stop]
+            earlier: pa.RecordBatch | None = None
             for first, batch in self._pictures(parquet, table.num_rows):
+                known = _joined(earlier, batch)
+                begins = first - (known.num_rows - batch.num_rows)
                 for start, stop in _pieces(chosen, first, first + batch.num_rows):
-                    pictures = self._with_videos(batch.slice(start - first, stop - start), frames, start, stop)
-                    yield frames.chunk(start, stop, pictures, done, total)
+                    least = max(start - (self.options.observations - 1), begins)
+                    shown = known.slice(least - begins, stop - least)
+                    yield frames.chunk(least, start, stop, self._with_videos(shown, frames, least, stop), done, total)
+                earlier = known.slice(max(0, known.num_rows - (self.options.observations - 1)))
 
     def _vector_columns(self) -> list[str]:
         named = self.columns.named
@@ -243,7 +248,7 @@ class _FrameFile:
                 felt = None if state is None else state[at]
                 digests[at : run.stop] = episode_digest(run.episode.index, instructions[at], actions[at], felt)
         origin = Origin(self.dataset, self.file, self.described.folder)
-        return _Frames(origin, self.size, owners, left, digests, instructions, actions, state, seconds)
+        return _Frames(origin, self.options, owners, left, digests, instructions, actions, state, seconds)
 
     def _instructions(self, table: pa.Table) -> list[str]:
         column = self.columns.named.get("instruction", "task_index")
@@ -268,10 +273,7 @@ class _FrameFile:
         first = 0
         if not columns:
             for first in range(0, rows, _CHUNK_FRAMES):
-                yield (
-                    first,
-                    pa.RecordBatch.from_struct_array(pa.array([{}] * min(_CHUNK_FRAMES, rows - first), pa.struct([]))),
-                )
+                yield first, _blank(min(_CHUNK_FRAMES, rows - first))
             return
         try:
             for batch in parquet.iter_batches(_CHUNK_FRAMES, columns=list(dict.fromkeys(columns.values()))):
@@ -308,7 +310,7 @@ class _Frames:
     """All frames of a file, without their images."""
 
     origin: Origin
-    size: int
+    options: FrameOptions
     owners: Sequence[EpisodeRecord]
     left: np.ndarray
     digests: np.ndarray
@@ -317,22 +319,38 @@ class _Frames:
     state: np.ndarray | None
     seconds: np.ndarray
 
-    def chunk(self, start: int, stop: int, pictures: pa.RecordBatch, done: int, total: int) -> FrameChunk:
+    def chunk(self, least: int, start: int, stop: int, pictures: pa.RecordBatch, done: int, total: int) -> FrameChunk:
+        """The rows `[start, stop)`, with what they show from `least` on."""
         owners, left = self.owners[start:stop], self.left[start:stop]
         return FrameChunk(
             origin=self.origin,
-            size=self.size,
+            options=self.options,
+            before=start - least,
             numbers=range(done + start + 1, done + stop + 1),
             episodes=[owner.index for owner in owners],
             frames=[owner.length - int(rest) for owner, rest in zip(owners, left, strict=True)],
             digests=self.digests[start:stop],
             instructions=self.instructions[start:stop],
-            state=None if self.state is None else self.state[start:stop],
-            actions=self.actions[start : stop + self.size - 1],
+            state=None if self.state is None else self.state[least:stop],
+            actions=self.actions[least : stop + self.options.chunk - 1],
             left=left,
             pictures=pictures,
             progress=(done + stop) / total,
         )
+
+
+def _blank(rows: int) -> pa.RecordBatch:
+    """Rows without columns."""
+    return pa.RecordBatch.from_struct_array(pa.array([{}] * rows, pa.struct([])))
+
+
+def _joined(first: pa.RecordBatch | None, second: pa.RecordBatch) -> pa.RecordBatch:
+    if first is None or not first.num_rows:
+        return second
+    if not second.num_columns:
+        return _blank(first.num_rows + second.num_rows)
+    columns = [pa.concat_arrays(pair) for pair in zip(first.columns, second.columns, strict=True)]
+    return pa.RecordBatch.from_arrays(columns, names=second.schema.names)
 
 
 def _lengths(values: pa.Array) -> np.ndarray:

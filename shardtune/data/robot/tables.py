@@ -30,7 +30,7 @@ def read_frames(
 
     Raises `DataError` if the rows of an episode are not consecutive.
     """
-    grouping = _Grouping(columns, options.chunk, origin)
+    grouping = _Grouping(columns, options, origin)
     for chunk in chunks:
         rows = [complete for number, row in chunk.rows() for complete in grouping.add(number, row)]
         if rows:
@@ -58,12 +58,13 @@ class _Grouping:
     """The rows of the current episode whose following actions have not all been read yet."""
 
     columns: Mapping[str, str]
-    size: int
+    options: FrameOptions
     origin: Origin
     _found: dict[_Names, Columns | RowError] = field(default_factory=dict)
     _seen: set[str | int | float] = field(default_factory=set)
     _episode: str | int | float | None = None
     _frames: list[_Frame] = field(default_factory=list)
+    _earlier: list[_Frame] = field(default_factory=list)  # those before `_frames` that these show
     _next: int = 0
     _digest: int | None = None
     _dimensions: int | None = None
@@ -89,7 +90,7 @@ class _Grouping:
             self._begin(episode, number)
         self._frames.append(self._frame(number, row, columns))
         self._next = self._frames[-1].place + 1
-        if len(self._frames) >= _CHUNK_FRAMES + self.size:
+        if len(self._frames) >= _CHUNK_FRAMES + self.options.chunk:
             yield from self._rows(_CHUNK_FRAMES)
 
     def finish(self) -> Iterator[NumberedRow]:
@@ -106,7 +107,7 @@ class _Grouping:
                 remedy="order the file by episode and frame; data.columns: {episode: …} names its column",
             )
         self._seen.add(episode)
-        self._episode, self._next, self._digest = episode, 0, None
+        self._episode, self._next, self._digest, self._earlier = episode, 0, None, []
 
     def _columns(self, row: Row) -> Columns:
         names = tuple(row)
@@ -147,10 +148,27 @@ class _Grouping:
         for index in range(count):
             frame = self._frames[index]
             try:
-                yield frame.number, self._row(self._frames[index : index + self.size])
+                row = self._row(self._frames[index : index + self.options.chunk])
+                if self.options.observations > 1:
+                    row["earlier"] = self._before(index)
+                yield frame.number, row
             except RowError as error:
                 yield frame.number, RowError(f"{self._place(frame)}: {error.reason}")
+        known = [*self._earlier, *self._frames[:count]]
+        self._earlier = known[max(0, len(known) - (self.options.observations - 1)) :]
         del self._frames[:count]
+
+    def _before(self, index: int) -> list[dict[str, Any]]:
+        """The frames that a frame shows besides itself, the oldest first; the episode's first is repeated."""
+        known, count = [*self._earlier, *self._frames[: index + 1]], self.options.observations - 1
+        found = []
+        for back in range(count, 0, -1):
+            frame = known[max(0, len(known) - 1 - back)]
+            if frame.action is None:
+                raise RowError(f"{back} rows before, {frame.problem}")
+            padded = len(known) - 1 < back
+            found.append({"images": frame.images, "state": frame.state, "action": frame.action, "is_pad": padded})
+        return found
 
     def _row(self, frames: Sequence[_Frame]) -> FrameRow:
         actions = []
@@ -160,13 +178,13 @@ class _Grouping:
                 raise RowError(f"{ahead}{frame.problem}")
             actions.append(frame.action)
         present = frames[0]
-        missing = self.size - len(frames)
+        missing = self.options.chunk - len(frames)
         content = {
             "images": present.images,
             "instruction": present.instruction,
             "state": present.state,
             "actions": np.stack(actions + [actions[-1]] * missing),
-            "action_is_pad": np.arange(self.size) >= len(frames),
+            "action_is_pad": np.arange(self.options.chunk) >= len(frames),
             "dataset": self.origin.dataset,
             "episode": self._episode,
             "frame": present.place,
@@ -180,13 +198,13 @@ class _Grouping:
         """A row that holds its following actions itself."""
         named = columns.named
         actions = np.stack([_vector(action, "actions") for action in row[named["actions"]]])
-        if len(actions) != self.size:
-            raise RowError(f"the row has {len(actions)} actions, actor.model.action_chunks_len is {self.size}")
+        if len(actions) != self.options.chunk:
+            raise RowError(f"the row has {len(actions)} actions, actor.model.action_chunks_len is {self.options.chunk}")
         self._require_dimensions(actions.shape[1])
-        padding = row[named["action_is_pad"]] if "action_is_pad" in named else [False] * self.size
-        if len(padding) != self.size or padding[0]:
+        padding = row[named["action_is_pad"]] if "action_is_pad" in named else [False] * self.options.chunk
+        if len(padding) != self.options.chunk or padding[0]:
             raise RowError(
-                f"action_is_pad is {list(padding)}, not {self.size} truth values of which the first is false"
+                f"action_is_pad is {list(padding)}, not {self.options.chunk} truth values of which the first is false"
             )
         state = row[named["state"]] if "state" in named else None
         images = {**row[named["images"]]} if "images" in named else {}
@@ -204,8 +222,32 @@ class _Grouping:
             "episode": episode,
             "frame": frame,
         }
+        if self.options.observations > 1:
+            content["earlier"] = self._given(row, columns)
         digest = episode_digest("" if episode is None else episode, instruction, actions[0], content["state"])
         return FrameRow(content, digest, "" if episode is None else f"episode {episode}, frame {frame}")
+
+    def _given(self, row: Row, columns: Columns) -> list[dict[str, Any]]:
+        """The earlier frames that a row holds itself."""
+        wanted, found = (
+            self.options.observations - 1,
+            row[columns.named["earlier"]] if "earlier" in columns.named else (),
+        )
+        if len(found) != wanted:
+            raise RowError(
+                f"the row holds its actions and {len(found)} earlier frames, the model takes {wanted}: give one row "
+                "per frame with episode, or as many dictionaries of images, state, action and is_pad in earlier"
+            )
+        folder = self.origin.folder
+        return [
+            {
+                "images": {camera: image_record(image, folder) for camera, image in (one.get("images") or {}).items()},
+                "state": None if one.get("state") is None else _vector(one["state"], "state"),
+                "action": _vector(one["action"], "action"),
+                "is_pad": bool(one["is_pad"]),
+            }
+            for one in found
+        ]
 
 
 def _after(frame: object, place: int) -> int:

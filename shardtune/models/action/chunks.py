@@ -5,6 +5,31 @@ from __future__ import annotations
 import numpy as np
 
 from shardtune.errors import ConfigError, ModelError
+from shardtune.models.action.environment import Observation
+
+
+class ObservationHistory:
+    """The observations of one episode, for a policy that sees several frames.
+
+    Args:
+        steps: frames that the policy sees: the present one and those before it.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the last episode."""
+        self._seen: list[Observation] = []
+
+    def see(self, observation: Observation) -> Observation:
+        """The observation with those before it as `earlier`; at an episode's start the first one is repeated."""
+        if self._steps == 1:
+            return observation
+        known = self._seen or [observation] * (self._steps - 1)
+        self._seen = [*known[1:], observation]
+        return {**observation, "earlier": known}
 
 
 class ActionChunks:

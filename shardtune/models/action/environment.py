@@ -9,18 +9,24 @@ from typing import NamedTuple, TypedDict
 import numpy as np
 
 
-class Observation(TypedDict):
+class _Required(TypedDict):
+    images: dict[str, np.ndarray]
+    instruction: str
+    state: np.ndarray | None
+
+
+class Observation(_Required, total=False):
     """The input of a policy at each step: a plain dict.
 
     Attributes:
         images: of each camera, by its name in the training data, uint8 [H, W, 3] (RGB).
         instruction: the task in words.
         state: float32 [S], or None where the robot's own state is not observed.
+        earlier: the observations before this one, the oldest first, where the policy sees several frames; an
+            environment leaves it out (`ObservationHistory` adds it).
     """
 
-    images: dict[str, np.ndarray]
-    instruction: str
-    state: np.ndarray | None
+    earlier: Sequence[Observation]
 
 
 Policy = Callable[[Sequence[Observation]], np.ndarray]

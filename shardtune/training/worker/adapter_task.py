@@ -237,4 +237,4 @@ def episodes(recipe: Recipe, adapter: Adapter) -> ClosedLoop | None:
             "derives from shardtune.models.action.acting.ActingAdapter",
         )
     found.check()
-    return found
+    return replace(found, observation_steps=adapter.observation_steps)

@@ -45,7 +45,7 @@ class TextParts:
         processor: what prepares images or other inputs.
         chat_template: that it was trained with; None: the tokenizer's.
         end_of_turn_ids: tokens that end an answer.
-        files: further files, JSON by name.
+        files: further files by name: JSON, or bytes.
     """
 
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -122,7 +122,10 @@ class ModelExport:
 
     def _write_files(self, directory: Path) -> None:
         for name, content in self._text.files.items():
-            write_json(directory / name, content)
+            if isinstance(content, bytes):
+                (directory / name).write_bytes(content)
+            else:
+                write_json(directory / name, content)
 
     def _copy_companions(self, directory: Path, *, adapter: bool) -> None:
         actor = self._recipe.actor

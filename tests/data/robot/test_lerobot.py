@@ -35,7 +35,7 @@ def written(request, tmp_path):
 class TestRoundTrip:
     def test_frame_for_frame(self, written, read):
         folder, episodes = written
-        rows = iter(read(folder, chunk=3))
+        rows = iter(read(folder, chunk=3, observations=3))
         for number, one in enumerate(episodes):
             for frame in range(len(one)):
                 row = next(rows)
@@ -48,6 +48,12 @@ class TestRoundTrip:
                 following = [min(frame + step, len(one) - 1) for step in range(3)]
                 np.testing.assert_array_equal(row["actions"], one.actions[following])
                 assert row["action_is_pad"].tolist() == [frame + step >= len(one) for step in range(3)]
+                for back, before in zip((2, 1), row["earlier"], strict=True):
+                    place = max(0, frame - back)
+                    assert before["is_pad"] == (frame < back)
+                    np.testing.assert_array_equal(pixels(before["images"]["top"]), one.images["top"][place])
+                    np.testing.assert_array_equal(before["state"], one.state[place])
+                    np.testing.assert_array_equal(before["action"], one.actions[place])
         assert next(rows, None) is None
 
     def test_numbers_count_frames_from_1(self, written, data):

@@ -67,12 +67,18 @@ def test_worked_example(tmp_path, read):
 def test_long_episodes(tmp_path, read, chunk):
     """Rows are given out before their episode is read to its end."""
     lengths = (200, 63, 64, 65, 1)
-    rows = read(write(tmp_path / "rows.jsonl", frames(*lengths)), chunk=chunk)
+    rows = read(write(tmp_path / "rows.jsonl", frames(*lengths)), chunk=chunk, observations=3)
+    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
     ends = np.repeat(np.cumsum(lengths), lengths) - 1
     for place, row in enumerate(rows):
         expected = np.minimum(place + np.arange(chunk), ends[place])
         np.testing.assert_array_equal(row["actions"][:, 0], expected)
         np.testing.assert_array_equal(row["action_is_pad"], place + np.arange(chunk) > ends[place])
+        assert [int(one["action"][0]) for one in row["earlier"]] == [
+            max(place - 2, starts[place]),
+            max(place - 1, starts[place]),
+        ]
+        assert [one["is_pad"] for one in row["earlier"]] == [place - 2 < starts[place], place - 1 < starts[place]]
     assert len(rows) == sum(lengths)
 
 
@@ -120,6 +126,15 @@ def test_rows_that_hold_their_actions(tmp_path, read):
         read(str(tmp_path / "rows.jsonl"), chunk=3)
 
 
+def plain(value):
+    """Arrays as lists."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list) else value
+
+
 def test_a_frame_row_comes_back_as_it_was(tmp_path, read):
     """Rows as encoders get them can be kept in a file and read again."""
     pq.write_table(
@@ -131,15 +146,13 @@ def test_a_frame_row_comes_back_as_it_was(tmp_path, read):
         ),
         tmp_path / "rows.parquet",
     )
-    before = read(str(tmp_path / "rows.parquet"), chunk=2)
-    lists = [
-        {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in row.items()}
-        for row in before
-    ]
+    before = read(str(tmp_path / "rows.parquet"), chunk=2, observations=2)
+    lists = [plain(row) for row in before]
     pq.write_table(pa.Table.from_pylist(lists), tmp_path / "kept.parquet")
-    after = read(str(tmp_path / "kept.parquet"), chunk=2)
+    after = read(str(tmp_path / "kept.parquet"), chunk=2, observations=2)
     for one, other in zip(before, after, strict=True):
         assert list(one) == list(other)
+        assert plain(one.pop("earlier")) == plain(other.pop("earlier"))
         for key in one:
             np.testing.assert_array_equal(one[key], other[key])
         assert one["dataset"] == "rows"

@@ -1,0 +1,249 @@
+"""What the ready policies share: options, rows, normalisation, acting, and directories as LeRobot has them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from shardtune.batch import Batch, Sample
+from shardtune.config import Recipe
+from shardtune.data.encoder import FrameOptions, Row
+from shardtune.errors import ConfigError, ModelError
+from shardtune.models.action.acting import ActingAdapter, ActingRoot
+from shardtune.models.action.environment import Observation
+from shardtune.models.action.environment import Policy as ActFunction
+from shardtune.models.action.normalizer import Normalizer
+from shardtune.models.action.recipe_normalizer import recipe_normalizers
+from shardtune.models.adapter import AdapterRoot, WeightSource
+from shardtune.models.options import KEY
+from shardtune.models.policies import lerobot_files
+from shardtune.models.policies.features import (
+    ACTION,
+    STATE,
+    Features,
+    PolicyOptions,
+    camera_of,
+    features_of_rows,
+    pixels,
+)
+from shardtune.models.pretrained import settings_directory
+
+IS_PAD = "action_is_pad"
+Inputs = Mapping[str, torch.Tensor]
+"""What a policy sees, by feature: states [rows, frames, S], normalised; images uint8 [rows, frames, 3, H, W]."""
+
+
+class Policy(ActingAdapter):
+    """An adapter that is a policy of LeRobot's: its options are the keys of its config.json.
+
+    A subclass has `build`, `loss`, `chunk_size`, and `predict(model, inputs)`, which returns a normalised chunk. The
+    options of a directory (`actor.model.model_path`) apply where the recipe gives none.
+
+    Attributes:
+        name: its `model_type`, and the `type` in config.json.
+        unused: keys of config.json that have no effect here.
+    """
+
+    name: ClassVar[str]
+    unused: ClassVar[Sequence[str]] = ()
+    Options = PolicyOptions
+
+    def __init__(self, recipe: Recipe, tokenizer: Any = None) -> None:
+        super().__init__(self._with_config(recipe), tokenizer)
+        self._found: Features | None = self.options.features()
+
+    # What it sees.
+
+    @property
+    @abstractmethod
+    def chunk_size(self) -> int:
+        """Actions from the present frame on that are predicted."""
+
+    @property
+    def action_chunk(self) -> int:
+        return self.chunk_size
+
+    @property
+    def observation_steps(self) -> int:
+        return self.options.n_obs_steps
+
+    @property
+    def features(self) -> Features:
+        """Inputs and outputs: those of the options or of the directory, otherwise of the first training row."""
+        if self._found is None:
+            frames = FrameOptions(self.action_chunk, self.observation_steps)
+            self._found = features_of_rows(self.recipe, self.train_data, frames)
+        return self._found
+
+    def encode(self, row: Row) -> Sample:
+        earlier = row["earlier"] if self.observation_steps > 1 else ()
+        wanted = {camera_of(feature) for feature in self.features.cameras}
+        images = [
+            {camera: pixels(image) for camera, image in frame["images"].items() if camera in wanted}
+            for frame in (*earlier, row)
+        ]
+        fields = self._seen(images, [frame["state"] for frame in (*earlier, row)])
+        actions = np.concatenate([*([frame["action"]] for frame in earlier), row["actions"]]).astype(np.float32)
+        padded = np.concatenate([[frame["is_pad"] for frame in earlier], row[IS_PAD]]).astype(bool)
+        return Sample(fields=fields | {ACTION: self.normalizer.actions.normalise(actions), IS_PAD: padded})
+
+    def _seen(self, images: Sequence[Mapping[str, np.ndarray]], states: Sequence[Any]) -> dict[str, np.ndarray]:
+        """The inputs of one row from the images and states of its frames, the present one last."""
+        fields: dict[str, np.ndarray] = {}
+        if self.features.state:
+            if any(state is None or len(state) != self.features.state for state in states):
+                raise ValueError(f"the state is {states[-1]}, the policy takes {self.features.state} numbers")
+            fields[STATE] = self.normalizer.state.normalise(np.asarray(states, np.float32))
+        for feature, size in self.features.cameras.items():
+            camera = camera_of(feature)
+            taken = [frame.get(camera) for frame in images]
+            for image in taken:
+                if image is None:
+                    raise ValueError(f"there is no camera {camera!r}, only {', '.join(images[-1]) or 'none'}")
+                if image.shape != (*size, 3):
+                    raise ValueError(
+                        f"the image of {camera!r} is {image.shape[0]} x {image.shape[1]}, the policy takes "
+                        f"{size[0]} x {size[1]} (height x width)"
+                    )
+            fields[feature] = np.stack([image.transpose(2, 0, 1) for image in taken if image is not None])
+        return fields
+
+    def inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """The inputs of a batch, images normalised."""
+        return self.prepared({name: batch[name] for name in self.features.input_features})
+
+    def prepared(self, inputs: Inputs) -> dict[str, torch.Tensor]:
+        """Inputs with images normalised."""
+        return {
+            name: self.normalizer.camera(camera_of(name)).normalise(value) if name != STATE else value
+            for name, value in inputs.items()
+        }
+
+    # Normalisation.
+
+    @property
+    def normalizers(self) -> Mapping[str, Normalizer]:
+        if self._normalizers is None:
+            stored = self._stored_normalizer()
+            mapping = self.options.normalization_mapping
+            self._normalizers = (
+                {self.name: stored}
+                if stored is not None
+                else recipe_normalizers(self.recipe, mapping, self.action_chunk, self.train_data)
+            )
+        return self._normalizers
+
+    @property
+    def normalizes(self) -> bool:
+        return True
+
+    def _stored_normalizer(self) -> Normalizer | None:
+        """That of the directory with the weights; None where the recipe names a file, or the directory has none."""
+        if self._directory is None or self.recipe.actor.model.action_statistics is not None:
+            return None
+        found = lerobot_files.read_statistics(self._directory, self.features)
+        where = f"statistics in {self._directory}"
+        return None if found is None else Normalizer.of(found, self.options.normalization_mapping, where=where)
+
+    # Its directory.
+
+    @cached_property
+    def _directory(self) -> Path | None:
+        config = self.recipe.actor.model
+        return None if config.from_scratch else settings_directory(config.model_path)
+
+    def _with_config(self, recipe: Recipe) -> Recipe:
+        """The recipe with the options of its directory, where it gives none itself."""
+        model = recipe.actor.model
+        if model.normalization_mapping is not None and "normalization_mapping" in model.options:
+            raise ConfigError(
+                "the modes of normalisation are given twice",
+                where=f"actor.model.normalization_mapping, {KEY}.normalization_mapping",
+                remedy="keep one of them",
+            )
+        given = dict(model.options)
+        if model.normalization_mapping is not None:
+            given["normalization_mapping"] = dict(model.normalization_mapping)
+        directory = settings_directory(model.model_path)
+        if directory is not None:
+            stored = lerobot_files.read_config(directory, self.name)
+            given = {key: value for key, value in stored.items() if key not in self.unused} | given
+        changed = model.model_copy(update={"options": given, "normalization_mapping": None})
+        return recipe.model_copy(update={"actor": recipe.actor.model_copy(update={"model": changed})})
+
+    def initial_weights(self) -> WeightSource:
+        source = super().initial_weights()
+        if self._directory is None:
+            return self.backbone_weights() or source
+        return lerobot_files.own_weights(self._directory)
+
+    def backbone_weights(self) -> dict[str, Any]:
+        """Weights of a part that are read from a file of their own; the others are the constructor's."""
+        return {}
+
+    def encoding_settings(self) -> Mapping[str, Any]:
+        return {**super().encoding_settings(), "features": self.features.model_dump(mode="json")}
+
+    def take_encoding_settings(self, settings: Mapping[str, Any]) -> None:
+        super().take_encoding_settings(settings)
+        self._found = Features.model_validate(settings["features"])
+
+    def saved_files(self) -> Mapping[str, object]:
+        options = self.options.model_dump(mode="json")
+        return {
+            **super().saved_files(),
+            **lerobot_files.written_files(self.name, options, self.features, self.normalizer),
+        }
+
+    # Acting.
+
+    @abstractmethod
+    def predict(self, model: Any, inputs: Inputs) -> torch.Tensor:
+        """A chunk of actions [rows, C, A], normalised, from inputs whose images are normalised."""
+
+    def act(self, model: Any, *inputs: Any) -> torch.Tensor:
+        return self.predict(model, *inputs)
+
+    def policy(self, root: AdapterRoot, device: torch.device) -> ActFunction:
+        assert isinstance(root, ActingRoot)
+        steps = None if self.recipe.eval.temporal_ensembling is not None else self.options.n_action_steps
+
+        def act(observations: Sequence[Observation]) -> np.ndarray:
+            fields = [self._observed(one) for one in observations]
+            inputs = {name: torch.from_numpy(np.stack([one[name] for one in fields])).to(device) for name in fields[0]}
+            with torch.no_grad():
+                chunk = root.act(self.prepared(inputs))
+            return self.normalizer.actions.unnormalise(chunk.float().cpu().numpy())[:, :steps]
+
+        return act
+
+    def _observed(self, observation: Observation) -> dict[str, np.ndarray]:
+        """The inputs of an observation, with those before it where the policy sees several frames."""
+        frames = [observation]
+        if self.observation_steps > 1:
+            frames = [*observation.get("earlier", ()), observation]
+            if len(frames) != self.observation_steps:
+                raise ModelError(
+                    f"the observation has {len(frames) - 1} earlier ones, the policy sees {self.observation_steps} "
+                    "frames",
+                    where="observation['earlier']",
+                    remedy="give the observations of the steps before, the oldest first (ObservationHistory does)",
+                )
+        try:
+            return self._seen([frame["images"] for frame in frames], [frame["state"] for frame in frames])
+        except ValueError as error:
+            raise ModelError(f"the policy cannot act on the observation: {error}", where="observation") from error
+
+    def action_error(self, chunk: torch.Tensor, batch: Batch) -> dict[str, tuple[float, float]]:
+        """How far a normalised chunk is off on average, in the units of the data, as a metric."""
+        first = self.observation_steps - 1
+        scale = self.normalizer.actions
+        off = (scale.unnormalise(chunk) - scale.unnormalise(batch[ACTION][:, first:])).abs()
+        real = ~batch[IS_PAD][:, first : first + off.shape[1], None]
+        return {"action_l1": (float((off * real).sum()), float(real.sum()) * off.shape[-1])}

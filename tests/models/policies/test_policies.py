@@ -1,0 +1,217 @@
+"""Ready policies: LeRobot's names and files, training equal to a plain loop, acting in a fresh process.
+
+`bench/lerobot_policies.py` compares actions and losses with LeRobot itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from shardtune.batch import LossSum
+from shardtune.config import load_recipe
+from shardtune.data.encoder import FrameOptions
+from shardtune.data.sources.resolve import resolve_sources
+from shardtune.errors import ConfigError, ModelError
+from shardtune.models.action.chunks import ObservationHistory
+from shardtune.models.find_adapter import find_adapter
+from shardtune.models.policies.policy import Policy
+from shardtune.models.policies.resnet import FrozenBatchNorm, ResNet, feature_size
+from shardtune.parallel.meta_init import init_empty_weights
+from shardtune.training.worker.adapter_worker import SFTWorker
+from shardtune.verify.adapter import verify_adapter
+from tests.support.robot import save_episodes
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "act": {
+        "chunk_size": 3, "n_action_steps": 2, "dim_model": 16, "n_heads": 2, "dim_feedforward": 24,
+        "n_encoder_layers": 1, "n_vae_encoder_layers": 1, "latent_dim": 4,
+    },
+    "diffusion": {
+        "horizon": 4, "n_action_steps": 2, "drop_n_last_frames": 0, "down_dims": [8, 16], "n_groups": 2,
+        "diffusion_step_embed_dim": 8, "crop_shape": [24, 24], "num_train_timesteps": 4,
+    },
+}  # fmt: skip
+POLICIES = sorted(OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("policies")
+    save_episodes(made / "light")
+    save_episodes(made / "other", 3, seed=9)
+    return made
+
+
+def recipe(folder: Path, kind: str, name: str = "run", **model: Any) -> dict[str, Any]:
+    logger = {"log_path": str(folder / "runs"), "experiment_name": f"{kind}-{name}", "logger_backends": ["jsonl"]}
+    return {
+        "runner": {"max_steps": 2, "device": "cpu", "logger": logger},
+        "micro_batch_size": 4,
+        "global_batch_size": 8,
+        "optim": {"lr": 1e-3, "lr_scheduler": "constant", "lr_warmup_steps": 0},
+        "model": {"model_type": kind, "precision": "fp32", "options": OPTIONS[kind], **model},
+        "data": {
+            "train_data_paths": str(folder / "light"),
+            "eval_data_paths": str(folder / "other"),
+            "num_workers": 0,
+            "cache_dir": str(folder / "cache"),
+        },
+    }
+
+
+def policy_of(values: dict[str, Any], *overrides: str) -> Policy:
+    found = find_adapter(load_recipe(values, overrides, in_memory=["data.train_data_paths"], files_must_exist=False))
+    assert isinstance(found, Policy)
+    return found
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+def test_names_and_shapes_are_lerobots(folder: Path, kind: str) -> None:
+    """`names.json` lists what LeRobot 0.4 saves for these options."""
+    with init_empty_weights():
+        module = policy_of(recipe(folder, kind)).build()
+    expected = json.loads(Path(__file__).with_name("names.json").read_text())[kind]
+    assert {name: list(tensor.shape) for name, tensor in module.state_dict().items()} == expected
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+def test_sums_are_the_same_however_rows_are_cut(folder: Path, kind: str) -> None:
+    """In training mode and fp64: dropout, noise and crops belong to the rows."""
+    adapter = policy_of(recipe(folder, kind, precision="fp64"))
+    data = adapter.recipe.data
+    frames = FrameOptions(adapter.action_chunk, adapter.observation_steps)
+    (source,) = resolve_sources(data.train_data_paths, data, frames=frames, report=lambda text: None)
+    samples = [adapter.encode(row) for _, row in itertools.islice(source.rows(source.files[0]), 4)]
+    root = adapter.root(adapter.build().double()).train()
+
+    def losses(numbers: list[int]) -> dict[str, LossSum]:
+        batch = adapter.collate([samples[number] for number in numbers], numbers, {})
+        return root(replace(batch, key=7))
+
+    together, apart = losses([0, 1, 2, 3]), [losses([2]), losses([0, 3]), losses([1])]
+    weights = [adapter.weights(sample) for sample in samples]
+    for term, found in together.items():
+        assert found.weight == sum(one[term] for one in weights) == sum(one[term].weight for one in apart)
+        assert found.total.item() == pytest.approx(sum(one[term].total.item() for one in apart), rel=1e-10)
+    again = replace(adapter.collate(samples, [0, 1, 2, 3], {}), key=8)
+    assert root(again)[term].total.item() != found.total.item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", POLICIES)
+def test_the_whole_kit(folder: Path, kind: str) -> None:
+    """A plain loop in fp64, two ranks, resuming and a fresh process among it."""
+    file = folder / f"{kind}.yaml"
+    file.write_text(yaml.safe_dump(recipe(folder, kind)))
+    report = verify_adapter(str(file), report=lambda text: None)
+    assert not report.failures, "\n".join(map(str, report.failures))
+
+
+def observations(steps: int, number: int = 3) -> list[Any]:
+    random = np.random.default_rng(4)
+    history, found = ObservationHistory(steps), []
+    for _ in range(number):
+        image = random.integers(0, 256, (28, 28, 3), dtype=np.uint8)
+        state = random.normal(size=2).astype(np.float32)
+        found.append(history.see({"images": {"wrist": image}, "instruction": "go", "state": state}))
+    return found
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+def test_what_is_saved_acts_without_the_data(folder: Path, kind: str, tmp_path: Path) -> None:
+    """Sizes, statistics and weights are in the directory."""
+    worker = SFTWorker(load_recipe(recipe(folder, kind)), report=lambda text: None)
+    worker.setup()
+    worker.run_training()
+    worker.export(tmp_path, "auto")
+    trained = load_file(tmp_path / "model.safetensors")
+    worker.release()
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored["type"] == kind
+    assert stored["input_features"]["observation.images.wrist"] == {"type": "VISUAL", "shape": [3, 28, 28]}
+    seen = observations(stored["n_obs_steps"])
+    found = []
+    for values in (recipe(folder, kind), {"model": {"model_type": kind, "model_path": str(tmp_path)}}):
+        adapter = policy_of(values, "actor.model.precision=fp32")
+        module = adapter.build()
+        module.load_state_dict(trained)
+        act = adapter.policy(adapter.root(module.eval()), torch.device("cpu"))
+        found.append(act(seen))
+        np.testing.assert_allclose(act(seen[1:2])[0], found[-1][1], atol=1e-5)  # what others see has no part in it
+    assert found[0].shape == (3, 2, 3)
+    np.testing.assert_allclose(found[1], found[0], atol=1e-6)
+
+
+def test_statistics_among_the_weights(folder: Path, tmp_path: Path) -> None:
+    """LeRobot before 0.4 kept them there."""
+    adapter = policy_of(recipe(folder, "act"))
+    files = adapter.saved_files()
+    (tmp_path / "config.json").write_text(json.dumps(files["config.json"]))
+    state, actions = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0, 5.0])
+    buffers = {"normalize_inputs.buffer_observation_state": state, "normalize_targets.buffer_action": actions}
+    buffers |= {"normalize_inputs.buffer_observation_images_wrist": torch.full((3, 1, 1), 0.5)}
+    tensors = {f"{name}.{key}": value.clone() for name, value in buffers.items() for key in ("mean", "std")}
+    save_file({"model.weight": torch.zeros(2), **tensors}, tmp_path / "model.safetensors")
+    (tmp_path / "policy").mkdir()
+    old = policy_of({"model": {"model_type": "act", "model_path": str(tmp_path)}})
+    assert old.normalizer.actions.statistics["mean"].tolist() == [3.0, 4.0, 5.0]
+    assert old.normalizer.state.statistics["std"].tolist() == [1.0, 2.0]
+    assert old.normalizer.camera("wrist").statistics["mean"].ravel().tolist() == [0.5] * 3
+    source = old.initial_weights()
+    assert isinstance(source, dict)
+    assert list(source) == ["model.weight"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "what"),
+    [
+        ("act", {"chunk": 3}, "options.chunk is not an option of this model"),
+        ("act", {"n_action_steps": 9, "chunk_size": 8}, r"n_action_steps \(9\) is more than chunk_size \(8\)"),
+        ("act", {"vision_backbone": "vgg16"}, "vision_backbone = 'vgg16'"),
+        ("act", {"pretrained_backbone_weights": "ResNet18_Weights.IMAGENET1K_V1"}, "none are downloaded"),
+        ("act", {"temporal_ensemble_coeff": 0.01, "n_action_steps": 1, "chunk_size": 8}, "temporal_ensembling: None"),
+        ("diffusion", {"horizon": 10}, "horizon is no multiple of 2"),
+        ("diffusion", {"crop_shape": [40, 40]}, r"crop_shape is \[40, 40\], the images are \[28, 28\]"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(folder: Path, kind: str, options: dict[str, Any], what: str) -> None:
+    values = recipe(folder, kind, options=options) | {"eval": {"environment": "point2d"}}
+
+    def made() -> None:
+        adapter = policy_of(values)
+        with init_empty_weights():
+            adapter.build()
+        adapter.initial_weights()
+
+    with pytest.raises(ConfigError, match=what):
+        made()
+
+
+def test_another_policys_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"type": "diffusion"}')
+    with pytest.raises(ModelError, match="holds a policy of type 'diffusion', not 'act'"):
+        policy_of({"model": {"model_type": "act", "model_path": str(tmp_path)}})
+
+
+def test_an_observation_without_its_history_is_refused(folder: Path) -> None:
+    adapter = policy_of(recipe(folder, "diffusion"))
+    act = adapter.policy(adapter.root(adapter.build().eval()), torch.device("cpu"))
+    with pytest.raises(ModelError, match="has 0 earlier ones, the policy sees 2 frames"):
+        act(observations(1))
+
+
+@pytest.mark.parametrize("size", [(28, 28), (33, 97)])
+def test_the_size_of_features(size: tuple[int, int]) -> None:
+    with torch.device("meta"):
+        network = ResNet("resnet18", FrozenBatchNorm)
+        assert network(torch.empty(1, 3, *size)).shape[-2:] == feature_size(*size)
