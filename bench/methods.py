@@ -27,10 +27,13 @@ import torch  # noqa: E402
 from results import machine, table, write_section  # noqa: E402
 
 import shardtune  # noqa: E402
+from shardtune.models.objectives.preference import PAIR_LOSSES  # noqa: E402
 from shardtune.nn import functional as ours  # noqa: E402
 from tests.support import methods  # noqa: E402
 
 PAIRS, TOKENS, VOCABULARY, BETA = 6, 9, 50, 0.3
+MODEL = torch.nn.Module()
+MODEL.is_gradient_checkpointing = False  # pyright: ignore[reportArgumentType]
 
 
 # Methods.
@@ -51,7 +54,7 @@ def beside_plain_pytorch() -> str:
                     numbers, weights = by_engine(models, build).apart(plain)
                     lines.append((name, ranks, f"{numbers:.0e}", f"{weights:.0e}"))
                     print(*lines[-1], f"{time.process_time() - began:.1f} s", flush=True)
-    return table(("method", "ranks", "losses apart by", "weights apart by"), lines)
+    return ".\n\n" + table(("method", "ranks", "losses apart by", "weights apart by"), lines)
 
 
 # Pieces.
@@ -102,7 +105,7 @@ class Cases:
             )
 
         trainer = _trainer(
-            model=SimpleNamespace(training=True), ref_model=forward(1), loss_types=[kind], loss_weights=[1.0],
+            model=MODEL, ref_model=forward(1), loss_types=[kind], loss_weights=[1.0],
             label_smoothing=smoothing, f_divergence_type="reverse_kl", precompute_ref_logps=False, ld_alpha=None,
             use_weighting=False,
         )  # fmt: skip
@@ -114,7 +117,7 @@ class Cases:
 
         desirable = torch.arange(2 * PAIRS) % 2 == 0
         weights = {"desirable_weight": 1.5, "undesirable_weight": 0.5}
-        apart = torch.full((2 * PAIRS,), 0.4).double()
+        apart = torch.full((2 * PAIRS,), 0.4, dtype=torch.float64)
 
         def our_loss() -> torch.Tensor:
             found, reference = (ours.masked_sum(of, self.mask, 1) for of in (self.per_token, self.reference))
@@ -123,7 +126,7 @@ class Cases:
         mask = torch.cat([torch.zeros_like(self.mask[:, :1]), self.mask], dim=1)
         states, zeros = self.per_token * self.mask, torch.zeros(2 * PAIRS, TOKENS)
         trainer = _trainer(
-            model=SimpleNamespace(training=True), loss_type="kto", calculate_KL=True, precompute_ref_logps=True,
+            model=MODEL, loss_type="kto", calculate_KL=True, precompute_ref_logps=True,
             _compute_kl_logps=lambda *_: apart, **weights,
         )  # fmt: skip
         batch = {
@@ -170,7 +173,7 @@ class Cases:
             return SimpleNamespace(logits=torch.cat(given)[:, None])
 
         trainer = _trainer(
-            args=SimpleNamespace(center_rewards_coefficient=0.01), model=SimpleNamespace(training=True),
+            args=SimpleNamespace(center_rewards_coefficient=0.01), model=MODEL,
             aux_loss_enabled=False,
         )  # fmt: skip
         inputs = {"attention_mask": torch.ones(2 * PAIRS, 1), "margin": margin}
@@ -198,7 +201,7 @@ class Cases:
             return total / weight
 
         trainer = _trainer(
-            model=SimpleNamespace(training=True), beta=kl, loss_type=kind, importance_sampling_level=level,
+            model=MODEL, beta=kl, loss_type=kind, importance_sampling_level=level,
             epsilon_low=0.2, epsilon_high=1.05 if cispo else 0.28, max_completion_length=20,
             off_policy_mask_threshold=None, top_entropy_quantile=1.0, use_vllm=False, _entropy_bonus_enabled=False,
             current_gradient_accumulation_steps=1,
@@ -231,7 +234,7 @@ class Cases:
 class _Accelerator:
     device, num_processes, is_main_process = torch.device("cpu"), 1, True
 
-    def gather_for_metrics(self, values: torch.Tensor) -> torch.Tensor:
+    def gather_for_metrics(self, values: torch.Tensor, **_: object) -> torch.Tensor:
         return values
 
     gather = reduce = gather_for_metrics
@@ -259,22 +262,10 @@ def beside_trl() -> str:
 
     cases = Cases()
     smoothed = {"robust": 0.1, "exo_pair": 0.1}
-    kinds = [
-        "sigmoid",
-        "robust",
-        "hinge",
-        "ipo",
-        "exo_pair",
-        "nca_pair",
-        "bco_pair",
-        "sppo_hard",
-        "apo_zero",
-        "apo_down",
-    ]
-    found: dict[str, Pair] = {f'dpo_loss, "{kind}"': cases.dpo(kind, smoothed.get(kind, 0.0)) for kind in kinds}
+    found: dict[str, Pair] = {f'dpo_loss, "{kind}"': cases.dpo(kind, smoothed.get(kind, 0.0)) for kind in PAIR_LOSSES}
     found["kto_loss"] = cases.kto()
     found["cpo_loss"], found["simpo_loss"] = cases.cpo("sigmoid"), cases.cpo("simpo")
-    found["orpo_loss (TRL's is in fp32)"] = cases.orpo()
+    found["orpo_loss (TRL computes it in fp32)"] = cases.orpo()
     found["reward_loss, margin and centre"] = cases.reward()
     found['policy_loss per token, k3, loss_sum "sequence" (grpo)'] = cases.grpo("grpo", "sequence", "token", kl=0.04)
     found['policy_loss, loss_sum "token" (dapo)'] = cases.grpo("dapo", "token", "token")
@@ -291,7 +282,7 @@ def beside_trl() -> str:
         apart = [float((ours_ - theirs).abs().max() / theirs.abs().max()) for ours_, theirs in (values, gradients)]
         lines.append((name, *(f"{value:.0e}" for value in apart)))
         print(*lines[-1], flush=True)
-    return f"TRL {version('trl')}.\n\n" + table(("piece", "loss apart by", "gradient apart by"), lines)
+    return f", TRL {version('trl')}.\n\n" + table(("piece", "loss apart by", "gradient apart by"), lines)
 
 
 def main() -> None:
@@ -305,7 +296,7 @@ def main() -> None:
         if name == "pieces" and find_spec("trl") is None:
             print("TRL is not installed: pip install -c constraints.txt trl")
             continue
-        text = f"{machine()}.\n\n{run()}"
+        text = f"{machine()}{run()}"
         print(text)
         if arguments.save:
             write_section(f"methods-{name}", text)

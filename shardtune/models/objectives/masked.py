@@ -59,8 +59,7 @@ def loss_sum(losses: torch.Tensor, mask: torch.Tensor, per: Per = "token", *, le
         mask: [rows, tokens], bool or 0 and 1.
         per: "token": the mean over all tokens (DAPO, arXiv:2503.14476, eq. 8; verl's token-mean). "sequence": the mean
             over rows of the means over their tokens (GRPO, arXiv:2402.03300, eq. 3; verl's seq-mean-token-mean).
-            "length": the mean over rows of their sums, over a fixed length (Dr. GRPO, arXiv:2503.20783; verl's
-            seq-mean-token-sum-norm).
+            "length": the mean over rows of their sums, over a fixed length (Dr. GRPO, arXiv:2503.20783).
         length: with "length", the number of tokens that every row counts as; the longest answer allowed, say.
 
     Raises:
