@@ -44,6 +44,18 @@ def solved(asked: list[Row]) -> list[Row]:
     return [row + answer(row[0] + 10 * row[1], row[3] + 10 * row[4]) for row in asked]
 
 
+def labels(row: Row) -> Row:
+    """The tokens of a row's answer up to its first END, -100 elsewhere."""
+    start = len(row) - ANSWER_TOKENS
+    end = row.index(END, start) + 1 if END in row[start:] else len(row)
+    return [-100] * start + row[start:end] + [-100] * (len(row) - end)
+
+
+def over_ranks(values: list) -> list:
+    """What the ranks returned for their samples, in the order of the samples; a rank without any gave None."""
+    return [value for part in values if part is not None for value in part]
+
+
 def make_model(folder: Path, *, width: int = 48, steps: int = 120, seed: int = 0) -> Path:
     """Write a model that was trained for some steps in plain PyTorch: the fewer, the worse its answers."""
     config = Qwen2Config(

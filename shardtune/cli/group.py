@@ -60,9 +60,13 @@ INSTEAD: Mapping[str, tuple[str, str]] = {
         ("the command that started a run continues it", "shardtune train recipe.yaml"),
     ),
     **dict.fromkeys(
-        ("dpo", "orpo", "kto", "rm", "reward", "ppo", "grpo", "rloo", "rl", "pretrain", "pt"),
-        ("there is supervised fine-tuning alone", "shardtune train recipe.yaml"),
+        ("dpo", "orpo", "kto", "rm", "reward", "ppo", "grpo", "rloo", "rl"),
+        (
+            "a recipe is supervised fine-tuning; other methods run on the engine, docs/your-method.md",
+            "shardtune train recipe.yaml",
+        ),
     ),
+    **dict.fromkeys(("pretrain", "pt"), ("there is supervised fine-tuning alone", "shardtune train recipe.yaml")),
     **dict.fromkeys(
         ("merge-sharded-fsdp-weights", "merge-fsdp", "consolidate"),
         ("final/ of a run is one model already, whatever it was sharded to", "shardtune export runs/recipe my-model"),

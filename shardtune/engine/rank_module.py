@@ -149,7 +149,7 @@ class RankModule:
 
     def _units(self) -> list[nn.Module]:
         """The modules that are gathered as one: those that the class declares, or detected ones."""
-        named = tuple(self._module.non_split_modules)
+        named = tuple(self._module.non_split_modules or ())  # None: a hook that is still blank
         chosen = [module for module in self._module.modules() if named and isinstance(module, named)]
         if named and not chosen:
             raise ModelError(

@@ -167,7 +167,7 @@ def test_commands_have_other_names(command: str, trained: list[Any]) -> None:
         ("runs", "ls runs"),
         ("serve runs/x", "vllm serve runs/recipe/final"),
         ("webui", "shardtune chat runs/recipe"),
-        ("dpo recipe.yaml", "supervised fine-tuning alone"),
+        ("dpo recipe.yaml", "other methods run on the engine"),
         ("resume", "shardtune train recipe.yaml"),
         ("data prevew", "preview"),
         ("models xyzzyq", "no architecture"),

@@ -49,6 +49,8 @@ def test_every_public_name_is_in_the_reference():
     listed = {name for module, name in entries() if module == "shardtune"}
     assert set(shardtune.__all__) - {"nn"} == listed
     assert set(shardtune.nn.__all__) == {name for module, name in entries() if module == "shardtune.nn"}
+    pieces = import_module("shardtune.nn.functional")
+    assert set(pieces.__all__) == {name for module, name in entries() if module == pieces.__name__}
 
 
 def test_the_reference_of_commands_is_made_from_their_help():

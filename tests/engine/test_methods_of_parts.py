@@ -12,6 +12,7 @@ from transformers import Qwen2ForCausalLM
 
 import shardtune
 from shardtune import NeedParallel, TrainEngine, nn
+from shardtune.nn.functional import linear_log_probs
 from tests.support.engine_modules import RATE, SAMPLES
 
 
@@ -27,11 +28,12 @@ class Scored(nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
             return self.lm_head(self._last(torch.tensor(input_ids)))
 
     def step(self, input_ids: list[list[int]]) -> float:
-        """The head once as a module, once as a matrix; a module inside a layer, in a backward pass of its own."""
+        """The head as a module, as a matrix, and in chunks; a module inside a layer, in a backward pass of its own."""
         ids = torch.tensor(input_ids)
         hidden = self._last(ids)[:, :-1]
         logits = self.lm_head(hidden) + hidden @ self.lm_head.weight.T * 0.5
-        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        in_chunks = linear_log_probs(hidden, self.lm_head.weight, ids[:, 1:])
+        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()) - 0.5 * in_chunks.mean()
         loss.backward()
         if not self.ranks.layout.tensor > 1:
             self.model.layers[0].mlp(hidden.detach()).square().mean().backward()
@@ -55,8 +57,8 @@ def plain(model: Path, tensor: bool) -> tuple[list[float], torch.Tensor, list[li
     ids = torch.tensor(SAMPLES[:4])
     for _ in range(2):
         hidden = made.model(ids).last_hidden_state[:, :-1]
-        logits = made.lm_head(hidden) * 1.5
-        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        logits = made.lm_head(hidden).flatten(0, 1)
+        loss = F.cross_entropy(logits * 1.5, ids[:, 1:].flatten()) + 0.5 * F.cross_entropy(logits, ids[:, 1:].flatten())
         loss.backward()
         if not tensor:
             made.model.layers[0].mlp(hidden.detach()).square().mean().backward()

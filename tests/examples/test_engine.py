@@ -39,3 +39,22 @@ def test_distillation_brings_the_student_to_its_teacher(ranks: str):
     assert told is not None
     before, after = map(float, told.groups())
     assert after < before / 2
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "told", "more"),
+    [
+        ("dpo.py", ["--steps", "30"], r"held-out score: ([\d.]+)% before, ([\d.]+)% after", 8),
+        ("grpo.py", ["--rounds", "25"], r"held-out score: ([\d.]+)% before, ([\d.]+)% after", 8),
+        ("reward_model.py", ["--steps", "100"], r"of four found: ([\d.]+)% before, ([\d.]+)% after", 15),
+    ],
+)
+@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.slow
+def test_preference_and_policy_methods_raise_their_score(
+    script: str, options: list[str], told: str, more: float, ranks: str
+):
+    found = re.search(told, run(script, "--ranks", ranks, *options))
+    assert found is not None
+    before, after = map(float, found.groups())
+    assert after > before + more

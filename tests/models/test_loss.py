@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from shardtune.config import ActorConfig
@@ -28,6 +27,7 @@ from shardtune.models.loss import (
     linear_cross_entropy,
     router_balance,
 )
+from tests.support.largest_tensor import Largest
 
 ROWS, WIDTH, VOCABULARY = 37, 16, 50
 TRANSFORMS = [IDENTITY, LogitTransform(scale=0.25), LogitTransform(softcap=5.0), LogitTransform(0.5, 3.0)]
@@ -203,21 +203,6 @@ def test_correct_predictions_are_counted_once_each_whatever_their_weight() -> No
     assert int(head_cross_entropy(values["hidden"], head, VOCABULARY, **arguments)[1]) == wanted
     with torch.no_grad():
         assert int(linear_cross_entropy(values["hidden"], values["weight"], **arguments)[1]) == wanted
-
-
-class Largest(TorchDispatchMode):
-    """Notes the most elements of a tensor that any operation gives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(value, torch.Tensor):
-                self.elements = max(self.elements, value.numel())
-        return result
 
 
 @pytest.mark.parametrize("path", [by_linear, by_head])

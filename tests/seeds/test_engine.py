@@ -34,6 +34,7 @@ from tests.seeds.engine import (
     CUSTOM,
     CUSTOM_CHANGES,
     FEWER_RANKS,
+    IMPORTS,
     LANGUAGE,
     LANGUAGE_CHANGES,
     LORA,
@@ -240,6 +241,28 @@ def test_the_sample_of_a_custom_model(two: dict[str, Any], tmp_path: Path, execu
         engine = built(module, executor, ranks)
         run(engine, data)
         check_weights(engine, dict(plain.state_dict()))
+        engine.close()
+
+
+def test_the_custom_sample_with_its_blanks_as_they_are_printed(two: dict[str, Any]):
+    """Hooks that return nothing are not used: the module's own values, and units as they are found."""
+    names: dict[str, Any] = {}
+    exec(IMPORTS + CUSTOM, names)
+
+    class Layers(names["MyModel"]):  # pyright: ignore[reportGeneralTypeIssues]
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks(x)
+
+    module = Layers().double()
+    x = torch.arange(12.0).double().view(3, 4)
+    for ranks in (None, two):
+        engine = built(module, "fsdp2", ranks)
+        parts = [part for part in engine.forward(NeedParallel(x)) if part is not None]
+        assert (torch.cat(parts) - module(x)).abs().max() < 1e-12
         engine.close()
 
 
