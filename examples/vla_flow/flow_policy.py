@@ -7,17 +7,16 @@ tenth and gives the features something to hold on to early on. Both are sums ove
 still has: what is padded behind its end weighs nothing.
 """
 
-import io
 import itertools
 import zlib
 
 import numpy as np
 import torch
-from PIL import Image
 from pydantic import BaseModel
 from torch import nn
 
 from shardtune import LossSum, Sample
+from shardtune.data.robot.images import decode_frame
 from shardtune.models.action.acting import ActingAdapter
 
 WORDS = 512  # an instruction's words by their hash; the network learns what the few that occur mean
@@ -96,8 +95,7 @@ class FlowAdapter(ActingAdapter):
 
     def encode(self, row):
         (camera,) = row["images"].values()
-        image = np.asarray(Image.open(io.BytesIO(camera["bytes"])).convert("RGB"))
-        fields = seen(image, row["state"], row["instruction"])
+        fields = seen(decode_frame(camera), row["state"], row["instruction"])
         actions = np.asarray(row["actions"], np.float32) * self.options.scale
         return Sample(fields=fields | {"actions": actions, "real": ~np.asarray(row["action_is_pad"], bool)})
 

@@ -43,12 +43,14 @@ class Vectors:
         key: its name.
         episodes: the episodes they belong to.
         actions: float32 [n, A]. state: float32 [n, S], or None.
+        place: the file and the first of the episodes, for messages.
     """
 
     key: str
     episodes: Sequence[object]
     actions: np.ndarray
     state: np.ndarray | None
+    place: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +201,7 @@ class _FieldSums:
 class _Sums:
     """The running sums of one data set."""
 
+    first: str
     action: _FieldSums
     state: _FieldSums | None
     episodes: set[object] = field(default_factory=set)
@@ -207,7 +210,7 @@ class _Sums:
     @classmethod
     def of(cls, first: Vectors) -> _Sums:
         state = None if first.state is None else _FieldSums(first.state.shape[1])
-        return cls(_FieldSums(first.actions.shape[1]), state)
+        return cls(first.place, _FieldSums(first.actions.shape[1]), state)
 
     def add(self, vectors: Vectors) -> None:
         self.frames += len(vectors.actions)
@@ -230,23 +233,26 @@ class _Sums:
 
     def _fields(self, vectors: Vectors) -> list[tuple[_FieldSums, np.ndarray]]:
         """Raises `DataError` for frames whose dimensions differ from earlier ones."""
-        found = [(self.action, vectors.actions)]
+        found = [("actions", self.action, vectors.actions)]
         if (self.state is None) != (vectors.state is None):
             raise DataError(
-                "some frames have a state and others have none",
-                where=f"data: {vectors.key}",
+                f"some frames have a state and others, as in {self.first}, have none"
+                if self.state is None
+                else f"some frames have no state and others, as in {self.first}, have one",
+                where=vectors.place,
                 remedy="give every frame one, or name the data sets apart",
             )
         if self.state is not None and vectors.state is not None:
-            found.append((self.state, vectors.state))
-        for sums, values in found:
+            found.append(("state", self.state, vectors.state))
+        for name, sums, values in found:
             if values.shape[1] != sums.dimensions:
                 raise DataError(
-                    f"some frames have {values.shape[1]} dimensions and others {sums.dimensions}",
-                    where=f"data: {vectors.key}",
+                    f"the {name} of {vectors.key} have {values.shape[1]} dimensions here and {sums.dimensions} in "
+                    f"{self.first}",
+                    where=vectors.place,
                     remedy="name data sets of different robots apart",
                 )
-        return found
+        return [(sums, values) for _, sums, values in found]
 
 
 def data_statistics(spec: object, data: DataOptions, frames: FrameOptions) -> dict[str, Statistics]:
@@ -343,7 +349,9 @@ def _vectors(source: Source, skip_bad: bool) -> Iterator[Vectors]:
                     raise _not_finite(file, whole, int(np.flatnonzero(~fine)[0]))
                 kept = whole.of(fine)
                 if len(kept.actions):
-                    yield Vectors(source.name, np.unique(kept.episodes).tolist(), kept.actions, kept.state)
+                    episodes = np.unique(kept.episodes).tolist()
+                    place = f"{file.label}: episode {episodes[0]}"
+                    yield Vectors(source.name, episodes, kept.actions, kept.state, place)
         else:
             yield from _row_vectors(source, file, skip_bad)
 
@@ -393,4 +401,5 @@ def _stacked(rows: Sequence[Row], file: SourceFile) -> Vectors:
     states = [row["state"] for row in rows if row["state"] is not None]
     actions = np.stack([row["actions"][0] for row in rows])
     episodes = [(file.label, row.get("episode")) for row in rows]
-    return Vectors(rows[0]["dataset"], episodes, actions, np.stack(states) if states else None)
+    place = f"{file.label}: episode {rows[0].get('episode')}"
+    return Vectors(rows[0]["dataset"], episodes, actions, np.stack(states) if states else None, place)

@@ -41,6 +41,7 @@ STEP_FORMS: Mapping[str, str] = {
     "train/grad_norm": "grad {:.2f}",
     "train/learning_rate": "lr {:.2e}",
     "perf/tokens_per_second": "{:,.0f} tokens/s",
+    "perf/samples_per_second": "{:,.1f} samples/s",
     "perf/peak_memory_gb": "{:.1f} GB",
 }
 """The metrics in a line of progress; a step of a user's own `run_training` may lack some."""

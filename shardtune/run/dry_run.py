@@ -73,8 +73,7 @@ def _dry_run(loaded: Recipe) -> dict[str, float]:
             display.report(line)
         display.report(
             f"one step: loss {metrics['train/loss']:.4f}, gradient norm {metrics['train/grad_norm']:.3f}, "
-            f"{metrics['train/tokens']:,.0f} tokens; to come: {worker.position.horizon:,} steps, "
-            f"{_tokens_to_come(worker, metrics)}"
+            f"{_size(metrics)}; to come: {worker.position.horizon:,} steps, {_size_to_come(worker, metrics)}"
         )
         for note in plan.notes:
             display.report(note)
@@ -89,12 +88,19 @@ def _dry_run(loaded: Recipe) -> dict[str, float]:
         leave_ranks(worker.ranks)
 
 
-def _tokens_to_come(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> str:
-    """The input tokens of all steps; of a user's loader only the first step is known."""
+def _size(metrics: Mapping[str, float]) -> str:
+    """The input tokens of a step, or the samples of rows without tokens."""
+    samples = metrics.get("train/samples")
+    return f"{metrics['train/tokens']:,.0f} tokens" if samples is None else f"{samples:,.0f} samples"
+
+
+def _size_to_come(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> str:
+    """The input tokens or samples of all steps; of a user's loader only the first step is known."""
     steps = worker.position.horizon
+    unit = "samples" if "train/samples" in metrics else "tokens"
     if isinstance(worker.loader, StepLoader):
-        return f"{worker.loader.num_tokens(steps):,} tokens"
-    return f"about {count(metrics['train/tokens'] * steps)} tokens if all have as many as the first"
+        return f"{worker.loader.num_tokens(steps):,} {unit}"
+    return f"about {count(metrics[f'train/{unit}'] * steps)} {unit} if all have as many as the first"
 
 
 def _require_a_step(worker: FSDPSftWorker, metrics: Mapping[str, float]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 
 from shardtune.config import Recipe, load_recipe
@@ -62,10 +63,10 @@ def _evaluate(
     peers = read_together(lambda: recipe)[1] if is_one_of_several() else None
     logger = recipe.runner.logger
     if run_dir is not None:
-        episodes = run_dir / SAMPLES / Path(checkpoint).name
+        episodes = _unused(run_dir / SAMPLES / Path(checkpoint).name)
         worker = load_run(run_dir, trust=trust).worker(checkpoint, *overrides, episodes_dir=episodes)
     else:
-        episodes = Path(logger.log_path) / f"{logger.experiment_name}-episodes"
+        episodes = _unused(Path(logger.log_path) / f"{logger.experiment_name}-episodes")
         import_plugins(recipe.plugins)
         worker = make_worker(recipe, training=False, report=Display().report)
         worker.setup_evaluation(context=RunContext(episodes_dir=episodes))
@@ -81,6 +82,12 @@ def _evaluate(
     if peers is not None:
         peers.end()
     return metrics
+
+
+def _unused(folder: Path) -> Path:
+    """The folder, or with a number behind its name the first one that does not exist: earlier results are kept."""
+    found = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
+    return folder if not folder.exists() else next(place for place in found if not place.exists())
 
 
 def _evaluated_on(worker: FSDPSftWorker, episodes: Path) -> str:

@@ -214,7 +214,11 @@ def _training(record: RunRecord, step: int | None) -> str:
     if lines and "epoch" in lines[-1]:
         rows.append(["epochs", _number(lines[-1]["epoch"])])
     if len(lines) == done > 0:  # every step is logged
-        for key, name in (("train/tokens", "tokens"), ("train/supervised_tokens", "tokens trained on")):
+        for key, name in (
+            ("train/tokens", "tokens"),
+            ("train/samples", "samples"),
+            ("train/supervised_tokens", "tokens trained on"),
+        ):
             if all(line.get(key) is not None for line in lines):
                 rows.append([name, f"{sum(line[key] for line in lines):,.0f}"])
     if lines and lines[-1].get("train/loss") is not None:

@@ -149,8 +149,9 @@ class Status:
         """The second line: loss with its curve, speed, memory, and what else fits."""
         metrics, text = self._metrics, Text()
         shown = []
-        if (speed := metrics.get("perf/tokens_per_second")) is not None:
-            shown.append(f"{speed:,.0f} tokens/s")
+        for unit in ("tokens", "samples"):
+            if (speed := metrics.get(f"perf/{unit}_per_second")) is not None:
+                shown.append(f"{speed:,.0f} {unit}/s")
         if (memory := metrics.get("perf/peak_memory_gb")) is not None:
             shown.append(f"{memory:.1f} GB")
         shown += [form.format(metrics[name]) for name, form in STEP_FORMS.items() if name in metrics]

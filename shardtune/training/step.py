@@ -39,7 +39,7 @@ TRAIN_METRICS = (
     "perf/data_wait",
     "perf/peak_memory_gb",
 )
-"""The metrics of every step."""
+"""The metrics of every step; of rows without tokens `samples` stands for `tokens` in these names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,9 +317,9 @@ def step_metrics(
     metrics |= {
         "train/grad_norm": result.gradient_norm,
         "train/learning_rate": rate,
-        "train/tokens": float(step.num_tokens),
+        f"train/{step.unit}": float(step.num_tokens),
         "train/supervised_tokens": float(step.num_targets),
-        "perf/tokens_per_second": step.num_tokens / seconds,
+        f"perf/{step.unit}_per_second": step.num_tokens / seconds,
         "perf/data_wait": waited,
         "perf/peak_memory_gb": ranks.largest(peak_memory_gb(ranks.device)),
     }

@@ -34,7 +34,7 @@ class Timings:
             "step": step,
             **self._facts,
             "seconds": {part: round(value, 6) for part, value in seconds.items()},
-            "tokens_per_second": metrics.get("perf/tokens_per_second"),
+            **_speed(metrics),
             "mfu": metrics.get("perf/mfu"),
         }
         self._file.write(json.dumps(line) + "\n")
@@ -42,3 +42,11 @@ class Timings:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _speed(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Tokens per second; of rows without tokens samples per second."""
+    samples = metrics.get("perf/samples_per_second")
+    if samples is not None:
+        return {"samples_per_second": samples}
+    return {"tokens_per_second": metrics.get("perf/tokens_per_second")}

@@ -104,6 +104,16 @@ class TestSources:
         with pytest.raises(DataError, match="the mask has 2 values, an action 4 dimensions"):
             found["b"].with_mask([True, False])
 
+    def test_differing_dimensions_name_file_and_episode(self, tmp_path, of):
+        for name, size in (("a", 7), ("b", 6)):
+            row = {"action": [0.5] * size, "state": [0.0], "task": "go", "frame_index": 0, "episode_index": name * 3}
+            (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+        with pytest.raises(
+            DataError, match=r"the actions of .* 6 dimensions here and 7 in .*a\.jsonl: episode aaa"
+        ) as caught:
+            of(str(tmp_path / "*.jsonl"))
+        assert str(caught.value.where).endswith("b.jsonl: episode bbb")
+
     def test_computed_once_unless_damaged(self, sets, of, data, monkeypatch):
         folder, _ = sets
         first = of(str(folder / "a"))

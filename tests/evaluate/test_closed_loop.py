@@ -219,12 +219,11 @@ def test_ranks_evaluate_a_run_as_one_does(run: shardtune.Run) -> None:
     assert alone["eval/success"] == 1.0
     table = (run.dir / "samples" / "latest" / "episodes.jsonl").read_text()
     assert len(table.splitlines()) == 5
-    (run.dir / "samples" / "latest" / "episodes.jsonl").unlink()
-    (run.dir / "samples" / "latest" / "episode_000_failure.gif").touch()
     assert run_ranks(evaluated, 2, str(run.dir)) == [alone, alone]
-    kept = sorted(path.name for path in (run.dir / "samples" / "latest").iterdir())
-    assert kept == ["episode_000_success.gif", "episodes.jsonl"]
-    assert (run.dir / "samples" / "latest" / "episodes.jsonl").read_text() == table
+    for folder in ("latest", "latest-2"):  # the second evaluation keeps what the first one has left
+        kept = sorted(path.name for path in (run.dir / "samples" / folder).iterdir())
+        assert kept == ["episode_000_success.gif", "episodes.jsonl"]
+        assert (run.dir / "samples" / folder / "episodes.jsonl").read_text() == table
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,25 @@ def read_image(value: object, folder: Path, hosts: Sequence[str] = ()) -> Stored
         raise RowError(f"image {_named(kind, content)}: {caused_by(error).reason}") from error
 
 
+def decode_image(value: object, folder: Path, hosts: Sequence[str] = ()) -> Image.Image:
+    """The pixels of an image of a row, RGB, as `read_image(…).read()` gives them, decoded once.
+
+    Args:
+        value, folder, hosts: as `read_image` has them.
+
+    Raises:
+        RowError: as `read_image`.
+    """
+    try:
+        kind, content = _stored(value, folder, hosts)
+    except Exception as error:
+        raise caused_by(error) from error
+    try:
+        return _frame(content) if kind == ImageKind.FRAME else _pixels(_bytes(kind, content), check=True)
+    except Exception as error:
+        raise RowError(f"image {_named(kind, content)}: {caused_by(error).reason}") from error
+
+
 def encode_picture(picture: Image.Image | np.ndarray) -> bytes:
     """Pixels in memory as PNG, which is lossless; an array is uint8 [height, width, 3] or [height, width].
 
@@ -337,8 +356,10 @@ def _check_kind(image: Image.Image) -> None:
         raise RowError(f"it is {what}, which has no exact RGB form of 8 bits; convert it")
 
 
-def _pixels(encoded: bytes) -> Image.Image:
+def _pixels(encoded: bytes, *, check: bool = False) -> Image.Image:
     with _opened(encoded) as image:
+        if check:
+            _check_kind(image)
         try:
             return _as_shown(image)
         except Exception as error:

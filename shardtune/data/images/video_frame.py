@@ -44,6 +44,22 @@ def read_frame(path: str, seconds: float) -> Image.Image:
         raise RowError(f"the video {path} cannot be decoded at {seconds:.3f} s: {error}") from error
 
 
+def video_seconds(path: str) -> float | None:
+    """How long a video is; None for a file that does not state it or cannot be read, which reading a frame reports."""
+    require_av()
+    import av
+    from av.error import FFmpegError
+
+    try:
+        with av.open(path, options={"protocol_whitelist": "file"}) as container:
+            stream = container.streams.video[0]
+            if stream.duration is None or stream.time_base is None:
+                return None if container.duration is None else container.duration / av.time_base
+            return float(stream.duration * stream.time_base)
+    except (FFmpegError, OSError, IndexError):
+        return None
+
+
 def require_av() -> None:
     """Raises `DataError` where videos cannot be read."""
     try:

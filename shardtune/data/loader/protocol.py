@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from pydantic import JsonValue
@@ -65,8 +65,9 @@ class Step(Generic[B_co]):
             user's does not number them.
         micro_batches: this rank's share; as many on every rank.
         denominators: per loss term, the weight of all rows of the step.
-        num_tokens: input tokens of the step on all ranks.
+        num_tokens: input tokens of the step on all ranks; of rows without tokens their sizes.
         num_targets: the supervised weight of the step on all ranks, see `supervised`.
+        unit: what `num_tokens` counts; samples where each row has the size 1.
     """
 
     state: DataState
@@ -76,6 +77,7 @@ class Step(Generic[B_co]):
     denominators: Mapping[str, float]
     num_tokens: int
     num_targets: float
+    unit: Literal["tokens", "samples"] = "tokens"
 
 
 @runtime_checkable

@@ -242,14 +242,16 @@ class StepLoader:
         """The step that begins at `state`; at an epoch's end, the next epoch's first."""
         state, after, rows = self.rows_at(state)
         denominators = self._maker.denominators(rows)
+        size = int(np.asarray(self._data.lengths[rows]).sum())
         return Step(
             state=state,
             after=after,
             rows=rows,
             micro_batches=self._maker.micro_batches(rows),
             denominators=denominators,
-            num_tokens=int(np.asarray(self._data.lengths[rows]).sum()),
+            num_tokens=size,
             num_targets=supervised(denominators, self._token_term),
+            unit="samples" if size == len(rows) else "tokens",
         )
 
     @property

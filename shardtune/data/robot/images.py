@@ -8,12 +8,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shardtune.config.shown import as_written
 from shardtune.data.encoder import RowError
+from shardtune.data.images.images import decode_image
 
 ImageRecord = Mapping[str, Any]
 """`{"bytes": …}` (an encoded image), `{"path": …}` or `{"video": …, "seconds": …}`; paths are absolute.
-`shardtune.data.images.images.read_image` takes it, and finds what cannot be decoded."""
+`decode_frame` gives its pixels; `shardtune.data.images.images.read_image` takes it, too."""
+
+
+def decode_frame(image: ImageRecord) -> np.ndarray:
+    """The pixels of a camera's image in a row of robot data, for `encode` of an adapter of your own.
+
+        def encode(self, row):
+            pixels = {camera: decode_frame(image) for camera, image in row["images"].items()}
+
+    Args:
+        image: a value of `row["images"]`: encoded bytes, a path, or the file and the second of a video's frame.
+
+    Returns:
+        uint8 [height, width, 3], RGB.
+
+    Raises:
+        RowError: it is missing or cannot be decoded, so that `data.on_bad_row` applies.
+    """
+    return np.asarray(decode_image(image, Path.cwd()))
 
 
 def image_record(value: object, folder: Path) -> ImageRecord:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,13 +40,14 @@ class EpisodeRecord:
     Attributes:
         length: frames.
         data: the file that holds them, relative to the data set.
-        videos: image column -> the video file, relative to the data set, and the second at which the episode begins.
+        videos: image column -> the video file, relative to the data set, and the seconds at which the episode begins
+            and ends; inf: at the end of the file; nan: unknown.
     """
 
     index: int
     length: int
     data: str
-    videos: Mapping[str, tuple[str, float]]
+    videos: Mapping[str, tuple[str, float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class LeRobotSet:
 
     @property
     def video_files(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(file for episode in self.episodes for file, _ in episode.videos.values()))
+        return tuple(dict.fromkeys(file for episode in self.episodes for file, *_ in episode.videos.values()))
 
     def names(self, column: str) -> list[str] | None:
         """The names of a vector's dimensions, in any of the forms data sets use; None if there are none."""
@@ -191,7 +193,8 @@ def _episodes_v3(folder: Path, paths: tuple[str, str], videos: Sequence[str]) ->
             for key in videos:
                 where = {name: row[f"videos/{key}/{name}"] for name in ("chunk_index", "file_index")}
                 begins = float(row[f"videos/{key}/from_timestamp"])
-                found[key] = (paths[1].format(video_key=key, **where), begins)
+                ends = float(row.get(f"videos/{key}/to_timestamp", math.nan))
+                found[key] = (paths[1].format(video_key=key, **where), begins, ends)
             yield EpisodeRecord(int(row["episode_index"]), int(row["length"]), paths[0].format(**at), found)
 
 
@@ -201,7 +204,7 @@ def _episodes_v2(
     for row in _json_lines(folder / "meta" / "episodes.jsonl"):
         index = int(row["episode_index"])
         at = {"episode_chunk": index // per_chunk, "episode_index": index}
-        found = {key: (paths[1].format(video_key=key, **at), 0.0) for key in videos}
+        found = {key: (paths[1].format(video_key=key, **at), 0.0, math.inf) for key in videos}
         yield EpisodeRecord(index, int(row["length"]), paths[0].format(**at), found)
 
 

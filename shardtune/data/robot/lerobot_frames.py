@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shardtune.data.encoder import FrameOptions, RowError
-from shardtune.data.images.video_frame import require_av
+from shardtune.data.images.video_frame import require_av, video_seconds
 from shardtune.data.robot.columns import Columns
 from shardtune.data.robot.frames import FrameChunk, Origin, episode_digest
 from shardtune.data.robot.lerobot import COPY, EpisodeRecord, LeRobotSet, open_lerobot
@@ -135,13 +136,17 @@ class _FrameFile:
                     yield RowChunk([(done + run.start + 1, RowError(reason))], done / total)
             chosen = [run for run in runs if run.episode.index in chosen_range and run.start < run.stop]
             earlier: pa.RecordBatch | None = None
+            problems: dict[int, str] = {}
             for first, batch in self._pictures(parquet, table.num_rows):
                 known = _joined(earlier, batch)
                 begins = first - (known.num_rows - batch.num_rows)
                 for start, stop in _pieces(chosen, first, first + batch.num_rows):
                     least = max(start - (self.options.observations - 1), begins)
                     shown = known.slice(least - begins, stop - least)
-                    yield frames.chunk(least, start, stop, self._with_videos(shown, frames, least, stop), done, total)
+                    pictures = self._with_videos(shown, frames, least, stop)
+                    self._note_long_videos(chosen, frames, start, stop, problems)
+                    chunk = frames.chunk(least, start, stop, pictures, done, total)
+                    yield replace(chunk, problems=_from(problems, start))
                 earlier = known.slice(max(0, known.num_rows - (self.options.observations - 1)))
 
     def _vector_columns(self) -> list[str]:
@@ -283,6 +288,29 @@ class _FrameFile:
         except (OSError, pa.ArrowException) as error:
             raise self._fault(f"the file cannot be read as Parquet: {error}") from error
 
+    def _note_long_videos(
+        self, runs: Sequence[_Run], frames: _Frames, start: int, stop: int, problems: dict[int, str]
+    ) -> None:
+        """Note the frames of episodes that begin in these rows and whose video goes on after their last frame.
+
+        Such a video belongs to other frames, or is shifted against them.
+        """
+        for run in runs if self._videos() else ():
+            if not start <= run.start < stop or run.stop - run.start < 2:
+                continue
+            first, last = float(frames.seconds[run.start]), float(frames.seconds[run.stop - 1])
+            frame = (last - first) / (run.stop - run.start - 1)
+            for camera, column in self._videos().items():
+                file, begins, ends = run.episode.videos[column]
+                if ends == math.inf:
+                    ends = video_seconds(str(self.described.folder / file)) or math.nan
+                rest = ends - begins - last - frame
+                if rest > 1.5 * frame:
+                    reason = (
+                        f"camera {camera!r}: the video {file} goes on for {rest:.2f} s after the episode's last frame"
+                    )
+                    problems |= dict.fromkeys(range(run.start, run.stop), reason)
+
     def _require_pictures(self, parquet: pq.ParquetFile, column: str) -> None:
         if column not in parquet.schema_arrow.names:
             there = ", ".join(parquet.schema_arrow.names)
@@ -297,7 +325,7 @@ class _FrameFile:
         for camera, column in self._videos().items():
             places = []
             for row in range(start, stop):
-                file, begins = frames.owners[row].videos[column]
+                file, begins, _ = frames.owners[row].videos[column]
                 places.append({"video": file, "seconds": begins + float(frames.seconds[row])})
             names.append(camera)
             arrays.append(pa.array(places))
@@ -351,6 +379,11 @@ def _joined(first: pa.RecordBatch | None, second: pa.RecordBatch) -> pa.RecordBa
         return _blank(first.num_rows + second.num_rows)
     columns = [pa.concat_arrays(pair) for pair in zip(first.columns, second.columns, strict=True)]
     return pa.RecordBatch.from_arrays(columns, names=second.schema.names)
+
+
+def _from(problems: Mapping[int, str], start: int) -> dict[int, str]:
+    """Problems by row of the file, by index of a chunk that begins at a row."""
+    return {row - start: reason for row, reason in problems.items() if row >= start}
 
 
 def _lengths(values: pa.Array) -> np.ndarray:

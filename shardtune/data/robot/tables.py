@@ -67,7 +67,7 @@ class _Grouping:
     _earlier: list[_Frame] = field(default_factory=list)  # those before `_frames` that these show
     _next: int = 0
     _digest: int | None = None
-    _dimensions: int | None = None
+    _dimensions: dict[str, int] = field(default_factory=dict)
 
     def add(self, number: int, row: Row | RowError) -> Iterator[NumberedRow]:
         """The rows that are complete with this one."""
@@ -127,8 +127,10 @@ class _Grouping:
             if "frame" in columns.named:
                 place = _after(row[columns.named["frame"]], place)
             action = _vector(row[columns.require("action")], "action")
-            self._require_dimensions(len(action))
+            self._require_dimensions("action", len(action))
             state = _vector(row[columns.named["state"]], "state") if "state" in columns.named else None
+            if state is not None:
+                self._require_dimensions("state", len(state))
             instruction = _text(row[columns.require("instruction")])
             folder = self.origin.folder
             images = {camera: image_record(row[name], folder) for camera, name in columns.cameras.items()}
@@ -138,10 +140,10 @@ class _Grouping:
             self._digest = episode_digest(self._episode, instruction, action, state)
         return _Frame(number, place, action, state, instruction, images)
 
-    def _require_dimensions(self, found: int) -> None:
-        self._dimensions = self._dimensions or found
-        if found != self._dimensions:
-            raise RowError(f"the action has {found} dimensions, those before have {self._dimensions}")
+    def _require_dimensions(self, what: str, found: int) -> None:
+        before = self._dimensions.setdefault(what, found)
+        if found != before:
+            raise RowError(f"the {what} has {found} dimensions, those before have {before}")
 
     def _rows(self, count: int) -> Iterator[NumberedRow]:
         """Turns the first `count` frames into rows, each with the frames after it, and removes them."""
@@ -167,17 +169,23 @@ class _Grouping:
             if frame.action is None:
                 raise RowError(f"{back} rows before, {frame.problem}")
             padded = len(known) - 1 < back
+            if not padded and frame.place != known[-1].place - back:
+                raise RowError(f"frame {known[-1].place - back} is missing")
             found.append({"images": frame.images, "state": frame.state, "action": frame.action, "is_pad": padded})
         return found
 
     def _row(self, frames: Sequence[_Frame]) -> FrameRow:
-        actions = []
+        actions, present = [], frames[0]
         for steps, frame in enumerate(frames):
             if frame.action is None:
                 ahead = f"{steps} rows on, " if steps else ""
                 raise RowError(f"{ahead}{frame.problem}")
+            if frame.place != present.place + steps:
+                raise RowError(
+                    f"frame {present.place + steps} is missing, the next one is {frame.place} (rows without a column "
+                    "of frames follow one another)"
+                )
             actions.append(frame.action)
-        present = frames[0]
         missing = self.options.chunk - len(frames)
         content = {
             "images": present.images,
@@ -200,7 +208,7 @@ class _Grouping:
         actions = np.stack([_vector(action, "actions") for action in row[named["actions"]]])
         if len(actions) != self.options.chunk:
             raise RowError(f"the row has {len(actions)} actions, actor.model.action_chunks_len is {self.options.chunk}")
-        self._require_dimensions(actions.shape[1])
+        self._require_dimensions("action", actions.shape[1])
         padding = row[named["action_is_pad"]] if "action_is_pad" in named else [False] * self.options.chunk
         if len(padding) != self.options.chunk or padding[0]:
             raise RowError(

@@ -161,6 +161,12 @@ class SameFields:
 
 def tokens_of(batch: object) -> int:
     """Input tokens without padding where the batch has a mask or ids, otherwise rows."""
+    found = num_tokens(batch)
+    return (rows_of(batch) or 0) if found is None else found
+
+
+def num_tokens(batch: object) -> int | None:
+    """Input tokens without padding; None for a batch without a mask or ids."""
     if isinstance(batch, Mapping):
         mask = next((batch[name] for name in MASKS if name in batch), None)
         ids = batch.get("input_ids")
@@ -168,7 +174,7 @@ def tokens_of(batch: object) -> int:
             return int((mask != 0).sum())
         if isinstance(ids, torch.Tensor):
             return ids.numel()
-    return rows_of(batch) or 0
+    return None
 
 
 def describe_batch(batch: object) -> str:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from shardtune.batch import TOKENS
 from shardtune.data.loader.protocol import DataState, Step, supervised
-from shardtune.data.user_loader.batch import SameFields, UserBatch, fingerprint, rows_agreed, tokens_of
+from shardtune.data.user_loader.batch import SameFields, UserBatch, fingerprint, num_tokens, rows_agreed, tokens_of
 from shardtune.data.user_loader.errors import (
     between_batches,
     data_changed,
@@ -253,6 +253,7 @@ class BatchLoader:
             denominators=denominators,
             num_tokens=int(tokens),
             num_targets=supervised(denominators, TOKENS),
+            unit="samples" if num_tokens(self._last) is None else "tokens",
         )
 
     def _compare_ranks(self, batches: Sequence[object]) -> None:

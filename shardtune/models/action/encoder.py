@@ -20,7 +20,7 @@ from shardtune.errors import ConfigError, DataError
 from shardtune.models.action.environment import Observation
 from shardtune.models.action.openvla import PROMPT
 from shardtune.models.action.policy import ActionSettings
-from shardtune.models.action.tokens import ActionCodec, Bins, state_statistics
+from shardtune.models.action.tokens import ActionCodec, Bins, require_finite, state_statistics
 
 ACTIONS, PADDED, DATASET = "actions", "action_is_pad", "action_dataset"
 """Fields of a sample: float32 [steps, dimensions] in real units; bool [steps], after the episode's end; the number of
@@ -96,10 +96,9 @@ class ActionEncoder(ImageChatEncoder):
     def encode(self, row: Row) -> Sample:
         key = self._key(str(row["dataset"]))
         codec = self._codec(key)
-        try:
-            ids = codec.encode(np.asarray(row["actions"])).astype(np.int32)
-        except DataError as error:
-            raise RowError(error.what) from error
+        if not str(row["instruction"]).strip():
+            raise RowError("the instruction is empty (data.transform may give one)")
+        ids = codec.encode(_finite(row["actions"], "actions")).astype(np.int32)
         images = [read_image(row["images"][camera], self._folder) for camera in sorted(row["images"])]
         prompt, stop = self._prompt(str(row["instruction"]), row["state"], images, key)
         padded = np.asarray(row["action_is_pad"], dtype=bool)
@@ -162,9 +161,10 @@ class ActionEncoder(ImageChatEncoder):
             return dataset
         if len(self._names) == 1:
             return self._names[0]
-        raise RowError(
-            f"there are no action statistics of {dataset!r}; there are of {', '.join(self._names)} "
-            "(actor.model.unnorm_key chooses one)"
+        raise DataError(
+            f"there are no action statistics of {dataset!r}; there are of {', '.join(self._names)}",
+            where="actor.model.unnorm_key",
+            remedy="choose one of them",
         )
 
     def _codec(self, key: str) -> ActionCodec:
@@ -199,11 +199,19 @@ class ActionEncoder(ImageChatEncoder):
         if state is None:
             raise RowError("the row has no state, and actor.model.action_state is text")
         statistics = state_statistics(self.settings.norm_stats, key)
-        try:
-            numbers = Bins(self.settings.num_action_bins).encode(statistics.normalise(np.asarray(state))) - 1
-        except DataError as error:
-            raise RowError(error.what) from error
+        normalised = statistics.normalise(_finite(state, "state"))
+        numbers = Bins(self.settings.num_action_bins).encode(normalised) - 1
         return " ".join(map(str, numbers.tolist()))
+
+
+def _finite(values: object, name: str) -> np.ndarray:
+    """Numbers of a row; other faults than these are not the row's but the statistics'. Raises `RowError`."""
+    found = np.asarray(values)
+    try:
+        require_finite(found, name)
+    except DataError as error:
+        raise RowError(error.what) from error
+    return found
 
 
 def check_prompt(text: str, *, with_state: bool) -> None:

@@ -11,7 +11,7 @@ from shardtune.run.diff.settings import Difference, Effect
 from shardtune.run.diff.weights import WeightsDifference
 
 RATE, LOSS, NORM = "train/learning_rate", "train/loss", "train/grad_norm"
-TOKENS = ("train/tokens", "train/supervised_tokens")
+TOKENS = ("train/tokens", "train/samples", "train/supervised_tokens")
 POSITION = "epoch"
 
 

@@ -12,7 +12,7 @@ Size = Literal["rounding", "real"]
 Line = Mapping[str, float | None]
 ROUNDING: Mapping[str, float] = {"float64": 1e-10, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 """By the dtype of the computation: up to this relative difference two numbers may differ by rounding alone."""
-COUNTED = ("epoch", "train/learning_rate", "train/tokens", "train/supervised_tokens")
+COUNTED = ("epoch", "train/learning_rate", "train/tokens", "train/samples", "train/supervised_tokens")
 """Metrics that nothing rounds: they are the same, or something else was computed."""
 NOT_COMPARED = ("step",)
 OF_TIME = "perf/"

@@ -244,8 +244,9 @@ def measured_rate(run: Path) -> float:
     """
     file = run / "metrics.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    rates = [json.loads(line).get("perf/tokens_per_second") for line in lines]
-    rates = [rate for rate in rates if rate is not None]
+    measured = [json.loads(line) for line in lines]
+    names = ("perf/tokens_per_second", "perf/samples_per_second")  # a sample without tokens counts as one
+    rates = [line[name] for line in measured for name in names if line.get(name) is not None]
     if not rates:
         raise ConfigError(
             f"{run} has no measured rate", where="--rate-from", remedy="give the directory of a run that has steps"

@@ -112,7 +112,7 @@ def measure(worker: FSDPSftWorker, step: Step[MicroBatch]) -> Measured:
         metrics |= {f"train/loss/{name}": value for name, value in result.losses.items()}
     metrics |= {
         "train/grad_norm": result.gradient_norm,
-        "train/tokens": float(step.num_tokens),
+        f"train/{step.unit}": float(step.num_tokens),
         "train/supervised_tokens": float(step.num_targets),
     }
     metrics |= {worker.task.metric_name(name): metric.mean for name, metric in result.metrics.items()}

@@ -13,9 +13,9 @@ MOST_POINTS = 400
 FEWEST_POINTS = 80
 MOST_CHARTS = 60
 DIGITS = 5
-FIRST = ("train/loss", "train/grad_norm", "train/learning_rate", "perf/tokens_per_second")
+FIRST = ("train/loss", "train/grad_norm", "train/learning_rate", "perf/tokens_per_second", "perf/samples_per_second")
 """The charts that come first."""
-LINEAR = ("learning_rate", "tokens_per_second", "accuracy", "success")
+LINEAR = ("learning_rate", "tokens_per_second", "samples_per_second", "accuracy", "success")
 """Endings of metrics that are not drawn with a logarithmic axis at first."""
 LEFT_OUT = ("step", "epoch")
 LARGE_SPREAD = 50.0
@@ -148,7 +148,7 @@ def read_charts(runs: Sequence[StoredRun]) -> list[Chart]:
 def _group(name: str) -> str:
     if name.startswith("eval/"):
         return "evaluations"
-    counted = name.startswith("perf/") or name in ("train/tokens", "train/supervised_tokens")
+    counted = name.startswith("perf/") or name in ("train/tokens", "train/samples", "train/supervised_tokens")
     return "more" if counted and name not in FIRST else "training"
 
 

@@ -163,9 +163,10 @@ def _tiles(run: StoredRun, charts: Sequence[Chart]) -> list[tuple[str, str]]:
     took = seconds(run)
     if took is not None:
         found.append(("duration", duration(took)))
-    speed = curves.get("perf/tokens_per_second")
-    if speed is not None:
-        found.append(("tokens/s, median", f"{_median(speed.to_json()['y']):,.0f}"))
+    for unit in ("tokens", "samples"):
+        speed = curves.get(f"perf/{unit}_per_second")
+        if speed is not None:
+            found.append((f"{unit}/s, median", f"{_median(speed.to_json()['y']):,.0f}"))
     return found[:MOST_TILES]
 
 

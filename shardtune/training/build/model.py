@@ -22,7 +22,7 @@ from shardtune.errors import ConfigError, ModelError, ShardtuneError
 from shardtune.models.adapter import WeightSource
 from shardtune.models.lora.attach import base_tensors, is_adapted
 from shardtune.parallel.buffers import statistical_norms
-from shardtune.parallel.meta_init import init_empty_weights, materialise, read_parameters
+from shardtune.parallel.meta_init import init_empty_weights, materialise, persistent_buffers, read_parameters
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.torch_private import BatchNormBase, set_parameter
 from shardtune.training.build.initial_weights import (
@@ -295,7 +295,8 @@ class _Found:
             "let build() make the same parameters each time it is called"
             if self.origins == [CONSTRUCTOR]
             else "give all tensors of the module's state_dict() and no others, or in initial_weights submodules, "
-            "{'encoder': path, 'head': None} (None: as the constructor makes it)"
+            "{'encoder': path, 'head': None} (None: as the constructor makes it; a parameter of the module itself by "
+            "its own name)"
         )
         return {"where": ", ".join(self.origins), "remedy": remedy, "done": list(self.whole)}
 
@@ -305,7 +306,11 @@ def _gather(source: WeightSource, model: nn.Module, build: Build, seed: int, ran
     parts, supplies = split_source(source, ranks, seed)
     found = _Found(supplies, {}, ["initial_weights()"] if supplies or not parts else [], [])
     drawn = []
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **persistent_buffers(model)}
     for name, path in parts.items():
+        if path is None and name in tensors:
+            drawn.append(name)
+            continue
         part = _part(model, name)
         if path is None:
             drawn.append(name)
@@ -355,7 +360,7 @@ def _part(model: nn.Module, name: str) -> nn.Module:
 
 
 def _belongs(name: str, owners: Iterable[str]) -> bool:
-    return any(not owner or name.startswith(f"{owner}.") for owner in owners)
+    return any(not owner or name == owner or name.startswith(f"{owner}.") for owner in owners)
 
 
 def _join(prefix: str, name: str) -> str:

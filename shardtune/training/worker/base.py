@@ -40,6 +40,7 @@ from shardtune.parallel.ranks import Ranks, join_ranks, leave_ranks, num_ranks
 from shardtune.training.anomalies import Kind
 from shardtune.training.bad_rows import BadPart, BadRows
 from shardtune.training.build.initial_weights import seeded
+from shardtune.training.first_gradients import with_report
 from shardtune.training.run_summary import RunSummary
 from shardtune.training.step import ROW_DRAWS, optimizer_step, seed_rng, step_metrics
 from shardtune.training.train_output import TrainOutput
@@ -255,6 +256,9 @@ class FSDPSftWorker(ABC):
             metrics |= position.anomalies.metrics()
         return metrics | {self.task.metric_name(name): metric.mean for name, metric in result.metrics.items()}
 
+    def _begin_plain_steps(self) -> None:
+        self._accumulate = self.task.accumulate
+
     def _bad_rows(self, step: Step[MicroBatch], kind: Kind) -> list[BadPart]:
         """The rows at fault for an anomaly; none where the weights are.
 
@@ -352,7 +356,7 @@ class FSDPSftWorker(ABC):
             training=training,
         )
         self.model = self.state.model
-        self._accumulate = self.task.accumulate
+        self._accumulate = with_report(self.task.accumulate, self.ranks, self.report, self._begin_plain_steps)
         self._forward = self.get_train_model_output
         self.notes += [*context.notes, *self.state.notes, *self.task.probe_assumptions(self.model, self.device)]
         if self.tokenizer is None:

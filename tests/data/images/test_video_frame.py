@@ -19,6 +19,7 @@ from shardtune.data.cache.cache import build_dataset
 from shardtune.data.encoder import FrameOptions, RowError
 from shardtune.data.images.images import read_image
 from shardtune.data.images.video_frame import read_frame
+from shardtune.data.robot.images import decode_frame
 from shardtune.data.robot.lerobot_writer import write_lerobot
 from shardtune.data.sources.resolve import resolve_sources
 from shardtune.errors import DataError
@@ -183,6 +184,10 @@ class TestDataSets:
         rows = read(folder, chunk=2)
         assert [list(row["images"]) for row in rows] == [["top", "wrist"]] * sum(self.LENGTHS)
         assert [seen(read_image(row["images"]["top"], Path("/")).read()) for row in rows] == list(range(28))
+        last = rows[-1]["images"]["top"]
+        np.testing.assert_array_equal(decode_frame(last), np.asarray(read_image(last, Path("/")).read()))
+        with pytest.raises(RowError, match="has no frame at 99"):
+            decode_frame({**last, "seconds": 99.0})
         assert all("bytes" in row["images"]["wrist"] for row in rows)
 
     def test_missing_file(self, folder, data):
@@ -201,6 +206,27 @@ class TestDataSets:
         else:
             assert len(build("skip")) == 21  # all but the first episode
 
+    def test_a_video_longer_than_its_episode(self, folder, data):
+        """Its frames may be those of another time, so the episode's frames are bad rows; one more frame is none."""
+        (source,) = resolve_sources(folder, data, frames=FrameOptions(), report=lambda text: None)
+
+        def bad():
+            return [str(row) for _, row in source.rows(source.files[0]) if isinstance(row, RowError)]
+
+        assert bad() == []
+        listed = folder / "meta" / "episodes" / "chunk-000" / "file-000.parquet"
+        for more in (1, 4):
+            if listed.is_file():
+                rows = pq.read_table(listed).to_pylist()
+                rows[0]["videos/observation.images.top/to_timestamp"] = (7 + more) / FPS
+                pq.write_table(pa.Table.from_pylist(rows), listed)
+            else:
+                write_video(min(folder.rglob("*.mp4")), 7 + more)
+            found = bad()
+            assert len(found) == (7 if more > 1 else 0)
+        assert found[0].startswith("episode 0, frame 0 (")
+        assert f"goes on for {4 / FPS:.2f} s after the episode's last frame" in found[0]
+
     def test_other_videos_are_other_rows(self, folder, data):
         encoder = FramesEncoder()
 
@@ -211,7 +237,7 @@ class TestDataSets:
         before = fingerprint()
         assert fingerprint() == before
         video = min(folder.rglob("*.mp4"))
-        write_video(video, 28, first=1, keys=5)
+        write_video(video, 28 if video.name == "file-000.mp4" else 7, first=1, keys=5)
         assert fingerprint() != before
 
     def test_without_pyav(self, folder, data, monkeypatch):

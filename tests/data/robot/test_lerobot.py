@@ -15,6 +15,7 @@ import pytest
 from shardtune.data.cache.cache import build_dataset
 from shardtune.data.encoder import FrameOptions, RowError
 from shardtune.data.robot.episode import Episode
+from shardtune.data.robot.images import decode_frame
 from shardtune.data.robot.lerobot import open_lerobot
 from shardtune.data.robot.lerobot_writer import encode_image, write_lerobot
 from shardtune.data.sources.resolve import resolve_sources
@@ -43,7 +44,7 @@ class TestRoundTrip:
                 assert row["dataset"] == "robot"
                 assert list(row["images"]) == ["top", "wrist"]
                 for camera, images in one.images.items():
-                    np.testing.assert_array_equal(pixels(row["images"][camera]), images[frame])
+                    np.testing.assert_array_equal(decode_frame(row["images"][camera]), images[frame])
                 np.testing.assert_array_equal(row["state"], one.state[frame])
                 following = [min(frame + step, len(one) - 1) for step in range(3)]
                 np.testing.assert_array_equal(row["actions"], one.actions[following])

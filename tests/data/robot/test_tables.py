@@ -191,10 +191,11 @@ class TestBadRows:
             ({"action": []}, "not finite numbers"),
             ({"task": 7}, "the instruction is 7, not text"),
             ({"frame_index": 0}, "the frame 0 does not come after 1"),
+            ({"state": [1.0, 2.0]}, "the state has 2 dimensions, those before have 1"),
         ],
     )
     def test_in_the_middle(self, tmp_path, all_rows, changed, message):
-        rows = list(frames(4, 1))
+        rows = list(frames(4, 1, state=[0.0]))
         rows[2] |= changed
         found = all_rows(write(tmp_path / "rows.jsonl", rows))
         assert [number for number, _ in found] == [1, 2, 3, 4, 5]
@@ -202,6 +203,13 @@ class TestBadRows:
         assert message in found[2][1]
         assert found[2][1].startswith("episode 0, frame 2: ")
         assert found[1][1].startswith("episode 0, frame 1: 1 rows on, ")
+
+    def test_a_frame_that_is_missing(self, tmp_path, all_rows):
+        rows = list(frames(6))
+        del rows[3:5]
+        found = all_rows(write(tmp_path / "rows.jsonl", rows), chunk=2)
+        assert [isinstance(row, str) for _, row in found] == [False, False, True, False]
+        assert found[2][1].startswith("episode 0, frame 2: frame 3 is missing, the next one is 5")
 
     @pytest.mark.parametrize("column", ["action", "task", "episode_index"])
     def test_missing_column(self, tmp_path, read, column):

@@ -16,7 +16,7 @@ import shardtune
 from shardtune.config import load_recipe
 from shardtune.data.encoder import RowError
 from shardtune.data.images.chat_encoder import IMAGE_STOP
-from shardtune.errors import ConfigError, ModelError
+from shardtune.errors import ConfigError, DataError, ModelError
 from shardtune.models.action.encoder import PADDED, as_stored
 from shardtune.models.action.environment import Observation
 from shardtune.models.action.openvla import EMPTY_TOKEN
@@ -155,7 +155,9 @@ def test_rows_that_cannot_be_used(folder: Path) -> None:
     adapter = adapter_of(folder, "llava")
     with pytest.raises(RowError, match=r"nan at \[1, 2\]"):
         adapter.encode(row(actions=np.array([[0, 0, 0], [0, 0, np.nan]], np.float32)))
-    with pytest.raises(RowError, match=r"\[2, 2\] do not have the 3 dimensions"):
+    with pytest.raises(RowError, match="the instruction is empty"):
+        adapter.encode(row(instruction=" "))
+    with pytest.raises(DataError, match=r"\[2, 2\] do not have the 3 dimensions"):  # the statistics are at fault
         adapter.encode(row(actions=np.zeros((2, 2), np.float32)))
     with pytest.raises(RowError, match="row has no state"):
         adapter_of(folder, "llava", model__action_state="text").encode(row(state=None))

@@ -360,6 +360,7 @@ def test_names_and_shapes_that_do_not_fit_are_told_with_a_remedy() -> None:
         load({**state, "out.bias": lambda: 1.0})  # pyright: ignore[reportArgumentType]
     with pytest.raises(ModelError, match=r"1 missing: kept_shift"):
         load(without("kept_shift", "bare"), "bare")
+    load({**without("kept_shift", "bare"), "kept_shift": None}, "bare")
     with pytest.raises(
         ModelError, match=r"for 'encoder', which is no submodule of Tied\n.*\n.*it has into, blocks, out"
     ):
