@@ -430,6 +430,7 @@ OF_ACTIONS = (
     "action_prompt",
     "action_state",
     "action_statistics",
+    "action_normalization_mask",
 )
 
 

@@ -37,7 +37,7 @@ SETTINGS = "action_policy"
 """The key of config.json that contains all settings of actions."""
 
 
-DatasetStatistics = Mapping[str, Mapping[str, object]]
+DatasetStatistics = Mapping[str, Mapping[str, Any]]
 """Of one data set: the section `action`, and `proprio` where the state was observed, each q01, q99, mask, …"""
 
 
