@@ -101,6 +101,10 @@ class ActingAdapter(Adapter):
     def act(self, model: nn.Module, *inputs: Any) -> Any:
         """The computation of a policy with the model: from tensors to tensors."""
 
+    def acting_settings(self) -> Mapping[str, object]:
+        """Keys of `actor.model` whose values are known after training, for `policy.json` in the saved directory."""
+        return {}
+
     def root(self, model: nn.Module) -> AdapterRoot:
         compute_in(model, COMPUTE_DTYPE[self.recipe.actor.model.precision])
         return ActingRoot(self, model)

@@ -196,6 +196,9 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
         """False: actions are normalised by `settings`."""
         return False
 
+    def acting_settings(self) -> Mapping[str, object]:
+        return {"unnorm_key": self.settings.unnorm_key}
+
     # -- acting ----------------------------------------------------------------------------------------------------
 
     def root(self, model: nn.Module) -> ActionRoot:
