@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -102,31 +104,42 @@ def test_actions_come_from_a_queue(own: shardtune.Run) -> None:
     np.testing.assert_allclose(chunk, (normal + 1) / 2 * (high - low) + low, rtol=1e-5, atol=1e-6)
 
 
-def test_a_copy_of_final_acts_in_a_fresh_process(own: shardtune.Run, folder: Path, tmp_path: Path) -> None:
-    """Without the training data, the run and the file of the code; the copy of the code needs consent."""
-    chunk = own.policy().predict_action_chunk(SEEN)
-    copy = moved(own, tmp_path / "handed_on")
-    hidden = tmp_path / "hidden"
+@contextmanager
+def nothing_else(folder: Path, hidden: Path) -> Iterator[None]:
+    """The training data, the cache, the runs and the file of the code are away."""
     hidden.mkdir()
-    for name in ("light", "cache", "runs", "pushing.py"):
+    names = ("light", "cache", "runs", "pushing.py")
+    for name in names:
         shutil.move(folder / name, hidden / name)
     try:
+        yield
+    finally:
+        for name in names:
+            shutil.move(hidden / name, folder / name)
+
+
+def test_a_copy_of_final_acts(own: shardtune.Run, folder: Path, tmp_path: Path) -> None:
+    """The copy of the code beside the weights needs consent; the file trained with does not."""
+    chunk = own.policy().predict_action_chunk(SEEN)
+    copy = moved(own, tmp_path / "handed_on")
+    with nothing_else(folder, tmp_path / "hidden"):
         with pytest.raises(ConfigError, match=r"code that you have not trained with: .*handed_on/pushing.py"):
             shardtune.load_policy(copy)
-        words = [sys.executable, "-c", FRESH, str(copy), json.dumps({"images": {}, "state": STATE})]
-        root = str(Path(shardtune.__file__).parents[1])
-        found = subprocess.run(
-            [*words, str(copy / "pushing.py")],
-            check=True,
-            capture_output=True,
-            env={**os.environ, "PYTHONPATH": root},
-            cwd=tmp_path,
-        )
-        assert np.array_equal(np.float32(json.loads(found.stdout)), chunk)
-    finally:
-        for name in ("light", "cache", "runs", "pushing.py"):
-            shutil.move(hidden / name, folder / name)
-    assert np.array_equal(shardtune.load_policy(copy).predict_action_chunk(SEEN), chunk), "the file trained with"
+        policy = shardtune.load_policy(copy, trust=[str(copy / "pushing.py")])
+        assert np.array_equal(policy.predict_action_chunk(SEEN), chunk)
+    assert np.array_equal(shardtune.load_policy(copy).predict_action_chunk(SEEN), chunk)
+
+
+@pytest.mark.slow
+def test_a_copy_of_final_acts_in_a_fresh_process(own: shardtune.Run, folder: Path, tmp_path: Path) -> None:
+    chunk = own.policy().predict_action_chunk(SEEN)
+    copy = moved(own, tmp_path / "handed_on")
+    words = [sys.executable, "-c", FRESH, str(copy), json.dumps({"images": {}, "state": STATE})]
+    root = {**os.environ, "PYTHONPATH": str(Path(shardtune.__file__).parents[1])}
+    with nothing_else(folder, tmp_path / "hidden"):
+        words.append(str(copy / "pushing.py"))
+        found = subprocess.run(words, check=True, capture_output=True, env=root, cwd=tmp_path)
+    assert np.array_equal(np.float32(json.loads(found.stdout)), chunk)
 
 
 def test_a_checkpoint_needs_no_data(own: shardtune.Run, folder: Path) -> None:
@@ -161,7 +174,7 @@ def test_the_command(own: shardtune.Run, tmp_path: Path) -> None:
             command(str(own.dir), *wrong)
 
 
-@pytest.mark.parametrize("kind", ["llava", "openvla"])
+@pytest.mark.parametrize("kind", ["llava", pytest.param("openvla", marks=pytest.mark.slow)])
 def test_built_in_models_act_alike(folder: Path, tmp_path: Path, kind: str) -> None:
     if kind == "openvla":
         save_openvla(folder / kind)
