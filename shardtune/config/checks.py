@@ -434,7 +434,7 @@ OF_ACTIONS = (
 )
 
 
-OF_POLICIES = ("unnorm_key", "action_statistics")
+OF_POLICIES = ("unnorm_key", "action_statistics", "action_normalization_mask")
 """Those of them that ready policies read."""
 
 

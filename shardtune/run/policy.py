@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtune.config import Recipe, load_recipe
+from shardtune.config.model_names import POLICIES
 from shardtune.config.own_code import require_consent
 from shardtune.config.paths import user_path
 from shardtune.config.user_code import import_plugins
@@ -109,12 +110,14 @@ class PolicyDirectory(Run):
 
 
 def _built_in(folder: Path) -> dict[str, Any]:
-    """The recipe of an action model that was saved by `save_pretrained`, or in OpenVLA's format.
+    """The recipe of an action model that was saved by `save_pretrained`, or in OpenVLA's or LeRobot's format.
 
     Raises:
         ConfigError: the directory holds another model.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if config.get("type") in POLICIES:
+        return {"actor": {"model": {"model_type": config["type"], "model_path": str(folder), "precision": "fp32"}}}
     settings = config.get(SETTINGS) or {}
     if not settings and config.get("model_type") != "openvla":
         raise ConfigError(

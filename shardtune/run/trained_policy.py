@@ -13,7 +13,7 @@ from shardtune.data.encoder import RowError
 from shardtune.data.images.images import read_image
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.action.acting import ActingAdapter
-from shardtune.models.action.chunks import ActionChunks
+from shardtune.models.action.chunks import ActionChunks, ObservationHistory
 from shardtune.models.action.environment import Observation
 from shardtune.models.action.vision_language_action import VisionLanguageAction
 from shardtune.training.worker.adapter_task import root_of
@@ -50,13 +50,16 @@ class TrainedPolicy:
         self._worker = worker  # holds the weights
         self._predict = adapter.policy(root_of(worker.model), worker.device)
         self._chunks = chunks
+        self._steps = adapter.observation_steps
+        self._history = ObservationHistory(self._steps)
         self.cameras: tuple[str, ...] | None = None
         if isinstance(adapter, VisionLanguageAction):
             self.cameras = adapter.settings.cameras
 
     def reset(self) -> None:
-        """Begin an episode: forget the actions that are left of the last prediction."""
+        """Begin an episode: forget earlier observations, and the actions that are left of the last prediction."""
         self._chunks.reset()
+        self._history.reset()
 
     def select_action(self, observation: Mapping[str, Any]) -> np.ndarray:
         """The next action, float32 [A] in the units of the training data.
@@ -70,17 +73,21 @@ class TrainedPolicy:
         Raises:
             ConfigError: the observation is of another form.
         """
+        seen = self._history.see(checked_observation(observation))
         if self._chunks.empty:
-            self._chunks.add(self.predict_action_chunk(observation))
+            self._chunks.add(self._predicted([seen])[0])
         return self._chunks.take()
 
     def predict_action_chunk(self, observation: Mapping[str, Any]) -> np.ndarray:
-        """The next C actions, float32 [C, A]; what `select_action` has left stays."""
+        """The next C actions after an observation alone, float32 [C, A]; what `select_action` has left stays."""
         return self.predict_action_chunks([observation])[0]
 
     def predict_action_chunks(self, observations: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """The next C actions of each of several observations, float32 [observations, C, A], in one batch."""
-        found = np.asarray(self._predict([checked_observation(one) for one in observations]), np.float32)
+        return self._predicted([ObservationHistory(self._steps).see(checked_observation(one)) for one in observations])
+
+    def _predicted(self, observations: Sequence[Observation]) -> np.ndarray:
+        found = np.asarray(self._predict(observations), np.float32)
         if found.ndim != 3 or len(found) != len(observations):
             raise ModelError(
                 f"the policy gave actions of shape {list(found.shape)} for {len(observations)} observations",
@@ -96,7 +103,7 @@ def checked_observation(given: Mapping[str, Any]) -> Observation:
     Raises:
         ConfigError: it has other keys, or values of another kind.
     """
-    known = set(Observation.__annotations__)
+    known = Observation.__required_keys__
     if not isinstance(given, Mapping) or not given.keys() <= known or not isinstance(given.get("images"), Mapping):
         has = f"has {', '.join(map(str, given)) or 'nothing'}" if isinstance(given, Mapping) else f"is {given!r:.60}"
         raise ConfigError(f"the observation {has}", where=OBSERVATION, remedy=FORM)
