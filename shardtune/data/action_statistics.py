@@ -143,16 +143,6 @@ class Statistics:
             int(content.get("num_trajectories", 0)),
         )
 
-    def with_mask(self, mask: Sequence[bool]) -> Statistics:
-        """The same with another mask of the action. Raises `DataError` for a mask of another length."""
-        if len(mask) != len(self.action.mask):
-            raise DataError(
-                f"the mask has {len(mask)} values, an action {len(self.action.mask)} dimensions",
-                where="statistics",
-                remedy="give one truth value per dimension",
-            )
-        return replace(self, action=replace(self.action, mask=tuple(bool(value) for value in mask)))
-
     def for_normalising(self, names: Sequence[str] | None) -> Statistics:
         """The same with the names of the action's dimensions, if there are as many, and `with_range`."""
         kept = tuple(names) if names is not None and len(names) == len(self.action.mask) else None

@@ -123,14 +123,6 @@ class TestSources:
         assert (found[0].q01[1:3], found[0].q99[1:3]) == ((0.0, 0.0), (1.0, 100.0)), "the range in place of quantiles"
         assert (found[0].q01[4], found[0].q99[4]) == (0.5, 0.5)
 
-    def test_another_mask(self, sets, of):
-        folder, _ = sets
-        found = of([str(folder / "a"), str(folder / "b")])
-        assert found["a"].action.mask == found["b"].action.mask == (True,) * 4
-        assert found["b"].with_mask([True, True, True, False]).action.mask == (True, True, True, False)
-        with pytest.raises(DataError, match="the mask has 2 values, an action 4 dimensions"):
-            found["b"].with_mask([True, False])
-
     def test_differing_dimensions_name_file_and_episode(self, tmp_path, of):
         for name, size in (("a", 7), ("b", 6)):
             row = {"action": [0.5] * size, "state": [0.0], "task": "go", "frame_index": 0, "episode_index": name * 3}
