@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardtune.parallel.meta_init import init_empty_weights
     from shardtune.run.api import train
     from shardtune.run.halos import SFTTrainer
+    from shardtune.run.policy import load_policy
     from shardtune.run.run import Run, load_run
     from shardtune.training.callbacks import Ask, Callback
     from shardtune.training.experiment.run import LoggedRun
@@ -51,6 +52,7 @@ _HOME = {
     "get_model_config_and_processor": "models.get_model",
     "init": "engine.session",
     "init_empty_weights": "parallel.meta_init",
+    "load_policy": "run.policy",
     "load_run": "run.run",
     "register_model": "config.model_names",
     "train": "run.api",
@@ -80,6 +82,7 @@ __all__ = [
     "get_model_config_and_processor",
     "init",
     "init_empty_weights",
+    "load_policy",
     "load_run",
     "nn",
     "register_model",

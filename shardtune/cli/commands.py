@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from shardtune.cli.act import act
 from shardtune.cli.audit import audit
 from shardtune.cli.claims import add_claims
 from shardtune.cli.diff import diff
@@ -89,6 +90,7 @@ app.command("train", cls=RecipeCommand)(train)
 app.command("eval", cls=RecipeCommand)(evaluate)
 app.command("generate")(generate)
 app.command("chat")(chat)
+app.command("act")(act)
 app.command("export")(export)
 app.command("push")(push)
 app.command("diff")(diff)

@@ -430,10 +430,11 @@ OF_ACTIONS = (
     "action_prompt",
     "action_state",
     "action_statistics",
+    "action_normalization_mask",
 )
 
 
-OF_POLICIES = ("unnorm_key", "action_statistics")
+OF_POLICIES = ("unnorm_key", "action_statistics", "action_normalization_mask")
 """Those of them that ready policies read."""
 
 

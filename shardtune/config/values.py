@@ -155,6 +155,14 @@ def _harness_options(value: object) -> object:
     return value
 
 
+def _action_mask(value: object) -> object:
+    mask = {str(name): each for name, each in value.items()} if isinstance(value, Mapping) else value
+    values = list(mask.values()) if isinstance(mask, dict) else mask
+    if not isinstance(values, list) or not values or not all(isinstance(each, bool) for each in values):
+        raise ValueError("not true or false for each dimension")
+    return mask
+
+
 def _answer_pattern(value: object) -> object:
     if not isinstance(value, str):
         raise ValueError("not text")
@@ -265,6 +273,11 @@ LoraInit = Annotated[
 ]
 Checkpointing = Annotated[bool | str, BeforeValidator(_checkpointing), Allowed("true, false, selective")]
 ImageSize = Annotated[list[int], BeforeValidator(_image_size), Allowed("[height, width], two whole numbers >= 1")]
+ActionMask = Annotated[
+    list[bool] | dict[str, bool],
+    BeforeValidator(_action_mask),
+    Allowed("a list of true and false, or a mapping of dimensions, by name or number, to true or false"),
+]
 Distinct = BeforeValidator(_distinct)
 Reduce = BeforeValidator(_reduce)
 

@@ -2,6 +2,10 @@
 
 Quantiles are those of all frames together, as `np.quantile` computes them. LeRobot's meta/stats.json holds averages
 over episodes, which are something else, and is not read.
+
+One rule for all sources: a dimension whose values are all -1, 0 or 1, and not all the same (a gripper that is open or
+closed), is left as it is; every other one is normalised. Where both quantiles are equal although the values are not,
+the smallest and the largest value take their place.
 """
 
 from __future__ import annotations
@@ -29,8 +33,7 @@ from shardtune.data.sources.resolve import LEROBOT, DataOptions, Source, SourceF
 from shardtune.errors import DataError
 
 # Part of every key: raise it when the same data yield other numbers than before.
-STATISTICS_VERSION = 1
-_GRIPPER = "gripper"
+STATISTICS_VERSION = 2
 _LOW, _HIGH = 0.01, 0.99
 _BLOCK_ROWS = 1 << 15
 
@@ -59,7 +62,8 @@ class FieldStatistics:
 
     Attributes:
         q01, q99: the quantiles 0.01 and 0.99 of all frames, interpolated linearly.
-        mask: whether a dimension is normalised; grippers are left as they are.
+        mask: whether a dimension is normalised.
+        names: of the dimensions, where the data set has them.
     """
 
     mean: tuple[float, ...]
@@ -69,9 +73,10 @@ class FieldStatistics:
     q01: tuple[float, ...]
     q99: tuple[float, ...]
     mask: tuple[bool, ...]
+    names: tuple[str, ...] | None = None
 
-    def to_json(self) -> dict[str, list[float]]:
-        return {name: list(values) for name, values in asdict(self).items()}
+    def to_json(self) -> dict[str, list[Any]]:
+        return {name: list(values) for name, values in asdict(self).items() if values is not None}
 
     @classmethod
     def from_json(cls, content: Mapping[str, object]) -> FieldStatistics:
@@ -80,7 +85,7 @@ class FieldStatistics:
         size = len(mean) if isinstance(mean, Sequence) else 0
         with_mask = {"mask": [True] * size, **content}
         values: dict[str, tuple[Any, ...]] = {}
-        for name in (one.name for one in fields(cls)):
+        for name in (one.name for one in fields(cls) if one.name in with_mask or one.name != "names"):
             given = with_mask.get(name)
             if not isinstance(given, Sequence) or len(given) != size or not size:
                 raise DataError(
@@ -88,8 +93,18 @@ class FieldStatistics:
                     where="statistics",
                     remedy="the file must be as OpenVLA's dataset_statistics.json",
                 )
-            values[name] = tuple(bool(item) if name == "mask" else float(item) for item in given)
+            kind = {"mask": bool, "names": str}.get(name, float)
+            values[name] = tuple(kind(item) for item in given)
         return cls(**values)
+
+    def with_range(self) -> FieldStatistics:
+        """The same with the smallest and largest value in place of quantiles that are equal though values differ."""
+        equal = [low == high for low, high in zip(self.q01, self.q99, strict=True)]
+        low, high = (
+            tuple(end if same else quantile for same, end, quantile in zip(equal, ends, quantiles, strict=True))
+            for ends, quantiles in ((self.min, self.q01), (self.max, self.q99))
+        )
+        return replace(self, q01=low, q99=high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,15 +143,11 @@ class Statistics:
             int(content.get("num_trajectories", 0)),
         )
 
-    def with_mask(self, mask: Sequence[bool]) -> Statistics:
-        """The same with another mask of the action. Raises `DataError` for a mask of another length."""
-        if len(mask) != len(self.action.mask):
-            raise DataError(
-                f"the mask has {len(mask)} values, an action {len(self.action.mask)} dimensions",
-                where="statistics",
-                remedy="give one truth value per dimension",
-            )
-        return replace(self, action=replace(self.action, mask=tuple(bool(value) for value in mask)))
+    def for_normalising(self, names: Sequence[str] | None) -> Statistics:
+        """The same with the names of the action's dimensions, if there are as many, and `with_range`."""
+        kept = tuple(names) if names is not None and len(names) == len(self.action.mask) else None
+        state = None if self.state is None else self.state.with_range()
+        return replace(self, action=replace(self.action.with_range(), names=kept), state=state)
 
 
 def to_json(statistics: Mapping[str, Statistics]) -> dict[str, Any]:
@@ -150,7 +161,7 @@ def from_json(content: Mapping[str, Any]) -> dict[str, Statistics]:
 
 
 def compute(read: Callable[[], Iterable[Vectors]]) -> dict[str, Statistics]:
-    """The statistics of each key, every dimension of which is normalised.
+    """The statistics of each key.
 
     Args:
         read: gives all frames; called twice.
@@ -179,12 +190,16 @@ class _FieldSums:
         self.dimensions = dimensions
         self.quantiles = Quantiles(dimensions, (_LOW, _HIGH))
         self.moments: Moments | None = None
+        self.switch = np.ones(dimensions, dtype=bool)  # dimensions of which all values so far are -1, 0 or 1
 
     def add(self, values: np.ndarray) -> None:
         for block in _blocks(values):
             moments = Moments.of(block)
             self.moments = moments if self.moments is None else self.moments.joined(moments)
             self.quantiles.count(block)
+            if self.switch.any():
+                maybe = block[:, self.switch]
+                self.switch[self.switch] = ((maybe == 0) | (np.abs(maybe) == 1)).all(axis=0)
 
     def add_again(self, values: np.ndarray) -> None:
         for block in _blocks(values):
@@ -194,7 +209,8 @@ class _FieldSums:
         assert self.moments is not None
         low, high = self.quantiles.values()
         found = (self.moments.mean, self.moments.std, self.moments.least, self.moments.greatest, low, high)
-        return FieldStatistics(*(tuple(one.tolist()) for one in found), mask=(True,) * self.dimensions)
+        mask = ~(self.switch & (self.moments.least < self.moments.greatest))
+        return FieldStatistics(*(tuple(one.tolist()) for one in found), mask=tuple(mask.tolist()))
 
 
 @dataclass(slots=True)
@@ -300,9 +316,9 @@ def _of_source(source: Source, root: Path, skip_bad: bool) -> dict[str, Statisti
         document = json.loads(path.read_text(encoding="utf-8"))
         if is_sealed(document):
             return from_json(document["statistics"])
-    masks = _masks(source)
+    names = _names(source)
     computed = {
-        key: one.with_mask(masks[key]) if key in masks else one
+        key: one.for_normalising(names if key == source.name else None)
         for key, one in compute(lambda: _vectors(source, skip_bad)).items()
     }
     if not computed:
@@ -327,15 +343,13 @@ def _key(source: Source, root: Path, skip_bad: bool) -> str:
     return hashlib.blake2b(json.dumps(depends, sort_keys=True).encode(), digest_size=20).hexdigest()
 
 
-def _masks(source: Source) -> dict[str, list[bool]]:
-    """Which dimensions are normalised, where a data set names them: all but grippers."""
+def _names(source: Source) -> list[str] | None:
+    """The names of the action's dimensions, where the data set has them."""
     for file in source.files:
-        if file.kind == LEROBOT and source.transform is None:
+        if file.kind == LEROBOT:
             described = open_lerobot(file.path)
-            names = described.names(described.columns(source.columns).require("action"))
-            if names is not None:
-                return {source.name: [_GRIPPER not in name.lower() for name in names]}
-    return {}
+            return described.names(described.columns(source.columns).require("action"))
+    return None
 
 
 def _vectors(source: Source, skip_bad: bool) -> Iterator[Vectors]:

@@ -214,6 +214,10 @@ class Adapter(ABC):
         """Further files beside the saved weights, by name: JSON, or bytes. By default none."""
         return {}
 
+    def notes(self) -> Sequence[str]:
+        """Sentences for the first lines of a run. By default none."""
+        return ()
+
     def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> Batch:
         """One micro-batch of samples; by default each field is stacked, and padded where `padding` names it."""
         batch = stack(samples, rows, weights, self.padding)

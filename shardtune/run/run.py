@@ -25,10 +25,11 @@ from shardtune.run.model_card import CARD, RunRecord, make_card
 from shardtune.run.overridden import overridden
 from shardtune.run.prompts import PromptBuilder
 from shardtune.run.push import push
+from shardtune.run.trained_policy import TrainedPolicy, acting_policy
 from shardtune.training.loggers import SAMPLES, read_metrics
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
-from shardtune.training.worker.exported_recipe import over_directory
+from shardtune.training.worker.exported_recipe import over_directory, with_normalizer
 from shardtune.training.worker.reported import evaluation_method
 from shardtune.training.worker.run_context import RunContext, silent
 
@@ -98,6 +99,7 @@ class Run:
         path = self.dir / FINAL if checkpoint == "final" else None
         if path is None:
             weights = CheckpointStore(self.dir / "checkpoints").resolve(checkpoint)
+            recipe = with_normalizer(recipe, self.dir)
             worker = make_worker(recipe, Objects(eval_data=eval_data), training=False, report=silent)
             require_sound(damage_on_ranks(weights, worker.ranks), weights, "take another: --checkpoint N")
             worker.setup_evaluation(weights, context)
@@ -193,6 +195,27 @@ class Run:
             for prompt, images, tools in zip(prompt_list, image_lists, tool_lists, strict=True)
         ]
         return worker.generator().answers(encoded, sampling)
+
+    def policy(
+        self,
+        checkpoint: str = "final",
+        *,
+        action_steps: int | None = None,
+        temporal_ensembling: float | None = None,
+    ) -> TrainedPolicy:
+        """The trained policy, of a model that acts: `policy.reset()`, `policy.select_action(observation)`.
+
+        Args:
+            checkpoint: final, latest, best, a step, or a path.
+            action_steps: how many actions of a prediction are returned before the next one; None: as
+                `eval.action_steps` of the recipe, by default all.
+            temporal_ensembling: as `eval.temporal_ensembling`.
+
+        Raises:
+            ConfigError: the model does not act.
+        """
+        worker = self.worker(checkpoint, *NO_EVALUATION)
+        return acting_policy(worker, self.recipe.eval, action_steps, temporal_ensembling)
 
     def export(
         self,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from shardtune.checkpoint.atomic import write_json
 from shardtune.checkpoint.checksums import CHECKSUMS
 from shardtune.checkpoint.verified import directory_damage, sound_first
 from shardtune.config import Recipe
@@ -23,6 +24,7 @@ from shardtune.launch.progress import FINAL as WRITING_FINAL
 from shardtune.launch.progress import PROGRESS, START
 from shardtune.launch.signals import StopSignal, end_with_parent, is_supervised, listening
 from shardtune.launch.watchdog.watchdog import FOLDER, Watchdog
+from shardtune.models.action.recipe_normalizer import NORMALIZER_FILE
 from shardtune.models.lora.attach import trainable_patterns
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.parallel.ranks import leave_ranks
@@ -263,6 +265,8 @@ def _train(
         manifest = {**_manifest(recipe, objects, worker), "inputs": inputs, KNOWN: known}
         current_lock[0] = begin_run(plan, recipe, manifest, lock)
         report_begun()
+        if NORMALIZER_FILE in worker.saved_files:  # for checkpoints; final/ has its own
+            write_json(plan.run_dir / NORMALIZER_FILE, worker.saved_files[NORMALIZER_FILE])
         dropped = write_dropped_rows(plan.run_dir, worker.task.dropped_rows())
         if dropped and display is not None:
             file, rows = plan.run_dir / DROPPED_ROWS, "row is" if dropped == 1 else "rows are"

@@ -95,14 +95,33 @@ class TestSources:
             assert one.state.q01 == tuple(np.quantile(state.astype(np.float64), 0.01, axis=0).tolist())
             assert (one.frames, one.episodes) == (36, 3)
 
-    def test_grippers_are_left_as_they_are(self, sets, of):
-        folder, _ = sets
-        found = of([str(folder / "a"), str(folder / "b")])
-        assert found["a"].action.mask == (True, True, False, True)
-        assert found["b"].action.mask == (True,) * 4
-        assert found["b"].with_mask([True, True, True, False]).action.mask == (True, True, True, False)
-        with pytest.raises(DataError, match="the mask has 2 values, an action 4 dimensions"):
-            found["b"].with_mask([True, False])
+    def test_one_rule_for_all_sources(self, of, data, tmp_path):
+        """A data set with names, without, transformed, and the same as a table: switches alone stay as they are."""
+        random = np.random.default_rng(0)
+        closed = np.zeros(400, np.float32)
+        closed[7] = 1  # so rarely that both quantiles are 0
+        columns = [random.normal(size=400), closed, 100 * closed, random.uniform(0, 100, 400), np.full(400, 0.5)]
+        actions = np.stack(columns, 1).astype(np.float32)
+        one = replace(episode(400, dims=(5, 1)), actions=actions, images={})
+        names = ["x", "gripper", "left_gripper.pos", "gripper.pos", "z"]
+        write_lerobot(tmp_path / "set", [one], fps=5, action_names=names)
+        write_lerobot(tmp_path / "plain" / "set", [one], fps=5)
+        states = one.state.tolist()
+        rows = [
+            {"episode": 0, "task": one.task, "action": action, "state": state}
+            for action, state in zip(actions.tolist(), states, strict=True)
+        ]
+        (tmp_path / "set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / "same.py").write_text("def same(row):\n    return row\n")
+        found = [of(str(tmp_path / path))["set"].action for path in ("set", "plain/set", "set.jsonl")]
+        data.transform = f"{tmp_path / 'same.py'}:same"
+        found.append(of(str(tmp_path / "set"))["set"].action)
+        assert [one.names for one in found] == [tuple(names), None, None, tuple(names)]
+        for action in found:
+            assert replace(action, names=None) == replace(found[0], names=None)
+        assert found[0].mask == (True, False, True, True, True)
+        assert (found[0].q01[1:3], found[0].q99[1:3]) == ((0.0, 0.0), (1.0, 100.0)), "the range in place of quantiles"
+        assert (found[0].q01[4], found[0].q99[4]) == (0.5, 0.5)
 
     def test_differing_dimensions_name_file_and_episode(self, tmp_path, of):
         for name, size in (("a", 7), ("b", 6)):
@@ -201,8 +220,8 @@ class TestJson:
         content = json.loads(json.dumps(to_json(of(str(folder / "a")))))
         assert list(content) == ["a"]
         assert set(content["a"]) == {"action", "proprio", "num_transitions", "num_trajectories"}
-        assert set(content["a"]["action"]) == {"mean", "std", "min", "max", "q01", "q99", "mask"}
-        assert content["a"]["action"]["mask"] == [True, True, False, True]
+        assert set(content["a"]["action"]) == {"mean", "std", "min", "max", "q01", "q99", "mask", "names"}
+        assert content["a"]["action"]["names"] == ["x", "y", "Left_Gripper.pos", "z"]
         assert from_json(content) == of(str(folder / "a"))
 
     @pytest.mark.parametrize(

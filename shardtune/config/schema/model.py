@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from shardtune.config.schema.section import Section, key, section
 from shardtune.config.values import (
+    ActionMask,
     Checkpointing,
     Count,
     Distinct,
@@ -141,6 +142,12 @@ class ModelConfig(Section):
         None,
         "The statistics that normalise actions, a dataset_statistics.json or the normalizer.json of an adapter's "
         "final/; null: those next to the weights, otherwise those of the training rows.",
+    )
+    action_normalization_mask: ActionMask | None = key(
+        None,
+        "Which dimensions of an action are normalised, by name or number ({gripper: false}), or all in a list; others, "
+        "and null: as a given file of statistics has it, otherwise all, but action tokens are made of dimensions that "
+        "are always -1, 0 or 1 as they are.",
     )
     normalization_mapping: dict[str, Text] | None = key(
         None,

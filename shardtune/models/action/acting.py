@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from shardtune.models.action.action_mask import left_as_is
 from shardtune.models.action.environment import Policy
 from shardtune.models.action.normalizer import Normalizer
 from shardtune.models.action.recipe_normalizer import NORMALIZER_FILE, normalizer_of, recipe_normalizers
@@ -67,6 +68,17 @@ class ActingAdapter(Adapter):
         if "normalizers" in settings:
             self._normalizers = {name: Normalizer.from_json(one) for name, one in settings["normalizers"].items()}
 
+    def notes(self) -> Sequence[str]:
+        found = []
+        for name, one in self.normalizers.items() if self.normalizes else ():
+            modes = ", ".join(f"{kind} {mode}" for kind, mode in one.mapping.items())
+            mask = one.actions.mask
+            kept = left_as_is({}, None if mask is None else mask.tolist())
+            found.append(
+                f"{name} is normalised: {modes}" + (f"; dimensions of actions as they are: {kept}" if kept else "")
+            )
+        return found
+
     def saved_files(self) -> Mapping[str, object]:
         found = self.encoding_settings().get("normalizers")
         return {**super().saved_files(), **({} if found is None else {NORMALIZER_FILE: found})}
@@ -88,6 +100,10 @@ class ActingAdapter(Adapter):
     @abstractmethod
     def act(self, model: nn.Module, *inputs: Any) -> Any:
         """The computation of a policy with the model: from tensors to tensors."""
+
+    def acting_settings(self) -> Mapping[str, object]:
+        """Keys of `actor.model` whose values are known after training, for `policy.json` in the saved directory."""
+        return {}
 
     def root(self, model: nn.Module) -> AdapterRoot:
         compute_in(model, COMPUTE_DTYPE[self.recipe.actor.model.precision])

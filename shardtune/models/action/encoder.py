@@ -17,10 +17,11 @@ from shardtune.data.images.chat_encoder import IMAGE_MARK, IMAGE_STOP, ImageChat
 from shardtune.data.images.images import ImageKind, StoredImage, read_image, to_fields
 from shardtune.data.images.placeholders import ImageText
 from shardtune.errors import ConfigError, DataError
+from shardtune.models.action.action_mask import TOLERANCE, dimension_name
 from shardtune.models.action.environment import Observation
 from shardtune.models.action.openvla import PROMPT
 from shardtune.models.action.policy import ActionSettings
-from shardtune.models.action.tokens import ActionCodec, Bins, require_finite, state_statistics
+from shardtune.models.action.tokens import STATISTICS_FILE, ActionCodec, Bins, require_finite, state_statistics
 
 ACTIONS, PADDED, DATASET = "actions", "action_is_pad", "action_dataset"
 """Fields of a sample: float32 [steps, dimensions] in real units; bool [steps], after the episode's end; the number of
@@ -98,7 +99,11 @@ class ActionEncoder(ImageChatEncoder):
         codec = self._codec(key)
         if not str(row["instruction"]).strip():
             raise RowError("the instruction is empty (data.transform may give one)")
-        ids = codec.encode(_finite(row["actions"], "actions")).astype(np.int32)
+        actions = _finite(row["actions"], "actions")
+        ids = codec.encode(actions).astype(np.int32)
+        clipped = codec.statistics.outside(actions, TOLERANCE)
+        if clipped is not None:
+            raise self._clipped(row, key, clipped)
         images = [read_image(row["images"][camera], self._folder) for camera in sorted(row["images"])]
         prompt, stop = self._prompt(str(row["instruction"]), row["state"], images, key)
         padded = np.asarray(row["action_is_pad"], dtype=bool)
@@ -149,6 +154,17 @@ class ActionEncoder(ImageChatEncoder):
         key = self._key(unnorm_key or self.settings.unnorm_key or "")
         tokens, _ = self._prompt(observation["instruction"], observation["state"], images, key)
         return Prompt(tokens, to_fields(images, len(images)))
+
+    def _clipped(self, row: Row, key: str, number: int) -> DataError:
+        """The error for a value that is not normalised and lies outside of the bins; no fault of the row."""
+        worst = float(np.abs(np.asarray(row["actions"])[:, number]).max())
+        name = dimension_name(self.settings.norm_stats[key]["action"], number)
+        return DataError(
+            f"dimension {name} of an action has the magnitude {worst:g}, and the statistics of {key} leave it as it is "
+            "(mask: false): it would be clipped to [-1, 1]",
+            where=f"{STATISTICS_FILE}: {key}.action.mask",
+            remedy=f"normalise it (model.action_normalization_mask: {{{number}: true}}), or scale it by data.transform",
+        )
 
     # -- parts -----------------------------------------------------------------------------------------------------
 

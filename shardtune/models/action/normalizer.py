@@ -297,6 +297,7 @@ class Normalizer:
         return hashlib.blake2b(json.dumps(self.to_json(), sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
+        """The modes, statistics and masks by name, as `normalizer.json` has them for each data set."""
         return {name: scale.to_json() for name, scale in self.scales.items()}
 
     @classmethod

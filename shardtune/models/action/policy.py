@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+from torch import nn
 from transformers import (
     GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedConfig,
     PreTrainedModel,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 from shardtune.errors import ConfigError, ModelError
+from shardtune.models.action.distribution import ActionDistribution, ActionEvaluation, warpers
 from shardtune.models.action.tokens import (
     STATISTICS_FILE,
     ActionCodec,
@@ -37,7 +36,7 @@ SETTINGS = "action_policy"
 """The key of config.json that contains all settings of actions."""
 
 
-DatasetStatistics = Mapping[str, Mapping[str, object]]
+DatasetStatistics = Mapping[str, Mapping[str, Any]]
 """Of one data set: the section `action`, and `proprio` where the state was observed, each q01, q99, mask, …"""
 
 
@@ -129,7 +128,8 @@ class ActionBatch(NamedTuple):
     Attributes:
         actions: float32 [rows, steps, dimensions], in the units of the dataset.
         sequences: int64 [rows, prompt + steps * dimensions]: prompts and action tokens.
-        logits: [rows, steps * dimensions, vocabulary], the model's output.
+        logits: [rows, steps * dimensions, vocabulary], the model's output; tokens are drawn from a part of it
+            (`ActionPolicy.action_distribution`).
         values: [rows, steps * dimensions, 1]; zeros where the model has no value head.
     """
 
@@ -281,6 +281,69 @@ class ActionPolicy(_Generates):
         actions = self.decode_actions(generated.sequences[:, -settings.length :], unnorm_key)
         return ActionBatch(actions, generated.sequences, logits, values)
 
+    def action_distribution(self, logits: torch.Tensor, **sampling: Any) -> ActionDistribution:
+        """The distribution that `predict_action_batch` draws from.
+
+        Args:
+            logits: [..., vocabulary], as in `ActionBatch`.
+            **sampling: temperature, top_k, top_p, as given there.
+        """
+        return ActionDistribution(logits, self.action_settings.tokens, **sampling)
+
+    def evaluate_actions(
+        self,
+        input_ids: torch.Tensor,
+        action_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        **kwargs: Any,
+    ) -> ActionEvaluation:
+        """Log-probabilities, entropy and values of given actions, with a graph, in one forward.
+
+        With the same sampling settings they are those of the distribution that `predict_action_batch` draws from.
+
+        Args:
+            input_ids: prompts int64 [rows, prompt], padded at the left, as for `predict_action_batch`.
+            action_ids: int64 [rows, steps * dimensions], such as `ActionBatch.sequences[:, -steps * dimensions:]`.
+            attention_mask: int64 [rows, prompt], 0 where padded.
+            pixel_values: as the model's processor gives them.
+            temperature, top_k, top_p: of the sampling.
+            **kwargs: further inputs of the model; those per token (int [rows, prompt], such as mm_token_type_ids) are
+                continued with 0.
+        """
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        prompt = input_ids.shape[1]
+        input_ids, mask = self.complete_prompts(input_ids, mask)
+        added = input_ids.shape[1] - prompt + action_ids.shape[1]
+        continued = {
+            name: nn.functional.pad(value, (0, added)) if _is_per_token(value, len(input_ids), prompt) else value
+            for name, value in kwargs.items()
+        }
+        found = cast(Any, self)(
+            input_ids=torch.cat([input_ids, action_ids.to(input_ids)], dim=1),
+            attention_mask=torch.cat([mask, torch.ones_like(action_ids).to(mask)], dim=1),
+            **({} if pixel_values is None else {"pixel_values": pixel_values}),
+            **continued,
+            output_hidden_states=self.value_head is not None,
+        )
+        steps = slice(-action_ids.shape[1] - 1, -1)
+        sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        distribution = self.action_distribution(found.logits[:, steps], **sampling)
+        log_probs = distribution.log_prob(action_ids)
+        values = torch.zeros_like(log_probs)[..., None]
+        if self.value_head is not None:
+            values = self.value_head(found.hidden_states[-1][:, steps])
+        return ActionEvaluation(log_probs, distribution.entropy(), values)
+
+
+def _is_per_token(value: object, rows: int, prompt: int) -> bool:
+    """Whether an input of the model has one number for each token of the prompts."""
+    return isinstance(value, torch.Tensor) and value.shape == (rows, prompt) and not value.is_floating_point()
+
 
 def _drawing(
     settings: ActionSettings, rows: int, do_sample: bool, seeds: Sequence[int] | None, given: dict[str, Any]
@@ -292,7 +355,7 @@ def _drawing(
         form: dict[str, object] = {"do_sample": False}
         if seeds is not None:
             _check_seeds(seeds, rows, do_sample)
-            processors += _warpers(given)
+            processors += warpers(*(given.pop(name, None) for name in ("temperature", "top_k", "top_p")))
             processors.append(RowDraws(seeds, settings.tokens))
         # Sampling settings that a model's generation_config.json may have, and that do not apply.
         form |= {"temperature": None, "top_p": None, "top_k": None}
@@ -303,19 +366,6 @@ def _drawing(
         form |= {name: given.pop(name) for name in form.keys() & given.keys()}
     pad = {"pad_token_id": given.pop("pad_token_id", settings.tokens.first)}  # no row ends before the others
     return {**fixed, **form, **pad, "logits_processor": processors}
-
-
-def _warpers(given: dict[str, Any]) -> list[LogitsProcessor]:
-    """The processors that transformers applies to logits before sampling."""
-    temperature, top_k, top_p = (given.pop(name, None) for name in ("temperature", "top_k", "top_p"))
-    found: list[LogitsProcessor] = []
-    if temperature is not None and temperature != 1.0:
-        found.append(TemperatureLogitsWarper(temperature))
-    if top_k:
-        found.append(TopKLogitsWarper(top_k))
-    if top_p is not None and top_p < 1.0:
-        found.append(TopPLogitsWarper(top_p))
-    return found
 
 
 def _check_seeds(seeds: Sequence[int], rows: int, do_sample: bool) -> None:

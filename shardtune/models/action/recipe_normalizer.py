@@ -12,6 +12,7 @@ from shardtune.data.action_statistics import source_statistics
 from shardtune.data.encoder import FrameOptions
 from shardtune.data.sources.resolve import resolve_sources
 from shardtune.errors import ConfigError, DataError
+from shardtune.models.action.action_mask import GivenMask, chosen_mask
 from shardtune.models.action.normalizer import MAPPING_KEY, Normalizer, checked_mapping
 from shardtune.models.action.tokens import choose_key
 
@@ -26,8 +27,9 @@ def recipe_normalizers(
     """The normalizers of a run by data set.
 
     Args:
-        recipe: `actor.model.action_statistics` names a `normalizer.json`, with modes, or a `dataset_statistics.json`,
-            with masks of its own; without one they are computed from the training rows.
+        recipe: `actor.model.action_statistics` names a `normalizer.json`, with modes and masks, or a
+            `dataset_statistics.json`, with masks; without one they are computed from the training rows.
+            `actor.model.action_normalization_mask` names dimensions that are not normalised.
         mapping: the modes that the adapter declares; those of `actor.model.normalization_mapping` take precedence.
         chunk: the adapter's `action_chunk`.
         train_data: training rows in memory.
@@ -37,9 +39,9 @@ def recipe_normalizers(
         DataError: statistics that cannot be read or used.
     """
     modes = checked_mapping({**mapping, **(recipe.actor.model.normalization_mapping or {})})
-    file = recipe.actor.model.action_statistics
+    file, given = recipe.actor.model.action_statistics, recipe.actor.model.action_normalization_mask
     if file is not None:
-        return _from_file(Path(file), modes)
+        return _from_file(Path(file), modes, given)
     spec = recipe.data.train_data_paths if train_data is None else train_data
     if spec is None or chunk is None:
         raise ConfigError(
@@ -52,10 +54,28 @@ def recipe_normalizers(
         )
     sources = resolve_sources(spec, recipe.data, frames=FrameOptions(chunk), report=lambda _: None)
     found = source_statistics(sources, cache_dir=recipe.data.cache_dir, on_bad_row=recipe.data.on_bad_row)
-    return {name: Normalizer.of(one.to_json(), modes, where=f"statistics of {name}") for name, one in found.items()}
+    return {
+        name: Normalizer.of(
+            one.to_json(),
+            modes,
+            action_mask=_action_mask(given, one.to_json()["action"], None, name),
+            where=f"statistics of {name}",
+        )
+        for name, one in found.items()
+    }
 
 
-def _from_file(path: Path, modes: Mapping[str, str]) -> dict[str, Normalizer]:
+def _action_mask(
+    given: GivenMask | None, section: Mapping[str, Any], own: Sequence[bool] | None, name: str
+) -> Sequence[bool] | None:
+    """The recipe's mask over a file's own."""
+    if given is None:
+        return own
+    size = next((len(values) for values in section.values() if isinstance(values, Sequence)), 0)
+    return chosen_mask(given, section, own or [True] * size, name)
+
+
+def _from_file(path: Path, modes: Mapping[str, str], given: GivenMask | None) -> dict[str, Normalizer]:
     content = _read(path)
     found: dict[str, Normalizer] = {}
     for name, entry in content.items():
@@ -63,8 +83,8 @@ def _from_file(path: Path, modes: Mapping[str, str]) -> dict[str, Normalizer]:
         if not isinstance(entry, Mapping):
             raise DataError("the file holds no statistics", where=where, remedy="write {name: {action: {…}}}")
         if "actions" not in entry:
-            masks = (_mask(entry, section) for section in ("action", "proprio"))
-            action_mask, state_mask = masks
+            action, state_mask = entry.get("action") or {}, (entry.get("proprio") or {}).get("mask")
+            action_mask = _action_mask(given, action, action.get("mask"), name)
             found[name] = Normalizer.of(entry, modes, action_mask=action_mask, state_mask=state_mask, where=where)
             continue
         found[name] = Normalizer.from_json(entry, where)
@@ -78,11 +98,6 @@ def _from_file(path: Path, modes: Mapping[str, str]) -> dict[str, Normalizer]:
     if not found:
         raise DataError("the file holds no statistics", where=str(path), remedy="write {name: {action: {…}}}")
     return found
-
-
-def _mask(entry: Mapping[str, Any], section: str) -> Sequence[bool] | None:
-    found = entry.get(section)
-    return found.get("mask") if isinstance(found, Mapping) else None
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -15,6 +15,7 @@ from shardtune.data.action_statistics import source_statistics, to_json
 from shardtune.data.encoder import FrameOptions
 from shardtune.data.sources.resolve import Source, resolve_sources
 from shardtune.errors import ConfigError, DataError
+from shardtune.models.action.action_mask import check_range, chosen_mask
 from shardtune.models.action.check_length import stored_statistics
 from shardtune.models.action.openvla import OpenVLAConfig, openvla_settings
 from shardtune.models.action.policy import SETTINGS, ActionSettings, DatasetStatistics
@@ -113,18 +114,34 @@ def _statistics(recipe: Recipe, stored: ActionSettings | None) -> tuple[dict[str
         known |= read_statistics(Path(model.action_statistics))
     unnorm_key = model.unnorm_key
     if unnorm_key is not None and unnorm_key in known:
-        return known, unnorm_key
+        return _masked(recipe, known, [unnorm_key]), unnorm_key
     if unnorm_key is None and model.action_statistics is not None:
         own = read_statistics(Path(model.action_statistics))
-        return known, next(iter(own)) if len(own) == 1 else None
+        return _masked(recipe, known, own), next(iter(own)) if len(own) == 1 else None
     computed = _computed(recipe, stored)
     if computed is None:
         assert stored is not None
         return known, choose_key(known, unnorm_key) if unnorm_key is not None else stored.unnorm_key
-    together = {**computed, **known}
+    together = _masked(recipe, {**computed, **known}, computed)
     if unnorm_key is not None:
         return together, choose_key(together, unnorm_key)
     return together, next(iter(computed)) if len(computed) == 1 else None
+
+
+def _masked(
+    recipe: Recipe, statistics: Mapping[str, DatasetStatistics], names: Iterable[str]
+) -> dict[str, DatasetStatistics]:
+    """The statistics with the recipe's mask of actions, if it has one, for some data sets."""
+    given, found = recipe.actor.model.action_normalization_mask, dict(statistics)
+    if given is None:
+        return found
+    for name in names:
+        section = found[name].get("action", {})
+        own = action_statistics(found, name).mask.tolist()
+        mask = chosen_mask(given, section, own, name)
+        check_range(section, mask, name)
+        found[name] = {**found[name], "action": {**section, "mask": mask}}
+    return found
 
 
 def _cameras(recipe: Recipe, stored: ActionSettings | None) -> tuple[str, ...] | None:

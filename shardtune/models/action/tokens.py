@@ -148,6 +148,12 @@ class Statistics:
     def dimensions(self) -> int:
         return len(self.low)
 
+    def outside(self, values: np.ndarray, tolerance: float) -> int | None:
+        """The first dimension that stays as it is and has a value outside of [-1, 1], which would be clipped."""
+        beyond = np.abs(self._checked(values)) > 1 + tolerance
+        found = np.flatnonzero(~self.mask & beyond.reshape(-1, self.dimensions).any(axis=0))
+        return int(found[0]) if len(found) else None
+
     def normalise(self, values: np.ndarray) -> np.ndarray:
         """Values [..., dimensions] to float64 in [-1, 1], where the mask is true: 2 (a - q01) / (q99 - q01) - 1.
 

@@ -17,6 +17,7 @@ from shardtune.data.chat.template import load_template
 from shardtune.data.images.placeholders import ImageText
 from shardtune.errors import ModelError
 from shardtune.models.action.acting import ActingAdapter
+from shardtune.models.action.action_mask import left_as_is
 from shardtune.models.action.encoder import ACTIONS, DATASET, PADDED, ActionEncoder, PromptForm
 from shardtune.models.action.environment import Observation, Policy
 from shardtune.models.action.openvla import EMPTY_TOKEN, LLAMA2, OpenVLAConfig, OpenVLAForActionPrediction
@@ -31,6 +32,8 @@ from shardtune.models.vision.vision_language import VisionLanguage
 ACCURACY, ERROR = "action_accuracy", "action_l1"
 """Metrics of evaluation: the share of action tokens that the policy would choose; the mean distance of its actions,
 normalised. `action_l1/2` is that of the third dimension in the units of the data."""
+MOST_NAMES = 5
+"""Data sets that a note names one by one."""
 _OWN_FIELDS = (ACTIONS, PADDED, DATASET)
 
 
@@ -177,10 +180,24 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
             found[f"{ERROR}/{dimension}"] = Metric(float(off_real[:, dimension].sum()), float(len(off_real)))
         return found
 
+    def notes(self) -> Sequence[str]:
+        settings, groups = self.settings, dict[str, list[str]]()
+        for name in [settings.unnorm_key] if settings.unnorm_key is not None else settings.norm_stats:
+            kept = left_as_is(settings.norm_stats[name]["action"], settings.statistics(name).mask.tolist())
+            groups.setdefault(kept and f"; dimensions left as they are: {kept}", []).append(name)
+        listed = {
+            kept: ", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} data sets"
+            for kept, names in groups.items()
+        }
+        return [f"the actions of {names} are normalised by their quantiles{kept}" for kept, names in listed.items()]
+
     @property
     def normalizes(self) -> bool:
         """False: actions are normalised by `settings`."""
         return False
+
+    def acting_settings(self) -> Mapping[str, object]:
+        return {"unnorm_key": self.settings.unnorm_key}
 
     # -- acting ----------------------------------------------------------------------------------------------------
 

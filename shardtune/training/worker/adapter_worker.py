@@ -34,6 +34,7 @@ from shardtune.training.worker.adapter_task import AdapterTask, episodes, root_o
 from shardtune.training.worker.base import FSDPSftWorker
 from shardtune.training.worker.cached_rows import CachedRowsTask, set_name
 from shardtune.training.worker.exported_recipe import over_directory
+from shardtune.training.worker.policy_files import policy_files
 from shardtune.training.worker.run_context import silent
 from shardtune.training.worker.task import Task
 from shardtune.training.worker.user_evaluation import EvalOutput
@@ -106,7 +107,8 @@ class SFTWorker(FSDPSftWorker):
         self._hooks.check_terms(self._rows_task.loss_terms(), self.adapter)
         text = self._rows_task.text
         self.tokenizer, self.processor, self.chat_template = text.tokenizer, text.processor, text.chat_template
-        self.end_of_turn_ids, self.saved_files = text.end_of_turn_ids, text.files
+        self.end_of_turn_ids = text.end_of_turn_ids
+        self.saved_files = {**text.files, **policy_files(recipe, self.adapter)}
         self.report = report
 
     def _encoder(self, with_prompts: bool) -> Encoder:

@@ -408,7 +408,11 @@ class CachedRowsTask(Task):
         train = self.prepared.train
         gone = 0 if train is None else len(train.left_out)
         notes = [f"{gone:,} row{' is' if gone == 1 else 's are'} left out by data.quarantine"] if gone else []
-        return replace(summary, evaluation={**summary.evaluation, **evaluation}, notes=[*summary.notes, *notes])
+        return replace(
+            summary,
+            evaluation={**summary.evaluation, **evaluation},
+            notes=[*summary.notes, *notes, *self.adapter.notes()],
+        )
 
 
 def harness(recipe: Recipe, adapter: Adapter) -> Harness | None:

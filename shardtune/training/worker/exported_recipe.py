@@ -8,22 +8,28 @@ from shardtune.config import ActorConfig, Recipe, load_recipe
 from shardtune.config.model_names import BUILT_IN
 from shardtune.config.values import WORKERS
 from shardtune.models.action.recipe_normalizer import NORMALIZER_FILE
+from shardtune.models.action.tokens import STATISTICS_FILE
 from shardtune.training.build.lora import is_adapter
+
+ACTS = "vision_language_action"
 
 
 def over_directory(recipe: Recipe, directory: Path) -> Recipe:
     """The same recipe with the configuration and tokenizer of a directory that `export` wrote, if it has them.
 
     A user-defined module has neither; only its weights come from there (`RunContext.weights_directory`), and its
-    statistics, if the directory has them. A user's own
-    code that reads `actor.tokenizer.tokenizer_model` finds a directory there if it did in training: this one, or, with
-    an adapter, which lacks the base's config.json, the base's as before.
+    statistics, if the directory has them. A user's own code that reads `actor.tokenizer.tokenizer_model` finds a
+    directory there if it did in training: this one, or, with an adapter, which lacks the base's config.json, the base's
+    as before.
     """
     values, users_code = recipe.to_dict(), _runs_users_code(recipe.actor)
     model, tokenizer = values["actor"]["model"], values["actor"]["tokenizer"]
     has_tokenizer = (directory / "tokenizer_config.json").is_file()
-    if (directory / NORMALIZER_FILE).is_file():
-        model["action_statistics"] = str(directory / NORMALIZER_FILE)
+    statistics = NORMALIZER_FILE
+    if is_adapter(directory) and recipe.actor.model.model_type == ACTS:  # a whole model has them in its config.json
+        statistics = STATISTICS_FILE
+    if (directory / statistics).is_file():
+        model["action_statistics"] = str(directory / statistics)
     elif not is_adapter(directory) and not (directory / "config.json").is_file():
         return recipe
     if is_adapter(directory):
@@ -39,6 +45,16 @@ def over_directory(recipe: Recipe, directory: Path) -> Recipe:
             values["data"]["chat_template"] = values["data"]["chat_template"] if users_code else None
     in_memory = ["actor.model.model_path", "data.train_data_paths"]
     in_memory += ["data.eval_data_paths"] if not recipe.data.eval_split else []
+    return load_recipe(values, in_memory=in_memory, files_must_exist=False)
+
+
+def with_normalizer(recipe: Recipe, run_dir: Path) -> Recipe:
+    """The same recipe with the normalizer that a run keeps, if it has one: then its training rows are not needed."""
+    if not (run_dir / NORMALIZER_FILE).is_file():
+        return recipe
+    values = recipe.to_dict()
+    values["actor"]["model"]["action_statistics"] = str(run_dir / NORMALIZER_FILE)
+    in_memory = ["actor.model.model_path", "data.train_data_paths", "data.eval_data_paths"]
     return load_recipe(values, in_memory=in_memory, files_must_exist=False)
 
 

@@ -107,6 +107,50 @@ def test_seeded_draws_have_the_probabilities_of_the_model() -> None:
     assert float((counted - wanted).abs().max()) < 4 * (0.25 / rows) ** 0.5
 
 
+SAMPLING: list[dict[str, Any]] = [{}, {"temperature": 1.7}, {"temperature": 0.8, "top_k": 5}, {"top_p": 0.6}]
+
+
+@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
+def test_probabilities_are_those_that_are_drawn_from(kind: str, sampling: dict[str, Any]) -> None:
+    """transformers' own scores, after all processors, beside log-probabilities, entropy and values."""
+    model, given = policy(kind), inputs(kind, PROMPTS)
+    found = model.predict_action_batch(**given, seeds=[1, 2, 3], **sampling)
+    chosen = found.sequences[:, -NEW:]
+    distribution = model.action_distribution(found.logits, **sampling)
+    settings = {"top_k": 0, "top_p": 1.0, **sampling}
+    drawn = model.generate(
+        **given,
+        **settings,
+        do_sample=True,
+        logits_processor=LogitsProcessorList([ActionLogits(model.action_settings.tokens)]),
+        max_new_tokens=1,
+        return_dict_in_generate=True,
+        output_scores=True,
+        pad_token_id=0,
+    )
+    expected = torch.log_softmax(drawn.scores[0], -1)
+    assert torch.isinf(expected[:, : TOP - BINS]).all()
+    torch.testing.assert_close(distribution.log_probabilities[:, 0], expected[:, TOP - BINS : TOP])
+    assert torch.equal(
+        distribution.log_prob(chosen)[:, 0], distribution.log_probabilities[range(3), 0, chosen[:, 0] - TOP + BINS]
+    )
+    single = torch.distributions.Categorical(logits=expected[:, TOP - BINS : TOP].clamp_min(-1e30))
+    torch.testing.assert_close(distribution.entropy()[:, 0], single.entropy())
+    if not sampling:
+        whole = torch.log_softmax(found.logits, -1).gather(-1, chosen[..., None])
+        assert float(distribution.log_prob(chosen).sum()) > float(whole.sum()) + 0.1, "not over the whole vocabulary"
+    prompts = {name: value for name, value in given.items() if name != "input_ids"}
+    again = model.evaluate_actions(given["input_ids"], chosen, **prompts, **sampling)
+    torch.testing.assert_close(again.log_probs, distribution.log_prob(chosen), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(again.entropy, distribution.entropy(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(again.values, found.values, atol=1e-4, rtol=1e-4)
+    loss = again.log_probs.sum() + again.entropy.sum() + again.values.sum()
+    loss.backward()
+    weights = [*model.value_head.parameters(), model.get_input_embeddings().weight]
+    assert all(torch.isfinite(weight.grad).all() and weight.grad.any() for weight in weights)
+    model.zero_grad()
+
+
 def test_the_statistics_that_hold(kind: str) -> None:
     given = inputs(kind, PROMPTS)
     left, right = (

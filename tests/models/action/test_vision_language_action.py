@@ -99,6 +99,50 @@ def row(**changes: Any) -> Values:
     return {**given, **changes}
 
 
+# -- which dimensions are normalised -------------------------------------------------------------------------------
+
+
+def test_the_recipe_names_dimensions_that_stay_as_they_are(folder: Path) -> None:
+    plain = adapter_of(folder, "llava")
+    assert plain.notes() == [
+        "the actions of light are normalised by their quantiles; dimensions left as they are: 2 (gripper)"
+    ]
+    for given, mask in (
+        ({"x": False, "gripper": True}, [False, True, True]),
+        ({"-1": True}, [True, True, True]),
+        ([True, True, False], [True, True, False]),
+    ):
+        adapter = adapter_of(folder, "llava", model__action_normalization_mask=given)
+        assert adapter.settings.statistics("light").mask.tolist() == mask
+        assert (adapter.actions.cache_key() == plain.actions.cache_key()) == (mask == [True, True, False])
+    codec = adapter_of(folder, "llava", model__action_normalization_mask={"gripper": True}).settings.codec("light")
+    assert len({tuple(codec.encode(np.full((CHUNK, 3), value))) for value in (0.0, 0.5, 1.0)}) == 3
+    for given, what in (
+        ({"y": False}, r"leaves dimension 1 \(y\) of light as it is, and its values are from -1.* clipped"),
+        ({"griper": False}, "the actions of light have no dimension griper"),
+        ([True], "has 1 values, an action of light has 3 dimensions"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            adapter_of(folder, "llava", model__action_normalization_mask=given)
+
+
+def test_a_files_mask_clips_nothing_silently(folder: Path, tmp_path: Path) -> None:
+    """A file keeps its mask; a value that it would clip is an error, and no bad row."""
+    content = {"robot": {"action": {"q01": [-1.0] * 3, "q99": [1.0] * 3, "mask": [True, False, True]}}}
+    (tmp_path / "statistics.json").write_text(json.dumps(content))
+    adapter = adapter_of(folder, "llava", model__action_statistics=str(tmp_path / "statistics.json"))
+    assert adapter.settings.statistics("robot").mask.tolist() == [True, False, True]
+    adapter.encode(row())
+    wide = np.array([[0.0, 54.0, 0.0]] * CHUNK)
+    with pytest.raises(DataError, match=r"dimension 1 of an action has the magnitude 54, .* robot leave it as it is"):
+        adapter.encode(row(actions=wide))
+    values = recipe(folder, "llava", "clipped", model__action_statistics=str(tmp_path / "statistics.json"))
+    values["data"]["on_bad_row"] = "skip"
+    with pytest.raises(DataError, match=r"dimension 1 of an action has the magnitude 1\.\d+, .* it would be clipped"):
+        shardtune.train(values)
+    assert not (folder / "runs" / "clipped").exists()
+
+
 # -- rows ----------------------------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+import shardtune
 from shardtune.batch import LossSum
 from shardtune.config import load_recipe
 from shardtune.data.encoder import FrameOptions
@@ -150,6 +151,15 @@ def test_what_is_saved_acts_without_the_data(folder: Path, kind: str, tmp_path: 
         np.testing.assert_allclose(act(seen[1:2])[0], found[-1][1], atol=1e-5)  # what others see has no part in it
     assert found[0].shape == (3, 2, 3)
     np.testing.assert_allclose(found[1], found[0], atol=1e-6)
+    for name in ((), ("policy.json", "normalizer.json")):  # the second time as LeRobot writes it
+        for file in name:
+            (tmp_path / file).unlink()
+        policy = shardtune.load_policy(tmp_path)
+        given = [{key: one[key] for key in ("images", "state")} for one in seen]
+        expected = [found[0][0, 0], found[0][0, 1], found[0][2, 0]]  # two of a chunk are executed
+        for _ in range(2):
+            policy.reset()
+            np.testing.assert_allclose([policy.select_action(one) for one in given], expected, atol=1e-5)
 
 
 def test_statistics_among_the_weights(folder: Path, tmp_path: Path) -> None:
