@@ -104,6 +104,16 @@ class ActingAdapter(Adapter):
     def acting_settings(self) -> Mapping[str, object]:
         """Keys of `actor.model` whose values are known after training, for `policy.json` in the saved directory."""
         return {}
+    @property
+    def action_steps(self) -> int | None:
+        """How many actions of a chunk are executed where neither `eval.action_steps` nor `eval.temporal_ensembling` is
+        given; None: all."""
+        return None
+
+    @property
+    def temporal_ensembling(self) -> float | None:
+        """The exponent of temporal ensembling where neither of these keys is given; None: no ensembling."""
+        return None
 
     def root(self, model: nn.Module) -> AdapterRoot:
         compute_in(model, COMPUTE_DTYPE[self.recipe.actor.model.precision])

@@ -81,6 +81,10 @@ class Policy(ActingAdapter):
             self._found = features_of_rows(self.recipe, self.train_data, frames)
         return self._found
 
+    @property
+    def action_steps(self) -> int:
+        return self.options.n_action_steps
+
     def encode(self, row: Row) -> Sample:
         earlier = row["earlier"] if self.observation_steps > 1 else ()
         wanted = {camera_of(feature) for feature in self.features.cameras}
@@ -212,14 +216,13 @@ class Policy(ActingAdapter):
 
     def policy(self, root: AdapterRoot, device: torch.device) -> ActFunction:
         assert isinstance(root, ActingRoot)
-        steps = None if self.recipe.eval.temporal_ensembling is not None else self.options.n_action_steps
 
         def act(observations: Sequence[Observation]) -> np.ndarray:
             fields = [self._observed(one) for one in observations]
             inputs = {name: torch.from_numpy(np.stack([one[name] for one in fields])).to(device) for name in fields[0]}
             with torch.no_grad():
                 chunk = root.act(self.prepared(inputs))
-            return self.normalizer.actions.unnormalise(chunk.float().cpu().numpy())[:, :steps]
+            return self.normalizer.actions.unnormalise(chunk.float().cpu().numpy())
 
         return act
 
