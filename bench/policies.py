@@ -47,11 +47,17 @@ def run(*arguments: str) -> tuple[str, float, float]:
     return text, cpu / 60, used.ru_maxrss / 1e6
 
 
-def measure(name: str, folder: Path) -> list[str]:
-    """The cells of a policy's row."""
+def measure(name: str, data: Path, folder: Path) -> list[str]:
+    """The cells of a policy's row.
+
+    Args:
+        name: of the policy and its recipe.
+        data: the demonstrations.
+        folder: for runs and cache.
+    """
     given = [
         str(EXAMPLES / "policies" / f"{name}.yaml"),
-        f"data.train_data_paths={folder}/demonstrations",
+        f"data.train_data_paths={data.absolute()}/demonstrations",
         f"data.cache_dir={folder}/cache",
         f"runner.logger.log_path={folder}/runs",
         f"runner.logger.experiment_name={name}",
@@ -70,13 +76,15 @@ def main() -> None:
     """Measure, write the section, and fail where it is not as promised."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="policies; by default all")
+    parser.add_argument("--data", type=Path, help="a folder that make_data.py has written; by default it is made anew")
     parser.add_argument("--dry", action="store_true", help="print the section instead of writing it")
     args = parser.parse_args()
     names = args.names or sorted(path.stem for path in (EXAMPLES / "policies").glob("*.yaml"))
     with tempfile.TemporaryDirectory() as made:
-        command = [sys.executable, str(EXAMPLES / "vla_reach" / "make_data.py"), "--out", made]
-        subprocess.run(command, env={**os.environ, **ALONE}, check=True, capture_output=True)
-        rows = [measure(name, Path(made)) for name in names]
+        if args.data is None:
+            command = [sys.executable, str(EXAMPLES / "vla_reach" / "make_data.py"), "--out", made]
+            subprocess.run(command, env={**os.environ, **ALONE}, check=True, capture_output=True)
+        rows = [measure(name, args.data or Path(made), Path(made)) for name in names]
     columns = ["policy", "success", "interval", "actions", "CPU, minutes", "memory, GB"]
     text = "\n\n".join([f"{machine()}.", INTRODUCTION, table(columns, rows)])
     if args.dry:

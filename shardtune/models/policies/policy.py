@@ -32,7 +32,7 @@ from shardtune.models.policies.features import (
     features_of_rows,
     pixels,
 )
-from shardtune.models.pretrained import settings_directory
+from shardtune.models.pretrained import model_directory
 
 IS_PAD = "action_is_pad"
 Inputs = Mapping[str, torch.Tensor]
@@ -160,7 +160,7 @@ class Policy(ActingAdapter):
     @cached_property
     def _directory(self) -> Path | None:
         config = self.recipe.actor.model
-        return None if config.from_scratch else settings_directory(config.model_path)
+        return None if config.from_scratch else _directory_of(config.model_path)
 
     def _with_config(self, recipe: Recipe) -> Recipe:
         """The recipe with the options of its directory, where it gives none itself."""
@@ -174,7 +174,7 @@ class Policy(ActingAdapter):
         given = dict(model.options)
         if model.normalization_mapping is not None:
             given["normalization_mapping"] = dict(model.normalization_mapping)
-        directory = settings_directory(model.model_path)
+        directory = _directory_of(model.model_path)
         if directory is not None:
             stored = lerobot_files.read_config(directory, self.name)
             given = {key: value for key, value in stored.items() if key not in self.unused} | given
@@ -250,3 +250,8 @@ class Policy(ActingAdapter):
         off = (scale.unnormalise(chunk) - scale.unnormalise(batch[ACTION][:, first:])).abs()
         real = ~batch[IS_PAD][:, first : first + off.shape[1], None]
         return {"action_l1": (float((off * real).sum()), float(real.sum()) * off.shape[-1])}
+
+
+def _directory_of(source: str | None) -> Path | None:
+    """A policy's directory, or the local copy of one on the Hub; None for a weight file, which has no options."""
+    return None if source is None or Path(source).is_file() else model_directory(source)
