@@ -14,6 +14,7 @@ import torch
 from shardtune.batch import Batch, Sample
 from shardtune.config import Recipe
 from shardtune.data.encoder import FrameOptions, Row
+from shardtune.data.robot.images import decode_frame
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.action.acting import ActingAdapter, ActingRoot
 from shardtune.models.action.environment import Observation
@@ -30,7 +31,6 @@ from shardtune.models.policies.features import (
     PolicyOptions,
     camera_of,
     features_of_rows,
-    pixels,
 )
 from shardtune.models.pretrained import model_directory
 
@@ -89,7 +89,7 @@ class Policy(ActingAdapter):
         earlier = row["earlier"] if self.observation_steps > 1 else ()
         wanted = {camera_of(feature) for feature in self.features.cameras}
         images = [
-            {camera: pixels(image) for camera, image in frame["images"].items() if camera in wanted}
+            {camera: decode_frame(image) for camera, image in frame["images"].items() if camera in wanted}
             for frame in (*earlier, row)
         ]
         fields = self._seen(images, [frame["state"] for frame in (*earlier, row)])
