@@ -17,6 +17,7 @@ from shardtune.data.encoder import FrameOptions, Row
 from shardtune.data.robot.images import decode_frame
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.action.acting import ActingAdapter, ActingRoot
+from shardtune.models.action.action_mask import chosen_mask
 from shardtune.models.action.environment import Observation
 from shardtune.models.action.environment import Policy as ActFunction
 from shardtune.models.action.normalizer import Normalizer
@@ -152,8 +153,11 @@ class Policy(ActingAdapter):
         if self._directory is None or self.recipe.actor.model.action_statistics is not None:
             return None
         found = lerobot_files.read_statistics(self._directory, self.features)
-        where = f"statistics in {self._directory}"
-        return None if found is None else Normalizer.of(found, self.options.normalization_mapping, where=where)
+        if found is None:
+            return None
+        given, where = self.recipe.actor.model.action_normalization_mask, f"statistics in {self._directory}"
+        mask = None if given is None else chosen_mask(given, {}, [True] * self.features.actions, self.name)
+        return Normalizer.of(found, self.options.normalization_mapping, action_mask=mask, where=where)
 
     # Its directory.
 

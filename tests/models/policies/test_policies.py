@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 
 import shardtune
 from shardtune.batch import LossSum
@@ -178,6 +178,13 @@ def test_statistics_among_the_weights(folder: Path, tmp_path: Path) -> None:
     assert old.normalizer.actions.statistics["mean"].tolist() == [3.0, 4.0, 5.0]
     assert old.normalizer.state.statistics["std"].tolist() == [1.0, 2.0]
     assert old.normalizer.camera("wrist").statistics["mean"].ravel().tolist() == [0.5] * 3
+    masked = policy_of(
+        {"model": {"model_type": "act", "model_path": str(tmp_path), "action_normalization_mask": [True, False, True]}}
+    )
+    assert masked.normalizer.actions.normalise([9.0, 9.0, 9.0])[1] == 9.0
+    content = load(masked.saved_files()["policy_preprocessor_step_3_normalizer_processor.safetensors"])
+    assert content["action.mean"].tolist() == [3.0, 0.0, 5.0]  # LeRobot has no masks
+    assert content["action.std"].tolist() == [3.0, 1.0, 5.0]
     source = old.initial_weights()
     assert isinstance(source, dict)
     assert list(source) == ["model.weight"]
