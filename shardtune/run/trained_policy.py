@@ -16,6 +16,8 @@ from shardtune.models.action.acting import ActingAdapter
 from shardtune.models.action.chunks import ActionChunks, ObservationHistory
 from shardtune.models.action.environment import Observation
 from shardtune.models.action.vision_language_action import VisionLanguageAction
+from shardtune.models.policies.features import camera_of
+from shardtune.models.policies.policy import Policy
 from shardtune.training.worker.adapter_task import root_of
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.training.worker.base import FSDPSftWorker
@@ -55,6 +57,8 @@ class TrainedPolicy:
         self.cameras: tuple[str, ...] | None = None
         if isinstance(adapter, VisionLanguageAction):
             self.cameras = adapter.settings.cameras
+        elif isinstance(adapter, Policy):
+            self.cameras = tuple(camera_of(feature) for feature in adapter.features.cameras)
 
     def reset(self) -> None:
         """Begin an episode: forget earlier observations, and the actions that are left of the last prediction."""
@@ -150,4 +154,6 @@ def acting_policy(
         )
     if action_steps is None and temporal_ensembling is None:
         action_steps, temporal_ensembling = config.action_steps, config.temporal_ensembling
+    if action_steps is None and temporal_ensembling is None:
+        action_steps, temporal_ensembling = worker.adapter.action_steps, worker.adapter.temporal_ensembling
     return TrainedPolicy(worker, ActionChunks(action_steps, temporal_ensembling))

@@ -59,6 +59,17 @@ class ActingAdapter(Adapter):
         """Whether the adapter or its recipe names a mode."""
         return bool({**self.normalization_mapping, **(self.recipe.actor.model.normalization_mapping or {})})
 
+    @property
+    def action_steps(self) -> int | None:
+        """How many actions of a chunk are executed where neither `eval.action_steps` nor `eval.temporal_ensembling` is
+        given; None: all."""
+        return None
+
+    @property
+    def temporal_ensembling(self) -> float | None:
+        """The exponent of temporal ensembling where neither of these keys is given; None: no ensembling."""
+        return None
+
     def encoding_settings(self) -> Mapping[str, Any]:
         found = {name: one.to_json() for name, one in self.normalizers.items()} if self.normalizes else {}
         return {**super().encoding_settings(), **({"normalizers": found} if found else {})}

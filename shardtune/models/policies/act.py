@@ -18,10 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardtune.batch import Batch, LossSum, Sample
-from shardtune.config import Recipe
-from shardtune.errors import ConfigError
 from shardtune.models.adapter import Measured
-from shardtune.models.options import KEY
 from shardtune.models.policies.attention import Attention, Draws, RowDropout, name_dropouts
 from shardtune.models.policies.features import ACTION, STATE, Features, PolicyOptions
 from shardtune.models.policies.policy import IS_PAD, Inputs, Policy
@@ -281,20 +278,13 @@ class ActPolicy(Policy):
     Options = ActOptions
     unit_classes = ("Layer", "BasicBlock", "Bottleneck")
 
-    def __init__(self, recipe: Recipe, tokenizer: Any = None) -> None:
-        super().__init__(recipe, tokenizer)
-        coefficient, config = self.options.temporal_ensemble_coeff, recipe.eval
-        if coefficient is not None and config.environment is not None and config.temporal_ensembling != coefficient:
-            raise ConfigError(
-                f"{KEY}.temporal_ensemble_coeff is {coefficient}, and episodes are played with "
-                f"eval.temporal_ensembling: {config.temporal_ensembling}",
-                where="eval.temporal_ensembling",
-                remedy=f"set it to {coefficient} too",
-            )
-
     @property
     def chunk_size(self) -> int:
         return self.options.chunk_size
+
+    @property
+    def temporal_ensembling(self) -> float | None:
+        return self.options.temporal_ensemble_coeff
 
     def build(self) -> nn.Module:
         return ActModule(self.options, self.features)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -11,8 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shardtune.config import Recipe
 from shardtune.data.encoder import FrameOptions, RowError
-from shardtune.data.images.images import read_image
-from shardtune.data.robot.images import ImageRecord
+from shardtune.data.robot.images import decode_frame
 from shardtune.data.sources.resolve import prepare_row, resolve_sources
 from shardtune.errors import ConfigError
 from shardtune.models.options import KEY
@@ -110,16 +108,11 @@ def feature_of(camera: str) -> str:
     return "observation.image" if camera == "image" else f"observation.images.{camera}"
 
 
-def pixels(image: ImageRecord) -> np.ndarray:
-    """The pixels of an image of a row, uint8 [H, W, 3]. Raises `RowError` for one that cannot be decoded."""
-    return np.asarray(read_image(image, Path()).read())
-
-
 def features_of(row: Mapping[str, Any]) -> Features:
     """The features that a row has."""
     inputs = {} if row["state"] is None else {STATE: Feature(type="STATE", shape=(len(row["state"]),))}
     for camera in sorted(row["images"]):
-        height, width, _ = pixels(row["images"][camera]).shape
+        height, width, _ = decode_frame(row["images"][camera]).shape
         inputs[feature_of(camera)] = Feature(type="VISUAL", shape=(3, height, width))
     outputs = {ACTION: Feature(type="ACTION", shape=(np.shape(row["actions"])[1],))}
     return Features(input_features=inputs, output_features=outputs)

@@ -8,12 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 
 from shardtune.errors import ModelError
-from shardtune.models.action.normalizer import NEEDS, Normalizer
+from shardtune.models.action.normalizer import NEEDS, Normalizer, Scale
 from shardtune.models.adapter import WeightSource
 from shardtune.models.policies.features import ACTION, STATE, Features, camera_of
 from shardtune.models.pretrained import MODEL_PATH
@@ -21,6 +22,8 @@ from shardtune.models.pretrained import MODEL_PATH
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
 NORMALIZER_STEP = "normalizer_processor"
+WITHOUT_EFFECT = {"mean": 0.0, "std": 1.0, "min": -1.0, "max": 1.0, "q01": -1.0, "q99": 1.0}
+"""The statistics with which a value stays as it is."""
 OLD_BUFFERS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
 """Prefixes of the statistics among the weights, where LeRobot before 0.4 kept them."""
 OF_TRAINING = frozenset(
@@ -159,9 +162,9 @@ def written_files(
     scales = {ACTION: normalizer.actions} | ({STATE: normalizer.state} if features.state else {})
     scales |= {feature: normalizer.camera(camera_of(feature)) for feature in features.cameras}
     statistics = {
-        f"{feature}.{key}": torch.from_numpy(values).float().contiguous()
+        f"{feature}.{key}": torch.from_numpy(_unmasked(scale, key)).float().contiguous()
         for feature, scale in scales.items()
-        for key, values in scale.statistics.items()
+        for key in scale.statistics
     }
     # The names of the state files hold the place of their step, as LeRobot writes them.
     before = [
@@ -182,6 +185,12 @@ def written_files(
         before[3]["state_file"]: state,
         after[0]["state_file"]: state,
     }
+
+
+def _unmasked(scale: Scale, key: str) -> np.ndarray:
+    """A statistic with the value that changes nothing where a mask excludes a dimension, as LeRobot has no masks."""
+    values = scale.statistics[key]
+    return values if scale.mask is None else np.where(scale.mask, values, WITHOUT_EFFECT[key])
 
 
 def _step(kind: str, features: Mapping[str, Any], normalizer: Normalizer, state: str) -> dict[str, Any]:

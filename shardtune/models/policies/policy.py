@@ -14,8 +14,10 @@ import torch
 from shardtune.batch import Batch, Sample
 from shardtune.config import Recipe
 from shardtune.data.encoder import FrameOptions, Row
+from shardtune.data.robot.images import decode_frame
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.action.acting import ActingAdapter, ActingRoot
+from shardtune.models.action.action_mask import chosen_mask
 from shardtune.models.action.environment import Observation
 from shardtune.models.action.environment import Policy as ActFunction
 from shardtune.models.action.normalizer import Normalizer
@@ -30,9 +32,8 @@ from shardtune.models.policies.features import (
     PolicyOptions,
     camera_of,
     features_of_rows,
-    pixels,
 )
-from shardtune.models.pretrained import settings_directory
+from shardtune.models.pretrained import model_directory
 
 IS_PAD = "action_is_pad"
 Inputs = Mapping[str, torch.Tensor]
@@ -81,11 +82,15 @@ class Policy(ActingAdapter):
             self._found = features_of_rows(self.recipe, self.train_data, frames)
         return self._found
 
+    @property
+    def action_steps(self) -> int:
+        return self.options.n_action_steps
+
     def encode(self, row: Row) -> Sample:
         earlier = row["earlier"] if self.observation_steps > 1 else ()
         wanted = {camera_of(feature) for feature in self.features.cameras}
         images = [
-            {camera: pixels(image) for camera, image in frame["images"].items() if camera in wanted}
+            {camera: decode_frame(image) for camera, image in frame["images"].items() if camera in wanted}
             for frame in (*earlier, row)
         ]
         fields = self._seen(images, [frame["state"] for frame in (*earlier, row)])
@@ -148,15 +153,18 @@ class Policy(ActingAdapter):
         if self._directory is None or self.recipe.actor.model.action_statistics is not None:
             return None
         found = lerobot_files.read_statistics(self._directory, self.features)
-        where = f"statistics in {self._directory}"
-        return None if found is None else Normalizer.of(found, self.options.normalization_mapping, where=where)
+        if found is None:
+            return None
+        given, where = self.recipe.actor.model.action_normalization_mask, f"statistics in {self._directory}"
+        mask = None if given is None else chosen_mask(given, {}, [True] * self.features.actions, self.name)
+        return Normalizer.of(found, self.options.normalization_mapping, action_mask=mask, where=where)
 
     # Its directory.
 
     @cached_property
     def _directory(self) -> Path | None:
         config = self.recipe.actor.model
-        return None if config.from_scratch else settings_directory(config.model_path)
+        return None if config.from_scratch else _directory_of(config.model_path)
 
     def _with_config(self, recipe: Recipe) -> Recipe:
         """The recipe with the options of its directory, where it gives none itself."""
@@ -170,7 +178,7 @@ class Policy(ActingAdapter):
         given = dict(model.options)
         if model.normalization_mapping is not None:
             given["normalization_mapping"] = dict(model.normalization_mapping)
-        directory = settings_directory(model.model_path)
+        directory = _directory_of(model.model_path)
         if directory is not None:
             stored = lerobot_files.read_config(directory, self.name)
             given = {key: value for key, value in stored.items() if key not in self.unused} | given
@@ -212,14 +220,13 @@ class Policy(ActingAdapter):
 
     def policy(self, root: AdapterRoot, device: torch.device) -> ActFunction:
         assert isinstance(root, ActingRoot)
-        steps = None if self.recipe.eval.temporal_ensembling is not None else self.options.n_action_steps
 
         def act(observations: Sequence[Observation]) -> np.ndarray:
             fields = [self._observed(one) for one in observations]
             inputs = {name: torch.from_numpy(np.stack([one[name] for one in fields])).to(device) for name in fields[0]}
             with torch.no_grad():
                 chunk = root.act(self.prepared(inputs))
-            return self.normalizer.actions.unnormalise(chunk.float().cpu().numpy())[:, :steps]
+            return self.normalizer.actions.unnormalise(chunk.float().cpu().numpy())
 
         return act
 
@@ -247,3 +254,8 @@ class Policy(ActingAdapter):
         off = (scale.unnormalise(chunk) - scale.unnormalise(batch[ACTION][:, first:])).abs()
         real = ~batch[IS_PAD][:, first : first + off.shape[1], None]
         return {"action_l1": (float((off * real).sum()), float(real.sum()) * off.shape[-1])}
+
+
+def _directory_of(source: str | None) -> Path | None:
+    """A policy's directory, or the local copy of one on the Hub; None for a weight file, which has no options."""
+    return None if source is None or Path(source).is_file() else model_directory(source)

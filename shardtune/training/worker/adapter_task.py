@@ -237,4 +237,6 @@ def episodes(recipe: Recipe, adapter: Adapter) -> ClosedLoop | None:
             "derives from shardtune.models.action.acting.ActingAdapter",
         )
     found.check()
+    if found.action_steps is None and found.temporal_ensembling is None:
+        found = replace(found, action_steps=adapter.action_steps, temporal_ensembling=adapter.temporal_ensembling)
     return replace(found, observation_steps=adapter.observation_steps)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 
 import shardtune
 from shardtune.batch import LossSum
@@ -28,6 +28,7 @@ from shardtune.models.find_adapter import find_adapter
 from shardtune.models.policies.policy import Policy
 from shardtune.models.policies.resnet import FrozenBatchNorm, ResNet, feature_size
 from shardtune.parallel.meta_init import init_empty_weights
+from shardtune.training.worker.adapter_task import episodes
 from shardtune.training.worker.adapter_worker import SFTWorker
 from shardtune.verify.adapter import verify_adapter
 from tests.support.robot import save_episodes
@@ -149,7 +150,7 @@ def test_what_is_saved_acts_without_the_data(folder: Path, kind: str, tmp_path: 
         act = adapter.policy(adapter.root(module.eval()), torch.device("cpu"))
         found.append(act(seen))
         np.testing.assert_allclose(act(seen[1:2])[0], found[-1][1], atol=1e-5)  # what others see has no part in it
-    assert found[0].shape == (3, 2, 3)
+    assert found[0].shape == (3, 3, 3)
     np.testing.assert_allclose(found[1], found[0], atol=1e-6)
     for name in ((), ("policy.json", "normalizer.json")):  # the second time as LeRobot writes it
         for file in name:
@@ -177,6 +178,13 @@ def test_statistics_among_the_weights(folder: Path, tmp_path: Path) -> None:
     assert old.normalizer.actions.statistics["mean"].tolist() == [3.0, 4.0, 5.0]
     assert old.normalizer.state.statistics["std"].tolist() == [1.0, 2.0]
     assert old.normalizer.camera("wrist").statistics["mean"].ravel().tolist() == [0.5] * 3
+    masked = policy_of(
+        {"model": {"model_type": "act", "model_path": str(tmp_path), "action_normalization_mask": [True, False, True]}}
+    )
+    assert masked.normalizer.actions.normalise([9.0, 9.0, 9.0])[1] == 9.0
+    content = load(masked.saved_files()["policy_preprocessor_step_3_normalizer_processor.safetensors"])
+    assert content["action.mean"].tolist() == [3.0, 0.0, 5.0]  # LeRobot has no masks
+    assert content["action.std"].tolist() == [3.0, 1.0, 5.0]
     source = old.initial_weights()
     assert isinstance(source, dict)
     assert list(source) == ["model.weight"]
@@ -189,13 +197,13 @@ def test_statistics_among_the_weights(folder: Path, tmp_path: Path) -> None:
         ("act", {"n_action_steps": 9, "chunk_size": 8}, r"n_action_steps \(9\) is more than chunk_size \(8\)"),
         ("act", {"vision_backbone": "vgg16"}, "vision_backbone = 'vgg16'"),
         ("act", {"pretrained_backbone_weights": "ResNet18_Weights.IMAGENET1K_V1"}, "none are downloaded"),
-        ("act", {"temporal_ensemble_coeff": 0.01, "n_action_steps": 1, "chunk_size": 8}, "temporal_ensembling: None"),
+        ("act", {"temporal_ensemble_coeff": 0.01}, "goes with n_action_steps: 1"),
         ("diffusion", {"horizon": 10}, "horizon is no multiple of 2"),
         ("diffusion", {"crop_shape": [40, 40]}, r"crop_shape is \[40, 40\], the images are \[28, 28\]"),
     ],
 )
 def test_what_cannot_be_built_is_refused(folder: Path, kind: str, options: dict[str, Any], what: str) -> None:
-    values = recipe(folder, kind, options=options) | {"eval": {"environment": "point2d"}}
+    values = recipe(folder, kind, options=options)
 
     def made() -> None:
         adapter = policy_of(values)
@@ -205,6 +213,17 @@ def test_what_cannot_be_built_is_refused(folder: Path, kind: str, options: dict[
 
     with pytest.raises(ConfigError, match=what):
         made()
+
+
+def test_how_much_of_a_chunk_is_executed(folder: Path) -> None:
+    """As the options have it, unless the recipe names it."""
+    options = OPTIONS["act"] | {"n_action_steps": 1, "temporal_ensemble_coeff": 0.01}
+    values = recipe(folder, "act", options=options) | {"eval": {"environment": "point2d"}}
+    for overrides, expected in (((), (1, 0.01)), (("eval.action_steps=3",), (3, None))):
+        loaded = load_recipe(values, overrides)
+        found = episodes(loaded, find_adapter(loaded))
+        assert found is not None
+        assert (found.action_steps, found.temporal_ensembling) == expected
 
 
 def test_another_policys_directory_is_refused(tmp_path: Path) -> None:
