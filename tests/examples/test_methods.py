@@ -42,7 +42,9 @@ def moved(models: Models, course: Course) -> float:
     return max(float((course.weights[name] - tensor).abs().max()) for name, tensor in start.items())
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "distillation" else name for name in METHODS]
+)
 def test_the_numbers_are_those_of_plain_pytorch(name: str, models: Models, two: TrainEngine):
     by_engine, in_plain = METHODS[name]
     plain: Course = in_plain(models)

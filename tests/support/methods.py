@@ -25,7 +25,7 @@ STEPS = 2
 def example(name: str) -> Any:
     """A module of the examples, under the name that it has for its neighbours."""
     if str(FOLDER) not in sys.path:
-        sys.path.append(str(FOLDER))
+        sys.path.insert(0, str(FOLDER))
     return import_module(name)
 
 
