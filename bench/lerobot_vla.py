@@ -1,0 +1,247 @@
+"""SmolVLA and pi0 against LeRobot's own, on directories with random weights that it wrote.
+
+    python bench/lerobot_vla.py --lerobot PYTHON
+
+PYTHON is the interpreter of an environment with LeRobot 0.4 (`pip install 'lerobot[smolvla]==0.4.*'`), which needs an older
+transformers and cannot share ours. There this file writes tiny policies, images, states, instructions, noise and
+times, and what LeRobot makes of them: velocities, losses, actions. Here the same directories are read, and the largest
+differences printed.
+
+transformers 4.57, on which LeRobot 0.4 runs, places SmolVLM's patches one row and column off (0, 0, 1, 2 of a grid of 4);
+versions before and transformers 5 do not, and here both sides place them as these do.
+
+LeRobot's pi0 asks for a patched transformers that no registry has. What it needs of it for pi0 is made here: norms that
+take a condition, which is none, and return a gate, which is none; a residual with a gate; features of images that are
+not divided by the square root of the width. Its own loop of denoising runs on parts of the patch beyond these, so
+that loop is Euler's method over its forward of training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROWS, STATE, ACTION, CHUNK, SIDE = 3, 5, 4, 6, 32
+CAMERAS = ("top", "wrist")
+SPECIAL = ["<pad>", "</s>", "<image>", "<fake_token_around_image>", "<global-img>"]
+VISION = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": SIDE,
+    "patch_size": 8,
+}  # fmt: skip
+CASES = {
+    "smolvla": {},
+    "smolvla-special-tokens": {"add_image_special_tokens": True, "prefix_length": 64},
+    "smolvla-self-attention": {"attention_mode": "self_attn", "num_vlm_layers": 3},
+    "smolvla-half-expert": {"num_expert_layers": 2, "self_attn_every_n_layers": -1},
+    "smolvla-resized": {"resize_imgs_with_padding": [48, 48]},
+    "pi0": {},
+}
+WIDTH, VOCABULARY = 48, 300
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="SmolVLA and pi0 against LeRobot's own.")
+    parser.add_argument("--lerobot", help="the Python of an environment with LeRobot 0.4")
+    parser.add_argument("--out", type=Path, help="keep what LeRobot writes there")
+    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.write is not None:
+        write(args.write)
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.out or Path(scratch)
+        if args.lerobot is not None:
+            subprocess.run([args.lerobot, __file__, "--write", str(folder)], check=True)
+        compare(folder)
+
+
+# In LeRobot's environment.
+
+
+def write(folder: Path) -> None:
+    """Write policies with random weights, inputs, and LeRobot's outputs."""
+    make_vlm(folder / "vlm")
+    torch.manual_seed(1)
+    tokens = torch.randint(len(SPECIAL), VOCABULARY - 20, (ROWS, 9))
+    words = torch.arange(9) < torch.tensor([[9], [5], [7]])
+    given = {
+        **{f"observation.images.{name}": torch.rand(ROWS, 3, SIDE, SIDE) for name in CAMERAS},
+        "observation.state": torch.randn(ROWS, STATE),
+        "observation.language.tokens": tokens * words,
+        "observation.language.attention_mask": words,
+        "action": torch.randn(ROWS, CHUNK, ACTION),
+    }
+    noise, time = torch.randn(ROWS, CHUNK, 8), torch.tensor([0.1, 0.55, 0.95])
+    for name, options in CASES.items():
+        torch.manual_seed(7)
+        make = pi0 if name == "pi0" else smolvla
+        policy, network = make(folder, options)
+        for parameter in policy.parameters():
+            parameter.data = torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5)
+        policy.eval().save_pretrained(folder / name)
+        for missing in ((), ("wrist",)):
+            batch = {key: value for key, value in given.items() if not any(key.endswith(one) for one in missing)}
+            if name.endswith("resized"):
+                batch = {key: value[..., :20] if "images" in key else value for key, value in batch.items()}
+            with torch.no_grad():
+                found = network(policy, batch, noise, time)
+            torch.save(
+                {"batch": batch, "noise": noise, "time": time, **found}, folder / f"{name}{'-missing' * bool(missing)}.pt"
+            )
+
+
+def make_vlm(folder: Path) -> None:
+    """A tokenizer and a config of SmolVLM, tiny."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, SmolVLMConfig
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["touch the red ball\n", "move to the blue disc\n"], trainer)
+    names = dict(zip(("image_token", "fake_image_token", "global_image_token"), SPECIAL[2:], strict=True))
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=SPECIAL[1], pad_token=SPECIAL[0], extra_special_tokens=names
+    )
+    fast.save_pretrained(folder)
+    text = {
+        "model_type": "llama", "hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCABULARY, "pad_token_id": 0,
+    }  # fmt: skip
+    SmolVLMConfig(vision_config=VISION, text_config=text, scale_factor=2, image_token_id=2).save_pretrained(folder)
+
+
+def features() -> dict[str, Any]:
+    from lerobot.configs.types import FeatureType, PolicyFeature
+
+    images = {f"observation.images.{name}": PolicyFeature(FeatureType.VISUAL, (3, SIDE, SIDE)) for name in CAMERAS}
+    return {
+        "input_features": {**images, "observation.state": PolicyFeature(FeatureType.STATE, (STATE,))},
+        "output_features": {"action": PolicyFeature(FeatureType.ACTION, (ACTION,))},
+        "device": "cpu", "push_to_hub": False, "chunk_size": CHUNK, "n_action_steps": CHUNK, "max_state_dim": 7,
+        "max_action_dim": 8, "empty_cameras": 0, "tokenizer_max_length": 9,
+    }  # fmt: skip
+
+
+def smolvla(folder: Path, options: dict[str, Any]) -> Any:
+    from lerobot.policies.smolvla import smolvlm_with_expert
+    from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
+    from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
+    from transformers import AutoTokenizer
+    from transformers.models.smolvlm.modeling_smolvlm import SmolVLMVisionEmbeddings
+
+    class Processors:
+        @staticmethod
+        def from_pretrained(path: str) -> Any:
+            return types.SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(path))
+
+    smolvlm_with_expert.AutoProcessor = Processors  # its own needs torchcodec or decord for videos
+    SmolVLMVisionEmbeddings.forward = embed_patches
+    size = {"resize_imgs_with_padding": [SIDE, SIDE], **options}
+    policy = SmolVLAPolicy(SmolVLAConfig(vlm_model_name=str(folder / "vlm"), num_steps=4, **features(), **size))
+    return policy, run_smolvla
+
+
+def embed_patches(self: Any, pixel_values: torch.Tensor, patch_attention_mask: torch.Tensor) -> torch.Tensor:
+    """SmolVLM's patches with their places in the trained grid, as transformers 5 has them (and had them before 4.57)."""
+    patches = self.patch_embedding(pixel_values)
+    side = self.num_patches_per_side
+    down, along = (torch.arange(size) * side // size for size in patches.shape[-2:])
+    return patches.flatten(2).transpose(1, 2) + self.position_embedding(down[:, None] * side + along).flatten(0, 1)
+
+
+def run_smolvla(policy: Any, batch: dict[str, torch.Tensor], noise: torch.Tensor, time: torch.Tensor) -> dict[str, Any]:
+    images, masks = policy.prepare_images(batch)
+    seen = images, masks, batch["observation.language.tokens"], batch["observation.language.attention_mask"]
+    state, actions = policy.prepare_state(batch), policy.prepare_action(batch)
+    losses = policy.model.forward(*seen, state, actions, noise=noise, time=time)
+    return {"losses": losses, "actions": policy.model.sample_actions(*seen, state, noise=noise), "images": images}
+
+
+def pi0(folder: Path, options: dict[str, Any]) -> Any:
+    import transformers
+    from transformers.models.gemma import modeling_gemma
+    from transformers.models.paligemma import modeling_paligemma
+
+    check = types.ModuleType("transformers.models.siglip.check")
+    check.check_whether_transformers_replace_is_installed_correctly = lambda: True
+    sys.modules[check.__name__] = transformers.models.siglip.check = check
+    plain = modeling_gemma.GemmaRMSNorm.forward
+    modeling_gemma.GemmaRMSNorm.forward = lambda self, x, cond=None: (plain(self, x), None)
+    modeling_gemma._gated_residual = lambda x, y, gate: x + y
+    scaled = modeling_paligemma.PaliGemmaModel.get_image_features
+    modeling_paligemma.PaliGemmaModel.get_image_features = (
+        lambda self, images: scaled(self, images) * self.config.text_config.hidden_size**0.5
+    )
+    from lerobot.policies.pi0 import modeling_pi0
+    from lerobot.policies.pi0.configuration_pi0 import PI0Config
+
+    def tiny_paligemma(config: Any) -> Any:
+        config.vision_config.update({**VISION, "projection_dim": WIDTH})
+        config.text_config.vocab_size, config.projection_dim, config.hidden_size = VOCABULARY, WIDTH, WIDTH
+        config.image_token_index = VOCABULARY - 1
+        return transformers.PaliGemmaForConditionalGeneration(config)
+
+    def tiny_gemma(config: Any) -> Any:
+        config.vocab_size = VOCABULARY
+        return transformers.GemmaForCausalLM(config)
+
+    sizes = {
+        "gemma_2b": modeling_pi0.GemmaConfig(WIDTH, 3, 64, 8, 1, 16),
+        "gemma_300m": modeling_pi0.GemmaConfig(24, 3, 40, 8, 1, 16),
+    }
+    modeling_pi0.get_gemma_config = sizes.__getitem__
+    modeling_pi0.PaliGemmaForConditionalGeneration = tiny_paligemma
+    modeling_pi0.GemmaForCausalLM = tiny_gemma
+    size = {"image_resolution": (SIDE, SIDE), "num_inference_steps": 4, **options}
+    return modeling_pi0.PI0Policy(PI0Config(**features(), **size)), run_pi0
+
+
+def run_pi0(policy: Any, batch: dict[str, torch.Tensor], noise: torch.Tensor, time: torch.Tensor) -> dict[str, Any]:
+    images, masks = policy._preprocess_images(batch)
+    seen = images, masks, batch["observation.language.tokens"], batch["observation.language.attention_mask"]
+    state, actions = policy.prepare_state(batch), policy.prepare_action(batch)
+    losses = policy.model.forward(*seen, state, actions, noise=noise, time=time)
+    on_its_way, steps = noise, policy.config.num_inference_steps
+    for step in range(steps):
+        now = torch.full((ROWS,), 1 - step / steps)
+        # The target is noise - actions: with noise 0 and actions -x the loss at x is the square of velocity - x.
+        on_its_way = on_its_way - velocity_pi0(policy, seen, state, on_its_way, now) / steps
+    return {"losses": losses, "actions": on_its_way, "images": images}
+
+
+def velocity_pi0(policy: Any, seen: Any, state: torch.Tensor, chunk: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+    """The velocity that its forward of training computes on the way to the loss."""
+    found: list[torch.Tensor] = []
+    hook = policy.model.action_out_proj.register_forward_hook(lambda module, inputs, output: found.append(output))
+    # x_t = t noise + (1 - t) actions is the chunk where both are the chunk
+    policy.model.forward(*seen, state, chunk, noise=chunk, time=time)
+    hook.remove()
+    return found[0]
+
+
+# In ours.
+
+
+def compare(folder: Path) -> None:
+    """Print the largest differences of losses and actions."""
+    for name in CASES:
+        for case in (name, f"{name}-missing"):
+            print(case, *(f"{number:.1e}" for number in differences(folder / name, folder / f"{case}.pt")))
+
+
+if __name__ == "__main__":
+    main()
