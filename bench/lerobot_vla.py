@@ -2,13 +2,13 @@
 
     python bench/lerobot_vla.py --lerobot PYTHON
 
-PYTHON is the interpreter of an environment with LeRobot 0.4 (`pip install 'lerobot[smolvla]==0.4.*'`), which needs an older
-transformers and cannot share ours. There this file writes tiny policies, images, states, instructions, noise and
-times, and what LeRobot makes of them: velocities, losses, actions. Here the same directories are read, and the largest
+PYTHON is the interpreter of an environment with LeRobot 0.4 (`pip install 'lerobot[smolvla]==0.4.*'`), which needs an
+older transformers and cannot share ours. There this file writes tiny policies, images, states, instructions, noise and
+times, and what LeRobot makes of them: losses and actions. Here the same directories are read, and the largest
 differences printed.
 
-transformers 4.57, on which LeRobot 0.4 runs, places SmolVLM's patches one row and column off (0, 0, 1, 2 of a grid of 4);
-versions before and transformers 5 do not, and here both sides place them as these do.
+transformers 4.57, on which LeRobot 0.4 runs, places SmolVLM's patches one row and one column off (0, 0, 1, 2 in a grid
+of 4); versions before it and transformers 5 do not, and here both sides place them as these do.
 
 LeRobot's pi0 asks for a patched transformers that no registry has. What it needs of it for pi0 is made here: norms that
 take a condition, which is none, and return a gate, which is none; a residual with a gate; features of images that are
@@ -59,7 +59,8 @@ def main() -> None:
         folder = args.out or Path(scratch)
         if args.lerobot is not None:
             subprocess.run([args.lerobot, __file__, "--write", str(folder)], check=True)
-        compare(folder)
+        for line in compare(folder):
+            print(*line, sep="  ")
 
 
 # In LeRobot's environment.
@@ -92,9 +93,8 @@ def write(folder: Path) -> None:
                 batch = {key: value[..., :20] if "images" in key else value for key, value in batch.items()}
             with torch.no_grad():
                 found = network(policy, batch, noise, time)
-            torch.save(
-                {"batch": batch, "noise": noise, "time": time, **found}, folder / f"{name}{'-missing' * bool(missing)}.pt"
-            )
+            case = f"{name}-missing" if missing else name
+            torch.save({"batch": batch, "noise": noise, "time": time, **found}, folder / f"{case}.pt")
 
 
 def make_vlm(folder: Path) -> None:
@@ -156,7 +156,7 @@ def smolvla(folder: Path, options: dict[str, Any]) -> Any:
 
 
 def embed_patches(self: Any, pixel_values: torch.Tensor, patch_attention_mask: torch.Tensor) -> torch.Tensor:
-    """SmolVLM's patches with their places in the trained grid, as transformers 5 has them (and had them before 4.57)."""
+    """SmolVLM's patches with their places in the trained grid, as transformers 5 has them, and had before 4.57."""
     patches = self.patch_embedding(pixel_values)
     side = self.num_patches_per_side
     down, along = (torch.arange(size) * side // size for size in patches.shape[-2:])
@@ -168,7 +168,7 @@ def run_smolvla(policy: Any, batch: dict[str, torch.Tensor], noise: torch.Tensor
     seen = images, masks, batch["observation.language.tokens"], batch["observation.language.attention_mask"]
     state, actions = policy.prepare_state(batch), policy.prepare_action(batch)
     losses = policy.model.forward(*seen, state, actions, noise=noise, time=time)
-    return {"losses": losses, "actions": policy.model.sample_actions(*seen, state, noise=noise), "images": images}
+    return {"losses": losses, "actions": policy.model.sample_actions(*seen, state, noise=noise)}
 
 
 def pi0(folder: Path, options: dict[str, Any]) -> Any:
@@ -183,8 +183,8 @@ def pi0(folder: Path, options: dict[str, Any]) -> Any:
     modeling_gemma.GemmaRMSNorm.forward = lambda self, x, cond=None: (plain(self, x), None)
     modeling_gemma._gated_residual = lambda x, y, gate: x + y
     scaled = modeling_paligemma.PaliGemmaModel.get_image_features
-    modeling_paligemma.PaliGemmaModel.get_image_features = (
-        lambda self, images: scaled(self, images) * self.config.text_config.hidden_size**0.5
+    modeling_paligemma.PaliGemmaModel.get_image_features = lambda self, images: (
+        scaled(self, images) * self.config.text_config.hidden_size**0.5
     )
     from lerobot.policies.pi0 import modeling_pi0
     from lerobot.policies.pi0.configuration_pi0 import PI0Config
@@ -218,9 +218,8 @@ def run_pi0(policy: Any, batch: dict[str, torch.Tensor], noise: torch.Tensor, ti
     on_its_way, steps = noise, policy.config.num_inference_steps
     for step in range(steps):
         now = torch.full((ROWS,), 1 - step / steps)
-        # The target is noise - actions: with noise 0 and actions -x the loss at x is the square of velocity - x.
         on_its_way = on_its_way - velocity_pi0(policy, seen, state, on_its_way, now) / steps
-    return {"losses": losses, "actions": on_its_way, "images": images}
+    return {"losses": losses, "actions": on_its_way}
 
 
 def velocity_pi0(policy: Any, seen: Any, state: torch.Tensor, chunk: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
@@ -236,11 +235,78 @@ def velocity_pi0(policy: Any, seen: Any, state: torch.Tensor, chunk: torch.Tenso
 # In ours.
 
 
-def compare(folder: Path) -> None:
-    """Print the largest differences of losses and actions."""
+def compare(folder: Path) -> list[list[str]]:
+    """A line per case: the largest differences of losses and actions, and the largest of these themselves."""
+    from transformers import AutoTokenizer, PaliGemmaConfig
+
+    from shardtune.config import load_recipe
+    from shardtune.models.find_adapter import find_adapter
+    from shardtune.models.policies.features import STATE
+    from shardtune.models.policies.flow_matching import PRESENT, TOKENS, WORDS, FlowPolicy
+
+    text = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16, "hidden_size": WIDTH}
+    text |= {"intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": VOCABULARY}
+    config = PaliGemmaConfig(
+        vision_config={"model_type": "siglip_vision_model", "vision_use_head": False, **VISION},
+        text_config={"model_type": "gemma", "hidden_activation": "gelu_pytorch_tanh", **text},
+        projection_dim=WIDTH,
+        hidden_size=WIDTH,
+        image_token_index=VOCABULARY - 1,
+    )
+    config.save_pretrained(folder / "paligemma")
+    AutoTokenizer.from_pretrained(folder / "vlm").save_pretrained(folder / "paligemma")
+    expert = {"width": 24, "depth": 3, "mlp_dim": 40, "num_heads": 8, "num_kv_heads": 1, "head_dim": 16}
+    lines = []
     for name in CASES:
+        kind = name.partition("-")[0]
+        own = {"paligemma_variant": str(folder / "paligemma"), "action_expert_variant": expert} if kind == "pi0" else {}
+        model = {"model_type": kind, "model_path": str(folder / name), "precision": "fp32"}
+        identity = {"normalization_mapping": dict.fromkeys(("VISUAL", "STATE", "ACTION"), "IDENTITY")}
+        options = {**own, **identity, "empty_cameras": 1}
+        adapter = find_adapter(load_recipe({"model": {**model, "options": options}}))
+        assert isinstance(adapter, FlowPolicy)
+        adapter._normalizers = {kind: identity_normalizer()}
+        module = adapter.build()
+        load(module, folder / name / "model.safetensors")
+        module.eval()
         for case in (name, f"{name}-missing"):
-            print(case, *(f"{number:.1e}" for number in differences(folder / name, folder / f"{case}.pt")))
+            theirs = torch.load(folder / f"{case}.pt")
+            batch = theirs["batch"]
+            images = {one: batch.get(one) for one in adapter.features.cameras}
+            some = next(one for one in images.values() if one is not None)
+            fields = {one: torch.zeros_like(some) if image is None else image for one, image in images.items()}
+            present = torch.tensor([[image is not None for image in images.values()]] * ROWS)
+            words = batch["observation.language.attention_mask"].sum(1)
+            fields |= {PRESENT: present, TOKENS: batch["observation.language.tokens"], WORDS: words}
+            seen = adapter.seen({**fields, STATE: batch["observation.state"]})
+            noise, time = theirs["noise"], theirs["time"]
+            actions = torch.nn.functional.pad(batch["action"], (0, noise.shape[-1] - ACTION))
+            with torch.no_grad():
+                velocity = module(seen, torch.lerp(actions, noise, time[:, None, None]), time)
+                losses = (velocity - (noise - actions)) ** 2
+                chunk = adapter.predict(module, seen, noise)
+            apart = [(losses - theirs["losses"]).abs().max(), (chunk - theirs["actions"][..., :ACTION]).abs().max()]
+            sizes = [theirs["losses"].abs().max(), chunk.abs().max()]
+            lines.append([case, *(f"{one:.1e} (of {most:.1f})" for one, most in zip(apart, sizes, strict=True))])
+    return lines
+
+
+def identity_normalizer() -> Any:
+    from shardtune.models.action.normalizer import Normalizer
+
+    return Normalizer.of({"action": {}}, {})
+
+
+def load(module: torch.nn.Module, file: Path) -> None:
+    """Fill a module by the names of the file, each of which has to be the module's."""
+    from safetensors.torch import load_file
+
+    lacking, unknown = module.load_state_dict(load_file(file), strict=False)
+    tied = [
+        name for name in lacking if name.endswith("embed_tokens.weight")
+    ]  # the file has the head, which is the same
+    assert not unknown, unknown
+    assert lacking == tied, lacking
 
 
 if __name__ == "__main__":

@@ -148,10 +148,10 @@ def _completed(
     return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
 
-def unread(layers: nn.ModuleList, last: int) -> list[nn.Module]:
+def unread(layers: Any, last: int) -> list[nn.Module]:
     """The parts of a language model's layers that nothing reads: of the layer `last` all but keys and values, and the
     layers after it."""
-    layer = cast(Any, layers[last])
+    layer = layers[last]
     attention = layer.self_attn
     return [attention.q_proj, attention.o_proj, layer.post_attention_layernorm, layer.mlp, *layers[last + 1 :]]
 
@@ -193,7 +193,7 @@ def resized(pixels: torch.Tensor, height: int, width: int, *, centred: bool) -> 
     return functional.pad(scaled, (left, width - new_width - left, top, height - new_height - top))
 
 
-def take_layers(model: nn.Module, kind: type[nn.Module]) -> nn.ModuleList:
+def take_layers(model: nn.Module, kind: type[nn.Module]) -> Any:
     """Give the layers of a model of transformers the forward of `kind`, a class that adds no tensors to theirs."""
     layers = cast(Any, model).layers
     for layer in layers:

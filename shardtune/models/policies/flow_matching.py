@@ -26,6 +26,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from shardtune.batch import Batch, LossSum, Sample
 from shardtune.data.encoder import Row
 from shardtune.errors import ConfigError, ModelError
+from shardtune.models.action.acting import ActingRoot
 from shardtune.models.action.environment import Observation
 from shardtune.models.action.environment import Policy as ActFunction
 from shardtune.models.adapter import AdapterRoot, Measured, WeightSource
@@ -229,7 +230,7 @@ class FlowPolicy(Policy):
         features = self.features
         if features.state and (state is None or len(state) != features.state):
             raise ValueError(f"the state is {state}, the policy takes {features.state} numbers")
-        state = np.zeros(0, np.float32) if not features.state else self.normalizer.state.normalise(np.float32(state))
+        state = np.zeros(0, np.float32) if not features.state else self.normalizer.state.normalise(np.asarray(state, np.float32))
         fields = {STATE: state, PRESENT: np.array([camera_of(name) in images for name in features.cameras])}
         lacking = [camera_of(name) for name in features.cameras if not name.startswith(EMPTY)]
         lacking = [camera for camera in lacking if camera not in images]
@@ -265,7 +266,9 @@ class FlowPolicy(Policy):
     def _image(self, name: str, image: torch.Tensor) -> torch.Tensor:
         """A camera's images [rows, 3, H, W], fitted in and from -1 to 1."""
         scaled = self.normalizer.camera(camera_of(name)).normalise(image)
-        return (resized(scaled, *self.frame) if self.frame is not None else scaled) * 2 - 1
+        if self.frame is not None:
+            scaled = resized(scaled, self.frame.height, self.frame.width, centred=self.frame.centred)
+        return scaled * 2 - 1
 
     # Training.
 
@@ -273,7 +276,7 @@ class FlowPolicy(Policy):
         return {"loss": float(np.count_nonzero(~sample.fields[IS_PAD])) * self.features.actions}
 
     def times(self, uniform: torch.Tensor) -> torch.Tensor:
-        """Times of training [rows] from uniform numbers, by the inverse of the distribution function of Beta(1.5, 1)."""
+        """Times of training [rows] from uniform numbers: the inverse of the distribution function of Beta(1.5, 1)."""
         return EARLIEST + TIMES * uniform ** (1 / ALPHA)
 
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
@@ -288,12 +291,14 @@ class FlowPolicy(Policy):
     def metrics(self, model: nn.Module, batch: Batch) -> Measured:
         """How far the chunk is off that the policy would follow."""
         actions = _padded(batch[ACTION], self.options.max_action_dim)
-        chunk = self.act(model, self.seen(batch.fields), batch.randn_like("acting", actions))
+        chunk = self.predict(model, self.seen(batch.fields), batch.randn_like("acting", actions))
         return self.action_error(chunk.to(batch[ACTION].dtype), batch)
 
     # Acting.
 
-    def act(self, model: nn.Module, seen: Seen, noise: torch.Tensor | None = None) -> torch.Tensor:
+    def predict(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, model: nn.Module, seen: Seen, noise: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """A normalised chunk [rows, C, dimensions].
 
         Args:
@@ -316,6 +321,7 @@ class FlowPolicy(Policy):
         return chunk[..., : self.features.actions]
 
     def policy(self, root: AdapterRoot, device: torch.device) -> ActFunction:
+        assert isinstance(root, ActingRoot)
         executed = None if self.recipe.eval.temporal_ensembling is not None else self.options.n_action_steps
 
         def act(observations: Sequence[Observation]) -> np.ndarray:

@@ -8,7 +8,7 @@ Parameters have LeRobot's names.
 from __future__ import annotations
 
 import re
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -108,11 +108,11 @@ class PI0Options(FlowOptions):
         return VARIANTS[named] if isinstance(named, str) else named
 
 
-class PaliGemmaPrefixLayer(PrefixLayer, GemmaDecoderLayer):
+class PaliGemmaPrefixLayer(PrefixLayer, GemmaDecoderLayer):  # pyright: ignore[reportIncompatibleMethodOverride]
     """A layer of PaliGemma's language model."""
 
 
-class GemmaExpertLayer(ExpertLayer, GemmaDecoderLayer):
+class GemmaExpertLayer(ExpertLayer, GemmaDecoderLayer):  # pyright: ignore[reportIncompatibleMethodOverride]
     """A layer of the action expert."""
 
 
@@ -130,7 +130,10 @@ class VisionTower(nn.Module):
 class PaliGemmaWithExpert(nn.Module):
     """PaliGemma and the action expert; the heads over words are part of the files, and not used."""
 
-    def __init__(self, config: PaliGemmaConfig, sizes: GemmaSizes) -> None:
+    paligemma: Any
+    gemma_expert: Any
+
+    def __init__(self, config: Any, sizes: GemmaSizes) -> None:
         super().__init__()
         self.paligemma = PaliGemmaForConditionalGeneration(config)
         self.paligemma.model.vision_tower = VisionTower(self.paligemma.model.vision_tower)
@@ -149,7 +152,7 @@ class PaliGemmaWithExpert(nn.Module):
                 f"{text.num_key_value_heads}, head_dim: {text.head_dim}",
             )
         self.gemma_expert = GemmaForCausalLM(gemma_config(sizes, text.vocab_size))
-        self.gemma_expert.model.embed_tokens = cast(Any, None)
+        self.gemma_expert.model.embed_tokens = None
         take_layers(self.gemma_expert.model, GemmaExpertLayer)
 
 
@@ -161,7 +164,9 @@ class PI0Pytorch(nn.Module):
         options: of the policy.
     """
 
-    def __init__(self, config: PaliGemmaConfig, options: PI0Options) -> None:
+    paligemma_with_expert: Any
+
+    def __init__(self, config: Any, options: PI0Options) -> None:
         super().__init__()
         sizes = options.expert
         self.paligemma_with_expert = PaliGemmaWithExpert(config, sizes)
@@ -295,7 +300,7 @@ def gemma_config(sizes: GemmaSizes, vocabulary: int) -> GemmaConfig:
         num_key_value_heads=sizes.num_kv_heads,
         head_dim=sizes.head_dim,
         vocab_size=vocabulary,
-        hidden_activation="gelu_pytorch_tanh",
+        hidden_activation="gelu_pytorch_tanh",  # pyright: ignore[reportCallIssue]
         tie_word_embeddings=False,
     )
 

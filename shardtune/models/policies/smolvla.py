@@ -1,15 +1,15 @@
 """SmolVLA: flow matching by a small action expert beside the first layers of SmolVLM.
 
-Shukor et al., 2025, arXiv:2506.01844. A layer of the expert attends to the keys and values of the language model's layer
-beside it (cross-attention), and every second one to these and to the actions before it (self-attention). Parameters
-have LeRobot's names.
+Shukor et al., 2025, arXiv:2506.01844. A layer of the expert attends to the keys and values of the language model's
+layer beside it (cross-attention), and every second one to these and to the actions before it (self-attention).
+Parameters have LeRobot's names.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -70,21 +70,24 @@ class SmolVLAOptions(FlowOptions):
     expert_width_multiplier: float = Field(0.75, gt=0)
 
 
-class SmolVLMPrefixLayer(PrefixLayer, LlamaDecoderLayer):
+class SmolVLMPrefixLayer(PrefixLayer, LlamaDecoderLayer):  # pyright: ignore[reportIncompatibleMethodOverride]
     """A layer of SmolVLM's language model."""
 
 
-class SmolVLMExpertLayer(ExpertLayer, LlamaDecoderLayer):
+class SmolVLMExpertLayer(ExpertLayer, LlamaDecoderLayer):  # pyright: ignore[reportIncompatibleMethodOverride]
     """A layer of the action expert."""
 
 
 class SmolVLMWithExpert(nn.Module):
     """SmolVLM with the first layers of its language model, and the action expert."""
 
+    vlm: Any
+    lm_expert: Any
+
     def __init__(self, config: SmolVLMConfig, options: SmolVLAOptions) -> None:
         super().__init__()
         config = copy.deepcopy(config)
-        text = config.text_config
+        text: Any = config.text_config
         if options.num_vlm_layers > 0:
             text.update({"num_hidden_layers": min(options.num_vlm_layers, text.num_hidden_layers)})
         self.vlm = SmolVLMForConditionalGeneration(config)
@@ -96,10 +99,10 @@ class SmolVLMWithExpert(nn.Module):
         if options.num_expert_layers > 0:
             expert.update({"num_hidden_layers": options.num_expert_layers})
         self.lm_expert = LlamaModel(expert)
-        self.lm_expert.embed_tokens = cast(Any, None)
+        self.lm_expert.embed_tokens = None
         if len(layers) % expert.num_hidden_layers:
             raise ConfigError(
-                f"the expert has {expert.num_hidden_layers} layers, the language model {len(layers)}, no multiple of it",
+                f"the expert has {expert.num_hidden_layers} layers, the language model {len(layers)}, not a multiple",
                 where=f"{KEY}.num_expert_layers",
                 remedy="choose a divisor, or -1 for as many layers",
             )
@@ -124,7 +127,9 @@ class VLAFlowMatching(nn.Module):
         special: ids of the tokens before each image, and of the one behind it; empty without them.
     """
 
-    def __init__(self, config: SmolVLMConfig, options: SmolVLAOptions, special: Sequence[int] = ()) -> None:
+    vlm_with_expert: Any
+
+    def __init__(self, config: Any, options: SmolVLAOptions, special: Sequence[int] = ()) -> None:
         super().__init__()
         self.vlm_with_expert = SmolVLMWithExpert(config, options)
         width, expert = config.text_config.hidden_size, self.vlm_with_expert.lm_expert.config.hidden_size
@@ -153,9 +158,8 @@ class VLAFlowMatching(nn.Module):
         pieces = [features.unflatten(0, (rows, cameras))]
         real = [seen.present[..., None].expand(-1, -1, features.shape[1])]
         if self.special:
-            marks = language.embed_tokens(torch.tensor(self.special, device=pixels.device)).expand(
-                rows, cameras, -1, -1
-            )
+            special = torch.tensor(self.special, device=pixels.device)
+            marks = language.embed_tokens(special).expand(rows, cameras, -1, -1)
             marked = seen.present[..., None].expand(-1, -1, len(self.special))
             pieces = [marks[:, :, :-1], *pieces, marks[:, :, -1:]]
             real = [marked[:, :, :-1], *real, marked[:, :, -1:]]
@@ -239,7 +243,7 @@ class SmolVLAPolicy(FlowPolicy):
 
     def network(self) -> VLAFlowMatching:
         options = self.options
-        special = self.tokenizer.convert_tokens_to_ids(SPECIAL) if options.add_image_special_tokens else []
+        special: Any = self.tokenizer.convert_tokens_to_ids(SPECIAL) if options.add_image_special_tokens else []
         return VLAFlowMatching(self.vlm_config, options, special)
 
     def frozen(self, network: VLAFlowMatching) -> list[nn.Module]:  # pyright: ignore[reportIncompatibleMethodOverride]
