@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import types
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +126,8 @@ def make_vlm(folder: Path) -> None:
 
 
 def features() -> dict[str, Any]:
-    from lerobot.configs.types import FeatureType, PolicyFeature
-
+    types_of: Any = import_module("lerobot.configs.types")
+    FeatureType, PolicyFeature = types_of.FeatureType, types_of.PolicyFeature
     images = {f"observation.images.{name}": PolicyFeature(FeatureType.VISUAL, (3, SIDE, SIDE)) for name in CAMERAS}
     return {
         "input_features": {**images, "observation.state": PolicyFeature(FeatureType.STATE, (STATE,))},
@@ -137,9 +138,9 @@ def features() -> dict[str, Any]:
 
 
 def smolvla(folder: Path, options: dict[str, Any]) -> Any:
-    from lerobot.policies.smolvla import smolvlm_with_expert
-    from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
-    from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
+    backbone: Any = import_module("lerobot.policies.smolvla.smolvlm_with_expert")
+    configuration: Any = import_module("lerobot.policies.smolvla.configuration_smolvla")
+    modeling: Any = import_module("lerobot.policies.smolvla.modeling_smolvla")
     from transformers import AutoTokenizer
     from transformers.models.smolvlm.modeling_smolvlm import SmolVLMVisionEmbeddings
 
@@ -148,11 +149,11 @@ def smolvla(folder: Path, options: dict[str, Any]) -> Any:
         def from_pretrained(path: str) -> Any:
             return types.SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(path))
 
-    smolvlm_with_expert.AutoProcessor = Processors  # its own needs torchcodec or decord for videos
+    backbone.AutoProcessor = Processors  # its own needs torchcodec or decord for videos
     SmolVLMVisionEmbeddings.forward = embed_patches
     size = {"resize_imgs_with_padding": [SIDE, SIDE], **options}
-    policy = SmolVLAPolicy(SmolVLAConfig(vlm_model_name=str(folder / "vlm"), num_steps=4, **features(), **size))
-    return policy, run_smolvla
+    config = configuration.SmolVLAConfig(vlm_model_name=str(folder / "vlm"), num_steps=4, **features(), **size)
+    return modeling.SmolVLAPolicy(config), run_smolvla
 
 
 def embed_patches(self: Any, pixel_values: torch.Tensor, patch_attention_mask: torch.Tensor) -> torch.Tensor:
@@ -172,13 +173,13 @@ def run_smolvla(policy: Any, batch: dict[str, torch.Tensor], noise: torch.Tensor
 
 
 def pi0(folder: Path, options: dict[str, Any]) -> Any:
-    import transformers
-    from transformers.models.gemma import modeling_gemma
-    from transformers.models.paligemma import modeling_paligemma
-
-    check = types.ModuleType("transformers.models.siglip.check")
+    transformers: Any = import_module("transformers")
+    siglip: Any = import_module("transformers.models.siglip")
+    modeling_gemma: Any = import_module("transformers.models.gemma.modeling_gemma")
+    modeling_paligemma: Any = import_module("transformers.models.paligemma.modeling_paligemma")
+    check: Any = types.ModuleType("transformers.models.siglip.check")
     check.check_whether_transformers_replace_is_installed_correctly = lambda: True
-    sys.modules[check.__name__] = transformers.models.siglip.check = check
+    sys.modules[check.__name__] = siglip.check = check
     plain = modeling_gemma.GemmaRMSNorm.forward
     modeling_gemma.GemmaRMSNorm.forward = lambda self, x, cond=None: (plain(self, x), None)
     modeling_gemma._gated_residual = lambda x, y, gate: x + y
@@ -186,8 +187,8 @@ def pi0(folder: Path, options: dict[str, Any]) -> Any:
     modeling_paligemma.PaliGemmaModel.get_image_features = lambda self, images: (
         scaled(self, images) * self.config.text_config.hidden_size**0.5
     )
-    from lerobot.policies.pi0 import modeling_pi0
-    from lerobot.policies.pi0.configuration_pi0 import PI0Config
+    modeling_pi0: Any = import_module("lerobot.policies.pi0.modeling_pi0")
+    configuration: Any = import_module("lerobot.policies.pi0.configuration_pi0")
 
     def tiny_paligemma(config: Any) -> Any:
         config.vision_config.update({**VISION, "projection_dim": WIDTH})
@@ -207,7 +208,7 @@ def pi0(folder: Path, options: dict[str, Any]) -> Any:
     modeling_pi0.PaliGemmaForConditionalGeneration = tiny_paligemma
     modeling_pi0.GemmaForCausalLM = tiny_gemma
     size = {"image_resolution": (SIDE, SIDE), "num_inference_steps": 4, **options}
-    return modeling_pi0.PI0Policy(PI0Config(**features(), **size)), run_pi0
+    return modeling_pi0.PI0Policy(configuration.PI0Config(**features(), **size)), run_pi0
 
 
 def run_pi0(policy: Any, batch: dict[str, torch.Tensor], noise: torch.Tensor, time: torch.Tensor) -> dict[str, Any]:
@@ -282,7 +283,7 @@ def compare(folder: Path) -> list[list[str]]:
             noise, time = theirs["noise"], theirs["time"]
             actions = torch.nn.functional.pad(batch["action"], (0, noise.shape[-1] - ACTION))
             with torch.no_grad():
-                velocity = module(seen, torch.lerp(actions, noise, time[:, None, None]), time)
+                velocity = module(seen, torch.lerp(actions, noise, time[:, None, None]), adapter.clock(module, time))
                 losses = (velocity - (noise - actions)) ** 2
                 chunk = adapter.predict(module, seen, noise)
             apart = [(losses - theirs["losses"]).abs().max(), (chunk - theirs["actions"][..., :ACTION]).abs().max()]

@@ -49,7 +49,7 @@ def make(out: Path, width: int = 64, layers: int = 2, vocabulary: int = 400, sid
         side, patch: pixels of an image and of its patches, which are square.
     """
     tokenizer = make_tokenizer(vocabulary)
-    image = tokenizer.convert_tokens_to_ids(IMAGE)
+    image = tokenizer.get_vocab()[IMAGE]
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": 4}
     vision = {**sizes, "num_hidden_layers": 1, "image_size": side, "patch_size": patch}
     text = {

@@ -31,9 +31,9 @@ from shardtune.models.action.environment import Observation
 from shardtune.models.action.environment import Policy as ActFunction
 from shardtune.models.adapter import AdapterRoot, Measured, WeightSource
 from shardtune.models.options import KEY
-from shardtune.models.policies.action_expert import Prefix, Seen, resized
+from shardtune.models.policies.action_expert import Prefix, Seen, resized, time_features
 from shardtune.models.policies.features import ACTION, STATE, Feature, Features, PolicyOptions, camera_of, pixels
-from shardtune.models.policies.lerobot_files import PREPROCESSOR
+from shardtune.models.policies.lerobot_files import CONFIG, PREPROCESSOR
 from shardtune.models.policies.policy import IS_PAD, Policy
 from shardtune.models.pretrained import load_tokenizer
 
@@ -95,7 +95,7 @@ class FlowModule(nn.Module):
         self.model = model
 
     def forward(self, seen: Seen, chunk: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        """The velocity [rows, C, A] of a chunk [rows, C, A] at times [rows]."""
+        """The velocity [rows, C, A] of a chunk [rows, C, A] at times [rows, width], which `FlowPolicy.clock` gives."""
         return self.model(seen, chunk, time)
 
 
@@ -109,6 +109,7 @@ class FlowPolicy(Policy):
         config_class: of the vision-language model's config.
         newline_step: LeRobot's name of the step that ends an instruction with a newline.
         token_padding: LeRobot's name for how instructions are padded.
+        not_lerobots: options that LeRobot does not have.
         keeps_prefix: whether the prefix is computed once per chunk, not once per step.
     """
 
@@ -117,6 +118,7 @@ class FlowPolicy(Policy):
     config_class: ClassVar[type[PreTrainedConfig]]
     newline_step: ClassVar[str]
     token_padding = "max_length"
+    not_lerobots: ClassVar[Sequence[str]] = ()
     keeps_prefix = True
     _idle: tuple[str, ...] = ()
 
@@ -230,7 +232,11 @@ class FlowPolicy(Policy):
         features = self.features
         if features.state and (state is None or len(state) != features.state):
             raise ValueError(f"the state is {state}, the policy takes {features.state} numbers")
-        state = np.zeros(0, np.float32) if not features.state else self.normalizer.state.normalise(np.asarray(state, np.float32))
+        state = (
+            np.zeros(0, np.float32)
+            if not features.state
+            else self.normalizer.state.normalise(np.asarray(state, np.float32))
+        )
         fields = {STATE: state, PRESENT: np.array([camera_of(name) in images for name in features.cameras])}
         lacking = [camera_of(name) for name in features.cameras if not name.startswith(EMPTY)]
         lacking = [camera for camera in lacking if camera not in images]
@@ -279,11 +285,16 @@ class FlowPolicy(Policy):
         """Times of training [rows] from uniform numbers: the inverse of the distribution function of Beta(1.5, 1)."""
         return EARLIEST + TIMES * uniform ** (1 / ALPHA)
 
+    def clock(self, model: nn.Module, time: torch.Tensor) -> torch.Tensor:
+        """Times [rows] as the network's inputs [rows, width]: made here, as bf16 is too coarse for times themselves."""
+        network: Any = model.get_submodule("model")
+        return time_features(time, network.width, self.options.min_period, self.options.max_period)
+
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
         actions = _padded(batch[ACTION], self.options.max_action_dim)
         noise, time = batch.randn_like("noise", actions), self.times(batch.rand_like("time", actions[:, 0, 0]))
         on_its_way = torch.lerp(actions, noise, time[:, None, None])
-        velocity = model(self.seen(batch.fields), on_its_way, time)
+        velocity = model(self.seen(batch.fields), on_its_way, self.clock(model, time))
         real, dimensions = ~batch[IS_PAD][..., None], self.features.actions
         errors = ((velocity - (noise - actions))[..., :dimensions] ** 2) * real
         return LossSum(errors.sum(), int(real.sum()) * dimensions)
@@ -316,7 +327,7 @@ class FlowPolicy(Policy):
         for step in range(steps):
             if step and not self.keeps_prefix:
                 prefix = network.prefix(seen)
-            time = seen.state.new_full((rows,), 1 - step / steps)
+            time = self.clock(model, seen.state.new_full((rows,), 1 - step / steps))
             chunk = chunk - network.velocity(prefix, seen.state, chunk, time).to(chunk.dtype) / steps
         return chunk[..., : self.features.actions]
 
@@ -356,7 +367,10 @@ class FlowPolicy(Policy):
             {"registry_name": self.newline_step, "config": {}},
             {"registry_name": "tokenizer_processor", "config": tokens},
         ]
-        return {**files, BACKBONE: self.vlm_config.to_dict(), **_files_of(self.tokenizer)}
+        known = type(self.options).model_fields.keys() - self.not_lerobots
+        config = {key: value for key, value in files[CONFIG].items() if key == "type" or key in known}
+        config |= {key: False for key in ("load_vlm_weights",) if key in known}  # the trained ones are here
+        return {**files, CONFIG: config, BACKBONE: self.vlm_config.to_dict(), **_files_of(self.tokenizer)}
 
     @cached_property
     def vlm_config(self) -> Any:

@@ -33,7 +33,6 @@ from shardtune.models.policies.action_expert import (
     Seen,
     block_mask,
     take_layers,
-    time_features,
     unread,
 )
 from shardtune.models.policies.flow_matching import FlowOptions, FlowPolicy, Frame, read_config, tensors_in
@@ -175,10 +174,10 @@ class PI0Pytorch(nn.Module):
         self.state_proj = nn.Linear(options.max_state_dim, sizes.width)
         self.action_time_mlp_in = nn.Linear(2 * sizes.width, sizes.width)
         self.action_time_mlp_out = nn.Linear(sizes.width, sizes.width)
-        self.options = options
+        self.width = sizes.width
 
     def forward(self, seen: Seen, chunk: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        """The velocity [rows, C, A] of a chunk [rows, C, A] at times [rows]."""
+        """The velocity [rows, C, A] of a chunk [rows, C, A] at times, [rows, `self.width`] of sines and cosines."""
         return self.velocity(self.prefix(seen), seen.state, chunk, time)
 
     def prefix(self, seen: Seen) -> Prefix:
@@ -201,11 +200,10 @@ class PI0Pytorch(nn.Module):
 
     def velocity(self, prefix: Prefix, state: torch.Tensor, chunk: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         """The velocity of a chunk, as `forward`."""
-        options, expert = self.options, self.paligemma_with_expert.gemma_expert.model
+        expert = self.paligemma_with_expert.gemma_expert.model
         dtype = self.action_in_proj.weight.dtype
         actions = self.action_in_proj(chunk.to(dtype))
-        features = time_features(time, actions.shape[-1], options.min_period, options.max_period).to(dtype)
-        both = torch.cat([actions, features[:, None].expand_as(actions)], 2)
+        both = torch.cat([actions, time.to(dtype)[:, None].expand_as(actions)], 2)
         actions = self.action_time_mlp_out(functional.silu(self.action_time_mlp_in(both)))
         hidden = torch.cat([self.state_proj(state.to(dtype))[:, None], actions], 1)
         rows, length = hidden.shape[:2]
@@ -227,6 +225,7 @@ class PI0Policy(FlowPolicy):
     unused = ("rtc_config", "dtype", "gradient_checkpointing")
     unit_classes = ("SiglipEncoderLayer", "PaliGemmaPrefixLayer", "GemmaExpertLayer")
     config_class = PaliGemmaConfig
+    not_lerobots = ("load_vlm_weights",)
     newline_step = "pi0_new_line_processor"
 
     @property

@@ -28,7 +28,6 @@ from shardtune.models.policies.action_expert import (
     Seen,
     block_mask,
     take_layers,
-    time_features,
     unread,
 )
 from shardtune.models.policies.flow_matching import FlowOptions, FlowPolicy, Frame, read_config
@@ -141,11 +140,11 @@ class VLAFlowMatching(nn.Module):
         rotary = copy.deepcopy(config.text_config)
         rotary.update({"rope_parameters": ROTARY})
         self.rotary = LlamaRotaryEmbedding(rotary)
-        self.options, self.special = options, list(special)
+        self.options, self.special, self.width = options, list(special), expert
         self.scale = width**0.5
 
     def forward(self, seen: Seen, chunk: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        """The velocity [rows, C, A] of a chunk [rows, C, A] at times [rows]."""
+        """The velocity [rows, C, A] of a chunk [rows, C, A] at times, [rows, `self.width`] of sines and cosines."""
         return self.velocity(self.prefix(seen), seen.state, chunk, time)
 
     def prefix(self, seen: Seen) -> Prefix:
@@ -181,11 +180,10 @@ class VLAFlowMatching(nn.Module):
 
     def velocity(self, prefix: Prefix, _state: torch.Tensor, chunk: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         """The velocity of a chunk, as `forward`; the state is in the prefix."""
-        options, parts = self.options, self.vlm_with_expert
+        parts = self.vlm_with_expert
         dtype = self.action_in_proj.weight.dtype
         actions = self.action_in_proj(chunk.to(dtype))
-        features = time_features(time, actions.shape[-1], options.min_period, options.max_period).to(dtype)
-        both = torch.cat([actions, features[:, None].expand_as(actions)], 2)
+        both = torch.cat([actions, time.to(dtype)[:, None].expand_as(actions)], 2)
         hidden = self.action_time_mlp_out(functional.silu(self.action_time_mlp_in(both)))
         rows, steps = chunk.shape[:2]
         places = torch.arange(steps, device=chunk.device)[None]

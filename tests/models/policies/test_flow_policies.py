@@ -109,10 +109,15 @@ def test_the_whole_kit(folder: Path, kind: str) -> None:
     check(folder, kind)
 
 
-def observation(value: float = 0.5, **changed: Any) -> dict[str, Any]:
+def observation(value: float = 0.5, **changed: Any) -> Any:
     wrist = np.full((28, 28, 3), int(127 + 120 * value), np.uint8)
     images = {"wrist": wrist, "top": 255 - wrist[:, :14]}
-    return {"images": images, "instruction": "Follow the light 1", "state": np.float32([value, value**2]), **changed}
+    return {
+        "images": images,
+        "instruction": "Follow the light 1",
+        "state": np.array([value, value**2], np.float32),
+        **changed,
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,8 +151,8 @@ def test_what_is_padded_has_no_part(folder: Path, kind: str) -> None:
     torch.manual_seed(0)
     model = adapter.build().double()
     actions, padded = np.ones((CHUNK, ACTION), np.float32), np.array([False, False, True])
-    seen = adapter._fields(observation()["images"], np.float32([1, 2]), "go")
-    lacks = adapter._fields({"wrist": observation()["images"]["wrist"]}, np.float32([1, 2]), "go on and on")
+    seen = adapter._fields(observation()["images"], np.array([1, 2], np.float32), "go")
+    lacks = adapter._fields({"wrist": observation()["images"]["wrist"]}, np.array([1, 2], np.float32), "go on and on")
     more = {"action": actions, "action_is_pad": padded}
     samples = [shardtune.Sample(fields=fields | more) for fields in (seen, lacks)]
     assert adapter.weights(samples[0]) == {"loss": 2.0 * ACTION}
@@ -162,7 +167,7 @@ def test_what_is_padded_has_no_part(folder: Path, kind: str) -> None:
         images=torch.where(inputs.present[..., None, None, None], inputs.images, 0.3),
         tokens=torch.where(inputs.words, inputs.tokens, 7),
     )
-    chunk, time = torch.randn(2, CHUNK, 5).double(), torch.tensor([0.2, 0.9]).double()
+    chunk, time = torch.randn(2, CHUNK, 5).double(), adapter.clock(model, torch.tensor([0.2, 0.9]).double())
     with torch.no_grad():
         assert torch.equal(model(others, chunk, time), model(inputs, chunk, time))
     last: Any = model.get_submodule("model.action_out_proj")
@@ -178,14 +183,14 @@ def test_the_prefix_is_computed_once(folder: Path, kind: str) -> None:
     adapter = policy_of(recipe(folder, kind))
     torch.manual_seed(0)
     model = adapter.build().double().eval()
-    fields = adapter._fields(observation()["images"], np.float32([1, 2]), "go")
+    fields = adapter._fields(observation()["images"], np.array([1, 2], np.float32), "go")
     inputs = adapter.seen({name: torch.from_numpy(np.stack([one])) for name, one in fields.items()})
     inputs = Seen(*(one.double() if one.is_floating_point() else one for one in inputs))
     noise = torch.randn(1, CHUNK, 5).double()
     with torch.no_grad():
         chunk = noise
         for step in range(2):
-            chunk = chunk - model(inputs, chunk, torch.tensor([1 - step / 2]).double()) / 2
+            chunk = chunk - model(inputs, chunk, adapter.clock(model, torch.tensor([1 - step / 2]).double())) / 2
         found = adapter.predict(model, inputs, noise)
     torch.testing.assert_close(found, chunk[..., :ACTION], atol=1e-12, rtol=0)
 
@@ -242,6 +247,6 @@ def test_what_cannot_be_built_is_refused(folder: Path, kind: str, options: dict[
 def test_a_camera_that_no_option_lets_be_missing_is_refused(folder: Path) -> None:
     adapter = policy_of(recipe(folder, "smolvla"))
     act = adapter.policy(adapter.root(adapter.build().eval()), torch.device("cpu"))
-    seen = observation()
+    seen: Any = observation()
     with pytest.raises(ModelError, match=r"no camera top, only wrist .*empty_cameras: 1 lets the policy do without"):
-        act([{**seen, "images": {"wrist": seen["images"]["wrist"]}}])
+        act([observation(images={"wrist": seen["images"]["wrist"]})])
