@@ -19,6 +19,7 @@ that loop is Euler's method over its forward of training.
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,7 @@ VISION = {
 CASES = {
     "smolvla": {},
     "smolvla-special-tokens": {"add_image_special_tokens": True, "prefix_length": 64},
+    "smolvla-empty-camera": {"add_image_special_tokens": True, "empty_cameras": 1},
     "smolvla-self-attention": {"attention_mode": "self_attn", "num_vlm_layers": 3},
     "smolvla-half-expert": {"num_expert_layers": 2, "self_attn_every_n_layers": -1},
     "smolvla-resized": {"resize_imgs_with_padding": [48, 48]},
@@ -52,15 +54,26 @@ def main() -> None:
     parser.add_argument("--lerobot", help="the Python of an environment with LeRobot 0.4")
     parser.add_argument("--out", type=Path, help="keep what LeRobot writes there")
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.write is not None:
         write(args.write)
+        return
+    if args.read is not None:
+        read(args.read)
         return
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.out or Path(scratch)
         if args.lerobot is not None:
             subprocess.run([args.lerobot, __file__, "--write", str(folder)], check=True)
-        for line in compare(folder):
+        lines = compare(folder)
+        if args.lerobot is not None:
+            subprocess.run([args.lerobot, __file__, "--read", str(folder)], check=True)
+            for name in (name for name in CASES if name != "pi0"):
+                theirs = torch.load(folder / f"{name}.pt")["actions"]
+                apart = (torch.load(folder / f"{name}-ours.pt") - theirs).abs().max()
+                next(line for line in lines if line[0] == name)[-1] = f"{apart:.1e}"
+        for line in lines:
             print(*line, sep="  ")
 
 
@@ -96,6 +109,18 @@ def write(folder: Path) -> None:
                 found = network(policy, batch, noise, time)
             case = f"{name}-missing" if missing else name
             torch.save({"batch": batch, "noise": noise, "time": time, **found}, folder / f"{case}.pt")
+
+
+def read(folder: Path) -> None:
+    """The actions of the policies that shardtune wrote. Tiny sizes of pi0 have no names in LeRobot's config.json."""
+    smolvla(folder, {})  # for the parts that it replaces
+    modeling: Any = import_module("lerobot.policies.smolvla.modeling_smolvla")
+    for name in (name for name in CASES if name != "pi0"):
+        policy = modeling.SmolVLAPolicy.from_pretrained(folder / f"{name}-ours", strict=True).eval()
+        given = torch.load(folder / f"{name}.pt")
+        with torch.no_grad():
+            found = run_smolvla(policy, given["batch"], given["noise"], given["time"])
+        torch.save(found["actions"], folder / f"{name}-ours.pt")
 
 
 def make_vlm(folder: Path) -> None:
@@ -152,7 +177,7 @@ def smolvla(folder: Path, options: dict[str, Any]) -> Any:
     backbone.AutoProcessor = Processors  # its own needs torchcodec or decord for videos
     SmolVLMVisionEmbeddings.forward = embed_patches
     size = {"resize_imgs_with_padding": [SIDE, SIDE], **options}
-    config = configuration.SmolVLAConfig(vlm_model_name=str(folder / "vlm"), num_steps=4, **features(), **size)
+    config = configuration.SmolVLAConfig(vlm_model_name=str(folder / "vlm"), num_steps=4, **{**features(), **size})
     return modeling.SmolVLAPolicy(config), run_smolvla
 
 
@@ -238,6 +263,7 @@ def velocity_pi0(policy: Any, seen: Any, state: torch.Tensor, chunk: torch.Tenso
 
 def compare(folder: Path) -> list[list[str]]:
     """A line per case: the largest differences of losses and actions, and the largest of these themselves."""
+    from safetensors.torch import save_file
     from transformers import AutoTokenizer, PaliGemmaConfig
 
     from shardtune.config import load_recipe
@@ -263,13 +289,20 @@ def compare(folder: Path) -> list[list[str]]:
         own = {"paligemma_variant": str(folder / "paligemma"), "action_expert_variant": expert} if kind == "pi0" else {}
         model = {"model_type": kind, "model_path": str(folder / name), "precision": "fp32"}
         identity = {"normalization_mapping": dict.fromkeys(("VISUAL", "STATE", "ACTION"), "IDENTITY")}
-        options = {**own, **identity, "empty_cameras": 1}
-        adapter = find_adapter(load_recipe({"model": {**model, "options": options}}))
+        options = {**own, **identity}
+        values = {"model": {**model, "options": options}}
+        adapter = find_adapter(load_recipe(values, in_memory=["data.train_data_paths"], files_must_exist=False))
         assert isinstance(adapter, FlowPolicy)
         adapter._normalizers = {kind: identity_normalizer()}
         module = adapter.build()
         load(module, folder / name / "model.safetensors")
         module.eval()
+        written = folder / f"{name}-ours"
+        written.mkdir(exist_ok=True)
+        for file, content in adapter.saved_files().items():
+            whole = content if isinstance(content, bytes) else json.dumps(content).encode()
+            (written / file).write_bytes(whole)
+        save_file({key: one.clone() for key, one in module.state_dict().items()}, written / "model.safetensors")
         for case in (name, f"{name}-missing"):
             theirs = torch.load(folder / f"{case}.pt")
             batch = theirs["batch"]
@@ -288,7 +321,7 @@ def compare(folder: Path) -> list[list[str]]:
                 chunk = adapter.predict(module, seen, noise)
             apart = [(losses - theirs["losses"]).abs().max(), (chunk - theirs["actions"][..., :ACTION]).abs().max()]
             sizes = [theirs["losses"].abs().max(), chunk.abs().max()]
-            lines.append([case, *(f"{one:.1e} (of {most:.1f})" for one, most in zip(apart, sizes, strict=True))])
+            lines.append([case, *(f"{one:.1e} (of {most:.1f})" for one, most in zip(apart, sizes, strict=True)), ""])
     return lines
 
 

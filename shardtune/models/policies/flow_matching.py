@@ -438,7 +438,7 @@ def _with_empty(features: Features, number: int) -> Features:
     """Features with as many cameras that no row has."""
     size = next(iter(features.cameras.values()), (0, 0))
     empty = {f"{EMPTY}{at}": Feature(type="VISUAL", shape=(3, *size)) for at in range(number)}
-    return features.model_copy(update={"input_features": {**empty, **features.input_features}})
+    return features.model_copy(update={"input_features": {**features.input_features, **empty}})
 
 
 def _padded(values: torch.Tensor, size: int) -> torch.Tensor:

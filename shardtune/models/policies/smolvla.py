@@ -49,6 +49,7 @@ class SmolVLAOptions(FlowOptions):
         num_vlm_layers: of its language model, the first ones; 0 or less: all.
         num_expert_layers: 0 or less: as many; otherwise each serves several of the language model's.
         self_attn_every_n_layers: 0 or less: all layers of the expert cross.
+        adapt_to_pi_aloha, use_delta_joint_actions_aloha: conversions for one robot, which data.transform can make.
         prefix_length: images, instruction and state are padded to as many tokens; 0 or less: not.
     """
 
@@ -67,6 +68,8 @@ class SmolVLAOptions(FlowOptions):
     num_vlm_layers: int = 16
     self_attn_every_n_layers: int = 2
     expert_width_multiplier: float = Field(0.75, gt=0)
+    adapt_to_pi_aloha: Literal[False] = False
+    use_delta_joint_actions_aloha: Literal[False] = False
 
 
 class SmolVLMPrefixLayer(PrefixLayer, LlamaDecoderLayer):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -152,6 +155,10 @@ class VLAFlowMatching(nn.Module):
         model = self.vlm_with_expert.vlm.model
         language = model.text_model
         rows, cameras = seen.present.shape
+        if self.special:  # those of cameras that are missing stand behind the others
+            order = seen.present.logical_not().int().argsort(dim=1, stable=True)
+            images = seen.images[torch.arange(rows, device=order.device)[:, None], order]
+            seen = seen._replace(images=images, present=seen.present.gather(1, order))
         pixels = seen.images.to(self.state_proj.weight.dtype).flatten(0, 1)
         features = model.connector(model.vision_model(pixel_values=pixels).last_hidden_state) * self.scale
         pieces = [features.unflatten(0, (rows, cameras))]
@@ -159,7 +166,9 @@ class VLAFlowMatching(nn.Module):
         if self.special:
             special = torch.tensor(self.special, device=pixels.device)
             marks = language.embed_tokens(special).expand(rows, cameras, -1, -1)
-            marked = seen.present[..., None].expand(-1, -1, len(self.special))
+            places = torch.arange(cameras, device=pixels.device)
+            shown = places < seen.present.sum(1, keepdim=True) + self.options.empty_cameras
+            marked = shown[..., None].expand(-1, -1, len(self.special))
             pieces = [marks[:, :, :-1], *pieces, marks[:, :, -1:]]
             real = [marked[:, :, :-1], *real, marked[:, :, -1:]]
         state = self.state_proj(seen.state.to(self.state_proj.weight.dtype))[:, None]
