@@ -30,6 +30,9 @@ from typing import Any
 
 import torch
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+
 ROWS, STATE, ACTION, CHUNK, SIDE = 3, 5, 4, 6, 32
 CAMERAS = ("top", "wrist")
 SPECIAL = ["<pad>", "</s>", "<image>", "<fake_token_around_image>", "<global-img>"]
@@ -46,15 +49,26 @@ CASES = {
     "smolvla-resized": {"resize_imgs_with_padding": [48, 48]},
     "pi0": {},
 }
+READ_AGAIN = [name for name in CASES if name != "pi0"]
+"""Cases whose directories LeRobot reads again; tiny sizes of pi0 have no names in its config.json."""
 WIDTH, VOCABULARY = 48, 300
 
 
+INTRODUCTION = """\
+Directories with random weights that LeRobot 0.4 wrote, in fp32, for the same images, noise and times: the largest
+difference of an action, normalised, and of a loss (of one number of a chunk), relative to the largest; and the first
+again for a directory that shardtune wrote and LeRobot read. "without wrist": one of the two cameras is missing."""
+ENOUGH = 1e-5
+
+
 def main() -> None:
+    """Have LeRobot write, compare, and rewrite the section."""
     parser = argparse.ArgumentParser(description="SmolVLA and pi0 against LeRobot's own.")
     parser.add_argument("--lerobot", help="the Python of an environment with LeRobot 0.4")
     parser.add_argument("--out", type=Path, help="keep what LeRobot writes there")
-    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--dry", action="store_true", help="print the section instead of writing it")
+    for name in ("write", "read"):
+        parser.add_argument(f"--{name}", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.write is not None:
         write(args.write)
@@ -62,19 +76,32 @@ def main() -> None:
     if args.read is not None:
         read(args.read)
         return
+    from results import machine, table, write_section
+
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.out or Path(scratch)
-        if args.lerobot is not None:
-            subprocess.run([args.lerobot, __file__, "--write", str(folder)], check=True)
+        subprocess.run([args.lerobot, __file__, "--write", str(folder)], check=True)
         lines = compare(folder)
-        if args.lerobot is not None:
-            subprocess.run([args.lerobot, __file__, "--read", str(folder)], check=True)
-            for name in (name for name in CASES if name != "pi0"):
-                theirs = torch.load(folder / f"{name}.pt")["actions"]
-                apart = (torch.load(folder / f"{name}-ours.pt") - theirs).abs().max()
-                next(line for line in lines if line[0] == name)[-1] = f"{apart:.1e}"
-        for line in lines:
-            print(*line, sep="  ")
+        subprocess.run([args.lerobot, __file__, "--read", str(folder)], check=True)
+        for name in READ_AGAIN:
+            theirs = torch.load(folder / f"{name}.pt")["actions"]
+            lines[name].append(float((torch.load(folder / f"{name}-ours.pt") - theirs).abs().max()))
+    heads = ["case", "action", "loss", "action, written here, loaded there"]
+    rows = [[title(name), *(f"{number:.0e}" for number in numbers)] for name, numbers in lines.items()]
+    text = "\n\n".join([f"{machine()}.", INTRODUCTION, table(heads, [[*row, ""][:4] for row in rows])])
+    if args.dry:
+        print(text)
+    else:
+        write_section("lerobot_vla", text)
+    if max(number for numbers in lines.values() for number in numbers) > ENOUGH:
+        raise SystemExit("a policy differs from LeRobot's")
+
+
+def title(name: str) -> str:
+    """The words of a case."""
+    kind, _, rest = name.removesuffix("-missing").partition("-")
+    parts = [kind, rest.replace("-", " "), "without wrist" * name.endswith("-missing")]
+    return ", ".join(part for part in parts if part)
 
 
 # In LeRobot's environment.
@@ -112,10 +139,10 @@ def write(folder: Path) -> None:
 
 
 def read(folder: Path) -> None:
-    """The actions of the policies that shardtune wrote. Tiny sizes of pi0 have no names in LeRobot's config.json."""
+    """Have LeRobot compute the actions of the policies that shardtune wrote."""
     smolvla(folder, {})  # for the parts that it replaces
     modeling: Any = import_module("lerobot.policies.smolvla.modeling_smolvla")
-    for name in (name for name in CASES if name != "pi0"):
+    for name in READ_AGAIN:
         policy = modeling.SmolVLAPolicy.from_pretrained(folder / f"{name}-ours", strict=True).eval()
         given = torch.load(folder / f"{name}.pt")
         with torch.no_grad():
@@ -261,8 +288,8 @@ def velocity_pi0(policy: Any, seen: Any, state: torch.Tensor, chunk: torch.Tenso
 # In ours.
 
 
-def compare(folder: Path) -> list[list[str]]:
-    """A line per case: the largest differences of losses and actions, and the largest of these themselves."""
+def compare(folder: Path) -> dict[str, list[float]]:
+    """By case: the largest differences of an action and of a loss."""
     from safetensors.torch import save_file
     from transformers import AutoTokenizer, PaliGemmaConfig
 
@@ -283,7 +310,7 @@ def compare(folder: Path) -> list[list[str]]:
     config.save_pretrained(folder / "paligemma")
     AutoTokenizer.from_pretrained(folder / "vlm").save_pretrained(folder / "paligemma")
     expert = {"width": 24, "depth": 3, "mlp_dim": 40, "num_heads": 8, "num_kv_heads": 1, "head_dim": 16}
-    lines = []
+    lines: dict[str, list[float]] = {}
     for name in CASES:
         kind = name.partition("-")[0]
         own = {"paligemma_variant": str(folder / "paligemma"), "action_expert_variant": expert} if kind == "pi0" else {}
@@ -320,8 +347,7 @@ def compare(folder: Path) -> list[list[str]]:
                 losses = (velocity - (noise - actions)) ** 2
                 chunk = adapter.predict(module, seen, noise)
             apart = [(losses - theirs["losses"]).abs().max(), (chunk - theirs["actions"][..., :ACTION]).abs().max()]
-            sizes = [theirs["losses"].abs().max(), chunk.abs().max()]
-            lines.append([case, *(f"{one:.1e} (of {most:.1f})" for one, most in zip(apart, sizes, strict=True)), ""])
+            lines[case] = [float(apart[1]), float(apart[0] / theirs["losses"].abs().max())]
     return lines
 
 
