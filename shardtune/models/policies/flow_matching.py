@@ -25,6 +25,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from shardtune.batch import Batch, LossSum, Sample
 from shardtune.data.encoder import Row
+from shardtune.data.robot.images import decode_frame
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.action.acting import ActingRoot
 from shardtune.models.action.environment import Observation
@@ -32,7 +33,7 @@ from shardtune.models.action.environment import Policy as ActFunction
 from shardtune.models.adapter import AdapterRoot, Measured, WeightSource
 from shardtune.models.options import KEY
 from shardtune.models.policies.action_expert import Prefix, Seen, resized, time_features
-from shardtune.models.policies.features import ACTION, STATE, Feature, Features, PolicyOptions, camera_of, pixels
+from shardtune.models.policies.features import ACTION, STATE, Feature, Features, PolicyOptions, camera_of
 from shardtune.models.policies.lerobot_files import CONFIG, PREPROCESSOR
 from shardtune.models.policies.policy import IS_PAD, Policy
 from shardtune.models.pretrained import load_tokenizer
@@ -221,7 +222,7 @@ class FlowPolicy(Policy):
 
     def encode(self, row: Row) -> Sample:
         wanted = {camera_of(feature) for feature in self.features.cameras}
-        images = {camera: pixels(image) for camera, image in row["images"].items() if camera in wanted}
+        images = {camera: decode_frame(image) for camera, image in row["images"].items() if camera in wanted}
         actions = self.normalizer.actions.normalise(np.asarray(row["actions"], np.float32))
         real = np.asarray(row[IS_PAD], bool)
         seen = self._fields(images, row["state"], row["instruction"])
@@ -333,7 +334,6 @@ class FlowPolicy(Policy):
 
     def policy(self, root: AdapterRoot, device: torch.device) -> ActFunction:
         assert isinstance(root, ActingRoot)
-        executed = None if self.recipe.eval.temporal_ensembling is not None else self.options.n_action_steps
 
         def act(observations: Sequence[Observation]) -> np.ndarray:
             try:
@@ -346,7 +346,7 @@ class FlowPolicy(Policy):
             fields = {name: torch.from_numpy(np.stack([one[name] for one in rows])).to(device) for name in rows[0]}
             with torch.no_grad():
                 chunk = root.act(self.seen(fields))
-            return self.normalizer.actions.unnormalise(chunk.float().cpu().numpy())[:, :executed]
+            return self.normalizer.actions.unnormalise(chunk.float().cpu().numpy())
 
         return act
 

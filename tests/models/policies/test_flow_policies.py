@@ -157,7 +157,7 @@ def test_final_acts_without_data_and_backbone(folder: Path, kind: str) -> None:
         found.append(act([observation(), observation(-0.5, instruction="Follow a much longer instruction")]))
         alone = act([observation()])
         np.testing.assert_allclose(alone[0], found[-1][0], atol=1e-5)  # what others see has no part in it
-    assert found[0].shape == (2, 2, ACTION)
+    assert found[0].shape == (2, CHUNK, ACTION)
     np.testing.assert_allclose(found[1], found[0], atol=1e-6)
 
 
