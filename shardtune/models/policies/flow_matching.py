@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
 from pydantic import Field, model_validator
-from safetensors import safe_open
 from torch import nn
 from torch.nn import functional
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from shardtune.batch import Batch, LossSum, Sample
 from shardtune.data.encoder import Row
@@ -36,6 +33,7 @@ from shardtune.models.policies.action_expert import Prefix, Seen, resized, time_
 from shardtune.models.policies.features import ACTION, STATE, Feature, Features, PolicyOptions, camera_of
 from shardtune.models.policies.lerobot_files import CONFIG, PREPROCESSOR
 from shardtune.models.policies.policy import IS_PAD, Policy
+from shardtune.models.policies.vlm_files import tokenizer_files
 from shardtune.models.pretrained import load_tokenizer
 
 PRESENT, TOKENS, WORDS = "present", "tokens", "words"
@@ -370,7 +368,7 @@ class FlowPolicy(Policy):
         known = type(self.options).model_fields.keys() - self.not_lerobots
         config = {key: value for key, value in files[CONFIG].items() if key == "type" or key in known}
         config |= {key: False for key in ("load_vlm_weights",) if key in known}  # the trained ones are here
-        return {**files, CONFIG: config, BACKBONE: self.vlm_config.to_dict(), **_files_of(self.tokenizer)}
+        return {**files, CONFIG: config, BACKBONE: self.vlm_config.to_dict(), **tokenizer_files(self.tokenizer)}
 
     @cached_property
     def vlm_config(self) -> Any:
@@ -386,54 +384,6 @@ class FlowPolicy(Policy):
         return super().initial_weights()
 
 
-def read_config(path: str, where: str, kind: type[PreTrainedConfig]) -> PreTrainedConfig:
-    """The config of a vision-language model.
-
-    Args:
-        path: a directory or Hub name.
-        where: the key that names it.
-        kind: the class that it has to have.
-
-    Raises:
-        ModelError: there is none, or it is of another class.
-    """
-    try:
-        found = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{path} holds no config.json that can be read: {next(iter(str(error).splitlines()), '')}",
-            where=where,
-            remedy="give the directory or Hub name of a vision-language model",
-        ) from error
-    if not isinstance(found, kind):
-        raise ModelError(
-            f"{path} holds a {type(found).__name__}, the policy takes a {kind.__name__}",
-            where=where,
-            remedy="give the directory or Hub name of such a model",
-        )
-    return found
-
-
-def tensors_in(directory: Path) -> dict[str, Callable[[], torch.Tensor]]:
-    """Functions that read the tensors of a directory's safetensors files, by name."""
-
-    def read(file: Path, name: str) -> torch.Tensor:
-        with safe_open(file, "pt") as opened:
-            return opened.get_tensor(name)
-
-    found: dict[str, Callable[[], torch.Tensor]] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            found |= {name: partial(read, file, name) for name in opened.keys()}  # noqa: SIM118 (no dict)
-    if not found:
-        raise ModelError(
-            f"{directory} holds no weights (*.safetensors)",
-            where=f"{KEY}.load_vlm_weights",
-            remedy="set it to false to start from random weights",
-        )
-    return found
-
-
 def _with_empty(features: Features, number: int) -> Features:
     """Features with as many cameras that no row has."""
     size = next(iter(features.cameras.values()), (0, 0))
@@ -444,10 +394,3 @@ def _with_empty(features: Features, number: int) -> Features:
 def _padded(values: torch.Tensor, size: int) -> torch.Tensor:
     """Zeros behind the last dimension, up to `size`."""
     return functional.pad(values, (0, size - values.shape[-1]))
-
-
-def _files_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """What `save_pretrained` writes, by name."""
-    with TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}

@@ -35,7 +35,8 @@ from shardtune.models.policies.action_expert import (
     take_layers,
     unread,
 )
-from shardtune.models.policies.flow_matching import FlowOptions, FlowPolicy, Frame, read_config, tensors_in
+from shardtune.models.policies.flow_matching import FlowOptions, FlowPolicy, Frame
+from shardtune.models.policies.vlm_files import read_config, tensors_in
 from shardtune.models.pretrained import model_directory
 
 

@@ -30,7 +30,8 @@ from shardtune.models.policies.action_expert import (
     take_layers,
     unread,
 )
-from shardtune.models.policies.flow_matching import FlowOptions, FlowPolicy, Frame, read_config
+from shardtune.models.policies.flow_matching import FlowOptions, FlowPolicy, Frame
+from shardtune.models.policies.vlm_files import read_config
 
 ROTARY = {"rope_type": "default", "rope_theta": 10_000.0}
 """The rotary embedding, whatever the language model's own was."""
