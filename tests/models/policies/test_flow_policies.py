@@ -33,6 +33,7 @@ from tests.support.robot import NAMES, episodes
 SIDE, STATE, ACTION, CHUNK = 24, 2, 3, 3
 SIZES = {"width": 16, "layers": 2, "vocabulary": 270, "side": SIDE, "patch": 8}
 KINDS = ("pi0", "smolvla")
+ONE_FAST = [pytest.param("pi0", marks=pytest.mark.slow), "smolvla"]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def check(folder: Path, kind: str, *only: str) -> None:
     assert not report.failures, "\n".join(map(str, report.failures))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ONE_FAST)
 def test_sums_and_steps_equal_a_plain_loop(folder: Path, kind: str) -> None:
     check(folder, kind, "encode", "sums", "parity")
 
@@ -129,7 +130,7 @@ BACKBONES: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [pytest.param("pi0", marks=pytest.mark.slow), "smolvla"])
+@pytest.mark.parametrize("kind", ONE_FAST)
 def test_final_acts_without_data_and_backbone(folder: Path, kind: str) -> None:
     """From the weights of a vision-language model; sizes, statistics, tokenizer and weights are in the directory."""
     name, made, prefix, language = BACKBONES[kind]
