@@ -61,6 +61,8 @@ VOCABULARY, IMAGE_TOKEN = 257_152, 257_152
 VISION = {"hidden_size": 1152, "patch_size": 14, "num_hidden_layers": 27, "num_attention_heads": 16}
 TOKENIZER = "google/paligemma-3b-pt-224"
 PALIGEMMA = "model.paligemma_with_expert.paligemma"
+SHARED = (f"{PALIGEMMA}.lm_head.weight", f"{PALIGEMMA}.model.language_model.embed_tokens.weight")
+"""The names of the one tensor that is both embedding and head."""
 RENAMED = (
     (r"^language_model\.model\.", "model.language_model."),
     (r"^language_model\.lm_head\.", "lm_head."),
@@ -271,6 +273,9 @@ class PI0Policy(FlowPolicy):
         found: dict[str, Any] = {"": None}
         for name, read in tensors_in(model_directory(self.backbone)).items():
             found[f"{PALIGEMMA}.{_renamed(name)}"] = read
+        for name, other in (SHARED, SHARED[::-1]):  # the files have it under one of its names
+            if name in found:
+                found.setdefault(other, found[name])
         return found
 
     def network(self) -> PI0Pytorch:
