@@ -159,7 +159,7 @@ class VLAFlowMatching(nn.Module):
         if self.special:  # those of cameras that are missing stand behind the others
             order = seen.present.logical_not().int().argsort(dim=1, stable=True)
             images = seen.images[torch.arange(rows, device=order.device)[:, None], order]
-            seen = seen._replace(images=images, present=seen.present.gather(1, order))
+            seen = Seen(images, seen.present.gather(1, order), seen.tokens, seen.words, seen.state)
         pixels = seen.images.to(self.state_proj.weight.dtype).flatten(0, 1)
         features = model.connector(model.vision_model(pixel_values=pixels).last_hidden_state) * self.scale
         pieces = [features.unflatten(0, (rows, cameras))]
