@@ -25,6 +25,8 @@ from results import machine, table, write_section  # noqa: E402
 ENOUGH = 0.9
 EPISODES = 100
 ALONE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+BACKBONES = {"smolvla": ("vlm_model_name", "smolvlm"), "pi0": ("paligemma_variant", "paligemma")}
+"""By policy: the option that names its vision-language model, and the directory that make_vlm.py writes."""
 INTRODUCTION = f"""\
 The recipes of `examples/policies`, from random weights, on one thread. Each trained policy plays the same {EPISODES}
 episodes of MuJoCo, rendered in software; the interval is Wilson's, 95 %. "CPU" is the process time of the whole
@@ -62,6 +64,9 @@ def measure(name: str, data: Path, folder: Path) -> list[str]:
         f"runner.logger.log_path={folder}/runs",
         f"runner.logger.experiment_name={name}",
     ]
+    if name in BACKBONES:
+        option, directory = BACKBONES[name]
+        given.append(f"actor.model.options.{option}={folder}/{directory}")
     without = ["eval.environment=null", "data.eval_data_paths=null"]
     run("data", "preview", *given, *without)
     _, minutes, memory = run("train", *given, *without)
@@ -84,6 +89,8 @@ def main() -> None:
         if args.data is None:
             command = [sys.executable, str(EXAMPLES / "vla_reach" / "make_data.py"), "--out", made]
             subprocess.run(command, env={**os.environ, **ALONE}, check=True, capture_output=True)
+        command = [sys.executable, str(EXAMPLES / "policies" / "make_vlm.py"), "--out", made]
+        subprocess.run(command, env={**os.environ, **ALONE}, check=True, capture_output=True)
         rows = [measure(name, args.data or Path(made), Path(made)) for name in names]
     columns = ["policy", "success", "interval", "actions", "CPU, minutes", "memory, GB"]
     text = "\n\n".join([f"{machine()}.", INTRODUCTION, table(columns, rows)])

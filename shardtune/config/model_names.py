@@ -24,6 +24,8 @@ CATEGORIES = ("sft",)
 POLICIES = {
     "act": "ACT: a chunk of actions at once from images and state (Zhao et al., 2023)",
     "diffusion": "diffusion policy: noise is removed from a chunk of actions (Chi et al., 2023)",
+    "smolvla": "SmolVLA: flow matching beside SmolVLM (Shukor et al., 2025)",
+    "pi0": "pi0: flow matching beside PaliGemma (Black et al., 2024)",
 }
 """Ready policies for robots, by LeRobot's names."""
 BUILT_IN = ("causal_lm", "vision_language", "vision_language_action", *POLICIES)

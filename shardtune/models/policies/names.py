@@ -6,7 +6,12 @@ from importlib import import_module
 
 from shardtune.models.policies.policy import Policy
 
-CLASSES = {"act": "act:ActPolicy", "diffusion": "diffusion:DiffusionPolicy"}
+CLASSES = {
+    "act": "act:ActPolicy",
+    "diffusion": "diffusion:DiffusionPolicy",
+    "pi0": "pi0:PI0Policy",
+    "smolvla": "smolvla:SmolVLAPolicy",
+}
 """Module of this package, and class, by `actor.model.model_type`; `shardtune.config.model_names` describes them."""
 
 
