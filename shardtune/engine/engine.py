@@ -123,7 +123,8 @@ class TrainEngine:
             colocate_with: a built engine, whose ranks are shared.
             sequence_parallel_size: ranks that share each sequence, in calls with NeedParallel(type="seq").
             replicate_size: copies of the sharded module (fsdp2), which divides data_parallel_size.
-            take_turns: with colocate_with: only one of the engines is in memory at a time; a call wakes its own.
+            take_turns: with colocate_with: a call wakes its own engine, and the others free their memory: on GPUs
+                always, on hosts without them where less than a quarter of the host's memory is free.
 
         Returns:
             The engine.
@@ -268,7 +269,7 @@ class TrainEngine:
 
     def _put_others_to_sleep(self, team: Team) -> None:
         for other in [name for name in team.awake if name != self._id and team.engines.get(name)]:
-            team.request_all(Request(other, "sleep"))
+            team.request_all(Request(other, "make_room"))
             team.awake.discard(other)
 
     # Saving and loading.
