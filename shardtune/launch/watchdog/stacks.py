@@ -29,6 +29,8 @@ LIBRARIES = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {"<frozen"}
 )
 DISTRIBUTED = os.sep.join(("", "torch", "distributed", ""))
+MODES = tuple(os.path.join(PACKAGE, *parts) for parts in (("engine", "cuda_alias.py"), ("parallel", "direct_use.py")))
+"""See each operation of a method: no place to name."""
 LOCKS = os.sep.join(("", "filelock", ""))
 WRAPPERS = frozenset({"wrapper", "_time_logger", "wait", "__exit__", "<lambda>"})
 
@@ -78,7 +80,8 @@ def place_of(frame: FrameType) -> Place:
             break
         name = each.f_code.co_name
         collective = collective if name in WRAPPERS and collective else name
-    chosen = next((each for each in stack if not _is_library(each.f_code.co_filename)), stack[-1])
+    named = (each for each in stack if not _is_library(each.f_code.co_filename))
+    chosen = next((each for each in named if each.f_code.co_filename not in MODES), stack[-1])
     code = chosen.f_code
     users = not code.co_filename.startswith(PACKAGE) and not _is_library(code.co_filename)
     line = linecache.getline(code.co_filename, chosen.f_lineno).strip()
