@@ -25,24 +25,24 @@ def host_bytes() -> int:
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _limits())])
 
 
-def _limits(cgroups: Path = CGROUPS, own: Path = OWN) -> Iterator[tuple[int, int]]:
+def _limits() -> Iterator[tuple[int, int]]:
     """Limit and use of the control groups (version 2, or 1) of this process and of those around them, in bytes.
 
     Cached parts of files, which the system frees when memory is needed, are not counted as used.
     """
     with suppress(OSError):  # the system has no control groups
-        for line in own.read_text().splitlines():
+        for line in OWN.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and "memory" not in controllers.split(","):
                 continue
-            top = cgroups / "memory" if controllers else cgroups
+            top = CGROUPS / "memory" if controllers else CGROUPS
             names = (
                 ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
             )
             inside = PurePosixPath(path.lstrip("/"))
             for folder in (inside, *inside.parents):
                 with suppress(OSError, ValueError):  # no such file; "max" is no number
-                    limit, used = (int((top / folder / f"memory.{name}").read_text()) for name in names)
+                    limit, used = (int((top / folder / name).read_text()) for name in names)
                     yield limit, used - _cached(top / folder)
 
 
