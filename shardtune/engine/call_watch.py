@@ -70,7 +70,7 @@ class CallWatch:
             waited, before = (waited + tick if now == before else self._go_on(waited)), now
             ended = self._alone(waited, tick)
             if ended or waited > self._seconds:
-                place = place_of_main_thread()
+                place = place_of_main_thread(users_first=True)
                 if place.collective:
                     self._on_stuck(self._report(waited, method, place, dict.fromkeys(ended, RETURNED)))
                     return
