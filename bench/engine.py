@@ -1,9 +1,9 @@
 """What does a call of an engine cost beside its work? And how long does an engine of one rank take to start?
 
-    python bench/engine.py [--calls 300] [--turns 5] [--save]
+    python bench/engine.py [calls | work] [--calls 300] [--turns 5] [--save]
 
 The method called returns a number and takes two; the time is from the call to the values of all ranks. Imports are not
-counted in the start.
+counted in the start. `work` is what engine_work.py measures: generation, turns of engines, weights from one to another.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import engine_work
 import torch
 from results import machine, table, write_section
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -72,10 +73,17 @@ def overhead(engine: TrainEngine, calls: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["calls", "work"], default="calls")
     parser.add_argument("--calls", type=int, default=300)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--save", action="store_true", help="write the result into docs/benchmarks.md")
     arguments = parser.parse_args()
+    if arguments.what == "work":
+        text = engine_work.measured(arguments.turns)
+        print(text)
+        if arguments.save:
+            write_section("engine-work", text)
+        return
     with tempfile.TemporaryDirectory() as folder:
         model = save_model(Path(folder))
         shardtune.init("local")

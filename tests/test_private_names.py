@@ -20,7 +20,7 @@ OTHERS = frozenset((
     # Of transformers, which documents several of them for authors of models.
     "_attn_implementation", "_experts_implementation", "_get_dtype_plan", "_get_generation_parameters",
     "_keys_to_ignore_on_load_missing",
-    "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save", "_rescale_layers",
+    "_has_unfinished_sequences", "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save", "_rescale_layers",
 ))  # fmt: skip
 """Private attributes of other packages than torch."""
 PRIVATE_PATH = re.compile(r"\btorch(?:\.\w+)*\._(?!_)\w+")

@@ -96,6 +96,18 @@ def load_weights(
     return LoadReport(loaded, tuple(unexpected))
 
 
+def overwrite_weights(model: PreTrainedModel, model_path: str | Path) -> None:
+    """Replaces the weights of a model in memory, sharded or not, by those of a directory.
+
+    Raises:
+        ModelError: as `load_weights`.
+    """
+    assignments, _ = check_weights(model, model_path)
+    targets = _targets(model)
+    _fill_all(model, assignments, targets)
+    _check_tied(model, targets)
+
+
 def check_weights(
     model: PreTrainedModel, model_path: str | Path, *, grow: bool = False
 ) -> tuple[list[Assignment], list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -229,7 +230,7 @@ class SafetensorsWriter:
         if tuple(tensor.shape) != plan.shape:
             raise ValueError(f"'{name}' was planned with shape {plan.shape}, not {tuple(tensor.shape)}")
         data = tensor.detach().to("cpu", plan.dtype).contiguous().reshape(-1)
-        content = data.view(torch.uint8).numpy().data if data.numel() else memoryview(b"")
+        content = _bytes_of(data) if data.numel() else memoryview(b"")
         self._sums[name] = len(content), checksum(content)
         self._write(self._starts[name], content)
         self._missing.discard(name)
@@ -250,3 +251,11 @@ class SafetensorsWriter:
         while data:
             count = os.pwrite(self._descriptor, data, position)
             data, position = data[count:], position + count
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor, which has to outlive the view.
+
+    It may be a weight's own, which numpy's view would keep from being resized for good: its engine could not sleep.
+    """
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

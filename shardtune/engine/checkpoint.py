@@ -43,6 +43,11 @@ def save_state(folder: Path, module: nn.Module, weights: Weights) -> None:
         dist.barrier()
 
 
+def is_saved_state(folder: Path) -> bool:
+    """Whether a folder is one that `save_state` wrote."""
+    return (folder / STATE).is_file()
+
+
 def load_state(folder: Path, module: nn.Module, weights: Weights) -> None:
     """Load what `save_state` wrote, on any number of ranks; every rank calls it.
 
@@ -53,7 +58,9 @@ def load_state(folder: Path, module: nn.Module, weights: Weights) -> None:
         described = json.loads((folder / STATE).read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"there is no saved state: {error}", where=str(folder), remedy="give a folder that engine.save() wrote"
+            f"there is no saved state: {error}",
+            where=str(folder),
+            remedy="give a folder that engine.save() or save_pretrained() wrote",
         ) from error
     optimizers = optimizers_of(module)
     if described["optimizers"].keys() != optimizers.keys():

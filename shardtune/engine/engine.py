@@ -18,6 +18,7 @@ from shardtune.config.rank_layout import Layout
 from shardtune.engine.initial_weights import undo_parting
 from shardtune.engine.methods import Method, no_method, read_methods
 from shardtune.engine.nn import unwrapped
+from shardtune.engine.push import names_between
 from shardtune.engine.rank_module import PRECISIONS, Order, precision_of
 from shardtune.engine.rank_process import Request
 from shardtune.engine.ranks import InProcess, Team
@@ -44,6 +45,9 @@ class TrainEngine:
         precision: of the computation, bf16 | fp16 | fp32 | fp64; None: that of the module's parameters. Weights,
             gradients and optimizer states are held in full precision (fp32, with fp64 in fp64).
         seed: of randomly initialised weights.
+        gather_to_generate: gather all weights once for a call of `self.generate(...)`, and not for each token: on each
+            rank that takes the memory of the whole model in the computation's dtype. None: where that is at most half
+            of what is free on every rank.
 
     Raises:
         ModelError: the module is not a train module, one of its methods has the name of an engine method, or a buffer
@@ -51,7 +55,13 @@ class TrainEngine:
     """
 
     def __init__(
-        self, module: nn.Module, executor: Executor = "fsdp2", *, precision: str | None = None, seed: int = 0
+        self,
+        module: nn.Module,
+        executor: Executor = "fsdp2",
+        *,
+        precision: str | None = None,
+        seed: int = 0,
+        gather_to_generate: bool | None = None,
     ) -> None:
         if executor not in EXECUTORS:
             raise ParallelError(
@@ -71,6 +81,7 @@ class TrainEngine:
         undo_parting(inner)
         self._methods: dict[str, Method] = read_methods(self._kind, _own_names())
         self._module, self._executor, self._seed = module, executor, seed
+        self._gather_to_generate = gather_to_generate
         self._precision = precision or precision_of(module)
         self._id = f"{self._kind.__name__}-{os.getpid()}-{next(_numbers)}"
         self._team: Team | None = None
@@ -123,7 +134,8 @@ class TrainEngine:
             colocate_with: a built engine, whose ranks are shared.
             sequence_parallel_size: ranks that share each sequence, in calls with NeedParallel(type="seq").
             replicate_size: copies of the sharded module (fsdp2), which divides data_parallel_size.
-            take_turns: with colocate_with: only one of the engines is in memory at a time; a call wakes its own.
+            take_turns: with colocate_with: a call wakes its own engine, and the others free their memory: on GPUs
+                always, on hosts without them where less than a quarter of the host's memory is free.
 
         Returns:
             The engine.
@@ -153,7 +165,11 @@ class TrainEngine:
             team.engines |= {colocate_with._id: True, self._id: True}
             self._put_others_to_sleep(team)
         order = Order(
-            copy.deepcopy(self._module) if _is_here(team) else self._module, layout, self._precision, self._seed
+            copy.deepcopy(self._module) if _is_here(team) else self._module,
+            layout,
+            self._precision,
+            self._seed,
+            self._gather_to_generate,
         )
         try:
             self.notes: list[str] = team.request_all(Request(self._id, "build", (order,)))[0]
@@ -268,7 +284,7 @@ class TrainEngine:
 
     def _put_others_to_sleep(self, team: Team) -> None:
         for other in [name for name in team.awake if name != self._id and team.engines.get(name)]:
-            team.request_all(Request(other, "sleep"))
+            team.request_all(Request(other, "make_room"))
             team.awake.discard(other)
 
     # Saving and loading.
@@ -278,7 +294,8 @@ class TrainEngine:
         self._on_ranks("save", str(path))
 
     def load(self, path: str | Path) -> None:
-        """Continue from a folder that `save` wrote, with this layout or any other."""
+        """Continue from a folder that `save` wrote, with this layout or any other; or take the weights of one that
+        `save_pretrained` wrote, with optimizers and schedules as they are."""
         self._on_ranks("load", str(path))
 
     def save_pretrained(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
@@ -307,6 +324,47 @@ class TrainEngine:
         finally:
             if not team.dead:
                 team.request_all(Request(self._id, "stop_export", of_first=True))
+
+    def push_weights(self, other: TrainEngine, dtype: torch.dtype | None = None) -> None:
+        """Give another engine these weights, in its layout and dtype; its optimizers stay as they are.
+
+        An adapter is merged, unless the other module has the same one. On the same ranks both engines are in memory
+        meanwhile, and whole tensors exist one at a time, or not at all if the layouts are the same; to other ranks they
+        go through this process in chunks of 32 MB.
+
+        Args:
+            other: built, of the same model; a class of its own may rename tensors (`preprocess_input_named_parameters`,
+                under the names of `named_tensors`).
+            dtype: to which floating tensors are rounded on the way; None: full precision.
+
+        Raises:
+            ModelError: the weights do not fit the other module.
+        """
+        team, others = self._built("push_weights"), other._built("push_weights(…)")
+        self._take_turn(team)
+        if team is others:
+            team.awake.add(other._id)
+            team.request_all(Request(self._id, "push_here", (other._id, dtype), of_first=True))
+            self._take_turn(team)
+            return
+        other._take_turn(others)
+        mine, theirs = (
+            each.request_all(Request(name, "push_facts", of_first=True))[0]
+            for each, name in ((team, self._id), (others, other._id))
+        )
+        names = names_between(mine, theirs)
+        forms = team.request_all(Request(self._id, "push", (names, dtype), of_first=True))[0]
+        complete = False
+        try:
+            others.request_all(Request(other._id, "receive", (names, forms), of_first=True))
+            while found := team.request_all(Request(self._id, "export_next", of_first=True))[0]:
+                others.request_all(Request(other._id, "take", (found,), of_first=True))
+            complete = True
+        finally:
+            if not team.dead:
+                team.request_all(Request(self._id, "stop_export", of_first=True))
+            if not others.dead:
+                others.request_all(Request(other._id, "end_receive", (complete,), of_first=True))
 
     # Its end.
 

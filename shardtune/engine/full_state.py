@@ -13,11 +13,13 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardtune.checkpoint.hf_conversion import disk_groups, to_disk
+from shardtune.checkpoint.hf_load import overwrite_weights
 from shardtune.checkpoint.hf_save import disk_dtype, gather_full, save_pretrained
-from shardtune.checkpoint.module_weights import save_plain
-from shardtune.checkpoint.peft_directory import merging, save_adapter
+from shardtune.checkpoint.module_weights import in_files, load_plain, save_plain
+from shardtune.checkpoint.peft_directory import WEIGHTS as ADAPTER_WEIGHTS
+from shardtune.checkpoint.peft_directory import load_adapter, merging, save_adapter
 from shardtune.engine.nn import BaseTrainModule
-from shardtune.errors import ModelError
+from shardtune.errors import CheckpointError, ModelError
 from shardtune.models.lora.attach import base_tensors, is_adapted
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
@@ -47,13 +49,14 @@ def full_state(
         dtype: of floating tensors; None: full precision.
     """
     with weights.in_rows():
-        found = _by_hook(module, weights, prefix) if _has_hook(module) else _as_on_disk(module, weights)
+        found = _by_hook(module, weights, prefix) if has_output_hook(module) else _as_on_disk(module, weights)
         for name, tensor in found:
             whole = tensor.detach()
             yield name, whole.to(dtype) if dtype is not None and whole.is_floating_point() else whole
 
 
-def _has_hook(module: BaseTrainModule) -> bool:
+def has_output_hook(module: BaseTrainModule) -> bool:
+    """Whether a class names the tensors of exports itself."""
     return getattr(type(module), POSTPROCESS) is not getattr(BaseTrainModule, POSTPROCESS)
 
 
@@ -117,6 +120,37 @@ def save_directory(
             _name_the_model(module, directory)
         else:
             save_plain(module, directory, dtype=dtype, tensors=tensors)
+
+
+def is_weight_directory(directory: Path) -> bool:
+    """Whether a directory holds the weights of a model, or of an adapter."""
+    return any(directory.glob("*.safetensors"))
+
+
+@torch.no_grad()
+def load_directory(module: BaseTrainModule, weights: Weights, directory: Path) -> None:
+    """Load the weights of a directory as `save_directory` writes it; optimizers stay as they are; every rank calls it.
+
+    Raises:
+        CheckpointError: it is an adapter's and the module has none, or the other way round.
+        ModelError: the weights are not the module's.
+    """
+    of_adapter = (directory / ADAPTER_WEIGHTS).is_file()
+    if of_adapter != is_adapted(module):
+        raise CheckpointError(
+            "it holds an adapter, and the module has none" if of_adapter else "the module's adapter is not in it",
+            where=str(directory),
+            remedy="give an engine whose module has the adapter" if of_adapter else "give a directory of an adapter",
+        )
+    with weights.in_rows():
+        if of_adapter:
+            load_adapter(module, directory)
+        elif isinstance(module, PreTrainedModel):
+            overwrite_weights(module, directory)
+        else:
+            load_plain(module, in_files(directory), where=str(directory), remedy="give weights of this module")
+        tensors = weights.tensors()
+    weights.take(tensors)
 
 
 def _name_the_model(module: PreTrainedModel, directory: Path) -> None:

@@ -52,7 +52,7 @@ def load_first_weights(module: BaseTrainModule, prefix: str, ranks: Ranks, dtype
             remedy="return a state dict, functions that make its tensors, or a path; or make the module outside of "
             "init_empty_weights()",
         )
-    overridden = _overrides_input_hook(module)
+    overridden = overrides_input_hook(module)
     if source is not None and (overridden or "weight_mapping" in vars(module)):
         supplies = _renamed(module, prefix, _supplies(source, ranks, seed), changing=overridden)
         kept, notes = own_buffers(module, supplies)
@@ -118,7 +118,7 @@ def _overrides_source(module: BaseTrainModule) -> bool:
     )
 
 
-def _overrides_input_hook(module: BaseTrainModule) -> bool:
+def overrides_input_hook(module: BaseTrainModule) -> bool:
     """Whether the hook for tensors of the source is the user's; LoraTrainModule's own only maps names."""
     hook = type(module).preprocess_input_named_parameters
     return hook not in (

@@ -18,12 +18,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardtune.errors import ParallelError
+from shardtune.parallel.free_memory import free_bytes, host_bytes
 from shardtune.parallel.torch_private import storage_identity
 
 PREFIX = "shardtune-offloaded-"
 YOUNG_SECONDS = 60.0
 """A file may not be locked yet so soon after it was made."""
+HOST_RESERVE = 0.25
+"""The part of a host's memory that has to be free, so that engines that take turns stay in memory."""
 
 
 def optimizers_of(module: nn.Module) -> dict[str, torch.optim.Optimizer]:
@@ -83,26 +85,26 @@ class Memory:
         """Bytes of weights, buffers, gradients and optimizer states on this rank's device."""
         return sum(storage.nbytes() for storage in self._storages())
 
-    @torch.no_grad()
+    def make_room(self) -> None:
+        """Offload for another engine's turn: always from a GPU; from host memory only where that is short."""
+        if self._device.type != "cpu" or free_bytes(self._device) < HOST_RESERVE * host_bytes():
+            self.leave()
+
     def leave(self) -> None:
-        """Offload: from a GPU to host memory, from host memory to a file. Nothing is lost."""
+        """Offload: from a GPU to host memory, from host memory to a file. Nothing is lost.
+
+        Memory of which numpy has made an array stays where it is: torch cannot free it any more.
+        """
         if self._away:
             return
-        storages = list(self._storages())
-        fixed = [storage for storage in storages if not storage.resizable()]
-        if fixed:
-            raise ParallelError(
-                "a tensor of the module lies in memory that is not torch's own, and cannot be given back",
-                where="engine.sleep()",
-                remedy="make it by torch.tensor(...) instead of torch.from_numpy(...)",
-            )
+        storages = [storage for storage in self._storages() if storage.resizable()]
         if self._device.type == "cpu":
             self._write(storages)
         else:
             self._away = [(storage, storage.nbytes(), 0, _bytes_of(storage).cpu()) for storage in storages]
         for storage in storages:
             storage.resize_(0)
-        gc.collect()
+        gc.collect(1)  # all generations take half a second, mostly for what was imported
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         else:

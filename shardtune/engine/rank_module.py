@@ -16,9 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationMixin, PreTrainedModel
 
 from shardtune.config.rank_layout import Layout
-from shardtune.engine.checkpoint import load_state, save_state
+from shardtune.engine.checkpoint import is_saved_state, load_state, save_state
 from shardtune.engine.cuda_alias import PrintedDevice
-from shardtune.engine.full_state import full_state, save_directory
+from shardtune.engine.full_state import full_state, is_weight_directory, load_directory, save_directory
+from shardtune.engine.generation import let_generate
 from shardtune.engine.gradients import Gradients
 from shardtune.engine.initial_weights import load_first_weights
 from shardtune.engine.nn import (
@@ -31,17 +32,17 @@ from shardtune.engine.nn import (
 )
 from shardtune.engine.offload import Memory
 from shardtune.engine.pickling import detached
+from shardtune.engine.push import Facts, Form, Names, Receiver, copy_parts, facts_of, forms_of, names_between, stream
 from shardtune.engine.sequence_parallel import SequenceForward
 from shardtune.engine.split_arguments import Part
 from shardtune.errors import ModelError
-from shardtune.parallel.direct_use import in_methods
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, Weights
 from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard import shard_model
 from shardtune.parallel.shard_units import choose_units
 from shardtune.parallel.tensor_parallel import Heads, check_heads
-from shardtune.parallel.torch_private import quieten_redistribution
+from shardtune.parallel.torch_private import quieten_redistribution, tree_map_only
 from shardtune.training.build.model import share_values
 
 logger = logging.getLogger(__name__)
@@ -60,12 +61,14 @@ class Order:
         layout: of the engine.
         precision: of the computation: bf16 | fp16 | fp32 | fp64.
         seed: of randomly initialised weights.
+        gather_to_generate: of `TrainEngine`.
     """
 
     module: nn.Module
     layout: Layout
     precision: str
     seed: int
+    gather_to_generate: bool | None = None
 
 
 def precision_of(module: nn.Module) -> str:
@@ -95,6 +98,7 @@ class RankModule:
         self._memory = Memory(self._module, ranks.device)
         self._reported: set[str] = set()
         self._export: Iterator[tuple[str, torch.Tensor]] = iter(())
+        self._receiver: Receiver | None = None
         kind = type(self._module)
         trained = trains(kind)
         if not trained:
@@ -117,8 +121,9 @@ class RankModule:
         if layout.tensor > 1:
             _quieten()
         self._compute = COMPUTE_DTYPE[precision]
+        self._weights.gather_to_generate = order.gather_to_generate
         if isinstance(self._module, GenerationMixin):  # other methods are called by the engine
-            in_methods(self._module, lambda name: self._weights.method(name, self._compute), ["generate"])
+            let_generate(self._module, lambda: self._weights.method("generate", self._compute))
         self._gradients = Gradients(self._weights, ranks, model_parallel.partial)
         self._sequence = sequence
         set_rank_context(
@@ -185,8 +190,8 @@ class RankModule:
                 if self._module.training:
                     self._weights.begin_micro_batch(last=True)
                 kwargs = dict(part.kwargs)
-                if isinstance(weights := kwargs.get("weights"), torch.Tensor):
-                    kwargs["weights"] = weights.to(self._ranks.device)
+                if "weights" in kwargs:  # a tensor, or one for each micro-batch
+                    kwargs["weights"] = tree_map_only(torch.Tensor, self._on_device, kwargs["weights"])
                 method = self._module if name == "forward" else getattr(self._module, name)
                 value = detached(method(*part.args, **kwargs), copy=copy)
             if share is not None and self._gradients.passed and not crosses_borders(self._module):
@@ -194,6 +199,9 @@ class RankModule:
         finally:
             self._weights.copy_masters_to_model()  # changes of the weights take effect in the next forward
         return None if part.idle else value
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._ranks.device)
 
     def _report_borders(self, name: str, part: Part) -> None:
         """Report, once for a method, that the targets behind the borders between ranks are not trained."""
@@ -226,6 +234,11 @@ class RankModule:
         self._weights.copy_masters_to_model()
         self._memory.leave()
 
+    def make_room(self) -> None:
+        """Free memory for the turn of another engine, where it needs that."""
+        self._weights.copy_masters_to_model()
+        self._memory.make_room()
+
     def to_host(self) -> None:
         """Move the module from the GPU to host memory."""
         if self._ranks.device.type == "cuda":
@@ -243,7 +256,10 @@ class RankModule:
 
     def load(self, folder: str) -> None:
         self.wake()
-        load_state(Path(folder), self._module, self._weights)
+        if is_saved_state(Path(folder)) or not is_weight_directory(Path(folder)):
+            load_state(Path(folder), self._module, self._weights)
+        else:
+            load_directory(self._module, self._weights, Path(folder))
 
     def save_pretrained(self, folder: str, dtype: torch.dtype | None) -> None:
         self.wake()
@@ -265,6 +281,48 @@ class RankModule:
                 if size >= EXPORT_BYTES:
                     break
         return found
+
+    def push_facts(self) -> Facts:
+        return facts_of(self._module)
+
+    def push(self, names: Names, dtype: torch.dtype | None) -> dict[str, Form] | None:
+        """Start an export for another engine; returns the forms of what comes, where they are known."""
+        self.wake()
+        self._export = stream(self._module, self._weights, self._prefix, names, dtype)
+        return forms_of(self._module, self._weights, names)
+
+    def receive(self, names: Names, forms: dict[str, Form] | None) -> None:
+        """Start to take weights from another engine."""
+        self.wake()
+        self._receiver = Receiver(self._module, self._prefix, self._weights, names, forms)
+
+    def take(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        assert self._receiver is not None
+        for name, whole in tensors:
+            self._receiver.put(name, whole)
+
+    def end_receive(self, complete: bool) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close(complete=complete)
+
+    def push_here(self, other: RankModule, dtype: torch.dtype | None) -> None:
+        """All weights to a module on the same ranks."""
+        names = names_between(self.push_facts(), other.push_facts())
+        self.wake()
+        other.wake()
+        alike = names != "exported" and self.push_facts().adapted == other.push_facts().adapted
+        if alike and self._ranks.layout == other._ranks.layout and copy_parts(self._weights, other._weights, dtype):
+            return
+        other.receive(names, self.push(names, dtype))
+        complete = False
+        try:
+            for pair in self._export:
+                other.take([pair])
+            complete = True
+        finally:
+            self.stop_export()
+            other.end_receive(complete)
 
     def stop_export(self) -> None:
         self._export = iter(())

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardtune.config.rank_layout import Layout
 from shardtune.data.loader.order import derive_seed
-from shardtune.engine.call_watch import CallWatch, end_rank
+from shardtune.engine.call_watch import Board, CallWatch, end_rank
 from shardtune.engine.pickling import pack, unpack
 from shardtune.engine.rank_module import Order, RankModule
 from shardtune.errors import ParallelError
@@ -24,6 +24,7 @@ from shardtune.parallel.gloo_threads import batch_threads
 from shardtune.parallel.ranks import COLLECTIVE_SECONDS, Ranks, choose_device, close_group, lay_out
 from shardtune.parallel.rendezvous import meet
 from shardtune.parallel.shutdown import leave_at_exit
+from shardtune.parallel.torch_private import default_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +78,13 @@ class Limits:
     Attributes:
         watchdog_seconds: in one collective of a call, after which the call counts as stuck; 0: none.
         collective_timeout: seconds in a collective, after which torch ends it with an error.
+        ended_seconds: in one collective of a call, after which it counts as stuck if other ranks have ended the call
+            and the rest waits too; on GPUs, which may still work for a rank that has ended it, six times as long.
     """
 
     watchdog_seconds: float = 600.0
     collective_timeout: float = COLLECTIVE_SECONDS
+    ended_seconds: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,7 @@ class Host:
         world_size: of the team.
         device: to compute on.
         copies: whether values must be copied, because the caller is in the same process.
-        watchdog_seconds: of `Limits`.
+        limits: on waiting; None: no watchdog.
     """
 
     def __init__(
@@ -126,13 +130,18 @@ class Host:
         device: torch.device,
         *,
         copies: bool = False,
-        watchdog_seconds: float = 0.0,
+        limits: Limits | None = None,
     ) -> None:
         self._rank, self._world_size, self._device, self._copies = rank, world_size, device, copies
         self._modules: dict[str, RankModule] = {}
         self._in_own_group: set[str] = set()
         self.on_stuck: Callable[[StandReport], None] = end_rank
-        self._watch = CallWatch(rank, watchdog_seconds if world_size > 1 else 0.0, lambda report: self.on_stuck(report))
+        seconds, board = 0.0, None
+        if limits is not None and limits.watchdog_seconds and world_size > 1:
+            seconds = limits.watchdog_seconds
+            ended = limits.ended_seconds * (6 if device.type == "cuda" else 1)
+            board = Board(rank, world_size, default_store(), min(seconds, ended))
+        self._watch = CallWatch(rank, seconds, lambda report: self.on_stuck(report), board)
 
     @classmethod
     def join(cls, meeting: Meeting) -> Host:
@@ -149,7 +158,7 @@ class Host:
                 dist.init_process_group(
                     backend_for(device), store=store, rank=meeting.rank, world_size=meeting.world_size, timeout=limit
                 )
-        return cls(meeting.rank, meeting.world_size, device, watchdog_seconds=meeting.limits.watchdog_seconds)
+        return cls(meeting.rank, meeting.world_size, device, limits=meeting.limits)
 
     def do(self, request: Request) -> object:
         """Carry out a request; exceptions of a user's method are raised unchanged."""
@@ -167,6 +176,9 @@ class Host:
             except Exception:
                 resident.recover()
                 raise
+        if request.action == "push_here":
+            other, dtype = request.arguments
+            return resident.push_here(self._modules[other], dtype)
         value = getattr(resident, request.action)(*request.arguments)
         return None if request.of_first and self._rank and not self._copies else value
 

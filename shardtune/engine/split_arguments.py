@@ -3,7 +3,7 @@ those that share a sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from shardtune.config.rank_layout import Layout
+from shardtune.data.loader.packing import deal
 from shardtune.errors import DataError
 
 T = TypeVar("T")
@@ -29,10 +30,23 @@ class NeedParallel(Generic[T]):
             ranks that share sequences.
         weights: how much each sample counts in the mean over all; by default all alike. Where a method averages over
             tokens, the numbers of tokens make it the mean over all tokens.
+        max_tokens: deal the samples by their lengths: each rank gets a list of micro-batches, none with more tokens, as
+            many as every other rank. All marked arguments are dealt alike, and a parameter `weights` of the method is a
+            list of theirs. An empty micro-batch has a sample of weight 0: its rank has to take part.
+        lengths: of the samples, in tokens, with `max_tokens`; None: `len` of each.
+
+    Raises:
+        DataError: there are no samples, or what is said about them does not fit.
     """
 
     def __init__(
-        self, data: T, type: Literal["data", "seq"] = "data", weights: Sequence[float] | torch.Tensor | None = None
+        self,
+        data: T,
+        type: Literal["data", "seq"] = "data",
+        weights: Sequence[float] | torch.Tensor | None = None,
+        *,
+        max_tokens: int | None = None,
+        lengths: Sequence[int] | torch.Tensor | None = None,
     ) -> None:
         if type not in ("data", "seq"):
             raise DataError(f"type is {type!r}", where=WHERE, remedy='use "data" or "seq"')
@@ -48,6 +62,25 @@ class NeedParallel(Generic[T]):
                 where=WHERE,
                 remedy="give one for each sample, none below 0",
             )
+        self.max_tokens = max_tokens
+        self.lengths = [] if max_tokens is None else self._measured(max_tokens, lengths)
+
+    def _measured(self, max_tokens: int, lengths: Sequence[int] | torch.Tensor | None) -> list[int]:
+        """The number of tokens of each sample."""
+        (samples, *_) = _leaves(self.data)
+        found = [int(length) for length in lengths] if lengths is not None else []
+        if lengths is None and all(isinstance(sample, Sized) for sample in samples):
+            found = [len(sample) for sample in samples if isinstance(sample, Sized)]
+        what = remedy = ""
+        if self.type == "seq":
+            what, remedy = 'type="seq" divides tokens among ranks', "use max_tokens with whole samples alone"
+        elif len(found) != self.size:
+            what, remedy = f"{len(found)} lengths for {self.size} samples", "give lengths=[…], one for each sample"
+        elif max(found) > max_tokens:
+            what, remedy = f"a sample of {max(found)} tokens", "raise max_tokens, or shorten the sample"
+        if what:
+            raise DataError(what, where=f"{WHERE}(…, max_tokens={max_tokens})", remedy=remedy)
+        return found
 
     def __repr__(self) -> str:
         return f"NeedParallel({self.size} samples, type={self.type!r})"
@@ -89,11 +122,63 @@ def divide(args: Sequence[object], kwargs: Mapping[str, object], layout: Layout,
         share = 1.0 / (layout.num_data_ranks * layout.sequence)
         return [Part(tuple(args), dict(kwargs), share)] * layout.num_ranks
     size, weights = _agreed(marked)
+    if any(value.max_tokens is not None for value in marked):
+        return _dealt(args, kwargs, layout, marked, weights, weighed=weighed)
     num_tokens = _tokens(marked, layout)
     return [
         _part(args, kwargs, _Place.of(rank, size, num_tokens, layout), weights, weighed)
         for rank in range(layout.num_ranks)
     ]
+
+
+def _dealt(
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    layout: Layout,
+    marked: Sequence[NeedParallel[object]],
+    weights: Sequence[float],
+    *,
+    weighed: bool,
+) -> list[Part]:
+    """Each rank's part of a call with micro-batches.
+
+    Worked example: rows of 9, 2, 7 and 4 tokens, `max_tokens` 9, two ranks. They take two micro-batches on each rank:
+    rank 0 gets [[0], [3]], and rank 1 [[2], [1]]. Row 3 counts on rank 0 by weights[1], which is [0.25].
+    """
+    limits = {(value.max_tokens, *value.lengths) for value in marked if value.max_tokens is not None}
+    if len(limits) > 1 or any(value.type == "seq" for value in marked):
+        raise DataError("the marked arguments are divided differently", where=WHERE, remedy="give max_tokens once")
+    if not weighed:
+        raise DataError(
+            "a mean over one rank's micro-batch has no meaning for all",
+            where=f"{WHERE}(…, max_tokens=…)",
+            remedy="let the method have a parameter weights: (loss_of_each * weights[number]).sum().backward() for "
+            "micro-batch `number` gives the gradient of the mean over all samples",
+        )
+    ((most, *lengths),) = limits
+    assert most is not None
+    rank_rows = deal(np.array(lengths), layout.num_data_ranks, max_rows=None, max_tokens=most)
+    total, stand_in = sum(weights), int(np.argmin(lengths))
+    parts: list[Part] = []
+    for micro_batches in rank_rows:
+        given = {
+            **kwargs,
+            "weights": [
+                torch.tensor([weights[row] for row in rows] or [0.0], dtype=torch.float64) / total
+                for rows in micro_batches
+            ],
+        }
+        chosen = [rows or [stand_in] for rows in micro_batches]
+        own, named = ([_dealt_to(value, chosen) for value in values] for values in (args, given.values()))
+        part = Part(tuple(own), dict(zip(given, named, strict=True)), 1.0 / layout.sequence)
+        parts += [part] * layout.model_ranks
+    return parts
+
+
+def _dealt_to(value: object, micro_batches: Sequence[Sequence[int]]) -> object:
+    if not isinstance(value, NeedParallel):
+        return value
+    return [_map(value.data, lambda samples, rows=rows: _pick(samples, rows)) for rows in micro_batches]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +319,12 @@ def _map(data: object, take: Callable[[Samples], object]) -> object:
 def _take(samples: Samples, part: slice) -> Samples:
     # A copy: a part of a tensor would be sent with the memory of the whole.
     return samples[part].clone() if isinstance(samples, torch.Tensor) else samples[part]
+
+
+def _pick(samples: Samples, rows: Sequence[int]) -> Samples:
+    if isinstance(samples, torch.Tensor | np.ndarray):
+        return samples[list(rows)]
+    return type(samples)(samples[row] for row in rows)
 
 
 def _take_tokens(samples: Samples, part: slice) -> Samples:

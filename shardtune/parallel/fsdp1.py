@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from typing import Any
 
@@ -29,7 +29,15 @@ from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.parallel.outputs import tensors_in
 from shardtune.parallel.parts import parts_of
 from shardtune.parallel.ranks import Ranks
-from shardtune.parallel.torch_private import HYBRID_SHARD_ZERO2, in_backward, set_parameter, tree_map, tree_map_only
+from shardtune.parallel.torch_private import (
+    HYBRID_SHARD_ZERO2,
+    free_gathered,
+    gather,
+    in_backward,
+    set_parameter,
+    tree_map,
+    tree_map_only,
+)
 
 Place = tuple[nn.Module, str]
 """A module and the name of one of its own parameters."""
@@ -144,6 +152,7 @@ class Routed:
 
     Attributes:
         done: is called after the method.
+        gathered: all weights are gathered already.
     """
 
     def __init__(self, through: Sequence[FullyShardedDataParallel], cast: torch.dtype | None, is_root: bool) -> None:
@@ -151,6 +160,7 @@ class Routed:
         self._cast = cast
         self._is_root = is_root
         self._open = False
+        self.gathered = False
         self.done: Callable[[], None] | None = None
 
     @property
@@ -163,7 +173,9 @@ class Routed:
 
         @wraps(original)
         def run(*args: object, **kwargs: object) -> object:
-            return original(*args, **kwargs) if self._open else self._run(original, args, kwargs)
+            if self.gathered and not self._open and self._cast is not None:
+                args, kwargs = tree_map(self._to_compute, (args, kwargs))
+            return original(*args, **kwargs) if self._open or self.gathered else self._run(original, args, kwargs)
 
         return run
 
@@ -175,7 +187,7 @@ class Routed:
 
         @wraps(original)
         def run(*args: object, **kwargs: object) -> object:
-            if self._open or in_backward():
+            if self._open or self.gathered or in_backward():
                 return original(*args, **kwargs)
             compare()
             return self._run(original, args, kwargs)
@@ -310,6 +322,7 @@ class Flattening:
         self._sharding = sharding
         self._names = names
         self._routed: list[tuple[nn.Module, str, Callable[..., object] | None]] = []
+        self._gathering: list[Routed] = []
         self.owners: dict[nn.Parameter, tuple[Place, Routed]] = {}
         self.wrapped: list[FullyShardedDataParallel] = []
         self.shells: list[Shell] = []
@@ -326,6 +339,7 @@ class Flattening:
             through = self._wrap(unit, inside)
             waiting[unit] = through[:1]
             self._root = routed = Routed(through, cast, unit is root)  # in the end the root's
+            self._gathering.append(routed)
             for module, key in (self.places[name][0] for name in self.places.keys() - before):
                 self.owners[module.get_parameter(key)] = (module, key), routed
             for name in ("forward", *(sharding.entry_points if unit is root else ())):
@@ -356,6 +370,21 @@ class Flattening:
     def in_forward(self) -> bool:
         """Whether the root is in its forward."""
         return self._root.is_open
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, all weights are gathered, and forwards leave them so."""
+        try:
+            for wrapped in self.wrapped:
+                gather(wrapped)
+            for routed in self._gathering:
+                routed.gathered = True
+            yield
+        finally:
+            for routed in self._gathering:
+                routed.gathered = False
+            for wrapped in self.wrapped:
+                free_gathered(wrapped)
 
     def undo(self) -> None:
         """Remove FSDP1's wrappers from the model."""

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from shardtune.errors import ModelError
-from shardtune.parallel.fsdp1 import FlatSharding, Flattening, Place, put, rank_in, row_ranges, rows
+from shardtune.parallel.fsdp1 import FlatOperands, FlatSharding, Flattening, Place, put, rank_in, row_ranges, rows
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.torch_private import (
     FlatParameter,
@@ -41,6 +41,7 @@ from shardtune.parallel.torch_private import (
     in_backward,
     reduces_gradients,
     sum_gradients,
+    without_modes,
 )
 
 Ranges = Sequence[tuple[int, int]]
@@ -136,6 +137,11 @@ class FlatWeights(Weights):
         if not self._outside():
             return nullcontext()
         return self._flattened.whole_operands(self._same_call.compare, self._updating)
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        with self._flattened.gathered(), without_modes(FlatOperands):
+            yield
 
     def _updating(self) -> bool:
         """Whether an optimizer changes the weights; a closure that it calls computes gradients of whole ones."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -19,13 +20,22 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
+from transformers import GenerationMixin
 
 from shardtune.parallel.buffers import Buffers, norm_parameters
 from shardtune.parallel.direct_use import ShardedOperands
-from shardtune.parallel.parts import gather_for_parts
+from shardtune.parallel.free_memory import free_bytes
+from shardtune.parallel.generation import alone
+from shardtune.parallel.parts import Gathering, gather_for_parts
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.same_call import SameCall
-from shardtune.parallel.torch_private import initialise_root, is_at_rest, multiply_
+from shardtune.parallel.torch_private import (
+    initialise_root,
+    is_at_rest,
+    multiply_,
+    without_hooks,
+    without_modes,
+)
 
 MASTER_DTYPE = {"bf16": torch.float32, "fp16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -144,6 +154,8 @@ class Weights:
         on_ranks: whether there are several ranks; otherwise `begin_micro_batch` has nothing to do.
         stepping: whether a user's optimizer is in its step.
         has_buffers: whether the model has persistent buffers, which forwards may change.
+        gather_to_generate: whether all weights are gathered while the model generates; None: where they take at most
+            half of the memory that is free.
         replicates: whether ranks hold anything whole, parameters or buffers; otherwise `sync_replicated_gradients` has
             nothing to do.
     """
@@ -170,11 +182,13 @@ class Weights:
         self._same_call = SameCall(ranks)
         self._generating = 0
         self.stepping = False
+        self.gather_to_generate: bool | None = None
+        self._parts: Gathering | None = None
         if isinstance(root, FSDPModule):
-            gather_for_parts(root, self._same_call.compare, self._free_after_part)
+            self._parts = gather_for_parts(root, self._same_call.compare, self._free_after_part)
             initialise_root(root)
         compute, master = COMPUTE_DTYPE[precision], MASTER_DTYPE[precision]
-        self._master = master
+        self._master, self._compute = master, compute
         self.starts: dict[str, int] = {}
         self._computed = dict(model.named_parameters())
         self.shapes = {name: parameter.shape for name, parameter in self._computed.items()}
@@ -270,19 +284,67 @@ class Weights:
             name: of the method, which all ranks have to call.
             compute: the dtype of the computation.
         """
-        if not self._outside():
+        if not self._outside() or self._generating:
             yield
             return
         if not self._same_call.running:
             self._free_gathered()
-        self._generating += name == "generate"
+        with self._same_call.method(name):
+            if name == "generate":
+                self._same_call.compare(name)
+                with self.generating() as whole, nullcontext() if whole else self._whole_operands(compute):
+                    yield
+                return
+            with self._whole_operands(compute):
+                yield
+
+    @contextmanager
+    def generating(self) -> Iterator[bool]:
+        """Inside, the model generates, on all ranks; whether its weights are gathered meanwhile, once for all tokens.
+
+        That is as `gather_to_generate` has it, and then each rank goes on by itself. Otherwise each token gathers them
+        anew, and the ranks keep step. It takes the memory of the whole model in the dtype of the computation.
+        """
+        whole = not self._generating and self._can_be_gathered() and self._same_call.agree(self._gathers())
+        self._generating += 1
         try:
-            with self._same_call.method(name), self._whole_operands(compute):
-                if name == "generate":
-                    self._same_call.compare(name)
+            if whole:
+                self._free_gathered()  # it may be from before weights were changed in place
+                models = [module for module in self._root.modules() if isinstance(module, GenerationMixin)]
+                with self._gathered(), alone(models), without_modes(ShardedOperands):
+                    yield True
+            else:
+                yield False
+        finally:
+            self._generating -= 1
+
+    def _can_be_gathered(self) -> bool:
+        """Whether weights are sharded, and a forward that has them all involves no other rank."""
+        layout = self._ranks.layout
+        apart = layout.tensor == layout.sequence == 1 and self._ranks.expert_mesh is None
+        return self._ranks.mesh is not None and apart and self._outside()
+
+    def _gathers(self) -> bool:
+        if self.gather_to_generate is not None:
+            return self.gather_to_generate
+        sizes = [shape.numel() for name, shape in self.shapes.items() if name not in self._whole]
+        here = 1 if self._ranks.device.type == "cuda" else min(self._ranks.world_size, os.cpu_count() or 1)
+        return 2 * here * sum(sizes) * self._compute.itemsize <= free_bytes(self._ranks.device)
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Inside, all weights are gathered, and forwards leave them so."""
+        assert isinstance(self._root, FSDPModule)
+        assert self._parts is not None
+        try:
+            for module in self._sharded:
+                module.unshard()
+            self._parts.paused = True
+            with without_hooks(self._root):
                 yield
         finally:
-            self._generating -= name == "generate"
+            self._parts.paused = False
+            self._free_gathered()
 
     def _free_after_part(self, *_: object) -> None:
         """In a method, free the root's weights, which the method may change in place; `generate` only reads them."""

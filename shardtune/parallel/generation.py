@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import Cache
 
 MASKS = ("attention_mask", "decoder_attention_mask")
+ALONE = "_shardtune_alone"
+"""Marks a model whose weights are gathered: each rank's answers end by themselves."""
 
 
 def keep_step(model: Any) -> None:
@@ -21,7 +26,7 @@ def keep_step(model: Any) -> None:
         model: a `GenerationMixin`, sharded; its `generate` has to be called by all ranks.
     """
     vars(model)["_is_fsdp_managed_module"] = True  # what transformers looks for
-    prepare = model.prepare_inputs_for_generation
+    prepare, has_unfinished = model.prepare_inputs_for_generation, model._has_unfinished_sequences
     more = dict.fromkeys(MASKS, 0)  # by how many columns a mask is longer than the tokens at first
 
     @wraps(prepare)
@@ -36,7 +41,24 @@ def keep_step(model: Any) -> None:
                 kwargs[name] = mask[:, : input_ids.shape[1] + more[name]]
         return prepare(input_ids, *args, **kwargs)
 
+    @wraps(has_unfinished)
+    def unfinished(ended: bool, synced_gpus: bool, *args: Any, **kwargs: Any) -> bool:
+        return has_unfinished(ended, synced_gpus and not vars(model).get(ALONE, False), *args, **kwargs)
+
     vars(model)["prepare_inputs_for_generation"] = inputs
+    vars(model)["_has_unfinished_sequences"] = unfinished
+
+
+@contextmanager
+def alone(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, the forwards of `generate` involve no other rank, and end with this one's answers."""
+    for model in models:
+        vars(model)[ALONE] = True
+    try:
+        yield
+    finally:
+        for model in models:
+            del vars(model)[ALONE]
 
 
 def _is_filled(cache: object) -> bool:

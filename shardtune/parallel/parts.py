@@ -39,7 +39,7 @@ def _has_own_weights(module: nn.Module, units: Collection[nn.Module]) -> bool:
     return any(_has_own_weights(child, units) for child in module.children() if child not in units)
 
 
-def gather_for_parts(root: FSDPModule, compare: Callable[[str], None], done: Callable[..., None]) -> None:
+def gather_for_parts(root: FSDPModule, compare: Callable[[str], None], done: Callable[..., None]) -> Gathering:
     """Let FSDP2 treat a call of a part, outside of a forward of the root, as a forward of the root.
 
     The root's weights are gathered then, and the gradients of what the part returns reach them. All ranks have to call
@@ -49,10 +49,13 @@ def gather_for_parts(root: FSDPModule, compare: Callable[[str], None], done: Cal
         root: sharded, with its units.
         compare: is called before weights are gathered for a part or a unit, with the name of its class.
         done: is called after a forward of the root or of a part; what a forward hook is called with can be ignored.
+
+    Returns:
+        What does so, which can be paused.
     """
     assert isinstance(root, nn.Module)
     units = {module for module in root.modules() if isinstance(module, FSDPModule)}
-    gathering = _Gathering(root, units, compare, done)
+    gathering = Gathering(root, units, compare, done)
     parts = set(parts_of(root, units))
     for module in parts | units - {root}:
         module.register_forward_pre_hook(gathering.begin, with_kwargs=True, prepend=True)
@@ -61,6 +64,7 @@ def gather_for_parts(root: FSDPModule, compare: Callable[[str], None], done: Cal
     for part in parts:
         part.register_forward_hook(gathering.end, always_call=True)
     root.register_forward_hook(done)
+    return gathering
 
 
 _eager: Any = torch.compiler.disable
@@ -75,8 +79,12 @@ def find_hidden(module: nn.Module, _args: object, output: object) -> None:
         gather_before_backward(module, hidden)
 
 
-class _Gathering:
-    """Begins and ends a forward of the root around the outermost call of a part."""
+class Gathering:
+    """Begins and ends a forward of the root around the outermost call of a part.
+
+    Attributes:
+        paused: all weights are gathered already.
+    """
 
     def __init__(
         self,
@@ -89,11 +97,14 @@ class _Gathering:
         self._units = units
         self._compare = compare
         self._done = done
+        self.paused = False
         self._outermost: nn.Module | None = None
         self._depth = 0
 
     def begin(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Inputs:
         """Before the forward of a part, or of a unit, which gathers its own weights."""
+        if self.paused:
+            return args, kwargs
         if module is self._outermost:
             self._depth += 1
         if self._outermost is not None or not is_at_rest(self._root):

@@ -64,6 +64,14 @@ class SameCall:
         if int(ends[0]) != -int(ends[1]):
             raise self._refusal(f"rank {self._ranks.rank} calls {name}, and others something else")
 
+    def agree(self, answer: bool) -> bool:
+        """Whether it is true on all ranks, each of which calls this."""
+        if self._group is None:
+            return answer
+        flag = torch.tensor(int(answer))
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(flag)
+
     def _refusal(self, what: str) -> ParallelError:
         return ParallelError(
             f"{what} (waited for up to {LIMIT_SECONDS:.0f} s)",

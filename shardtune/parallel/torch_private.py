@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import cast
 
 import torch
@@ -22,9 +23,11 @@ from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp._flat_param import FlatParameter as FlatParameter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, is_bw
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_iter as tree_iter
 from torch.utils._pytree import tree_map as tree_map
@@ -96,6 +99,12 @@ def apply_to_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.T
     module._apply(change)
 
 
+def forward_hooks(module: nn.Module) -> Iterator[Callable[..., object]]:
+    """All hooks of forwards in a module; torch has public ways to add one and to remove it, and none to see them."""
+    for each in module.modules():
+        yield from (*each._forward_pre_hooks.values(), *each._forward_hooks.values())
+
+
 def schema_of(operation: OpOverload) -> torch.FunctionSchema:
     """The names, defaults and aliases of an operation's arguments; torch has no public way to read them."""
     return operation._schema
@@ -114,6 +123,22 @@ def storage_identity(storage: torch.UntypedStorage) -> int:
 
 multiply_ = torch._foreach_mul_
 """Scales a list of tensors in place, with few kernels; the public optimizers and clipping do it this way."""
+
+
+@contextmanager
+def without_modes(*kinds: type) -> Iterator[None]:
+    """Inside, modes of these kinds do not see operations, down to the first of another kind on their stack.
+
+    Each costs a call of Python for every operation; the public way to leave a mode is the end of its own context.
+    """
+    popped = []
+    while (mode := _get_current_function_mode()) is not None and isinstance(mode, kinds):
+        popped.append(_pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(popped):
+            _push_mode(mode)
 
 
 def quieten_redistribution() -> None:
@@ -198,6 +223,38 @@ def after_forward(module: FSDPModule, args: tuple[object, ...], output: object) 
     return module._get_fsdp_state()._post_forward(cast(nn.Module, module), args, output)
 
 
+@contextmanager
+def without_hooks(root: FSDPModule) -> Iterator[None]:
+    """Inside, forwards in a sharded module whose weights are gathered, all of them, leave these alone.
+
+    What remains of FSDP2's hooks is that inputs get the dtype of the computation, and those of the root its device.
+    """
+    changed: list[tuple[dict[int, Callable[..., object]], int, Callable[..., object]]] = []
+
+    def replace(registered: dict[int, Callable[..., object]], number: int, hook: Callable[..., object]) -> None:
+        changed.append((registered, number, registered[number]))
+        registered[number] = hook
+
+    def prepare(state: FSDPState, moves: bool, args: tuple[object, ...], kwargs: dict[str, object]) -> Inputs:
+        if moves:
+            args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(state._device), (args, kwargs))
+        return state._cast_forward_inputs(args, kwargs)
+
+    for module in cast(nn.Module, root).modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state, moves = module._get_fsdp_state(), module is root and module._get_fsdp_state()._device.type == "cuda"
+        inputs = partial(prepare, state, moves) if moves or state._mp_policy.param_dtype is not None else None
+        before: Callable[..., object] = lambda _, args, kwargs, inputs=inputs: inputs(args, kwargs) if inputs else None  # noqa: E731
+        replace(module._forward_pre_hooks, state._pre_forward_hook_handle.id, before)
+        replace(module._forward_hooks, state._post_forward_hook_handle.id, lambda *_: None)
+    try:
+        yield
+    finally:
+        for registered, number, hook in changed:
+            registered[number] = hook
+
+
 def gather_before_backward(module: FSDPModule, tensors: Sequence[torch.Tensor]) -> None:
     """Let FSDP2 gather a module's weights, and reduce their gradients, when gradients of these tensors come back.
 
@@ -215,6 +272,17 @@ HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
 def flat_parameter(wrapped: FullyShardedDataParallel) -> FlatParameter | None:
     """The parameter that FSDP1 has made of a unit's; None for a unit without any."""
     return None if wrapped._handle is None else wrapped._handle.flat_param
+
+
+def gather(wrapped: FullyShardedDataParallel) -> None:
+    """Gather a unit's weights outside of a forward, in the dtype of the computation; `free_gathered` frees them.
+
+    The public `summon_full_params` gathers them in full precision.
+    """
+    if wrapped._handle is not None:
+        wrapped._handle.pre_unshard()
+        wrapped._handle.unshard()
+        wrapped._handle.post_unshard()
 
 
 def free_gathered(wrapped: FullyShardedDataParallel) -> None:

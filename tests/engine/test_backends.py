@@ -47,6 +47,7 @@ def test_every_backend_gives_the_same_numbers(launch: str, model: Path, alone: d
         pytest.importorskip("ray")
     found = run(launch, model, tmp_path / "out.pt")
     assert found["told"] == "on purpose"
+    assert found["pushed"]
     assert [len(values) for values in found["losses"]] == [LAUNCHES[launch][1]] * 2
     assert torch.allclose(torch.tensor(found["losses"]), torch.tensor(found["again"]), atol=1e-12)
     shares = torch.tensor([2 / 5, 3 / 5], dtype=torch.float64)

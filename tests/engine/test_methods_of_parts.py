@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import Qwen2ForCausalLM
+from transformers import LogitsProcessor, Qwen2ForCausalLM
 
-import shardtune
 from shardtune import NeedParallel, TrainEngine, nn
+from shardtune.engine.generation import has_own_code
 from shardtune.nn.functional import linear_log_probs
-from tests.support.engine_modules import RATE, SAMPLES
+from shardtune.parallel.torch_private import collectives_issued
+from tests.support.engine_modules import RATE, SAMPLES, make
 
 
 class Scored(nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
@@ -44,13 +46,38 @@ class Scored(nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
     def answers(self, input_ids: list[list[int]]) -> list[list[int]]:
         return [self.generate(torch.tensor([row]), **answer(row)).tolist()[0] for row in input_ids]
 
+    def batch(self, input_ids: list[list[int]], gathered: bool | None = None) -> tuple[list[list[int]], int]:
+        """Answers of a batch that end at different places; and how many collectives further tokens take.
+
+        Of the first call the names are compared too.
+        """
+        self._rank_context().weights.gather_to_generate = gathered
+        counts, found = [], []
+        for tokens in (1, 2, BATCH["max_new_tokens"]):
+            found = self.generate(torch.tensor(input_ids), **{**BATCH, "max_new_tokens": tokens}).tolist()
+            counts.append(collectives_issued())
+        return found, (counts[2] - counts[1]) - (counts[1] - counts[0])
+
+
+BATCH: dict[str, Any] = {
+    "max_new_tokens": 8,
+    "do_sample": False,
+    "pad_token_id": 0,
+    "eos_token_id": [28, 32],
+}
+
+
+def ended(tokens: list[int]) -> list[int]:
+    """Without padding after the end, which is as long as the longest answer of a rank."""
+    return [token for place, token in enumerate(tokens) if place < 12 or token]
+
 
 def answer(row: list[int]) -> dict[str, Any]:
     """Each answer has a length of its own."""
     return {"max_new_tokens": 2 + row[0] % 5, "do_sample": False, "pad_token_id": 0}
 
 
-def plain(model: Path, tensor: bool) -> tuple[list[float], torch.Tensor, list[list[int]]]:
+def plain(model: Path, tensor: bool) -> tuple[list[float], torch.Tensor, list[list[int]], list[list[int]]]:
     made: Any = Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float64).train()
     optimizer = torch.optim.Adam(made.parameters(), lr=RATE, weight_decay=0.1)
     losses = []
@@ -67,21 +94,61 @@ def plain(model: Path, tensor: bool) -> tuple[list[float], torch.Tensor, list[li
         losses.append(loss.item())
     with torch.no_grad():
         logits = made(ids).logits
-    return losses, logits, [made.generate(torch.tensor([row]), **answer(row)).tolist()[0] for row in SAMPLES[:4]]
+    answers = [made.generate(torch.tensor([row]), **answer(row)).tolist()[0] for row in SAMPLES[:4]]
+    return losses, logits, answers, [ended(row) for row in made.generate(torch.tensor(SAMPLES), **BATCH).tolist()]
 
 
 @pytest.mark.parametrize("executor", ["fsdp2", "fsdp1", "ddp", "tensor"])
 def test_parts_and_weights_in_methods(model: Path, executor: Any) -> None:
     sizes = {"tensor_parallel_size": 2} if executor == "tensor" else {"data_parallel_size": 2}
-    with shardtune.init_empty_weights():
-        module = Scored.from_pretrained(model)
-    engine: Any = TrainEngine(module, "fsdp2" if executor == "tensor" else executor).build(**sizes)
+    engine: Any = TrainEngine(make(model, Scored), "fsdp2" if executor == "tensor" else executor).build(**sizes)
     engine.scores(NeedParallel(SAMPLES[:4]))
     losses = [sum(engine.step(NeedParallel(SAMPLES[:4]))) / 2 for _ in range(2)]
     scores = torch.cat(engine.scores(NeedParallel(SAMPLES[:4])))[:4]
     answers = engine.answers(NeedParallel(SAMPLES[:4]))
+    batches = {gathered: engine.batch(NeedParallel(SAMPLES), gathered) for gathered in (True, False)}
+    fewer = engine.batch(NeedParallel(SAMPLES[:1]))
     engine.close()
-    expected, logits, alike = plain(model, executor == "tensor")
+    expected, logits, alike, batch = plain(model, executor == "tensor")
     assert losses == pytest.approx(expected, abs=1e-12)
     assert (scores - logits).abs().max() < 1e-10
     assert answers == ([alike] * 2 if executor == "tensor" else [alike[:2], alike[2:]])
+    for parts in (*batches.values(), fewer):
+        found = [ended(row) for rows, _ in [part for part in parts if part is not None] for row in rows]
+        wanted = batch[:1] if parts is fewer else batch
+        assert found == (wanted * 2 if executor == "tensor" else wanted)
+    assert len({len(row) for row in batch}) > 1
+    # Weights are gathered once for all tokens, and not for each.
+    gathered, each = ([more for _, more in parts] for parts in batches.values())
+    assert (gathered == [0, 0]) == (executor != "tensor")
+    assert min(each) > 0
+
+
+class Printing(LogitsProcessor):
+    """A user's part of generating, with a printed device."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + torch.zeros(1, device="cuda")
+
+
+class Replaced(Scored):
+    @wraps(Qwen2ForCausalLM.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        torch.zeros(1, device="cuda")
+        return super().forward(*args, **kwargs)
+
+
+class Processed(Scored):
+    def processed(self, input_ids: list[list[int]]) -> list[list[int]]:
+        return self.generate(torch.tensor(input_ids), **BATCH, logits_processor=[Printing()]).tolist()
+
+
+def test_a_printed_cuda_in_what_generates(model: Path) -> None:
+    """A user's code gets the engine's device; where there is none, no mode sees the operations."""
+    rows = SAMPLES[:2]
+    engines: list[Any] = [TrainEngine(make(model, kind)).build() for kind in (Scored, Processed, Replaced)]
+    wanted = engines[0].batch(rows)[0][0]
+    assert engines[1].processed(rows)[0] == wanted
+    assert engines[2].batch(rows)[0][0] == wanted
+    assert not has_own_code(make(model, Processed))
+    assert has_own_code(make(model, Replaced))

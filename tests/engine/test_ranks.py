@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import shardtune
 from shardtune import NeedParallel, TrainEngine
 from shardtune.batch import IGNORED
 from shardtune.engine import ranks_local, session
+from shardtune.engine.rank_process import Limits
 from shardtune.errors import DataError, ParallelError
 from tests.support.engine_modules import SAMPLES, Trained, apart, make, plain, steps
 
@@ -43,7 +45,16 @@ class Failing(Trained):
 
     def unequal(self) -> None:
         for _ in range(1 + self.ranks.rank):
-            torch.distributed.barrier()
+            self(torch.zeros(1, 3, dtype=torch.int64))
+
+    def step_by_micro_batches(self, rows: list[list[list[int]]], weights: list[torch.Tensor]) -> list[int]:
+        """The mean over targets of rows that are dealt by their lengths."""
+        for micro, shares in zip(rows, weights, strict=True):
+            ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in micro], batch_first=True)
+            labels = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in micro], True, padding_value=IGNORED)
+            each = F.cross_entropy(self(ids).logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none").sum(1)
+            (each / torch.tensor([len(row) - 1 for row in micro]) * shares).sum().backward()
+        return [len(micro) * bool(shares.sum()) for micro, shares in zip(rows, weights, strict=True)]
 
     def targets(self, ids: torch.Tensor) -> list[list[int]]:
         return self.next_tokens(ids).tolist()
@@ -158,6 +169,19 @@ def test_targets_behind_borders_that_are_not_fetched_are_reported(model: Path, t
         assert "self.next_tokens(input_ids)" in told
 
 
+def test_rows_are_dealt_by_tokens(model: Path, two: TrainEngine):
+    """Micro-batches of equal count, of which one has no rows; the gradient is that of one process."""
+    rows = [SAMPLES[row][:size] for row, size in enumerate((9, 3, 8))]
+    dealt = NeedParallel(rows, weights=[len(row) - 1 for row in rows], max_tokens=9)
+    engines = [TrainEngine(make(model, Failing)).build(colocate_with=two, take_turns=False)]
+    engines.append(TrainEngine(make(model, Failing)).build())
+    for engine in engines:
+        with engine:
+            assert apart(steps(engine, "step_by_micro_batches", dealt), plain(model, rows)) < 1e-10
+            if engine.num_ranks == 2:
+                assert engine.step_by_micro_batches(dealt) == [[1, 1], [1, 0]]
+
+
 def test_one_sample_over_four_ranks(model: Path, four: TrainEngine):
     engine = TrainEngine(make(model)).build(colocate_with=four, take_turns=False)
     with engine:
@@ -197,9 +221,9 @@ def test_the_sleeping_engine_holds_nothing_on_any_rank(model: Path, two: TrainEn
     second = TrainEngine(make(model)).build(colocate_with=first)
     with first, second:
         wanted = second.step_by_mean(NeedParallel(SAMPLES))
+        first.sleep()
         assert first.memory() == [0, 0]
         assert first.step_by_mean(NeedParallel(SAMPLES)) == wanted
-        assert second.memory() == [0, 0]
 
 
 @pytest.mark.parametrize("at", ["forward", "backward", "after"])
@@ -217,12 +241,13 @@ def test_an_exception_on_all_ranks_leaves_the_engine_usable(model: Path, two: Tr
 def test_a_collective_that_only_one_rank_calls_is_named(model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ranks_local, "GRACE_SECONDS", 1.0)
     monkeypatch.setattr(session, "_session", None)
-    shardtune.init(watchdog_seconds=1.0)
+    shardtune.init()  # ten minutes, but it is known as soon as one rank has ended the call and all others wait
+    session.current_session().limits = Limits(ended_seconds=1.0)
     with TrainEngine(make(model, Failing)).build(data_parallel_size=2) as engine:
         with pytest.raises(ParallelError, match=r"in the call of unequal: rank 0 has returned") as caught:
             engine.unequal()
-        assert "rank 1 waits in the collective barrier" in str(caught.value)
-        assert "torch.distributed.barrier()" in str(caught.value)
+        assert "rank 1 waits in the collective" in str(caught.value)
+        assert "in Failing.unequal: self(torch.zeros" in str(caught.value)
         with pytest.raises(ParallelError, match="the ranks of this engine are gone"):
             engine.where()
 

@@ -94,3 +94,27 @@ def test_what_cannot_be_divided_is_refused(data: object, options: dict, told: st
 def test_arguments_have_to_have_as_many_samples():
     with pytest.raises(DataError, match="1 and 2 samples"):
         divide([NeedParallel([1])], {"b": NeedParallel([1, 2])}, Layout(), weighed=False)
+
+
+def test_rows_dealt_by_tokens_are_micro_batches():
+    rows = [[row] * size for row, size in enumerate((9, 2, 7, 4))]
+    numbers = NeedParallel(torch.arange(4), weights=[1, 1, 1, 1])
+    parts = divide([NeedParallel(rows, max_tokens=9), numbers], {}, Layout(2), weighed=True)
+    assert [[tensor.tolist() for tensor in part.args[1]] for part in parts] == [[[0], [3]], [[2], [1]]]  # pyright: ignore
+    assert parts[1].args[0] == [[rows[2]], [rows[1]]]
+    assert [weight.tolist() for weight in parts[0].kwargs["weights"]] == [[0.25], [0.25]]  # pyright: ignore
+    (alone,) = divide([NeedParallel(torch.zeros(2, 5), max_tokens=5, lengths=[3, 5])], {}, Layout(), weighed=True)
+    assert [tuple(tensor.shape) for tensor in alone.args[0]] == [(1, 5), (1, 5)]  # pyright: ignore
+
+
+def test_rows_that_cannot_be_dealt_by_tokens():
+    with pytest.raises(DataError, match="a sample of 3 tokens"):
+        NeedParallel([[1, 2, 3]], max_tokens=2)
+    with pytest.raises(DataError, match="0 lengths for 2 samples"):
+        NeedParallel([1, 2], max_tokens=2)
+    with pytest.raises(DataError, match="divides tokens among ranks"):
+        NeedParallel([[1, 2]], "seq", max_tokens=2)
+    with pytest.raises(DataError, match="let the method have a parameter weights"):
+        divide([NeedParallel([[1, 2]], max_tokens=2)], {}, Layout(), weighed=False)
+    with pytest.raises(DataError, match="divided differently"):
+        divide([NeedParallel([[1]], max_tokens=2), NeedParallel([[1]], max_tokens=3)], {}, Layout(), weighed=True)

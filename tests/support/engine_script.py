@@ -46,6 +46,10 @@ except Own as error:
 other = TrainEngine(module, executor="ddp").build(colocate_with=engine)
 again = [other.step(NeedParallel(SAMPLES)) for _ in range(2)]
 state = dict(engine.named_tensors())
-torch.save({"losses": losses, "again": again, "told": told, "state": state}, out)
+engine.step(NeedParallel(SAMPLES))
+engine.push_weights(other)
+mine, theirs = dict(engine.named_tensors()), dict(other.named_tensors())
+pushed = all(torch.equal(mine[name], theirs[name]) and not torch.equal(mine[name], state[name]) for name in state)
+torch.save({"pushed": pushed, "losses": losses, "again": again, "told": told, "state": state}, out)
 other.close()
 engine.close()

@@ -24,7 +24,7 @@ from shardtune.launch.watchdog.processes import PROC, Identity
 
 STACK_SIGNAL = signal.SIGRTMIN + 8 if sys.platform == "linux" else signal.SIGUSR2
 """Makes a process write its stacks, also one in which no Python code can run."""
-PACKAGE = str(Path(__file__).parents[1]) + os.sep
+PACKAGE = str(Path(__file__).parents[2]) + os.sep
 LIBRARIES = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {"<frozen"}
 )
@@ -57,19 +57,23 @@ class Place:
         return f"{waits}at {self.at}{line}"
 
 
-def place_of_main_thread() -> Place:
-    """Where this process's main thread stands; of another thread if only that waits in a collective."""
+def place_of_main_thread(*, users_first: bool = False) -> Place:
+    """Where this process's main thread stands; of another thread if only that waits in a collective.
+
+    Args:
+        users_first: name the innermost line of the user's code, where the thread has come from one.
+    """
     frames = sys._current_frames()
     main = threading.main_thread().ident
     own = threading.get_ident()
-    place = place_of(frames[main]) if main in frames else Place("an unknown place")
+    place = place_of(frames[main], users_first=users_first) if main in frames else Place("an unknown place")
     if not place.collective:
         others = (place_of(frame) for ident, frame in frames.items() if ident not in (main, own))
         return next((other for other in others if other.collective), place)
     return place
 
 
-def place_of(frame: FrameType) -> Place:
+def place_of(frame: FrameType, *, users_first: bool = False) -> Place:
     """Where a thread with this innermost frame stands."""
     stack = list(_outwards(frame))
     collective = ""
@@ -78,7 +82,10 @@ def place_of(frame: FrameType) -> Place:
             break
         name = each.f_code.co_name
         collective = collective if name in WRAPPERS and collective else name
-    chosen = next((each for each in stack if not _is_library(each.f_code.co_filename)), stack[-1])
+    named = [each for each in stack if not _is_library(each.f_code.co_filename)]
+    if users_first:
+        named.sort(key=lambda each: each.f_code.co_filename.startswith(PACKAGE))
+    chosen = next(iter(named), stack[-1])
     code = chosen.f_code
     users = not code.co_filename.startswith(PACKAGE) and not _is_library(code.co_filename)
     line = linecache.getline(code.co_filename, chosen.f_lineno).strip()

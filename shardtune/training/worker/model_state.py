@@ -28,7 +28,7 @@ from shardtune.checkpoint.training_state import (
 )
 from shardtune.config import Recipe
 from shardtune.errors import CheckpointError
-from shardtune.models.adapter import AdapterRoot, WeightSource
+from shardtune.models.adapter import AdapterRoot, LanguageRoot, WeightSource
 from shardtune.models.lora.attach import base_tensors, is_adapted
 from shardtune.models.lora.nf4 import coded_sizes
 from shardtune.models.new_tokens import grow_embeddings
@@ -125,6 +125,8 @@ class ModelState:
         if ranks.mesh is not None:
             compute = COMPUTE_DTYPE[recipe.actor.model.precision]
             in_methods(self.inner, lambda name: self.weights.method(name, compute), own_methods(self.inner))
+            if isinstance(self.model, LanguageRoot):
+                in_methods(self.model, lambda _: self.weights.generating(), ["generate"])
         if checkpoint is not None:
             state = load_weights_only(checkpoint, self.weights)
             self._check_excluded(checkpoint, state)
