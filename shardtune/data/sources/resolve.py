@@ -37,7 +37,7 @@ _SNIFFED_ROWS = 20
 _FILL = "write rows into it, or take it out of data.train_data_paths and data.eval_data_paths"
 _ARRAYS = (".npz", ".npy", ".h5", ".hdf5", ".tfrecord")
 _CONVERT = (
-    "turn robot data into a LeRobot data set with write_lerobot, one Episode(images, state, actions, task) per episode: "
+    "turn robot data into a LeRobot data set with write_lerobot, one Episode(images, state, actions, task) each: "
     "docs/robot-data.md has a loop over .npz files"
 )
 _GLOB = re.compile(r"[*?\[]")
