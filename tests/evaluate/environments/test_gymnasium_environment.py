@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from shardtune.config import load_recipe
+from shardtune.config.own_code import named_code
 from shardtune.config.values import EnvironmentName
 from shardtune.errors import ConfigError
 from shardtune.evaluate.closed_loop import ClosedLoop, play
@@ -120,6 +122,10 @@ def test_what_has_no_meaning_is_refused(spec: str, options: dict[str, Any], mess
 def test_names_of_environments() -> None:
     from pydantic import TypeAdapter, ValidationError
 
+    values: dict[str, Any] = {"model": {"adapter": "robot.py:Policy"}, "data": {"train_data_paths": "rows.jsonl"}}
+    values["eval"] = {"environment": "gymnasium:sims:Bench-v0"}
+    named = named_code(load_recipe(values, files_must_exist=False))
+    assert named.get("gymnasium:sims:Bench-v0") == "eval.environment", "it is executed without consent"
     name = TypeAdapter(EnvironmentName)
     for good in ("reach", "gymnasium:gym_aloha/AlohaInsertion-v0", "my_robot.sim:Bench", "robot.py:Bench"):
         assert name.validate_python(good) == good
