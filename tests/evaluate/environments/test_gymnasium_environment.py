@@ -23,9 +23,9 @@ class Rail(gymnasium.Env):
     """A cart to be moved to 0; success is in `info` or in the reward."""
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 7}
-    render_mode = "rgb_array"
 
-    def __init__(self, told: bool = True, speed: float = 1.0) -> None:
+    def __init__(self, told: bool = True, speed: float = 1.0, render_mode: str = "rgb_array") -> None:
+        self.render_mode = render_mode
         self.action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
         self.observation_space = gymnasium.spaces.Dict(
             {
