@@ -27,6 +27,8 @@ LOGGER_EXTRAS = {
 }
 """The backends that need an extra of the same name, and the module that it installs."""
 CLASS_IN_MODULE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+ENVIRONMENT_OF_OTHERS = re.compile(rf"gymnasium:[\w:./-]+|(?!.*\.py:){CLASS_IN_MODULE.pattern}")
+"""An id that gymnasium knows, or a class of an installed package."""
 HUB_NAME = re.compile(r"(?!.*(?:--|\.\.))[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}(?<![.-])(?<!\.git)")
 TASK_FILES = (".yaml", ".yml")
 """Endings of the files of an `eval.harness` task."""
@@ -129,7 +131,9 @@ def _worker(value: object) -> object:
 
 
 def _environment(value: object) -> object:
-    return value if value in ENVIRONMENTS else _function_in_file(value)
+    if value in ENVIRONMENTS or (isinstance(value, str) and ENVIRONMENT_OF_OTHERS.fullmatch(value)):
+        return value
+    return _function_in_file(value)
 
 
 def _logger(value: object) -> object:
@@ -249,7 +253,11 @@ RunName = Annotated[
 ]
 FunctionInFile = Annotated[str, BeforeValidator(_function_in_file), Allowed("file.py:name")]
 Worker = Annotated[str, BeforeValidator(_worker), Allowed(f"{', '.join(WORKERS)}, or file.py:Class")]
-EnvironmentName = Annotated[str, BeforeValidator(_environment), Allowed(f"{', '.join(ENVIRONMENTS)}, or file.py:Class")]
+EnvironmentName = Annotated[
+    str,
+    BeforeValidator(_environment),
+    Allowed(f"{', '.join(ENVIRONMENTS)}, gymnasium:ID, package.module:Class, or file.py:Class"),
+]
 LoggerName = Annotated[
     str, BeforeValidator(_logger), Allowed(f"{', '.join(LOGGERS)}, package.module:Class, or file.py:Class")
 ]

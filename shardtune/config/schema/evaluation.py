@@ -46,10 +46,14 @@ class EvalConfig(Section):
     )
     environment: EnvironmentName | None = key(
         None,
-        "The simulator in which an action model runs episodes, reported as eval/success: reach, point2d, or "
-        "file.py:Class; null: none.",
+        "The simulator in which an action model runs episodes, reported as eval/success: reach, point2d, gymnasium:ID "
+        "(an environment of gymnasium), package.module:Class, or file.py:Class; null: none.",
     )
-    environment_options: dict[str, object] = key({}, "Arguments of the environment's class, e.g. {max_steps: 60}.")
+    environment_options: dict[str, object] = key(
+        {},
+        "Arguments of the environment's class, e.g. {max_steps: 60}; of one of gymnasium also cameras, state, "
+        "instruction and success_reward, which say what its values mean.",
+    )
     episodes: Count = key(50, "Episodes in each evaluation, always the same ones.")
     episode_seed: int = key(0, "The seed from which each episode's seed is derived.", ge=0, lt=2**63)
     episodes_at_once: Count = key(

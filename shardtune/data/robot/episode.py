@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardtune.data.robot.pictures import Pictures
 from shardtune.errors import DataError
 
 
@@ -15,7 +16,8 @@ class Episode:
     """T frames of one robot doing one task.
 
     Attributes:
-        images: camera -> uint8 [T, H, W, 3], RGB.
+        images: camera -> uint8 [T, H, W, 3], RGB; or T encoded images (bytes, paths, values of `row["images"]`), all of
+            one size, which a writer stores as they are.
         state: float32 [T, S], proprioception; None without.
         actions: float32 [T, A]; action t was taken at frame t.
         task: the instruction, in words.
@@ -23,7 +25,7 @@ class Episode:
     Raises `DataError` for arrays of another type or shape, for no frame, and for actions or states that are not finite.
     """
 
-    images: Mapping[str, np.ndarray]
+    images: Mapping[str, Pictures]
     state: np.ndarray | None
     actions: np.ndarray
     task: str
@@ -36,7 +38,10 @@ class Episode:
             if values is not None:
                 _require_vectors(name, values, frames)
         for camera, images in self.images.items():
-            if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3 or len(images) != frames:
+            if not isinstance(images, np.ndarray):
+                if len(images) != frames:
+                    raise _fault(f"there are {len(images)} images for {frames} frames", f"camera {camera!r}")
+            elif images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3 or len(images) != frames:
                 raise _fault(f"the images are {_kind(images)}, not uint8 [{frames}, H, W, 3]", f"camera {camera!r}")
 
     def __len__(self) -> int:

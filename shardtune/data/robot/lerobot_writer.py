@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 import uuid
@@ -14,9 +13,9 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import Image
 
 from shardtune.data.robot.episode import Episode
+from shardtune.data.robot.pictures import picture_pixels, picture_shape, stored_pictures
 from shardtune.data.robot.running_stats import Moments
 from shardtune.errors import DataError
 
@@ -55,7 +54,8 @@ def write_lerobot(
         episodes: at least one; all with the cameras, image sizes and dimensions of the first.
         fps: frames per second.
         version: `v3.0` joins many episodes in one file, `v2.1` has one file per episode.
-        image_form: `png` is lossless; `jpeg` is smaller.
+        image_form: of images that are given as pixels; `png` is lossless, `jpeg` is smaller. Others are stored as they
+            came, byte for byte.
         action_names: of the dimensions; one that contains "gripper" is left as it is when actions are normalised.
         state_names: likewise of the state.
         file_mb: `v3.0` begins another file after this many megabytes.
@@ -87,7 +87,7 @@ class _Shape:
 
     @classmethod
     def of(cls, episode: Episode) -> _Shape:
-        cameras = {name: images.shape[1:] for name, images in episode.images.items()}
+        cameras = {name: picture_shape(images, name) for name, images in episode.images.items()}
         state = None if episode.state is None else episode.state.shape[1]
         return cls(cameras, state, episode.actions.shape[1])
 
@@ -222,8 +222,10 @@ class _Writer:
         frames = np.arange(len(episode))
         columns: dict[str, Any] = {}
         for camera, images in episode.images.items():
-            encoded = [encode_image(image, self.image_form) for image in images]
-            paths = [f"episode-{self._episodes:06d}-frame-{frame:06d}.{self.image_form}" for frame in frames]
+            stored = list(stored_pictures(images, self.image_form))
+            encoded = [content for content, _ in stored]
+            names = enumerate(suffix for _, suffix in stored)
+            paths = [f"episode-{self._episodes:06d}-frame-{frame:06d}.{suffix}" for frame, suffix in names]
             columns[IMAGE_PREFIX + camera] = pa.StructArray.from_arrays(
                 [pa.array(encoded, pa.binary()), pa.array(paths, pa.string())], fields=list(_IMAGE_TYPE)
             )
@@ -241,24 +243,13 @@ class _Writer:
         return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
 
 
-def encode_image(pixels: np.ndarray, form: ImageForm) -> bytes:
-    """uint8 [H, W, 3] as the bytes of a file; PNG is lossless."""
-    sink = io.BytesIO()
-    picture = Image.fromarray(np.ascontiguousarray(pixels))
-    if form == "png":
-        picture.save(sink, "PNG", compress_level=1)
-    else:
-        picture.save(sink, "JPEG", quality=95, subsampling=0)
-    return sink.getvalue()
-
-
 def _episode_stats(episode: Episode) -> dict[str, Moments]:
     """Exact for the vectors; for each camera's channels (in 0 to 1) from frames spread over the episode."""
     stats = {} if episode.state is None else {STATE: Moments.of(episode.state)}
     stats[ACTION] = Moments.of(episode.actions)
     for camera, images in episode.images.items():
         chosen = np.unique(np.linspace(0, len(images) - 1, min(len(images), _IMAGE_SAMPLES)).astype(int))
-        one = [Moments.of(images[frame].reshape(-1, 3) / np.float32(255)) for frame in chosen]
+        one = [Moments.of(picture_pixels(images, frame).reshape(-1, 3) / np.float32(255)) for frame in chosen]
         joined = one[0]
         for moments in one[1:]:
             joined = joined.joined(moments)

@@ -35,6 +35,11 @@ LEROBOT = "lerobot"
 ENTRY_KEYS = ("path", "name", "weight", "max_samples", "columns", "format", "split")
 _SNIFFED_ROWS = 20
 _FILL = "write rows into it, or take it out of data.train_data_paths and data.eval_data_paths"
+_ARRAYS = (".npz", ".npy", ".h5", ".hdf5", ".tfrecord")
+_CONVERT = (
+    "turn robot data into a LeRobot data set with write_lerobot, one Episode(images, state, actions, task) each: "
+    "docs/robot-data.md has a loop over .npz files"
+)
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -386,7 +391,9 @@ def _file(path: Path, label: str | None = None) -> SourceFile:
     kind = kind_of(path)
     if kind is None:
         raise DataError(
-            f"the kind of the file {as_written(path.name)} is not known", where=str(path), remedy=f"use {SUPPORTED}"
+            f"the kind of the file {as_written(path.name)} is not known",
+            where=str(path),
+            remedy=_CONVERT if path.suffix.lower() in _ARRAYS else f"use {SUPPORTED}",
         )
     if path.stat().st_size == 0:
         raise DataError("the data file is empty", where=str(path), remedy=_FILL)
@@ -414,7 +421,9 @@ def _directory(path: Path, selection: Selection, root: Path) -> list[SourceFile]
         return _hub_files(str(path), None, selection, root)
     found = [file for file in sorted(path.rglob("*")) if file.is_file() and _is_data(file, path)]
     if not found:
-        raise DataError("the directory holds no data file", where=str(path), remedy=f"files named {SUPPORTED}")
+        arrays = any(file.suffix.lower() in _ARRAYS for file in path.rglob("*"))
+        remedy = _CONVERT if arrays else f"files named {SUPPORTED}"
+        raise DataError("the directory holds no data file", where=str(path), remedy=remedy)
     return [_file(file) for file in hub.choose_files(found, path, selection)]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from shardtune.config.user_code import load_function, named_errors
 from shardtune.errors import ConfigError
+from shardtune.evaluate.environments.gymnasium_environment import PREFIX, is_gymnasium, make_gymnasium
 from shardtune.models.action.environment import Environment, Observation, Outcome
 
 KEY = "eval.environment"
@@ -25,7 +26,7 @@ class EnvironmentSource:
     """The class of an environment and its arguments, from a recipe.
 
     Attributes:
-        spec: a built-in name, or file.py:Class.
+        spec: a built-in name, gymnasium:ID, package.module:Class or file.py:Class.
         options: the arguments of the class.
     """
 
@@ -45,7 +46,7 @@ class EnvironmentSource:
         if self.spec in BUILT_IN:
             module, _, name = BUILT_IN[self.spec].partition(":")
             return vars(importlib.import_module(f"{__package__}.{module}"))[name]
-        found = load_function(self.spec, KEY)
+        found = self._named()
         if not (inspect.isclass(found) and issubclass(found, Environment)):
             raise ConfigError(
                 f"{self.name} is no environment",
@@ -61,12 +62,34 @@ class EnvironmentSource:
             )
         return found
 
+    def _named(self) -> object:
+        """What the recipe names, in a file or in an installed package."""
+        module, _, name = self.spec.rpartition(":")
+        if module.endswith(".py"):
+            return load_function(self.spec, KEY)
+        try:
+            return vars(importlib.import_module(module))[name]
+        except (ImportError, KeyError) as error:
+            raise ConfigError(
+                f"{module} has no class {name!r}"
+                if isinstance(error, KeyError)
+                else f"{module} cannot be imported: {error}",
+                where=f"{KEY}: {self.spec}",
+                remedy="name a class of an installed package, or file.py:Class",
+            ) from error
+
     def make(self) -> Environment:
         """A new environment.
 
         Raises:
             ConfigError: the class takes other options, or fails.
         """
+        if self.spec.startswith(PREFIX):
+            return make_gymnasium(self.spec, None, self.options)
+        if self.spec not in BUILT_IN:
+            named = self._named()
+            if inspect.isclass(named) and is_gymnasium(named):
+                return make_gymnasium(self.spec, named, self.options)
         kind = self.kind()
         try:
             inspect.signature(kind).bind(**self.options)

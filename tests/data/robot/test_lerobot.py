@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,8 @@ from shardtune.data.encoder import FrameOptions, RowError
 from shardtune.data.robot.episode import Episode
 from shardtune.data.robot.images import decode_frame
 from shardtune.data.robot.lerobot import open_lerobot
-from shardtune.data.robot.lerobot_writer import encode_image, write_lerobot
+from shardtune.data.robot.lerobot_writer import write_lerobot
+from shardtune.data.robot.pictures import encode_image
 from shardtune.data.sources.resolve import resolve_sources
 from shardtune.errors import DataError
 from tests.data.robot.conftest import FramesEncoder, episode, pixels
@@ -108,6 +110,44 @@ class TestRoundTrip:
 
 
 class TestWriter:
+    def test_encoded_images_are_stored_as_they_came(self, tmp_path, read):
+        whole = episode(3, cameras=("top",))
+        jpeg = [encode_image(image, "jpeg") for image in whole.images["top"]]
+        (tmp_path / "1.jpg").write_bytes(jpeg[1])
+        given = [jpeg[0], tmp_path / "1.jpg", {"bytes": jpeg[2], "path": None}]
+        one = replace(whole, images={"top": given, "wrist": episode(3).images["wrist"]})
+        rows = read(write_lerobot(tmp_path / "robot", [one], fps=10))
+        assert [row["images"]["top"]["bytes"] for row in rows] == jpeg
+        info = json.loads((tmp_path / "robot" / "meta" / "info.json").read_text())
+        assert info["features"]["observation.images.top"]["shape"] == [6, 8, 3]
+        stats = json.loads((tmp_path / "robot" / "meta" / "stats.json").read_text())
+        pixels = np.stack([decode_frame({"bytes": content}) for content in jpeg]) / 255
+        np.testing.assert_allclose(np.ravel(stats["observation.images.top"]["mean"]), pixels.mean((0, 1, 2)), rtol=1e-6)
+        again = Episode({"top": [row["images"]["top"] for row in rows]}, one.state, one.actions, one.task)
+        copied = read(write_lerobot(tmp_path / "copy", [again], fps=10))
+        assert [row["images"]["top"]["bytes"] for row in copied] == jpeg
+
+    @pytest.mark.parametrize("name", ["a.npz", "a.hdf5"])
+    def test_files_of_arrays_are_refused_with_the_way_out(self, tmp_path, data, name):
+        (tmp_path / name).write_bytes(b"arrays")
+        for spec in (tmp_path / name, tmp_path):
+            with pytest.raises(DataError, match="with write_lerobot, one Episode"):
+                resolve_sources(spec, data, frames=FrameOptions(), report=lambda text: None)
+
+    @pytest.mark.parametrize(
+        ("images", "message"),
+        [
+            ([b"", b""], "(?s)it is empty.*camera 'top', frame 0"),
+            (["no.png", "no.png"], "(?s)no.png does not exist.*camera 'top', frame 0"),
+            ([b"1"], "1 images for 2 frames"),
+            ([encode_image(np.zeros((2, size, 3), np.uint8), "png") for size in (3, 4)], "4 x 2, the first one 3 x 2"),
+        ],
+    )
+    def test_encoded_images_that_cannot_be_used(self, tmp_path, images, message):
+        with pytest.raises(DataError, match=message):
+            write_lerobot(tmp_path / "robot", [replace(episode(2), images={"top": images})], fps=10)
+        assert not (tmp_path / "robot").exists()
+
     def test_the_datasets_library_loads_it(self, written):
         import datasets
 

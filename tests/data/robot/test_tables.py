@@ -11,7 +11,7 @@ import pytest
 
 from shardtune.data.cache.cache import build_dataset
 from shardtune.data.encoder import FrameOptions, RowError
-from shardtune.data.robot.lerobot_writer import encode_image
+from shardtune.data.robot.pictures import encode_image
 from shardtune.data.sources.resolve import resolve_sources
 from shardtune.errors import DataError
 from tests.data.robot.conftest import FramesEncoder, pixels
