@@ -57,13 +57,14 @@ from shardtune.run.inputs import (
     record_models,
     run_inputs,
 )
-from shardtune.run.plan.comparison import PeakComparison
+from shardtune.run.plan.comparison import PeakComparison, is_large
 from shardtune.run.preflight import check_same_rows, connecting, is_one_of_several, try_collective
 from shardtune.run.push import check_push, push_command, push_final
 from shardtune.run.report.write import report_at_end
 from shardtune.run.resume_check import check_same_data
 from shardtune.training.loggers import first_metrics
 from shardtune.training.recorder import Recording
+from shardtune.training.resident_memory import keep_freed_memory, return_freed_memory
 from shardtune.training.runner import SFTRunner
 from shardtune.training.saver import on_main
 from shardtune.training.worker.base import FSDPSftWorker
@@ -256,9 +257,13 @@ def _train(
     )
     if recipe.runner.push_to_hub is not None and is_one_of_several():  # otherwise `shardtune.train` has done so
         on_main(worker.ranks, partial(check_push, recipe.runner.push_to_hub))
+    if worker.device.type == "cpu":
+        return_freed_memory()
     with nullcontext() if display is None else display.during("loading the model"):
         runner.prepare()
         check_final(recipe, worker)
+    if worker.device.type == "cpu" and not is_large(worker):
+        keep_freed_memory()
 
     def begin() -> None:
         known = known_models(plan.run_dir if plan.resume_from else None, in_memory)

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESTART_PEAK = "5"
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
+"""`M_MMAP_THRESHOLD` and `M_TRIM_THRESHOLD` of glibc's malloc.h."""
+RETURNED_FROM = 128 * 1024
+"""Bytes from which on memory is returned when it is freed. It is glibc's own first value of both, which grow to 32 and
+64 MB with what a program frees: then freed tensors stay resident, and few fit into their gaps, as they are aligned."""
+KEPT_TO = 32 * 1024**2
+"""The most bytes up to which glibc by itself keeps what is freed."""
 
 
 class Earlier:
@@ -38,6 +48,30 @@ def restart_peak() -> bool:
         return False
     Earlier.gigabytes = max(Earlier.gigabytes, (before or 0) / 1e9)
     return True
+
+
+def return_freed_memory() -> None:
+    """Return memory to the system when a tensor is freed, from now on; what has been freed so far as well.
+
+    Only glibc has functions for it, and what a user has set by a variable stays. A tensor's pages are then new ones
+    each time, which costs a small model up to a third of its time, and one of 57M parameters 1.5 %.
+    """
+    _set_thresholds(RETURNED_FROM, RETURNED_FROM)
+
+
+def keep_freed_memory() -> None:
+    """Let the next tensors have the memory of freed ones, as glibc does by itself."""
+    _set_thresholds(KEPT_TO, 2 * KEPT_TO)
+
+
+def _set_thresholds(mmap: int, trim: int) -> None:
+    with suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        if "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", ""):
+            return
+        libc.mallopt(MMAP_THRESHOLD, mmap)
+        libc.mallopt(TRIM_THRESHOLD, trim)
+        libc.malloc_trim(0)
 
 
 def _read(key: str) -> int | None:

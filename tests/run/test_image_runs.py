@@ -14,6 +14,7 @@ from PIL import Image
 import shardtune
 from shardtune.data.images.rows import IMAGE_TAG
 from shardtune.errors import DataError, Interrupted
+from shardtune.run.replay.replay import replay
 from tests.support.tiny_run import assert_same_tensors, recorded_rows, signal_after
 from tests.support.vision import save_image_rows, save_vision_model
 
@@ -57,7 +58,7 @@ def last(place: Path, name: str) -> Path:
 
 
 def test_stopped_and_continued_with_loader_processes(place: Path) -> None:
-    """Bitwise, whether or not there were processes before."""
+    """Bitwise, whether or not there were processes before; a step that is replayed has its rows and its loss."""
     with recorded_rows() as whole:
         shardtune.train(recipe(place, "whole"))
     with signal_after(2), recorded_rows() as before, pytest.raises(Interrupted, match="after step 2"):
@@ -66,6 +67,12 @@ def test_stopped_and_continued_with_loader_processes(place: Path) -> None:
         shardtune.train(recipe(place, "stopped"))
     assert before[:2] + after == whole
     assert_same_tensors(last(place, "whole"), last(place, "stopped"))
+    found = replay(place / "runs" / "stopped", 3)
+    assert [line.number for line in found.rows] == whole[2]
+    assert found.measured is not None
+    assert found.measured.metrics["train/loss"] == pytest.approx(found.recorded["train/loss"], rel=1e-5)
+    total = sum(line.losses["ce"] for line in found.rows) / sum(line.weights["ce"] for line in found.rows)
+    assert total == pytest.approx(found.recorded["train/loss"], rel=1e-5)
 
 
 @pytest.mark.slow

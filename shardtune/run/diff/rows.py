@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -16,8 +17,10 @@ from shardtune.data.cache.dataset import Part, TokenDataset
 from shardtune.data.cache.entry import Entry
 from shardtune.data.cache_directory import cache_root
 from shardtune.data.loader.order import DataOrder, OrderSource
+from shardtune.data.quarantine import without_quarantined
 from shardtune.errors import ShardtuneError
 from shardtune.run.stored_run import StoredRun
+from shardtune.training.worker.run_context import silent
 
 BLOCK_ROWS = 1 << 18
 """Rows that are compared at a time."""
@@ -85,8 +88,12 @@ class RunOrder:
             raise NotKnown(f"{run.path}: {what}, in the environment of that time")
         self._tokens = recipe.actor.global_batch_tokens or 0
         self._batch = 0 if self._tokens else (recipe.actor.global_batch_size or 0)
-        if self._tokens and rows is None:
-            raise NotKnown(f"{run.path}: steps are cut by tokens, and the encoded rows are no longer in the cache")
+        if rows is None and (self._tokens or recipe.data.quarantine is not None):
+            why = "steps are cut by tokens" if self._tokens else "data.quarantine leaves rows out"
+            raise NotKnown(
+                f"{run.path}: {why}, and its encoded rows are no longer in the cache, or are no longer those of the run"
+            )
+        self._left_out = np.empty(0, np.int64) if rows is None else rows.left_out
         self._order = DataOrder(
             [OrderSource(**span) for span in run.manifest["data"]["sources"]],
             seed=recipe.runner.seed,
@@ -94,6 +101,7 @@ class RunOrder:
             global_batch_size=self._batch or None,
             global_batch_tokens=self._tokens or None,
             lengths=rows.lengths if self._tokens and rows is not None else None,
+            left_out=self._left_out,
         )
         self._size = self._order.rows_per_epoch
         self._run, self._rows = run, rows
@@ -112,46 +120,60 @@ class RunOrder:
         logged_at, positions = _logged_positions(self._run, self._size)
         step = epoch = start = 0
         while True:
-            rows = self._order.rows(epoch, start, start + BLOCK_ROWS)
-            block = StepBlock(self._sizes(epoch, start, rows), rows)
-            ends = epoch * self._size + start + np.cumsum(block.sizes)
+            block, ends = self._block(epoch, start)
             steps = np.arange(step + 1, step + 1 + len(ends))
             known = np.minimum(np.searchsorted(logged_at, steps), len(logged_at) - 1) if len(logged_at) else steps[:0]
             wrong = np.flatnonzero((logged_at[known] == steps) & (positions[known] != ends)) if len(known) else known
             good = int(wrong[0]) if len(wrong) else len(ends)
             if good:
                 yield block.cut(0, good)
-                step, start = step + good, start + int(block.sizes[:good].sum())
+                step += good
             else:
-                passed = self._passed_over(block, ends, int(positions[known[0]]))
-                start += passed
+                good = self._passed_over(ends, int(positions[known[0]]))
                 at = int(known[0])
                 self.uncertain += bool(at and logged_at[at - 1] != step)
+            start = int(ends[good - 1]) - epoch * self._size
             if start >= self._size:
                 epoch, start = epoch + 1, 0
 
-    def _passed_over(self, block: StepBlock, ends: np.ndarray, position: int) -> int:
-        """The rows that were passed over before the step that ends at a position."""
+    def _passed_over(self, ends: np.ndarray, position: int) -> int:
+        """The steps that were passed over before the one that ends at a position."""
         if position > ends[-1]:
-            return int(block.sizes.sum())
+            return len(ends)
         found = np.flatnonzero(ends == position)
         if not len(found):
             raise NotKnown(
                 f"{self._run.path}: its positions in the data are not those of its recipe's order: data or recipe "
                 "changed when it was continued"
             )
-        return int(block.sizes[: int(found[0])].sum())
+        return int(found[0])
 
-    def _sizes(self, epoch: int, start: int, rows: np.ndarray) -> np.ndarray:
-        """The sizes of the steps that begin at a place of an epoch and lie within `rows`; at least of one."""
+    def _block(self, epoch: int, start: int) -> tuple[StepBlock, np.ndarray]:
+        """Steps from a place of an epoch on, at least one, and the position after each, as `DataOrder.cut` cuts them.
+
+        Worked example: of places 0 to 5 the rows of 1, 2 and 5 are left out, and a step has two rows: those at 0 and 3,
+        then the one at 4. The first step ends at 4, where the next one's first row is, and the second at 6.
+        """
+        rows = self._order.rows(epoch, start, start + BLOCK_ROWS)
         is_end = start + len(rows) >= self._size
-        if self._batch:
-            sizes = np.full(len(rows) // self._batch, self._batch)
-            rest = len(rows) % self._batch
-            sizes = np.append(sizes, rest) if rest and is_end else sizes
-        else:
-            sizes = self._sizes_by_tokens(rows, is_end)
-        return sizes if len(sizes) else np.array([len(self._order.step(epoch, start))])
+        kept = np.flatnonzero(~np.isin(rows, self._left_out))
+        sizes = self._sizes(rows[kept], is_end)
+        nexts = np.cumsum(sizes)
+        if not is_end:  # where a step ends is known from the row behind it
+            sizes, nexts = sizes[nexts < len(kept)], nexts[nexts < len(kept)]
+        if not len(sizes):
+            rows, end = self._order.cut(epoch, start)
+            return StepBlock(np.array([len(rows)]), rows), np.array([epoch * self._size + end])
+        ends = start + np.append(kept, len(rows))[nexts]
+        return StepBlock(sizes, rows[kept][: nexts[-1]]), epoch * self._size + ends
+
+    def _sizes(self, rows: np.ndarray, is_end: bool) -> np.ndarray:
+        """The sizes of the steps that lie within `rows`, of which the first one begins a step."""
+        if self._tokens:
+            return self._sizes_by_tokens(rows, is_end)
+        sizes = np.full(len(rows) // self._batch, self._batch)
+        rest = len(rows) % self._batch
+        return np.append(sizes, rest) if rest and is_end else sizes
 
     def _sizes_by_tokens(self, rows: np.ndarray, is_end: bool) -> np.ndarray:
         assert self._rows is not None
@@ -238,20 +260,21 @@ def _orders(first: StoredRun, second: StoredRun) -> tuple[list[RunOrder], str]:
         if not data.get("sources"):
             why = "it was made by an earlier version" if data.get("train") else "they come from a loader of its own"
             raise NotKnown(f"{run.path}: the order of its rows is not recorded, as {why}")
-        if run.settings.get("data.quarantine") is not None:
-            raise NotKnown(f"{run.path}: rows that data.quarantine leaves out are not computed here")
     data = [run.manifest["data"] for run in (first, second)]
     if data[0]["train_fingerprint"] == data[1]["train_fingerprint"]:
-        # The same rows in the same order: their numbers are enough, but steps that are cut by tokens need lengths.
-        rows = [
-            _encoded_rows(run) if run.settings.get("actor.global_batch_tokens") else None for run in (first, second)
-        ]
+        # The same rows in the same order: their numbers are enough, but steps that are cut by tokens need lengths, and
+        # rows that are left out are known by their content.
+        needed = ("actor.global_batch_tokens", "data.quarantine")
+        rows = [_encoded_rows(run) if any(map(run.settings.get, needed)) else None for run in (first, second)]
         if all(one is None for one in rows):
             return [RunOrder(run, None) for run in (first, second)], "their numbers in the same data"
     rows = [_encoded_rows(run) for run in (first, second)]
     for run, encoded in zip((first, second), rows, strict=True):
         if encoded is None:
-            raise NotKnown(f"{run.path}: its encoded rows are no longer in the cache, so rows cannot be compared")
+            raise NotKnown(
+                f"{run.path}: its encoded rows are no longer in the cache, or are no longer those of the run, so "
+                "rows cannot be compared"
+            )
     return [RunOrder(run, encoded) for run, encoded in zip((first, second), rows, strict=True)], "their content"
 
 
@@ -266,8 +289,11 @@ def _encoded_rows(run: StoredRun) -> TokenDataset | None:
             Part(Entry(entries / file["key"][:2] / file["key"]), file["source"], file["file"]) for file in data["train"]
         ]
         rows = TokenDataset(parts, {span["name"]: span["weight"] for span in data["sources"]})
+        held_out = None
         if recipe.data.eval_split and recipe.data.eval_data_paths is None:
-            rows, _ = rows.split_by_hash(recipe.data.eval_split)
+            rows, held_out = rows.split_by_hash(recipe.data.eval_split)
+        if recipe.data.quarantine is not None:
+            rows = without_quarantined(rows, Path(recipe.data.quarantine), held_out=held_out, report=silent)
     except (OSError, ValueError, ShardtuneError):  # gone, or of another layout
         return None
     return rows if rows.fingerprint == data["train_fingerprint"] else None

@@ -13,23 +13,20 @@ import torch
 from shardtune.config import Recipe
 from shardtune.launch.module_process import module_command, module_environment
 from shardtune.launch.signals import LAUNCHER_PID
+from shardtune.parallel.fsdp2 import local
 from shardtune.training.observer import Observer
 from shardtune.training.resident_memory import resident, resident_peak, restart_peak
 from shardtune.training.worker.adapter_task import AdapterTask
 from shardtune.training.worker.base import FSDPSftWorker
 
 LEAST = 2**24
-"""Parameters below which nothing is compared: Python itself takes more memory than the model."""
+"""Parameters from which on all is compared: with fewer, what Python imports meanwhile takes more than the model."""
 STEPS = 2
 """The optimizer's states exist from the first step on, and the second is the first with all that a step holds."""
 PATIENCE = 30.0
 """Seconds that the end of a short run waits for the plan."""
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 NICE = 10
-GAP = 0.1
-"""Share of the measured memory by which the plan may be below it, before a reason is named."""
-THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
-"""The variable of glibc for the bytes from which on memory is returned when it is freed; by default up to 32 MB."""
 
 
 class PeakComparison:
@@ -62,14 +59,14 @@ class PeakComparison:
 
     def started(self, step: int, total_steps: int) -> None:
         """The run begins its steps: from now on the peak counts."""
-        if self._is_large() and self._worker.device.type == "cpu":
+        if self._worker.device.type == "cpu":
             self._restarted = restart_peak()
         self._observer.started(step, total_steps)
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         self._observer.stepped(step, metrics)
         self._steps += 1
-        if self._steps == STEPS and self._is_large():
+        if self._steps == STEPS:
             self._measure()
         if self._process is not None and self._process.poll() is not None:
             self._show()
@@ -103,26 +100,25 @@ class PeakComparison:
         self._process.kill()
         self._process.communicate()
         self._process = None
-        self._observer.log(f"memory of rank 0 after {STEPS} steps: {self._measured}; the run ended before its plan")
-
-    def _is_large(self) -> bool:
-        return sum(self._worker.state.sizes().values()) >= LEAST
+        self._report("the run ended before its plan")
 
     def _measure(self) -> None:
         device = self._worker.device
+        peak = resident_peak()
         if device.type == "cuda":
             self._peak = float(torch.cuda.max_memory_allocated(device))
-            self._measured = f"{self._peak / 1e9:,.2f} GB allocated at most"
-        else:
-            peak = resident_peak()
-            if not self._restarted or peak is None or self._before is None:
-                return
-            self._peak = float(peak - self._before)
+            self._measured = f"{in_words(self._peak)} allocated at most"
+        elif self._restarted and peak is not None and self._before is not None:
+            self._peak = float(max(peak - self._before, 0))
             self._measured = (
-                f"{self._peak / 1e9:,.2f} GB resident at most, beyond {self._before / 1e9:,.2f} GB before the model"
+                f"{in_words(self._peak)} resident at most, beyond {in_words(self._before)} before the model"
             )
-        if not isinstance(self._worker.task, AdapterTask) or not self._in_files:
-            self._observer.log(f"memory after {STEPS} steps: {self._measured}")
+        else:
+            self._measured = "not measured, as this system counts no peak from a given moment on"
+        why = self._not_planned()
+        if why:
+            lasting = in_words(lasting_bytes(self._worker))
+            self._report(f"{lasting} planned for weights, gradients and optimizer states alone: {why}")
             return
         ranks = self._worker.ranks.world_size
         words = (str(self._file), "--ranks", str(ranks), "--json", f"runner.device={device.type}")
@@ -145,15 +141,42 @@ class PeakComparison:
         self._process = None
         planned = found.get("peak")
         why = "".join(found.get("notes", [])) or reports.strip().rpartition("\n")[2]
-        against = (
-            f"shardtune plan cannot compute it: {why}"
-            if planned is None
-            else f"{planned / 1e9:,.2f} GB planned ({planned / self._peak - 1:+.0%})"
-        )
-        keeps = planned is not None and self._worker.device.type == "cpu" and planned < (1 - GAP) * self._peak
-        advice = (
-            f"; glibc keeps freed memory, unless {THRESHOLD}=131072 is set"
-            if keeps and THRESHOLD not in os.environ
-            else ""
-        )
-        self._observer.log(f"memory of rank 0 after {STEPS} steps: {self._measured}; {against}{advice}")
+        if planned is None:
+            self._report(f"shardtune plan cannot compute it: {why}")
+        else:
+            difference = f" ({planned / self._peak - 1:+.0%})" if self._peak else ""
+            self._report(f"{in_words(planned)} planned{difference}")
+
+    def _not_planned(self) -> str:
+        """Why no plan is compared; "" where one is."""
+        if not isinstance(self._worker.task, AdapterTask):
+            return "no plan has the sizes of the batches that this worker makes"
+        if not self._in_files:
+            return "a plan of the rest needs a recipe that names its files"
+        if not is_large(self._worker):
+            return "a whole plan is compared from 17M parameters on, as Python itself moves by some 50 MB"
+        return ""
+
+    def _report(self, against: str) -> None:
+        self._observer.log(f"memory of rank 0 after {STEPS} steps: {self._measured}; {against}")
+
+
+def is_large(worker: FSDPSftWorker) -> bool:
+    """Whether a model's tensors are large beside what Python takes."""
+    return sum(worker.state.sizes().values()) >= LEAST
+
+
+def lasting_bytes(worker: FSDPSftWorker) -> int:
+    """Bytes of what this rank holds between steps, and of its gradients, by their shapes and dtypes."""
+    weights = worker.state.weights
+    states = [value for state in worker.state.optimizer.state.values() for value in state.values()]
+    held = {id(each): each for each in (*weights.parameters.values(), *worker.state.inner.parameters(), *states)}
+    tensors = [*held.values(), *weights.trainable().values()]  # a gradient is as large as what it is of
+    return sum(local(each).nbytes for each in tensors if isinstance(each, torch.Tensor))
+
+
+def in_words(size: float) -> str:
+    """Bytes in GB, MB or kB."""
+    if size >= 1e8:
+        return f"{size / 1e9:,.2f} GB"
+    return f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB"

@@ -186,7 +186,7 @@ class AdapterTask(CachedRowsTask):
         alone = "rows of one length" if self.adapter.rows_of_one_length else "one row"
         packed = "rows end to end, each attends to itself alone (compared on two rows)"
         summary = replace(summary, attention=packed if self.adapter.rows_share_forwards else f"{alone} per forward")
-        return token_counts(summary, self.training_rows())
+        return token_counts(summary, self.training_rows(), self.adapter.token_term)
 
 
 def _by_source(losses: SourceLosses, *arguments: Any, **settings: Any) -> Totals:

@@ -24,7 +24,7 @@ from shardtune.config.rank_layout import Layout
 from shardtune.data.cache.dataset import TokenDataset
 from shardtune.data.chat.encoder import ChatEncoder
 from shardtune.data.loader.order import DataOrder, OrderSource
-from shardtune.data.loader.protocol import MicroBatch, Step
+from shardtune.data.loader.protocol import MicroBatch, Step, supervised
 from shardtune.data.loader.step_loader import BatchMaker, StepLoader
 from shardtune.data.prepare import PreparedData, WeighedRows
 from shardtune.errors import ConfigError, ModelError
@@ -430,13 +430,20 @@ def harness(recipe: Recipe, adapter: Adapter) -> Harness | None:
     return found
 
 
-def token_counts(summary: RunSummary, rows: TokenDataset) -> RunSummary:
-    """The summary with the tokens and targets of an epoch of `summary.rows` rows."""
-    share, targets = summary.rows / (len(rows) - len(rows.left_out)), rows.term_weights[TOKENS]
+def token_counts(summary: RunSummary, rows: TokenDataset, token_term: str | None = None) -> RunSummary:
+    """The summary with the tokens and targets of an epoch of `summary.rows` rows.
+
+    Args:
+        summary: without them.
+        rows: of training.
+        token_term: the loss term whose weight counts targets; without it the largest of all, as of a step.
+    """
+    share = summary.rows / (len(rows) - len(rows.left_out))
+    weights = {name: float(each.sum() - each[rows.left_out].sum()) for name, each in rows.term_weights.items()}
     return replace(
         summary,
         tokens=round(float(rows.trained_lengths.sum(dtype="int64")) * share),
-        targets=float(targets.sum() - targets[rows.left_out].sum()) * share,
+        targets=supervised(weights, token_term or TOKENS) * share,
     )
 
 

@@ -16,7 +16,9 @@ from typer.testing import CliRunner
 
 import shardtune
 from shardtune.cli.commands import app
+from shardtune.data.quarantine import line_of
 from shardtune.errors import CheckpointError
+from shardtune.run.diff import rows as rows_of_runs
 from shardtune.run.diff.compare import Comparison, compare
 from shardtune.run.diff.numbers import relative_difference
 from shardtune.run.diff.rows import RunOrder, _encoded_rows
@@ -25,6 +27,8 @@ from shardtune.run.diff.show import text
 from shardtune.run.stored_run import StoredRun
 from tests.support.tiny_run import Tiny, make_tiny, recorded_rows, rows, write_rows
 
+LEFT_OUT = (0, 4, 5, 11)
+"""Rows of `train.jsonl` that are left out of two runs."""
 FAST = {"runner__save_interval": -1, "runner__device": "cpu"}
 
 
@@ -48,8 +52,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
             ],
         },
     }
+    changes["left out"] = {"data__quarantine": str(made.folder / "quarantine.jsonl")}
+    changes["left out by tokens"] = changes["left out"] | changes["tokens"]
     seen = {}
     for name, change in changes.items():
+        if name == "left out":
+            encoded = _encoded_rows(StoredRun.read(made.run("base")))
+            assert encoded is not None
+            hashes = encoded.hashes[list(LEFT_OUT)].tolist()
+            (made.folder / "quarantine.jsonl").write_text("".join(line_of({"hash": f"{one:016x}"}) for one in hashes))
         with recorded_rows() as of_steps:
             shardtune.train(made.recipe(name, **FAST, **change))
         seen[name] = of_steps
@@ -192,9 +203,9 @@ def test_causes_are_named(
 
 
 def test_the_computed_rows_are_those_of_training(tiny: Tiny) -> None:
-    """For steps of rows and of tokens, with weighted sources and a held-out share; known again without the manifest."""
+    """For steps of rows and of tokens, with weighted sources and a held-out share, and with rows that are left out."""
     seen = json.loads((tiny.folder / "rows.json").read_text())
-    for name in ("base", "tokens"):
+    for name in ("base", "tokens", "left out", "left out by tokens"):
         run = StoredRun.read(tiny.run(name))
         steps = json.loads((run.path / "metrics.jsonl").read_text().splitlines()[-1])["step"]
         encoded = _encoded_rows(run)
@@ -205,9 +216,35 @@ def test_the_computed_rows_are_those_of_training(tiny: Tiny) -> None:
             found.append(sorted(block.rows[at : at + size].tolist()))
             at += size
         epoch = len(found)
-        assert epoch >= 4
+        assert epoch >= 3
         assert found == [sorted(one) for one in seen[name][: min(epoch, steps)]]
     assert len({len(one) for one in seen["tokens"]}) > 2
+
+
+def test_rows_that_are_left_out_part_the_rows(
+    tiny: Tiny, edited: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step that holds one of them is named, and a run with them is compared to its end."""
+    seen = json.loads((tiny.folder / "rows.json").read_text())
+    found = compare(tiny.run("base"), tiny.run("left out"))
+    pairs = zip(seen["base"], seen["left out"], strict=False)
+    first = next(step for step, (one, other) in enumerate(pairs, 1) if sorted(one) != sorted(other))
+    assert found.rows.step == first
+    assert found.rows.by == "their content"
+    assert "data.quarantine" in causes(found)[0]
+    names = {f"train.jsonl:{row + 1}" for row in LEFT_OUT}
+    assert any(name.endswith(tuple(names)) for name in found.rows.first)
+    assert not any(name.endswith(tuple(names)) for name in found.rows.second)
+    monkeypatch.setattr(rows_of_runs, "BLOCK_ROWS", 7)  # steps that end where a block does
+    for name in ("left out", "left out by tokens"):
+        same = compare(tiny.run(name), tiny.run(name))
+        assert (same.rows.steps, same.rows.step, same.rows.unknown) == (len(seen[name]), None, "")
+    (tiny.folder / "other.jsonl").write_text((tiny.folder / "quarantine.jsonl").read_text().partition("\n")[0])
+    settings = {"quarantine": str(tiny.folder / "other.jsonl")}
+    run = edited(config=lambda tree: tree["data"].update(settings))
+    manifest = json.loads((tiny.run("left out") / "manifest.json").read_text())
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    assert "or are no longer those of the run" in compare(tiny.run("base"), run).rows.unknown
 
 
 def test_a_step_that_was_passed_over_moves_the_rows(tiny: Tiny, edited: Callable[..., Path]) -> None:

@@ -68,6 +68,7 @@ NUMBERS = [
         "seen": [1.0, 1.0],
         "left": [n, 1, 0, 2],
         "right": [n, 2, 1, 0],
+        "tokens": [1 + n % 9, 3, 1 + n % 5, 2],
     }
     for n in range(12)
 ]
@@ -244,6 +245,16 @@ def test_where_rows_have_no_loss_of_their_own_it_is_said(trained: Trained) -> No
     assert "compares all rows of a step" in " ".join(found.notes)
     found = replayed(trained, f"{HEALTHY}:Denoiser")  # with dropout, which rows one by one are computed without
     assert {note.split(",")[0] for note in found.notes if "one by one" in note} == {"of value", "of sign"}
+
+
+def test_a_language_model_whose_loss_has_a_name_of_its_own(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its targets stand on the first screen, and its rows have their losses."""
+    found = replayed(trained, f"{HEALTHY}:Packed")
+    assert "12 rows, 48 tokens (36 trained)" in capsys.readouterr().err
+    total = sum(line.losses["loss"] for line in found.rows) / sum(line.weights["loss"] for line in found.rows)
+    assert total == pytest.approx(found.recorded["train/loss"], rel=1e-12)
 
 
 def test_a_loader_of_a_users_own(trained: Trained, tmp_path: Path) -> None:
