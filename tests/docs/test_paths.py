@@ -25,6 +25,11 @@ READERS_OWN = {
     "my_worker.py",
     "prepare.py",
     "script.py",
+    "my_policy.py",
+    "scripts/train.py",  # openpi's
+    "scripts/compute_norm_stats.py",
+    "vla-scripts/finetune.py",  # OpenVLA's
+    "run_libero_eval.py",
 }
 """Files that a reader writes, or that lie in another project."""
 _FENCED = re.compile(r"^```(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
