@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardtune.config.rank_layout import Layout
-from shardtune.engine.initial_weights import undo_parting
+from shardtune.engine.initial_weights import forget_recorders, undo_parting
 from shardtune.engine.methods import Method, no_method, read_methods
 from shardtune.engine.nn import unwrapped
 from shardtune.engine.push import names_between
@@ -160,10 +160,17 @@ class TrainEngine:
                 where=f"build(tensor_parallel_size={tensor_parallel_size})",
                 remedy=f"use data_parallel_size={tensor_parallel_size}, which shards the weights over as many ranks",
             )
+        if tensor_parallel_size > 1 and not inner.tensor_plan:
+            raise ParallelError(
+                f"{self._kind.__name__} declares no plan by which tensor ranks could share it",
+                where=f"build(tensor_parallel_size={tensor_parallel_size})",
+                remedy="give its class a tensor_plan, or use data_parallel_size",
+            )
         team = colocate_with._built("build(…)") if colocate_with else session.team(layout.num_ranks)
         if colocate_with is not None and take_turns:
             team.engines |= {colocate_with._id: True, self._id: True}
             self._put_others_to_sleep(team)
+        forget_recorders(self._module)
         order = Order(
             copy.deepcopy(self._module) if _is_here(team) else self._module,
             layout,

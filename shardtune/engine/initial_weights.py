@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils.output_capturing import install_all_output_capturing_hooks
 
 from shardtune.checkpoint.module_weights import Supply, in_files, load_plain
 from shardtune.engine.nn import BaseHuggingFaceTrainModule, BaseTrainModule, LoraTrainModule
@@ -19,7 +20,7 @@ from shardtune.models.lora.attach import base_tensors, is_adapted
 from shardtune.models.lora.init import initialise_adapter
 from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.ranks import Ranks
-from shardtune.parallel.torch_private import set_parameter
+from shardtune.parallel.torch_private import remove_forward_hooks, set_parameter
 from shardtune.training.build.initial_weights import directory_of, own_buffers, split_source
 from shardtune.training.build.model import load_initial_weights
 
@@ -98,6 +99,16 @@ def undo_parting(module: nn.Module) -> None:
         if shared.is_meta and places[name].tensor.is_meta and isinstance(shared, nn.Parameter):
             owner, _, key = places[name].own_name.rpartition(".")
             set_parameter(module.get_submodule(owner), key, shared)
+
+
+def forget_recorders(module: nn.Module) -> None:
+    """Remove the hooks by which transformers records hidden states: they cannot be pickled.
+
+    A model that has been called with `output_hidden_states` has them; the next such call makes them anew.
+    """
+    for part in module.modules():
+        remove_forward_hooks(part, lambda hook: hook.__module__ == install_all_output_capturing_hooks.__module__)
+        vars(part).pop("_output_capturing_hooks_installed", None)
 
 
 def _again(module: BaseTrainModule) -> Callable[[], nn.Module]:
