@@ -18,6 +18,7 @@ from shardtune.config.rank_layout import Layout
 from shardtune.engine.initial_weights import forget_recorders, undo_parting
 from shardtune.engine.methods import Method, no_method, read_methods
 from shardtune.engine.nn import unwrapped
+from shardtune.engine.pickling import check_sendable
 from shardtune.engine.push import names_between
 from shardtune.engine.rank_module import PRECISIONS, Order, precision_of
 from shardtune.engine.rank_process import Request
@@ -108,6 +109,9 @@ class TrainEngine:
         weighed = method.check(args, kwargs, has_weights=marked)
         team = self._built(method.name)
         parts = divide(args, kwargs, self._layout, weighed=weighed)
+        for argument, value in (*zip(method.names(args), args, strict=True), *kwargs.items()):
+            data = value.data if isinstance(value, NeedParallel) else value
+            check_sendable(data, f"{self._kind.__name__}.{method.name}", f"the argument {argument}")
         self._take_turn(team)
         same = all(part is parts[0] for part in parts)
         request = Request(self._id, "call", (method.name, parts[0]))
@@ -178,6 +182,8 @@ class TrainEngine:
             self._seed,
             self._gather_to_generate,
         )
+        if not _is_here(team):
+            check_sendable(self._module, f"TrainEngine({self._kind.__name__})", "the module")
         try:
             self.notes: list[str] = team.request_all(Request(self._id, "build", (order,)))[0]
         except BaseException:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationMixin, PreTrainedModel
 
 from shardtune.config.rank_layout import Layout
+from shardtune.engine.attributes import Attributes
 from shardtune.engine.checkpoint import is_saved_state, load_state, save_state
 from shardtune.engine.cuda_alias import PrintedDevice
 from shardtune.engine.full_state import full_state, is_weight_directory, load_directory, save_directory
@@ -136,6 +137,7 @@ class RankModule:
             sequence.probe_assumptions(ranks.device, next(d for d, name in PRECISIONS.items() if name == precision))
             self._weights.copy_masters_to_model()
         self._module.train(trained)
+        self._attributes = Attributes(self._module, ranks)
         with self._as_printed():
             self._module.on_weights_materialized()
         self._adopt_added()
@@ -165,7 +167,7 @@ class RankModule:
             raise ModelError(
                 f"{method} has made the parameters {_few(added)} after the module was built: they are neither "
                 "synchronised nor saved",
-                where=f"{type(self._module).__name__.removeprefix('FSDP')}.{method}",
+                where=f"{self.name}.{method}",
                 remedy="make them in on_weights_materialized, or in __init__",
             )
 
@@ -215,6 +217,11 @@ class RankModule:
             with PrintedDevice(self._ranks.device):
                 yield
 
+    @property
+    def name(self) -> str:
+        """The name of the user's class."""
+        return type(self._module).__name__.removeprefix("FSDP")
+
     def call(self, name: str, part: Part, copy: bool) -> object:
         """Run a method on this rank's part of a call; a rank without samples has no result."""
         self.wake()
@@ -255,7 +262,7 @@ class RankModule:
             "%s.%s: the %d tokens of each sequence are divided among %d ranks, and the targets after the %s between "
             "them are not trained unless the method fetches them: labels = self.next_tokens(input_ids), in place of "
             "input_ids[:, 1:], with the logits of all tokens",
-            type(self._module).__name__.removeprefix("FSDP"),
+            self.name,
             name,
             part.num_tokens,
             self._ranks.layout.sequence,
@@ -294,12 +301,12 @@ class RankModule:
 
     def save(self, folder: str) -> None:
         self.wake()
-        save_state(Path(folder), self._module, self._weights)
+        save_state(Path(folder), self._module, self._weights, self._attributes)
 
     def load(self, folder: str) -> None:
         self.wake()
         if is_saved_state(Path(folder)) or not is_weight_directory(Path(folder)):
-            load_state(Path(folder), self._module, self._weights)
+            load_state(Path(folder), self._module, self._weights, self._attributes)
         else:
             load_directory(self._module, self._weights, Path(folder))
 
