@@ -119,8 +119,8 @@ def save_directory(
             left = sorted(trained.keys() - set(adapter_tensors(module).values()))
             if left and ranks.is_main:
                 logger.warning(
-                    "%s leaves out %s: PEFT's directory has no place for what is trained beside the adapter; engine.save() "
-                    "and engine.named_tensors() have it",
+                    "%s leaves out %s: PEFT's directory has no place for what is trained beside the adapter; "
+                    "engine.save() and engine.named_tensors() have it",
                     directory,
                     ", ".join(left[:5]),
                 )
