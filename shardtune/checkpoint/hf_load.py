@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,10 +47,16 @@ class LoadReport:
     Attributes:
         loaded: how many tensors of the model were filled.
         unexpected: names on disk that the model has no place for (they were not read).
+        missing: names in the model that are not on disk, and have no values yet.
     """
 
     loaded: int
     unexpected: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+
+
+MayLack = Callable[[Sequence[str]], Collection[str]]
+"""Which of some names, that are not on disk, a directory may lack."""
 
 
 @torch.no_grad()
@@ -63,6 +69,7 @@ def load_weights(
     root: nn.Module | None = None,
     frozen: torch.dtype | None = None,
     grow: bool = False,
+    may_lack: MayLack | None = None,
 ) -> LoadReport:
     """Fills a model made inside `init_empty_weights()` from a directory; sharded before or not at all.
 
@@ -75,13 +82,15 @@ def load_weights(
         root: the outermost sharded module, where that is not `model` itself.
         frozen: the dtype of parameters that are not trained, if it is another.
         grow: whether embeddings and head may have more rows than on disk; these become the mean of the others.
+        may_lack: which names may have no weights on disk; they are left to the caller. None: none may.
 
     Raises:
         ModelError: weights missing, torn, of another shape, or quantised; tied weights that differ.
     """
-    assignments, unexpected = check_weights(model, model_path, grow=grow)
+    assignments, unexpected = check_weights(model, model_path, grow=grow, may_lack=may_lack)
     materialise(root if root is not None else model, dtype=dtype, device=torch.device(device), frozen=frozen)
     targets = _targets(model)
+    missing = _missing(model, targets, assignments)
     loaded = _fill_all(model, assignments, targets)
     _check_tied(model, targets)
     _load_generation_config(model, Path(model_path))
@@ -93,7 +102,7 @@ def load_weights(
             type(model).__name__.removeprefix("FSDP"),
             _few(unexpected),
         )
-    return LoadReport(loaded, tuple(unexpected))
+    return LoadReport(loaded, tuple(unexpected), tuple(missing))
 
 
 def overwrite_weights(model: PreTrainedModel, model_path: str | Path) -> None:
@@ -109,7 +118,7 @@ def overwrite_weights(model: PreTrainedModel, model_path: str | Path) -> None:
 
 
 def check_weights(
-    model: PreTrainedModel, model_path: str | Path, *, grow: bool = False
+    model: PreTrainedModel, model_path: str | Path, *, grow: bool = False, may_lack: MayLack | None = None
 ) -> tuple[list[Assignment], list[str]]:
     """The assignment of a directory's tensors to the model's, and the names not in the model; reads headers only.
 
@@ -126,7 +135,7 @@ def check_weights(
     targets = _targets(model)
     assignments, unexpected = assign(model, stored, targets)
     unexpected = _reportable(model, unexpected)
-    _check_complete(model, targets, assignments, Path(model_path))
+    _check_complete(model, targets, assignments, Path(model_path), may_lack)
     growable = {id(parameter) for parameter in growing(model)} if grow else set()
     _check_shapes(assignments, targets, growable)
     return assignments, unexpected
@@ -152,19 +161,31 @@ def _reportable(model: PreTrainedModel, unexpected: Sequence[str]) -> list[str]:
     return [name for name in unexpected if not _matches(harmless, name)]
 
 
-def _check_complete(
-    model: PreTrainedModel, targets: Mapping[str, BaseTensor], assignments: Sequence[Assignment], path: Path
-) -> None:
-    """Refuse weights in which a parameter has no source under any of its names."""
+def _missing(model: PreTrainedModel, targets: Mapping[str, BaseTensor], assignments: Sequence[Assignment]) -> list[str]:
+    """The names of tensors that have no source under any of their names."""
     filled = {name for assignment in assignments for name in _names_made(assignment, targets)}
     by_identity = {id(targets[name].tensor) for name in filled}
     optional = model._keys_to_ignore_on_load_missing
-    missing = [
+    return [
         name
         for name, target in targets.items()
         if id(target.tensor) not in by_identity
         and (isinstance(target.tensor, nn.Parameter) or not _matches(optional, name))
     ]
+
+
+def _check_complete(
+    model: PreTrainedModel,
+    targets: Mapping[str, BaseTensor],
+    assignments: Sequence[Assignment],
+    path: Path,
+    may_lack: MayLack | None,
+) -> None:
+    """Refuse weights in which a parameter has no source under any of its names."""
+    missing = _missing(model, targets, assignments)
+    if missing and may_lack is not None:
+        lacking = may_lack(missing)
+        missing = [name for name in missing if name not in lacking]
     if missing:
         own = type(model).__module__.partition(".")[0] not in ("transformers", "shardtune")
         raise ModelError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -100,6 +100,32 @@ def initialise_weights(
         done |= step.full_names()
 
 
+def initialised_by_class(model: nn.Module) -> set[str]:
+    """The names of the parameters of a model that its class, or a module's own initialiser, gives values."""
+    first_names = {name for name, _ in model.named_parameters()}
+    return set().union(*(step.full_names() for step in _steps(model, first_names)))
+
+
+@torch.no_grad()
+@guard_torch_init_functions()
+def initialise_some(model: nn.Module, names: Collection[str], seed: int, unadapted: nn.Module | None = None) -> None:
+    """Give some parameters of a model in memory the initial values of its own class; the others keep theirs.
+
+    The numbers are those of `initialise_weights`, on any number of ranks.
+
+    Args:
+        names: of the parameters, as before an adapter was attached.
+        unadapted: as for `initialise_weights`.
+    """
+    pattern = unadapted if unadapted is not None else model
+    targets = {target.name: target for target in base_tensors(model)}
+    done = targets.keys() - set(names)
+    for step in _steps(pattern, {name for name, _ in pattern.named_parameters()}):
+        if step.full_names() & set(names):
+            _run(step, done, _seed(seed, step.name), targets, only=names)
+            done |= step.full_names()
+
+
 def _seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
 
@@ -161,7 +187,9 @@ def _written_by(module: nn.Module, init: Initialiser) -> set[str]:
     return {name for name, p in stand_ins.items() if storage_identity(p.untyped_storage()) in writes.storages}
 
 
-def _run(step: _Step, done: set[str], seed: int, targets: Mapping[str, BaseTensor]) -> None:
+def _run(
+    step: _Step, done: set[str], seed: int, targets: Mapping[str, BaseTensor], only: Collection[str] | None = None
+) -> None:
     """Runs one module's initialiser on whole fp32 parameters and keeps this rank's shards of what it wrote."""
     stand_ins = {}
     for name, parameter in _parameters(step.module):
@@ -176,7 +204,8 @@ def _run(step: _Step, done: set[str], seed: int, targets: Mapping[str, BaseTenso
         torch.default_generator.manual_seed(seed)
         step.init(step.module)
     for name in step.written:
-        fill_base(targets[_join(step.name, name)], stand_ins[name].detach())
+        if only is None or _join(step.name, name) in only:
+            fill_base(targets[_join(step.name, name)], stand_ins[name].detach())
 
 
 def _empty(parameter: torch.Tensor) -> nn.Parameter:

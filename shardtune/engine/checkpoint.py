@@ -13,15 +13,16 @@ from shardtune.checkpoint.atomic import sync_tree
 from shardtune.checkpoint.dcp import load_tensors, save_tensors
 from shardtune.checkpoint.optimizer import load_optimizer_tensors, optimizer_tensors
 from shardtune.data.durable import sync_folder
+from shardtune.engine.attributes import Attributes
 from shardtune.engine.offload import optimizers_of
 from shardtune.errors import CheckpointError
 from shardtune.parallel.fsdp2 import Weights
 
-MODEL, OPTIMIZERS, STATE = "model", "optimizers", "engine.json"
+MODEL, OPTIMIZERS, ATTRIBUTES, STATE = "model", "optimizers", "attributes", "engine.json"
 
 
-def save_state(folder: Path, module: nn.Module, weights: Weights) -> None:
-    """Write the trained weights, buffers, optimizers and schedules; every rank calls it.
+def save_state(folder: Path, module: nn.Module, weights: Weights, attributes: Attributes) -> None:
+    """Write the trained weights, buffers, optimizers, schedules and the user's attributes; every rank calls it.
 
     Frozen weights beside trained ones are left out: they are loaded from the module's source of weights.
     """
@@ -32,6 +33,7 @@ def save_state(folder: Path, module: nn.Module, weights: Weights) -> None:
         save_tensors(folder / OPTIMIZERS / name, moments)
     for name, schedule in _schedules(module).items():
         described["schedules"][name] = schedule.state_dict()
+    described["attributes"] = {**attributes.save(folder / ATTRIBUTES)}
     if not dist.is_initialized() or dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f"{STATE}.partial"
@@ -48,7 +50,7 @@ def is_saved_state(folder: Path) -> bool:
     return (folder / STATE).is_file()
 
 
-def load_state(folder: Path, module: nn.Module, weights: Weights) -> None:
+def load_state(folder: Path, module: nn.Module, weights: Weights, attributes: Attributes) -> None:
     """Load what `save_state` wrote, on any number of ranks; every rank calls it.
 
     Raises:
@@ -79,6 +81,7 @@ def load_state(folder: Path, module: nn.Module, weights: Weights) -> None:
     for name, schedule in _schedules(module).items():
         if name in described["schedules"]:
             schedule.load_state_dict(described["schedules"][name])
+    attributes.load(folder / ATTRIBUTES, described.get("attributes", {}))
 
 
 def _kept(weights: Weights) -> dict[str, torch.Tensor]:

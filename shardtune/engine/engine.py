@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from shardtune.config.rank_layout import Layout
-from shardtune.engine.initial_weights import undo_parting
+from shardtune.engine.initial_weights import forget_recorders, undo_parting
 from shardtune.engine.methods import Method, no_method, read_methods
 from shardtune.engine.nn import unwrapped
+from shardtune.engine.pickling import check_sendable
 from shardtune.engine.push import names_between
 from shardtune.engine.rank_module import PRECISIONS, Order, precision_of
 from shardtune.engine.rank_process import Request
@@ -108,6 +109,9 @@ class TrainEngine:
         weighed = method.check(args, kwargs, has_weights=marked)
         team = self._built(method.name)
         parts = divide(args, kwargs, self._layout, weighed=weighed)
+        for argument, value in (*zip(method.names(args), args, strict=True), *kwargs.items()):
+            data = value.data if isinstance(value, NeedParallel) else value
+            check_sendable(data, f"{self._kind.__name__}.{method.name}", f"the argument {argument}")
         self._take_turn(team)
         same = all(part is parts[0] for part in parts)
         request = Request(self._id, "call", (method.name, parts[0]))
@@ -160,10 +164,17 @@ class TrainEngine:
                 where=f"build(tensor_parallel_size={tensor_parallel_size})",
                 remedy=f"use data_parallel_size={tensor_parallel_size}, which shards the weights over as many ranks",
             )
+        if tensor_parallel_size > 1 and not inner.tensor_plan:
+            raise ParallelError(
+                f"{self._kind.__name__} declares no plan by which tensor ranks could share it",
+                where=f"build(tensor_parallel_size={tensor_parallel_size})",
+                remedy="give its class a tensor_plan, or use data_parallel_size",
+            )
         team = colocate_with._built("build(…)") if colocate_with else session.team(layout.num_ranks)
         if colocate_with is not None and take_turns:
             team.engines |= {colocate_with._id: True, self._id: True}
             self._put_others_to_sleep(team)
+        forget_recorders(self._module)
         order = Order(
             copy.deepcopy(self._module) if _is_here(team) else self._module,
             layout,
@@ -171,6 +182,8 @@ class TrainEngine:
             self._seed,
             self._gather_to_generate,
         )
+        if not _is_here(team):
+            check_sendable(self._module, f"TrainEngine({self._kind.__name__})", "the module")
         try:
             self.notes: list[str] = team.request_all(Request(self._id, "build", (order,)))[0]
         except BaseException:

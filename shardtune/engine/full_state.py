@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from shardtune.checkpoint.hf_load import overwrite_weights
 from shardtune.checkpoint.hf_save import disk_dtype, gather_full, save_pretrained
 from shardtune.checkpoint.module_weights import in_files, load_plain, save_plain
 from shardtune.checkpoint.peft_directory import WEIGHTS as ADAPTER_WEIGHTS
-from shardtune.checkpoint.peft_directory import load_adapter, merging, save_adapter
+from shardtune.checkpoint.peft_directory import adapter_tensors, load_adapter, merging, save_adapter
 from shardtune.engine.nn import BaseTrainModule
 from shardtune.errors import CheckpointError, ModelError
 from shardtune.models.lora.attach import base_tensors, is_adapted
@@ -25,6 +26,7 @@ from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.worker.finite_weights import FiniteWeights
 
+logger = logging.getLogger(__name__)
 POSTPROCESS = "postprocess_output_named_parameters"
 
 
@@ -113,6 +115,14 @@ def save_directory(
                     f"{type(module).__name__} is no model of transformers, over which PEFT could load an adapter",
                     where="engine.save_pretrained()",
                     remedy="use engine.save(), or take its tensors from engine.named_tensors()",
+                )
+            left = sorted(trained.keys() - set(adapter_tensors(module).values()))
+            if left and ranks.is_main:
+                logger.warning(
+                    "%s leaves out %s: PEFT's directory has no place for what is trained beside the adapter; "
+                    "engine.save() and engine.named_tensors() have it",
+                    directory,
+                    ", ".join(left[:5]),
                 )
             save_adapter(module, directory, base=module.name_or_path or None, dtype=dtype, tensors=tensors)
         elif isinstance(module, PreTrainedModel):

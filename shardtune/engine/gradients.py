@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,12 +13,15 @@ from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 
+from shardtune.errors import ModelError
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
 
 Roots = torch.Tensor | GradientEdge | Sequence[torch.Tensor] | Sequence[GradientEdge]
 Grads = torch.Tensor | Sequence[torch.Tensor | None] | None
+Inputs = torch.Tensor | Sequence[torch.Tensor]
 
 
 class Gradients:
@@ -35,12 +38,9 @@ class Gradients:
 
     def __init__(self, weights: Weights, ranks: Ranks, partial: Sequence[str]) -> None:
         self._weights = weights
+        self._ranks = ranks
+        self._partial = partial
         self.passed = False
-        self._apart = [
-            parameter
-            for name, parameter in weights.parameters.items()
-            if ranks.mesh is not None and (name in partial or not isinstance(parameter, DTensor))
-        ]
 
     @contextmanager
     def counted(self, share: float) -> Iterator[None]:
@@ -48,36 +48,123 @@ class Gradients:
         plain, thread = torch.autograd.backward, threading.get_ident()
         inside, self.passed = False, False
 
-        def backward(tensors: Roots, grad_tensors: Grads = None, *args: Any, **kwargs: Any) -> None:
+        def backward(
+            tensors: Roots,
+            grad_tensors: Grads = None,
+            retain_graph: bool | None = None,
+            create_graph: bool = False,
+            grad_variables: Grads = None,
+            inputs: Inputs | None = None,
+        ) -> None:
             nonlocal inside
             if inside or threading.get_ident() != thread:  # activation checkpointing calls it in a backward pass
-                plain(tensors, grad_tensors, *args, **kwargs)
+                plain(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
                 return
             inside = self.passed = True
             try:
                 scaled = grad_tensors if share == 1.0 else _scaled(tensors, grad_tensors, share)
-                with self._settled():
-                    plain(tensors, scaled, *args, **kwargs)
+                with self._for_inputs(inputs) as others, self._settled():
+                    plain(tensors, scaled, retain_graph, create_graph, grad_variables, others)
             finally:
                 inside = False
 
         torch.autograd.backward = backward
         try:
-            yield
+            with _GradCalls(self._gradients_of) if self._ranks.mesh is not None else nullcontext():
+                yield
         finally:
             torch.autograd.backward = plain
 
     @contextmanager
     def _settled(self) -> Iterator[None]:
         """Sum what ranks hold of gradients outside of FSDP, those of this pass alone: earlier ones are summed."""
-        held = [parameter.grad for parameter in self._apart]
-        for parameter in self._apart:
+        apart = [
+            parameter
+            for name, parameter in self._weights.parameters.items()
+            if self._ranks.mesh is not None and (name in self._partial or not isinstance(parameter, DTensor))
+        ]
+        held = [parameter.grad for parameter in apart]
+        for parameter in apart:
             parameter.grad = None
+        self._weights.begin_backward()
         yield
         self._weights.sync_replicated_gradients()
-        for parameter, before in zip(self._apart, held, strict=True):
+        for parameter, before in zip(apart, held, strict=True):
             if before is not None:
                 parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
+
+    @contextmanager
+    def _for_inputs(self, inputs: Inputs | None) -> Iterator[Inputs | None]:
+        """Inside, a backward pass for some tensors; gives autograd's argument for it.
+
+        Autograd does not know this rank's part of a parameter, of which the graph holds the whole. So where parameters
+        are among the tensors, the pass runs for all of them, and the others get their gradients back.
+        """
+        own = {id(parameter): parameter for parameter in self._weights.parameters.values()}
+        wanted = {id(tensor) for tensor in _listed(inputs)}
+        if self._ranks.mesh is None or not own.keys() & wanted:
+            yield inputs
+            return
+        others = [parameter for key, parameter in own.items() if key not in wanted]
+        held = [(parameter, parameter.grad) for parameter in others]
+        for parameter in others:
+            parameter.grad = None
+        yield None
+        for parameter, grad in held:
+            parameter.grad = grad
+
+    def _gradients_of(
+        self,
+        outputs: Roots,
+        inputs: Inputs,
+        grad_outputs: Grads = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        only_inputs: bool = True,
+        allow_unused: bool | None = None,
+        is_grads_batched: bool = False,
+        materialize_grads: bool = False,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """torch's `grad`, by a backward pass where parameters are among the inputs: gathered, counted and summed."""
+        wanted = _listed(inputs)
+        own = {id(parameter) for parameter in self._weights.parameters.values()}
+        if gathered := self._weights.gathered(wanted):
+            raise ModelError(
+                f"{gathered[0]} is gathered between a forward and its backward pass, and self.parameters() gives the "
+                "gathered ones there, which no optimizer has",
+                where="torch.autograd.grad(…)",
+                remedy="take the list before the forward: parameters = list(self.parameters())",
+            )
+        if not any(id(tensor) in own for tensor in wanted):
+            return torch.autograd.grad(
+                outputs, inputs, grad_outputs, retain_graph, create_graph, only_inputs, allow_unused,
+                is_grads_batched, materialize_grads,
+            )  # fmt: skip
+        if create_graph or is_grads_batched or not all(id(tensor) in own for tensor in wanted):
+            raise ModelError(
+                "gradients of the module's parameters are summed over ranks, outside of the graph: there are no "
+                "gradients of them, none of a batch of outputs, and none together with those of other tensors",
+                where="torch.autograd.grad(…)",
+                remedy="leave out create_graph and is_grads_batched, and take gradients of parameters in a call of "
+                "their own, with retain_graph=True in the first",
+            )
+        held = [(tensor, tensor.grad) for tensor in wanted]
+        for tensor in wanted:
+            tensor.grad = None
+        try:
+            torch.autograd.backward(outputs, grad_outputs, retain_graph=retain_graph, inputs=wanted)
+            found = tuple(tensor.grad for tensor in wanted)
+        finally:
+            for tensor, grad in held:
+                tensor.grad = grad
+        if not (allow_unused or materialize_grads) and any(grad is None for grad in found):
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True "
+                "if this is the desired behavior."
+            )
+        if materialize_grads:
+            return tuple(torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True))
+        return found
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -105,6 +192,29 @@ class Gradients:
             self._weights.stepping = False  # an optimizer that raises runs no hook
             for handle in handles:
                 handle.remove()
+
+
+class _GradCalls(TorchFunctionMode):
+    """Inside, another function computes what `torch.autograd.grad` does, by whichever name a user has imported it."""
+
+    def __init__(self, instead: Callable[..., tuple[torch.Tensor | None, ...]]) -> None:
+        super().__init__()
+        self._instead = instead
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        return (self._instead if func is torch.autograd.grad else func)(*args, **(kwargs or {}))
+
+
+def _listed(tensors: Inputs | None) -> list[torch.Tensor]:
+    if tensors is None:
+        return []
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
 def one_by_one_if_mixed(group: dict[str, Any]) -> None:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils.output_capturing import install_all_output_capturing_hooks
 
 from shardtune.checkpoint.module_weights import Supply, in_files, load_plain
+from shardtune.checkpoint.random_init import initialised_by_class
 from shardtune.engine.nn import BaseHuggingFaceTrainModule, BaseTrainModule, LoraTrainModule
 from shardtune.errors import ModelError
 from shardtune.models.adapter import WeightSource
 from shardtune.models.lora.attach import base_tensors, is_adapted
 from shardtune.models.lora.init import initialise_adapter
-from shardtune.parallel.meta_init import materialise
+from shardtune.parallel.meta_init import init_empty_weights, materialise
 from shardtune.parallel.ranks import Ranks
-from shardtune.parallel.torch_private import set_parameter
+from shardtune.parallel.torch_private import remove_forward_hooks, set_parameter
 from shardtune.training.build.initial_weights import directory_of, own_buffers, split_source
-from shardtune.training.build.model import load_initial_weights
+from shardtune.training.build.model import build_empty, load_initial_weights
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +79,39 @@ def load_first_weights(module: BaseTrainModule, prefix: str, ranks: Ranks, dtype
             ranks=ranks,
             device=ranks.device,
             by_class=True,
+            may_lack=partial(_new_heads, module, seed),
         )
     if empty_adapter:
         initialise_adapter(module, seed)
     return notes
+
+
+def _new_heads(module: BaseTrainModule, seed: int, directory: Path, missing: Sequence[str]) -> set[str]:
+    """Which missing tensors are new, and initialised by the model's class; other files are incomplete, or foreign.
+
+    New is what the module has beside the class that the files were saved from; if they were saved from another class,
+    what it has beside the base model (`model.` of a Llama), as a reward model begun from a causal one.
+    """
+    if not isinstance(module, PreTrainedModel):
+        return set()
+    file = directory / "config.json"
+    declared = (json.loads(file.read_text()).get("architectures") or []) if file.is_file() else []
+    models = [
+        kind
+        for kind in type(module).__mro__
+        if issubclass(kind, PreTrainedModel) and not issubclass(kind, BaseTrainModule)
+    ]
+    saved = next((kind for kind in models if kind.__name__ in declared), None)
+    if saved is None and module.base_model is module:
+        saved = models[0]
+    if saved is not None:
+        with init_empty_weights():
+            known = {base.name for base in base_tensors(saved(copy.deepcopy(module.config)))}
+        added = set(missing) - known
+    else:
+        added = {name for name in missing if not name.startswith(f"{module.base_model_prefix}.")}
+    pattern = build_empty(_again(module), seed)[0] if is_adapted(module) else module
+    return added & initialised_by_class(pattern)
 
 
 def undo_parting(module: nn.Module) -> None:
@@ -98,6 +131,16 @@ def undo_parting(module: nn.Module) -> None:
         if shared.is_meta and places[name].tensor.is_meta and isinstance(shared, nn.Parameter):
             owner, _, key = places[name].own_name.rpartition(".")
             set_parameter(module.get_submodule(owner), key, shared)
+
+
+def forget_recorders(module: nn.Module) -> None:
+    """Remove the hooks by which transformers records hidden states: they cannot be pickled.
+
+    A model that has been called with `output_hidden_states` has them; the next such call makes them anew.
+    """
+    for part in module.modules():
+        remove_forward_hooks(part, lambda hook: hook.__module__ == install_all_output_capturing_hooks.__module__)
+        vars(part).pop("_output_capturing_hooks_installed", None)
 
 
 def _again(module: BaseTrainModule) -> Callable[[], nn.Module]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -20,6 +20,7 @@ HOOKS = frozenset(
     if not name.startswith("_")
 )
 """Names of hooks and helpers, which are not callable methods."""
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 WEIGHTS = "weights"
 """The parameter of a method that receives the weights of its samples."""
 
@@ -39,6 +40,11 @@ class Method:
     @property
     def takes_weights(self) -> bool:
         return WEIGHTS in self.signature.parameters
+
+    def names(self, args: Sequence[object]) -> list[str]:
+        """The names of positional arguments; those of `*args` are numbered."""
+        named = [name for name, parameter in self.signature.parameters.items() if parameter.kind in POSITIONAL]
+        return [named[place] if place < len(named) else f"number {place + 1}" for place in range(len(args))]
 
     def check(self, args: tuple[object, ...], kwargs: Mapping[str, object], *, has_weights: bool) -> bool:
         """Refuse invalid arguments before the ranks are involved; returns whether to pass weights.

@@ -95,6 +95,29 @@ class _Scaled(torch.autograd.Function):
         return (grads[0] * ctx.factor).to(ctx.dtype), None, None
 
 
+class _Summing(Protocol):
+    """State that the forward pass of `_SummedOverRanks` saves for the backward pass."""
+
+    group: dist.ProcessGroup
+
+
+class _SummedOverRanks(torch.autograd.Function):
+    """The sum over ranks; each rank's part gets the sum of the gradients that come back on all of them."""
+
+    @staticmethod
+    def forward(ctx: _Summing, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        total = part.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: _Summing, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
 class BaseTrainModule(nn.Module):
     """What a module has to be so that an engine can run its methods on all ranks; each hook has a default.
 
@@ -129,8 +152,15 @@ class BaseTrainModule(nn.Module):
 
     @property
     def tensor_plan(self) -> Mapping[str, str]:
-        """How tensor ranks share the module: names, with `*` for numbers, to styles of transformers."""
-        return {}
+        """How tensor ranks share the module: names, with `*` for numbers, to styles of transformers.
+
+        By default as the models of transformers in it declare.
+        """
+        return {
+            f"{name}.{pattern}": style
+            for name, part in pretrained_parts(self)
+            for pattern, style in part.tp_plan.items()
+        }
 
     def on_weights_materialized(self) -> None:
         """Called on each rank once the weights are there: the place to make an optimizer."""
@@ -203,6 +233,22 @@ class BaseTrainModule(nn.Module):
             here = rank_context.tokens.ranks.get_local_rank()
             following = firsts[here + 1] if here + 1 < len(firsts) else following
         return torch.cat([input_ids[:, 1:], following], dim=1)
+
+    def sum_over_sequence(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks that share sequences: of a sequence's tokens each has a part.
+
+        Worked example: `logps.sum(1)` of a preference loss is, on each of two ranks, the sum over its half of the
+        tokens; `self.sum_over_sequence(logps.sum(1))` is the whole one on both, and its gradient reaches all tokens.
+
+        Args:
+            part: sums over this rank's tokens, of any shape, the same on all ranks.
+
+        Returns:
+            The same shape, the same numbers on every rank that shares the sequences; `part` itself where a call does
+            not divide tokens.
+        """
+        tokens = self._rank_context().tokens
+        return part if tokens is None else _SummedOverRanks.apply(part, tokens.ranks.get_group())
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale the gradient so that its norm over all ranks is at most `max_norm`; returns the norm before that."""
@@ -329,6 +375,15 @@ class BaseHuggingFaceTrainModule(BaseTrainModule):
     def tensor_plan(self) -> Mapping[str, str]:
         """As the model declares."""
         return self.tp_plan  # pyright: ignore[reportAttributeAccessIssue, reportReturnType]
+
+
+def pretrained_parts(module: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
+    """The models of transformers in a module, by name, without those inside one another; itself has the name ""."""
+    if isinstance(module, PreTrainedModel):
+        yield "", module
+        return
+    for key, child in module.named_children():
+        yield from ((f"{key}.{name}" if name else key, part) for name, part in pretrained_parts(child))
 
 
 def _model_class(kind: type) -> type[PreTrainedModel]:

@@ -7,9 +7,11 @@ import pickle
 from typing import Any, TypeVar
 
 import cloudpickle
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardtune.errors import ParallelError
 from shardtune.parallel.torch_private import tree_map
 
 T = TypeVar("T")
@@ -28,6 +30,40 @@ def pack_for_twin(value: object) -> bytes:
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception:  # not importable there, for example functions inside functions
         return pack(value)
+
+
+class _Nowhere(io.RawIOBase):
+    """A file that keeps nothing."""
+
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+class _Trial(cloudpickle.CloudPickler):
+    """Pickles all but the numbers of tensors and arrays, which always can be."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor | np.ndarray) and (isinstance(obj, torch.Tensor) or obj.dtype != object):
+            return int, ()
+        return super().reducer_override(obj)
+
+
+def check_sendable(value: object, method: str, what: str) -> None:
+    """Refuse what cannot travel between the caller and a rank, also where both are one process.
+
+    Args:
+        method: "Class.method", for the message.
+        what: which value this is.
+    """
+    try:
+        _Trial(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    except Exception as error:  # what a user's object raises
+        raise ParallelError(
+            f"{what} cannot be sent between processes: {error}",
+            where=method,
+            remedy="pass plain values, lists, dicts, tensors or paths; what holds files, locks or generators is made "
+            "on the ranks",
+        ) from error
 
 
 def unpack(packed: bytes) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationMixin, PreTrainedModel
 
 from shardtune.config.rank_layout import Layout
+from shardtune.engine.attributes import Attributes
 from shardtune.engine.checkpoint import is_saved_state, load_state, save_state
 from shardtune.engine.cuda_alias import PrintedDevice
 from shardtune.engine.full_state import full_state, is_weight_directory, load_directory, save_directory
@@ -27,6 +28,7 @@ from shardtune.engine.nn import (
     RankContext,
     crosses_borders,
     in_call,
+    pretrained_parts,
     set_rank_context,
     unwrapped,
 )
@@ -35,7 +37,7 @@ from shardtune.engine.pickling import detached
 from shardtune.engine.push import Facts, Form, Names, Receiver, copy_parts, facts_of, forms_of, names_between, stream
 from shardtune.engine.sequence_parallel import SequenceForward
 from shardtune.engine.split_arguments import Part
-from shardtune.errors import ModelError
+from shardtune.errors import ModelError, ParallelError
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, Weights
 from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
 from shardtune.parallel.ranks import Ranks
@@ -116,7 +118,9 @@ class RankModule:
         self._weights = (
             hold(self._module, partial=model_parallel.partial)
             if layout.flat and ranks.mesh is not None
-            else Weights(self._module, self._module, in_full, ranks, partial=model_parallel.partial)
+            else Weights(
+                self._module, self._module, in_full, ranks, partial=model_parallel.partial, parts_of_units=True
+            )
         )
         if layout.tensor > 1:
             _quieten()
@@ -133,9 +137,39 @@ class RankModule:
             sequence.probe_assumptions(ranks.device, next(d for d, name in PRECISIONS.items() if name == precision))
             self._weights.copy_masters_to_model()
         self._module.train(trained)
+        self._attributes = Attributes(self._module, ranks)
         with self._as_printed():
             self._module.on_weights_materialized()
+        self._adopt_added()
         self._weights.copy_masters_to_model()
+
+    def _adopt_added(self) -> None:
+        """Let parameters that `on_weights_materialized` has made be synchronised and saved as the others are."""
+        added = self._weights.added()
+        made = self._ranks.gather({name: (tuple(p.shape), str(p.dtype)) for name, p in added.items()})
+        if any(other != made[0] for other in made):
+            rank = next(rank for rank, other in enumerate(made) if other != made[0])
+            raise ModelError(
+                f"rank 0 makes the parameters {made[0]}, rank {rank} {made[rank]}",
+                where="on_weights_materialized",
+                remedy="make the same ones on every rank",
+            )
+        self._weights.adopt(added)
+        if added and self._ranks.world_size > 1:
+            self.notes.append(
+                f"{len(added)} parameters made in on_weights_materialized are whole on every rank, with rank 0's "
+                f"values: {_few(added)}; made in __init__ they would be sharded"
+            )
+
+    def _check_none_added(self, method: str) -> None:
+        """Refuse parameters that a method has made: no other rank has the same values, and nothing saves them."""
+        if added := self._weights.added():
+            raise ModelError(
+                f"{method} has made the parameters {_few(added)} after the module was built: they are neither "
+                "synchronised nor saved",
+                where=f"{self.name}.{method}",
+                remedy="make them in on_weights_materialized, or in __init__",
+            )
 
     def _sequence_forward(self) -> SequenceForward | None:
         if self._ranks.layout.sequence == 1:
@@ -145,11 +179,20 @@ class RankModule:
 
     def _apply_model_parallel(self) -> ModelParallel:
         layout = self._ranks.layout
-        heads = _heads(self._module) if layout.tensor > 1 or layout.sequence > 1 else None
-        if heads is not None:
+        parts = pretrained_parts(self._module) if layout.tensor > 1 or layout.sequence > 1 else ()
+        found = [heads for _, part in parts if (heads := _heads(part)) is not None]
+        for heads in found:
             check_heads(heads, layout.tensor, layout.sequence)
+        fewest = min(found, key=lambda heads: heads.key_value, default=None)
+        if fewest is not None and fewest.key_value < layout.tensor and len(set(found)) > 1:
+            raise ParallelError(
+                f"the models in {type(self._module).__name__} have different heads, and one has {fewest.key_value} of "
+                f"keys and values, fewer than {layout.tensor} tensor ranks",
+                where=f"build(tensor_parallel_size={layout.tensor})",
+                remedy=f"use tensor_parallel_size={fewest.key_value}",
+            )
         return apply_model_parallel(
-            self._module, self._module.tensor_plan, {}, self._ranks, heads if layout.tensor > 1 else None
+            self._module, self._module.tensor_plan, {}, self._ranks, fewest if layout.tensor > 1 else None
         )
 
     def _units(self) -> list[nn.Module]:
@@ -173,6 +216,11 @@ class RankModule:
         else:
             with PrintedDevice(self._ranks.device):
                 yield
+
+    @property
+    def name(self) -> str:
+        """The name of the user's class."""
+        return type(self._module).__name__.removeprefix("FSDP")
 
     def call(self, name: str, part: Part, copy: bool) -> object:
         """Run a method on this rank's part of a call; a rank without samples has no result."""
@@ -198,6 +246,7 @@ class RankModule:
                 self._report_borders(name, part)
         finally:
             self._weights.copy_masters_to_model()  # changes of the weights take effect in the next forward
+        self._check_none_added(name)
         return None if part.idle else value
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -213,7 +262,7 @@ class RankModule:
             "%s.%s: the %d tokens of each sequence are divided among %d ranks, and the targets after the %s between "
             "them are not trained unless the method fetches them: labels = self.next_tokens(input_ids), in place of "
             "input_ids[:, 1:], with the logits of all tokens",
-            type(self._module).__name__.removeprefix("FSDP"),
+            self.name,
             name,
             part.num_tokens,
             self._ranks.layout.sequence,
@@ -252,12 +301,12 @@ class RankModule:
 
     def save(self, folder: str) -> None:
         self.wake()
-        save_state(Path(folder), self._module, self._weights)
+        save_state(Path(folder), self._module, self._weights, self._attributes)
 
     def load(self, folder: str) -> None:
         self.wake()
         if is_saved_state(Path(folder)) or not is_weight_directory(Path(folder)):
-            load_state(Path(folder), self._module, self._weights)
+            load_state(Path(folder), self._module, self._weights, self._attributes)
         else:
             load_directory(self._module, self._weights, Path(folder))
 
@@ -331,15 +380,17 @@ class RankModule:
         self._memory.forget()
 
 
+def _few(names: Collection[str]) -> str:
+    return f"{', '.join([*names][:3])}{', …' if len(names) > 3 else ''}"
+
+
 def _quieten() -> None:
     """Suppress warnings about views of gathered tensors and repeated gathering, which are intended."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     quieten_redistribution()
 
 
-def _heads(module: nn.Module) -> Heads | None:
-    if not isinstance(module, PreTrainedModel):
-        return None
+def _heads(module: PreTrainedModel) -> Heads | None:
     values = module.config.get_text_config().to_dict()
     if "num_attention_heads" not in values:
         return None

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardtune.config.rank_layout import Layout
 from shardtune.data.loader.order import derive_seed
 from shardtune.engine.call_watch import Board, CallWatch, end_rank
-from shardtune.engine.pickling import pack, unpack
+from shardtune.engine.pickling import check_sendable, pack, unpack
 from shardtune.engine.rank_module import Order, RankModule
 from shardtune.errors import ParallelError
 from shardtune.launch.local import lost_a_peer
@@ -172,8 +172,10 @@ class Host:
         if request.action == "call":
             try:
                 with self._watch.during(str(request.arguments[0])):
-                    return resident.call(*request.arguments, copy=self._copies)
-            except Exception:
+                    value = resident.call(*request.arguments, copy=self._copies)
+                check_sendable(value, f"{resident.name}.{request.arguments[0]}", f"its value on rank {self._rank}")
+                return value
+            except BaseException:  # an interrupted one as well: in a notebook the module lives on
                 resident.recover()
                 raise
         if request.action == "push_here":

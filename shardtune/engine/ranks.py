@@ -66,7 +66,11 @@ class Team(ABC):
                 where=requests[0].action,
                 remedy="make the engine anew; engine.save() and load() keep what was trained",
             )
-        outcomes = self._send(requests)
+        try:
+            outcomes = self._send(requests)
+        except KeyboardInterrupt:
+            self.interrupt(requests[0])
+            raise
         failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
         if failures:
             raise_failure(failures)
@@ -75,6 +79,12 @@ class Team(ABC):
     def request_all(self, request: Request) -> list[Any]:
         """Send the same request to every rank."""
         return self.request([request] * self.num_ranks)
+
+    def interrupt(self, request: Request) -> None:
+        """End the ranks of a call that the caller has left; going on, they would change weights behind its back."""
+        name = request.arguments[0] if request.action == "call" else request.action
+        self.dead = self.dead or f"{name} was interrupted, at different places on different ranks"
+        self.close()
 
     @abstractmethod
     def _send(self, requests: Sequence[Request]) -> list[Outcome]: ...
@@ -93,6 +103,9 @@ class InProcess(Team):
 
     def _send(self, requests: Sequence[Request]) -> list[Outcome]:
         return [Outcome(self._host.do(requests[0]))]
+
+    def interrupt(self, request: Request) -> None:
+        """The exception has ended the method itself."""
 
     def close(self) -> None:
         """The process is the caller's; only the engines in it end."""

@@ -41,10 +41,12 @@ class SpmdRanks(Team):
     def _send(self, requests: Sequence[Request]) -> list[Outcome]:
         request = requests[self.rank]
         own: object = None
+        packed = b""
         failure: Failure | None = None
         problem: BaseException | None = None
         try:
             own = self._host.do(request)
+            packed = b"" if request.of_first else pack_for_twin(own)
         except Exception as error:
             problem, failure = error, failure_of(self.rank, error)
         failures = self._agree(failure, problem)
@@ -53,7 +55,7 @@ class SpmdRanks(Team):
         if request.of_first:
             return [Outcome(own)] * self.num_ranks
         values: list[bytes] = [b""] * self.num_ranks
-        dist.all_gather_object(values, pack_for_twin(own))
+        dist.all_gather_object(values, packed)
         return [Outcome(unpack(value)) for value in values]
 
     def _agree(self, failure: Failure | None, problem: BaseException | None) -> list[Failure]:

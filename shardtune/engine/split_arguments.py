@@ -197,6 +197,8 @@ class _Place:
         data, ranks = rank // layout.model_ranks, layout.num_data_ranks
         sequence = rank // layout.tensor % layout.sequence
         start, stop = size * data // ranks, size * (data + 1) // ranks
+        if size < ranks:  # the first ranks have them, so that the first results are those of samples
+            start, stop = min(data, size), min(data + 1, size)
         length = 0 if num_tokens is None else -(-num_tokens // layout.sequence)
         return cls(layout, start, stop, num_tokens, sequence * length, min((sequence + 1) * length, num_tokens or 0))
 

@@ -33,13 +33,21 @@ class ShardedOperands(TorchFunctionMode):
         root: the sharded module.
         compute: the dtype of the computation.
         compare: is called before weights are gathered.
+        units: sharded modules in the root whose weights are DTensors also while they are gathered, for tensor ranks.
     """
 
-    def __init__(self, root: FSDPModule, compute: torch.dtype, compare: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        root: FSDPModule,
+        compute: torch.dtype,
+        compare: Callable[[str], None],
+        units: Sequence[FSDPModule] = (),
+    ) -> None:
         super().__init__()
         self._root = root
         self._compute = compute
         self._compare = compare
+        self._units = units
 
     def __torch_function__(
         self,
@@ -50,7 +58,7 @@ class ShardedOperands(TorchFunctionMode):
     ) -> Any:
         given = dict(kwargs or {})
         sharded, plain = _kinds(args, given)
-        if not sharded or keeps_parts(func) or holds_gathered(self._root):
+        if not sharded or keeps_parts(func) or holds_gathered(self._root) or any(map(holds_gathered, self._units)):
             return func(*args, **given)
         if not plain:
             with suppress(RuntimeError):  # an operation that DTensors do not have

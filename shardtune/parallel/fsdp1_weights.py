@@ -130,6 +130,16 @@ class FlatWeights(Weights):
             pieces[name] = _Piece(places[name], shapes[name], numbers, by_row)
         return pieces
 
+    def adopt(self, added: Mapping[str, nn.Parameter]) -> None:
+        names = dict(self._model.named_parameters())
+        if lost := [name for name in self._pieces if name in added or name not in names]:
+            raise ModelError(
+                f"FSDP1 has joined {lost[0]} with other parameters, so another one cannot take its place",
+                where="on_weights_materialized",
+                remedy='replace it in __init__, or use executor="fsdp2"',
+            )
+        super().adopt(added)
+
     def _outside(self) -> bool:
         return not self._flattened.in_forward and not in_backward()
 
@@ -223,6 +233,12 @@ class FlatWeights(Weights):
         self._held.clear()
         for shell in self._flattened.shells:
             shell.used.clear()
+
+    def begin_backward(self) -> None:
+        # FSDP1 adds to the gradient of the pass before, in the memory that parameters' gradients are views of.
+        for shell in self._flattened.wrapped:
+            if (flat := _trained(shell)) is not None:
+                flat.grad = None
 
     def restore_model(self) -> None:
         super().restore_model()

@@ -146,6 +146,7 @@ class Weights:
         excluded_from_checkpoint: names of parameters that checkpoints leave out, because they are loaded from where
             training starts.
         partial: names of parameters that every tensor rank holds, and of whose gradient each computes a part.
+        parts_of_units: whether modules inside units, of which tensor ranks have parts, are called by themselves.
 
     Attributes:
         parameters: by name; of those that are sharded this rank's part.
@@ -170,8 +171,10 @@ class Weights:
         reduce_each: bool = False,
         excluded_from_checkpoint: Collection[str] = (),
         partial: Collection[str] = (),
+        parts_of_units: bool = False,
     ) -> None:
         self._root = root
+        self._model = model
         self._partial = partial
         self._excluded_from_checkpoint = excluded_from_checkpoint
         self._ranks = ranks
@@ -186,6 +189,8 @@ class Weights:
         self._parts: Gathering | None = None
         if isinstance(root, FSDPModule):
             self._parts = gather_for_parts(root, self._same_call.compare, self._free_after_part)
+            if parts_of_units and ranks.layout.tensor > 1:
+                self._parts.gather_inside_units()
             initialise_root(root)
         compute, master = COMPUTE_DTYPE[precision], MASTER_DTYPE[precision]
         self._master, self._compute = master, compute
@@ -218,6 +223,44 @@ class Weights:
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that are trained, by name."""
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+
+    def added(self) -> dict[str, nn.Parameter]:
+        """The parameters that the model has got since this object was made, by name."""
+        known = {id(parameter) for parameter in self._computed.values()}
+        return {name: parameter for name, parameter in self._model.named_parameters() if id(parameter) not in known}
+
+    def gathered(self, tensors: Sequence[torch.Tensor]) -> list[str]:
+        """The names of those among some tensors that are in the place of a sharded parameter while it is gathered."""
+        given = {id(tensor) for tensor in tensors} - {id(parameter) for parameter in self._computed.values()}
+        return [name for name, parameter in self._model.named_parameters() if id(parameter) in given]
+
+    @torch.no_grad()
+    def adopt(self, added: Mapping[str, nn.Parameter]) -> None:
+        """Take over parameters and buffers that were made on each rank, after the model was sharded; all ranks call it.
+
+        They stay whole, on every rank, with rank 0's values, and the objects that an optimizer may hold already. What
+        the model no longer has is forgotten.
+
+        Args:
+            added: what `added` gives, alike on all ranks.
+        """
+        self._computed = dict(self._model.named_parameters())
+        apart = {name: self.parameters[name] for name in self._apart if name in self._computed}
+        before = set(self._buffers.tensors())
+        self._buffers = Buffers(self._model, self._ranks)
+        fresh = [tensor for name, tensor in self._buffers.tensors().items() if name not in before]
+        for tensor in (*added.values(), *fresh):
+            tensor.data = tensor.data.to(self._ranks.device)
+            if self.on_ranks and not isinstance(tensor, DTensor):
+                self._ranks.share(tensor.data)
+        self.parameters = {**self._computed, **apart}
+        self._apart = list(apart)
+        self._whole = [name for name, parameter in self._computed.items() if self._is_whole(name, parameter)]
+        self.shapes = {name: self.shapes.get(name, parameter.shape) for name, parameter in self._computed.items()}
+        self.shapes |= {name: parameter.shape for name, parameter in added.items()}
+        self._num_copies = {name: self._copies(name) for name in self.parameters}
+        self.has_buffers = bool(self._buffers.tensors())
+        self.replicates = self.replicates or (self.on_ranks and bool(self._whole or self.has_buffers))
 
     def _own(self, left_out: Collection[str] = ()) -> dict[str, torch.Tensor]:
         everything = {**self.parameters, **self._buffers.tensors()}
@@ -362,7 +405,8 @@ class Weights:
 
     def _whole_operands(self, compute: torch.dtype) -> AbstractContextManager[object]:
         if isinstance(self._root, FSDPModule) and self._outside():
-            return ShardedOperands(self._root, compute, self._same_call.compare)
+            units = self._sharded if self._ranks.layout.tensor > 1 else ()
+            return ShardedOperands(self._root, compute, self._same_call.compare, units)
         return nullcontext()
 
     def _is_whole(self, name: str, parameter: torch.Tensor) -> bool:
@@ -499,6 +543,9 @@ class Weights:
     def zero_gradients(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
+
+    def begin_backward(self) -> None:
+        """Let a backward pass of a user's begin with the gradients that parameters have then: its own, or none."""
 
 
 def _fits(parameter: nn.Parameter, dtype: torch.dtype) -> bool:

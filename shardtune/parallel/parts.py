@@ -7,6 +7,7 @@ method of a model's (`generate`, one that predicts actions) calls parts instead:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ def find_hidden(module: nn.Module, _args: object, output: object) -> None:
 
 
 class Gathering:
-    """Begins and ends a forward of the root around the outermost call of a part.
+    """Begins and ends a forward of the root around the outermost call of a part; made by `gather_for_parts`.
 
     Attributes:
         paused: all weights are gathered already.
@@ -100,6 +101,35 @@ class Gathering:
         self.paused = False
         self._outermost: nn.Module | None = None
         self._depth = 0
+        self._owners: dict[nn.Module, FSDPModule] = {}
+        self._cut: set[nn.Module] = set()
+
+    def gather_inside_units(self) -> None:
+        """Treat the call of a module inside a unit as a forward of the unit.
+
+        Where only shards lie on ranks, operations gather what they use (`ShardedOperands`), and no module needs a hook.
+        A module with layers that tensor ranks share computes on its rank's part, which only FSDP2 gathers. Such a layer
+        by itself has a part of the features: called by itself it computes on its whole weight.
+        """
+        assert isinstance(self._root, nn.Module)
+        for unit in self._root.modules():  # inner units come later
+            if unit in self._units and unit is not self._root:
+                assert isinstance(unit, FSDPModule)
+                self._owners |= {module: unit for module in unit.modules() if module not in self._units}
+        for module in self._owners:
+            if "forward" in vars(module) and not [*module.children()]:
+                self._cut.add(module)
+                vars(module)["forward"] = self._whole_if_outermost(module, vars(module)["forward"])
+            if type(module).forward is not nn.Module.forward:
+                module.register_forward_pre_hook(self.begin, with_kwargs=True, prepend=True)
+                module.register_forward_hook(self.end, always_call=True)
+
+    def _whole_if_outermost(self, layer: nn.Module, on_parts: Callable[..., object]) -> Callable[..., object]:
+        def forward(*args: object, **kwargs: object) -> object:
+            called = partial(type(layer).forward, layer) if layer is self._outermost else on_parts
+            return called(*args, **kwargs)
+
+        return forward
 
     def begin(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Inputs:
         """Before the forward of a part, or of a unit, which gathers its own weights."""
@@ -107,13 +137,14 @@ class Gathering:
             return args, kwargs
         if module is self._outermost:
             self._depth += 1
-        if self._outermost is not None or not is_at_rest(self._root):
+        owner = self._owners.get(module, self._root)
+        if self._outermost is not None or not is_at_rest(self._root) or not is_at_rest(owner):
             return args, kwargs
         self._compare(type(module).__name__)
         if module in self._units:
             return args, kwargs
         self._outermost, self._depth = module, 1
-        return before_forward(self._root, args, kwargs)
+        return (args, kwargs) if module in self._cut else before_forward(owner, args, kwargs)
 
     def end(self, part: nn.Module, args: tuple[object, ...], output: object) -> object:
         if part is not self._outermost:
@@ -122,7 +153,11 @@ class Gathering:
         if self._depth:
             return output
         self._outermost = None
-        output = after_forward(self._root, args, output)
-        find_hidden(self._root, args, output)
+        if part in self._cut:
+            return output
+        owner = self._owners.get(part, self._root)
+        assert isinstance(owner, nn.Module)
+        output = after_forward(owner, args, output)
+        find_hidden(owner, args, output)
         self._done()
         return output

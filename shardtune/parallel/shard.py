@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from torch import nn
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from shardtune.parallel.fsdp1 import FlatSharding, into_rows
 from shardtune.parallel.fsdp1_weights import FlatWeights
@@ -67,6 +68,7 @@ def shard_model(
             experts=experts,
             offload=offload,
         )
+    _register_recorded_outputs(root)
 
     def hold(
         model: nn.Module,
@@ -88,3 +90,14 @@ def shard_model(
         )
 
     return hold
+
+
+def _register_recorded_outputs(root: nn.Module) -> None:
+    """Let the models of transformers in `root` return hidden states, attentions and router logits.
+
+    transformers registers what a model can return in its constructor, by the name of its class. An unpickled model has
+    not run it, and FSDP2 gives a module another class; without the entry outputs are left out without a word.
+    """
+    for module in root.modules():
+        if isinstance(module, PreTrainedModel):
+            _CAN_RECORD_REGISTRY[module] = module.can_record_outputs

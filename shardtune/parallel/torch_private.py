@@ -105,6 +105,15 @@ def forward_hooks(module: nn.Module) -> Iterator[Callable[..., object]]:
         yield from (*each._forward_pre_hooks.values(), *each._forward_hooks.values())
 
 
+def remove_forward_hooks(module: nn.Module, chosen: Callable[[Callable[..., object]], bool]) -> None:
+    """Remove a module's own forward hooks that somebody else has registered and keeps no handle of."""
+    for number, hook in list(module._forward_hooks.items()):
+        if chosen(hook):
+            del module._forward_hooks[number]
+            module._forward_hooks_with_kwargs.pop(number, None)
+            module._forward_hooks_always_called.pop(number, None)
+
+
 def schema_of(operation: OpOverload) -> torch.FunctionSchema:
     """The names, defaults and aliases of an operation's arguments; torch has no public way to read them."""
     return operation._schema

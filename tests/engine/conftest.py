@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import shardtune
-from tests.support.engine_modules import save_model
+from shardtune import TrainEngine
+from tests.support.engine_modules import make, save_model
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +20,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True, scope="session")
 def _session() -> None:
     shardtune.init("local", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def two_ranks(model: Path, _session: None) -> Iterator[TrainEngine]:
+    """An engine for `colocate_with`: processes take some seconds to start."""
+    with TrainEngine(make(model)).build(data_parallel_size=2) as engine:
+        yield engine

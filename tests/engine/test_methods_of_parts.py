@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LogitsProcessor, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, Qwen2ForCausalLM
 
 from shardtune import NeedParallel, TrainEngine, nn
 from shardtune.engine.generation import has_own_code
@@ -98,10 +99,15 @@ def plain(model: Path, tensor: bool) -> tuple[list[float], torch.Tensor, list[li
     return losses, logits, answers, [ended(row) for row in made.generate(torch.tensor(SAMPLES), **BATCH).tolist()]
 
 
+def built(module: Any, executor: Any, ranks: TrainEngine) -> TrainEngine:
+    sizes = {"tensor_parallel_size": 2} if executor == "tensor" else {}
+    engine = TrainEngine(module, "fsdp2" if executor == "tensor" else executor)
+    return engine.build(colocate_with=ranks, take_turns=False, **sizes)
+
+
 @pytest.mark.parametrize("executor", ["fsdp2", "fsdp1", "ddp", "tensor"])
-def test_parts_and_weights_in_methods(model: Path, executor: Any) -> None:
-    sizes = {"tensor_parallel_size": 2} if executor == "tensor" else {"data_parallel_size": 2}
-    engine: Any = TrainEngine(make(model, Scored), "fsdp2" if executor == "tensor" else executor).build(**sizes)
+def test_parts_and_weights_in_methods(model: Path, two_ranks: TrainEngine, executor: Any) -> None:
+    engine: Any = built(make(model, Scored), executor, two_ranks)
     engine.scores(NeedParallel(SAMPLES[:4]))
     losses = [sum(engine.step(NeedParallel(SAMPLES[:4]))) / 2 for _ in range(2)]
     scores = torch.cat(engine.scores(NeedParallel(SAMPLES[:4])))[:4]
@@ -152,3 +158,111 @@ def test_a_printed_cuda_in_what_generates(model: Path) -> None:
     assert engines[2].batch(rows)[0][0] == wanted
     assert not has_own_code(make(model, Processed))
     assert has_own_code(make(model, Replaced))
+
+
+# -- A module of whole models ------------------------------------------------------------------------------------------
+
+
+class Value(torch.nn.Module):
+    """A head over a model that is also a part by itself."""
+
+    def __init__(self, body: torch.nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        self.head = torch.nn.Linear(32, 1).double()
+
+    def forward(self, ids: torch.Tensor, scale: float) -> dict[str, torch.Tensor]:
+        return {"value": self.head(self.body(ids).last_hidden_state) * scale}
+
+
+class Net(torch.nn.Module):
+    """Has a scalar, and a method of its own that uses weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4).double(), torch.nn.Linear(4, 4).double()
+        self.scale = torch.nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x))) * self.scale
+
+    def energy(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.first.weight * self.scale).square().mean()
+
+
+class Parts:
+    """Steps that call parts at several depths, twice before an update; in plain PyTorch and on ranks."""
+
+    def _make(self: Any) -> None:
+        sizes = {
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+        }
+        torch.manual_seed(0)
+        config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, **sizes)
+        self.policy = LlamaForCausalLM(config).double()
+        self.ref = copy.deepcopy(self.policy).requires_grad_(False)
+        self.value = Value(self.policy.model)
+        self.nets = torch.nn.ModuleDict({"x": Net(), "y": torch.nn.ModuleDict({"z": Net()})})
+        self.listed = torch.nn.ModuleList([Net(), Net()])
+        self.recurrent = torch.nn.GRU(4, 4, batch_first=True).double()
+
+    def _optimize(self: Any) -> None:
+        self.optimizer = torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    def step(self: Any, rows: list[list[int]]) -> float:
+        for ids in torch.tensor(rows).chunk(2):
+            out = self.policy(ids, output_hidden_states=True)
+            with torch.no_grad():
+                expected = self.ref(ids).logits + self.value(ids, scale=1.0)["value"]
+                x = self.nets["x"](expected[..., :4])
+            loss = (out.logits - expected).square().mean() + self.value(ids, scale=2.0)["value"].square().mean()
+            hidden = self.nets["y"]["z"](x) + self.listed[1](self.listed[0](x)) + self.nets["y"]["z"].first(x)
+            loss = loss + hidden.square().mean() + self.nets["x"].energy(x) + self.recurrent(x)[0].square().mean()
+            inner = self.policy.model.norm(self.policy.get_input_embeddings()(ids))
+            for layer in self.policy.model.layers:
+                inner = layer.mlp(inner) + layer.self_attn.q_proj(out.hidden_states[1])
+            (loss + inner.square().mean()).backward()
+        norm = self.clip_grad_norm_(0.5)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(norm)
+
+    def answers(self: Any, rows: list[list[int]]) -> list[list[int]]:
+        return [self.policy.generate(torch.tensor([row]), **answer(row)).tolist()[0] for row in rows]
+
+
+class OnRanks(Parts, nn.Fsdp2TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self._make()
+
+    def on_weights_materialized(self) -> None:
+        self._optimize()
+
+
+class InOneProcess(Parts, torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self._make()
+        self._optimize()
+
+    def clip_grad_norm_(self, norm: float) -> torch.Tensor:
+        return torch.nn.utils.clip_grad_norm_(self.parameters(), norm)
+
+
+@pytest.mark.parametrize("executor", ["fsdp2", "fsdp1", "ddp", "tensor"])
+def test_parts_of_a_module_of_whole_models(two_ranks: TrainEngine, executor: Any) -> None:
+    rows = SAMPLES[:4]
+    expected = InOneProcess()
+    norms = [expected.step(rows) for _ in range(2)]
+    weights = dict(expected.named_parameters())
+    with built(OnRanks(), executor, two_ranks) as engine:
+        assert [engine.step(NeedParallel(rows))[0] for _ in range(2)] == pytest.approx(norms, abs=1e-11)
+        found = {name: tensor for name, tensor in engine.named_tensors() if name in weights}
+        answers = engine.answers(NeedParallel(rows))
+    assert found.keys() == weights.keys()
+    assert max(float((found[name] - weight.detach()).abs().max()) for name, weight in weights.items()) < 1e-10
+    assert (answers[0] if executor == "tensor" else answers[0] + answers[1]) == expected.answers(rows)

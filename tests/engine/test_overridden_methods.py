@@ -60,7 +60,7 @@ class Model(nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
         total = torch.nn.functional.cross_entropy(
             self(ids).logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100
         )
-        self.mean_over_ranks(total / self.ranks.world_size, (targets >= 0).sum()).backward()
+        self.mean_over_ranks(self.sum_over_sequence(total) / self.ranks.world_size, (targets >= 0).sum()).backward()
         self.clip_grad_norm_(1.0)
         self.optimizer.step()
         return total.item()
@@ -86,7 +86,9 @@ class Plain(nn.Fsdp2TrainModule):
 
     def step(self, rows: list[list[float]]) -> float:
         x = torch.tensor(rows, device=self.device)
-        loss = self.mean_over_ranks(self(x).sum() / self.ranks.world_size, self.next_tokens(x).numel())
+        loss = self.mean_over_ranks(
+            self.sum_over_sequence(self(x).sum()) / self.ranks.world_size, self.next_tokens(x).numel()
+        )
         loss.backward()
         self.clip_grad_norm_(1.0)
         self.optimizer.step()

@@ -118,3 +118,9 @@ def test_rows_that_cannot_be_dealt_by_tokens():
         divide([NeedParallel([[1, 2]], max_tokens=2)], {}, Layout(), weighed=False)
     with pytest.raises(DataError, match="divided differently"):
         divide([NeedParallel([[1]], max_tokens=2), NeedParallel([[1]], max_tokens=3)], {}, Layout(), weighed=True)
+
+
+def test_fewer_samples_than_ranks_are_the_first_ranks():
+    found = parts(["a", "b"], Layout(1, 4))
+    assert [part.idle for part in found] == [False, False, True, True]
+    assert [part.args[0] for part in found[:2]] == [["a"], ["b"]]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from shardtune.checkpoint.hf_load import initialise_weights, load_weights
 from shardtune.checkpoint.module_weights import Supply, check_names, in_files, load_plain
+from shardtune.checkpoint.random_init import initialise_some
 from shardtune.config.parameter_patterns import as_pattern
 from shardtune.config.shown import as_written
 from shardtune.errors import ConfigError, ModelError, ShardtuneError
@@ -206,6 +208,7 @@ def load_initial_weights(
     frozen: torch.dtype | None = None,
     grow: bool = False,
     by_class: bool = False,
+    may_lack: Callable[[Path, Sequence[str]], Collection[str]] | None = None,
 ) -> list[str]:
     """Load the initial weights into a sharded model, in full precision; every rank calls it.
 
@@ -227,6 +230,7 @@ def load_initial_weights(
         grow: whether embeddings may have more rows than a directory of transformers; they get the mean of its rows.
         by_class: whether `build()` makes a model of transformers from its config and does nothing else. Then None means
             the initialiser of its class, which runs module by module, so that no rank holds the whole model.
+        may_lack: which of some names a directory of transformers may lack; those are initialised by the model's class.
 
     Returns:
         Notes for the user, a sentence each.
@@ -244,7 +248,11 @@ def load_initial_weights(
     elif isinstance(model, PreTrainedModel) and isinstance(source, str | Path):
         directory = directory_of(source)
         check_same_files([directory], ranks)
-        load_weights(model, directory, root=root, grow=grow, **form)
+        lacking = partial(may_lack, directory) if may_lack is not None else None
+        missing = load_weights(model, directory, root=root, grow=grow, may_lack=lacking, **form).missing
+        if missing:
+            initialise_some(model, missing, seed, build_empty(build, seed)[0] if is_adapted(model) else None)
+            notes.append(f"{', '.join(missing)} are not in {directory} and begin as the model's class initialises them")
     else:
         found = _gather(source, model, build, seed, ranks)
         materialise(root, **form)

@@ -1,0 +1,214 @@
+"""Parameters made in `on_weights_materialized`, recorded outputs and `torch.autograd.grad`: as in plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen2ForCausalLM
+
+import shardtune
+from shardtune import NeedParallel, TrainEngine, nn
+from shardtune.errors import ModelError
+from tests.support.engine_modules import SAMPLES
+
+ROWS = SAMPLES[:4]
+
+
+class Steps:
+    """Steps of a critic, in plain PyTorch and on ranks: two backward passes, then gradients by hand."""
+
+    def both(self: Any, rows: list[list[int]]) -> list[float]:
+        return [self._step(rows), self._by_hand(rows)]
+
+    def _step(self: Any, rows: list[list[int]]) -> float:
+        for ids in torch.tensor(rows).chunk(2):
+            out = self(ids, output_hidden_states=True, output_attentions=True)
+            loss = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            loss = loss + self.v_head(out.hidden_states[-1]).square().mean() + out.hidden_states[1].square().mean()
+            if self.whole_attentions():
+                loss = loss + out.attentions[0].square().mean()
+            (loss / 2).backward()
+        return self._update()
+
+    def _by_hand(self: Any, rows: list[list[int]]) -> float:
+        parameters, ids = list(self.parameters()), torch.tensor(rows)
+        logits = self(ids).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        loss = loss + self.v_head(logits[..., :32]).square().mean() + self.lm_head.weight.square().sum() * 1e-3
+        for parameter, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = grad
+        return self._update()
+
+    def _update(self: Any) -> float:
+        norm = self.clip_grad_norm_(0.5)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(norm)
+
+    def _head(self: Any) -> None:
+        self.v_head = torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+        self.v_head.register_buffer("scale", torch.rand(3))
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Critic(Steps, nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
+    def on_weights_materialized(self) -> None:
+        torch.manual_seed(5 + self.ranks.rank)
+        self._head()
+
+    def whole_attentions(self) -> bool:
+        return self.ranks.layout.tensor == 1  # tensor ranks have some heads each
+
+    def late(self) -> None:
+        self.other = torch.nn.Linear(2, 2)
+
+    def too_late(self, rows: list[list[int]]) -> None:
+        loss = self(torch.tensor(rows)).logits.mean()
+        torch.autograd.grad(loss, list(self.parameters()))
+
+    def second_order(self, rows: list[list[int]]) -> None:
+        parameters = list(self.parameters())
+        torch.autograd.grad(self(torch.tensor(rows)).logits.mean(), parameters, create_graph=True)
+
+    def buffer(self) -> torch.Tensor:
+        return self.v_head.get_buffer("scale")
+
+
+class PlainCritic(Steps, Qwen2ForCausalLM):
+    def whole_attentions(self) -> bool:
+        return True
+
+    def clip_grad_norm_(self, norm: float) -> torch.Tensor:
+        return torch.nn.utils.clip_grad_norm_(self.parameters(), norm)
+
+
+class PlainTensorCritic(PlainCritic):
+    def whole_attentions(self) -> bool:
+        return False
+
+
+def plain(model: Path, kind: type) -> tuple[list[float], dict[str, torch.Tensor]]:
+    made: Any = kind.from_pretrained(model, dtype=torch.float64, attn_implementation="eager").train()
+    torch.manual_seed(5)
+    made._head()
+    norms = made.both(ROWS)
+    return norms, copy.deepcopy(made.state_dict())
+
+
+def critic(model: Path) -> Any:
+    with shardtune.init_empty_weights():
+        return Critic.from_pretrained(model, attn_implementation="eager")
+
+
+@pytest.mark.parametrize("executor", ["one", "fsdp2", "fsdp1", "ddp", "tensor"])
+def test_a_head_made_in_the_hook_is_a_part_of_the_module(model: Path, two_ranks: TrainEngine, executor: str, tmp_path):
+    sizes: dict[str, Any] = {"tensor_parallel_size": 2} if executor == "tensor" else {}
+    sizes |= {} if executor == "one" else {"colocate_with": two_ranks, "take_turns": False}
+    kind: Any = "fsdp2" if executor in ("one", "tensor") else executor
+    wanted, weights = plain(model, PlainTensorCritic if executor == "tensor" else PlainCritic)
+    with TrainEngine(critic(model), kind).build(**sizes) as engine:
+        assert engine.both(NeedParallel(ROWS))[0] == pytest.approx(wanted, abs=1e-11)
+        found = dict(engine.named_tensors())
+        assert found.keys() == weights.keys()
+        assert max(float((found[name] - weights[name]).abs().max()) for name in found) < 1e-10
+        assert all(torch.equal(scale, weights["v_head.scale"]) for scale in engine.buffer())
+        assert any("v_head.0.weight" in note for note in engine.notes) == (executor != "one")
+        engine.save(tmp_path / "state")
+        engine.sleep().wake()
+        engine.save_pretrained(tmp_path / "saved")
+        norms = engine.both(NeedParallel(ROWS))
+    assert torch.equal(load_file(tmp_path / "saved" / "model.safetensors")["v_head.0.weight"], found["v_head.0.weight"])
+    if executor != "tensor":
+        return
+    alone = TrainEngine(critic(model)).build()
+    alone.load(tmp_path / "state")
+    assert dict(alone.named_tensors()).keys() == found.keys()
+    assert alone.both(NeedParallel(ROWS))[0][1] == pytest.approx(norms[0][1], rel=0.5)  # its loss has attentions too
+
+
+def test_what_gradients_and_parameters_cannot_be_is_refused(model: Path, two_ranks: TrainEngine):
+    with TrainEngine(critic(model)).build(colocate_with=two_ranks, take_turns=False) as engine:
+        with pytest.raises(
+            ModelError, match=r"gathered between a forward and its backward.*\n.*\n.*before the forward"
+        ):
+            engine.too_late(ROWS)
+        with pytest.raises(ModelError, match="leave out create_graph"):
+            engine.second_order(ROWS)
+        with pytest.raises(ModelError, match=r"late has made the parameters other.weight, other.bias after"):
+            engine.late()
+
+
+class Replacing(Critic):
+    def on_weights_materialized(self) -> None:
+        self.lm_head = torch.nn.Linear(32, 64, bias=False).double()
+
+
+def test_fsdp1_refuses_another_parameter_in_the_place_of_one(model: Path, two_ranks: TrainEngine):
+    with shardtune.init_empty_weights():
+        module = Replacing.from_pretrained(model)
+    with pytest.raises(ModelError, match=r"FSDP1 has joined lm_head.weight with other parameters"):
+        TrainEngine(module, "fsdp1").build(colocate_with=two_ranks, take_turns=False)
+    with TrainEngine(module).build(colocate_with=two_ranks, take_turns=False) as engine:
+        assert dict(engine.named_tensors())["lm_head.weight"].shape == (64, 32)
+
+
+class Routed(nn.HuggingFaceFsdp2TrainModule, MixtralForCausalLM):
+    def balance(self, rows: list[list[int]]) -> float:
+        return self(torch.tensor(rows), output_router_logits=True).aux_loss.item()
+
+
+def test_a_routers_balance_loss_is_that_of_one_process(two_ranks: TrainEngine):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = MixtralConfig(vocab_size=64, num_hidden_layers=2, num_local_experts=4, **sizes)
+    torch.manual_seed(0)
+    module = Routed(config)
+    wanted = module.balance(ROWS)
+    with TrainEngine(module).build(colocate_with=two_ranks, take_turns=False) as engine:
+        assert engine.balance(ROWS) == pytest.approx([wanted, wanted], abs=1e-6)
+    assert wanted > 1.0
+
+
+class Preferring(nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
+    """A loss that is no sum over tokens: of each sequence's log-probability."""
+
+    def on_weights_materialized(self) -> None:
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def _each(self, ids: torch.Tensor) -> torch.Tensor:
+        targets = self.next_tokens(ids)
+        logps = -F.cross_entropy(self(ids).logits.transpose(1, 2), targets, reduction="none", ignore_index=-100)
+        return -F.logsigmoid(self.sum_over_sequence(logps.sum(1)) / 10)
+
+    def plainly(self, ids: torch.Tensor) -> float:
+        return self._done(self._each(ids).mean())
+
+    def by_mean(self, ids: torch.Tensor) -> float:
+        each = self._each(ids)
+        return self._done(self.mean_over_ranks(each.sum(), len(each)))
+
+    def by_weights(self, ids: torch.Tensor, weights: torch.Tensor) -> float:
+        weights = weights if weights.ndim == 1 else weights.sum(1)
+        return self._done((self._each(ids) * weights).sum())
+
+    def _done(self, loss: torch.Tensor) -> float:
+        loss.backward()
+        norm = self.clip_grad_norm_(1e9)
+        self.optimizer.zero_grad()
+        return norm
+
+
+def test_sums_over_shared_sequences(model: Path, two_ranks: TrainEngine):
+    with shardtune.init_empty_weights():
+        module = Preferring.from_pretrained(model)
+    data = NeedParallel(torch.tensor(SAMPLES[:3]), type="seq")
+    wanted = TrainEngine(module).build().plainly(data)[0]
+    for sizes in ({"sequence_parallel_size": 2}, {}):
+        with TrainEngine(module).build(colocate_with=two_ranks, take_turns=False, **sizes) as engine:
+            for method in ("plainly", "by_mean", "by_weights"):
+                assert getattr(engine, method)(data)[0] == pytest.approx(wanted, abs=1e-11), method

@@ -1,0 +1,227 @@
+"""What a user's class keeps on its module, sends and is interrupted in; heads that no file holds."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification, Qwen2Model
+
+import shardtune
+from shardtune import NeedParallel, TrainEngine, nn
+from shardtune.engine import ranks_local
+from shardtune.errors import CheckpointError, ModelError, ParallelError
+from tests.support.engine_modules import SAMPLES, make
+
+# -- Attributes --------------------------------------------------------------------------------------------------------
+
+
+class Keeping(nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
+    """Counts, averages its weights and lists its losses."""
+
+    def __init__(self, config: Qwen2Config) -> None:
+        super().__init__(config)
+        self.seen = 0
+
+    def on_weights_materialized(self) -> None:
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.schedules = [torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)]
+        self.ema = {name: p.detach().clone() for name, p in self.named_parameters()}
+        self._history: list[tuple[int, float]] = []
+        self.lock = threading.Lock()
+
+    def step(self, rows: list[list[int]]) -> float:
+        loss = self.mean_over_ranks(self(torch.tensor(rows)).logits.logsumexp(-1).sum(), len(rows))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedules[0].step()
+        for name, parameter in self.named_parameters():
+            self.ema[name].lerp_(parameter.detach(), 0.5)
+        self.seen += 4
+        self._history.append((self.seen, loss.item()))
+        self.last = torch.tensor([loss.item()])
+        self.where = self.ranks.rank
+        return loss.item()
+
+    def kept(self) -> tuple[int, list[tuple[int, float]], torch.Tensor, float, float]:
+        rate = self.optimizer.param_groups[0]["lr"]
+        averages = sum(float((e.full_tensor() if self.ranks.mesh is not None else e).sum()) for e in self.ema.values())
+        return self.seen, self._history, self.last, rate, averages
+
+    def forget_average(self) -> None:
+        del self.ema
+
+    def unsendable(self, given: Any = None) -> Any:
+        return threading.Lock()
+
+
+@pytest.fixture
+def keeping(model: Path) -> Any:
+    with shardtune.init_empty_weights():
+        return Keeping.from_pretrained(model)
+
+
+def test_attributes_are_saved_and_loaded_in_any_layout(keeping, two_ranks: TrainEngine, tmp_path: Path, caplog):
+    alone = TrainEngine(keeping).build()
+    for _ in range(2):
+        alone.step(SAMPLES[:4])
+    with caplog.at_level(logging.WARNING):
+        alone.save(tmp_path / "state")
+        alone.save(tmp_path / "again")
+    assert caplog.text.count("engine.save() leaves out self.lock (a lock)") == 1
+    wanted = alone.kept()[0]
+    with TrainEngine(keeping).build(colocate_with=two_ranks, take_turns=False) as engine:
+        engine.load(tmp_path / "state")
+        for found in engine.kept():
+            assert found[:2] == wanted[:2]
+            assert torch.equal(found[2], wanted[2])
+            assert found[3:] == pytest.approx(wanted[3:], abs=1e-10)
+        after = engine.step(NeedParallel(SAMPLES[:4]))[0]
+        engine.save(tmp_path / "two")
+        again = engine.kept()[0]
+    assert after == pytest.approx(alone.step(SAMPLES[:4])[0], abs=1e-10)
+    alone.step(SAMPLES[:4])
+    alone.load(tmp_path / "two")
+    assert alone.kept()[0][:2] == again[:2]
+    assert alone.kept()[0][3:] == pytest.approx(again[3:], abs=1e-10)
+
+
+# -- Values that cannot travel -----------------------------------------------------------------------------------------
+
+
+def test_values_that_cannot_be_pickled_name_method_and_rank(keeping, two_ranks: TrainEngine):
+    alone = TrainEngine(keeping).build()
+    ranks = TrainEngine(keeping).build(colocate_with=two_ranks, take_turns=False)
+    for engine in (alone, ranks):
+        with pytest.raises(ParallelError, match=r"the argument given cannot be sent .*\n.*Keeping\.unsendable"):
+            engine.unsendable(threading.Lock())
+        with pytest.raises(ParallelError, match=r"its value on rank 0 cannot be sent.*\n.*Keeping\.unsendable"):
+            engine.unsendable(given=[torch.zeros(2), {"a": {1, 2}}])
+        assert engine.step(SAMPLES[:4])
+    ranks.close()
+
+
+# -- Interrupts --------------------------------------------------------------------------------------------------------
+
+
+class Patient(nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
+    def wait(self, file: str) -> None:
+        for number in range(2000):
+            Path(f"{file}{self.ranks.rank}").write_text(str(number))
+            time.sleep(0.01)
+
+    def one(self) -> int:
+        return 1
+
+
+def _interrupt_once(file: Path) -> None:
+    def interrupt() -> None:
+        while not file.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_caught_interrupt_stops_the_method(model: Path, tmp_path: Path, ranks: int):
+    engine = TrainEngine(make(model, Patient)).build(data_parallel_size=ranks)
+    _interrupt_once(tmp_path / f"at{ranks - 1}")
+    with pytest.raises(KeyboardInterrupt):
+        engine.wait(str(tmp_path / "at"))
+    if ranks == 1:
+        assert engine.one() == [1]
+        return
+    with pytest.raises(ParallelError, match=r"ranks of this engine are gone: wait was interrupted"):
+        engine.one()
+    team = engine._team
+    assert isinstance(team, ranks_local.LocalRanks)
+    assert all(process.poll() is not None for process in team._ranks)
+    engine.close()
+
+
+# -- New heads ---------------------------------------------------------------------------------------------------------
+
+
+class Reward(nn.HuggingFaceFsdp2TrainModule, Qwen2ForSequenceClassification):
+    def on_weights_materialized(self) -> None:
+        """Trained."""
+
+
+class Actor(nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
+    def __init__(self, config: Qwen2Config) -> None:
+        super().__init__(config)
+        self.v_head = torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.Linear(8, 1))
+
+
+class Body(nn.HuggingFaceFsdp2TrainModule, Qwen2Model):
+    def __init__(self, config: Qwen2Config) -> None:
+        super().__init__(config)
+        self.value = torch.nn.Linear(32, 1, bias=False)
+
+
+def begun(kind: Any, model: Path, ranks: TrainEngine | None, **sizes: int) -> tuple[dict[str, torch.Tensor], list[str]]:
+    with shardtune.init_empty_weights():
+        module = kind.from_pretrained(model)
+    given: dict[str, Any] = {"colocate_with": ranks, "take_turns": False, **sizes} if ranks else {}
+    with TrainEngine(module).build(**given) as engine:
+        return dict(engine.named_tensors()), engine.notes
+
+
+@pytest.mark.parametrize(
+    ("kind", "new"), [(Reward, "score.weight"), (Actor, "v_head.0.weight"), (Body, "value.weight")]
+)
+def test_a_new_head_is_initialised_alike_in_all_layouts(model: Path, two_ranks: TrainEngine, kind: Any, new: str):
+    alone, notes = begun(kind, model, None)
+    assert 0.01 < float(alone[new].std()) < 0.03  # the config's initializer_range
+    assert [note for note in notes if new in note and "not in" in note]
+    for sizes in ({}, {"tensor_parallel_size": 2}) if kind is Reward else ({},):
+        found, _ = begun(kind, model, two_ranks, **sizes)
+        assert all(torch.equal(found[name], alone[name]) for name in alone)
+
+
+class Adapted(nn.LoraTrainModule, Qwen2ForCausalLM):
+    def on_weights_materialized(self) -> None:
+        self.v_head = torch.nn.Linear(32, 1)
+
+
+def test_a_head_beside_an_adapter_is_named_where_it_is_left_out(model: Path, tmp_path: Path, caplog):
+    with shardtune.init_empty_weights():
+        module: Any = Adapted.from_pretrained(model)
+        module.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    engine = TrainEngine(module).build()
+    with caplog.at_level(logging.WARNING):
+        engine.save_pretrained(tmp_path)
+    assert "leaves out v_head.bias, v_head.weight" in caplog.text
+    assert "v_head.weight" in dict(engine.named_tensors())
+
+
+def test_foreign_and_incomplete_weights_are_refused_still(model: Path, tmp_path: Path):
+    config = Qwen2Config.from_pretrained(model)
+    made = Qwen2ForCausalLM(config)
+    del made.lm_head
+    made.all_tied_weights_keys = {}
+    made.save_pretrained(tmp_path / "incomplete")
+    torch.nn.Module.register_module(made.model, "blocks", made.model.layers)
+    del made.model.layers
+    made.save_pretrained(tmp_path / "foreign")
+    for kind, folder in ((Actor, "incomplete"), (Reward, "foreign"), (Body, "foreign")):
+        with pytest.raises(ModelError, match="are not among the weights"):
+            begun(kind, tmp_path / folder, None)
+
+
+def test_a_state_without_a_place_is_refused(keeping, two_ranks: TrainEngine, tmp_path: Path):
+    with TrainEngine(keeping).build(colocate_with=two_ranks, take_turns=False) as engine:
+        engine.save(tmp_path)
+        engine.forget_average()
+        with pytest.raises(CheckpointError, match=r"self.ema was saved with a sharded tensor"):
+            engine.load(tmp_path)
