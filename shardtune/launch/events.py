@@ -35,6 +35,7 @@ EventName = Literal[
     "start", "resume", "save", "anomaly", "rollback", "lost", "stuck", "restart", "stop", "failed", "end"
 ]
 BEGINS = ("start", "resume")
+ANOMALY: EventName = "anomaly"
 
 
 def write_event(

@@ -323,6 +323,7 @@ class BatchLoader:
         Raises:
             CheckpointError: the data is not that of the checkpoint.
         """
+        self._ready = None  # of an earlier `resume`
         now, rank = self._identity(), self._ranks.rank
         alike = saved.cut_alike(now)
         firsts, seen, states = (saved.first_batch, saved.seen, saved.states) if alike else ((), (), None)

@@ -89,6 +89,9 @@ def place_of(loader: StepLoader, record: Record, start: Start, step: int) -> Pla
     The position after each logged step is in its metrics, so that steps that were passed over (as their loss was not
     finite) are known. Where the last positions before and after are not, steps are counted from the last that is.
     """
+    stopped = record.stopped_before(step)
+    if stopped is not None:
+        return Place(stopped, loader.rows_at(stopped)[2])
     done, state = record.nearest_before(step, loader.rows_per_epoch, start)
     for _ in range(done, step - 1):
         state = loader.rows_at(state)[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,7 @@ from shardtune.checkpoint.store import CheckpointStore, open_checkpoint
 from shardtune.checkpoint.training_state import read_training_state
 from shardtune.data.loader.protocol import DataState
 from shardtune.errors import CheckpointError, ConfigError
-from shardtune.launch.events import BEGINS, EVENTS
+from shardtune.launch.events import ANOMALY, BEGINS, EVENTS
 from shardtune.run.identity import read_manifest
 from shardtune.training.loggers import read_metrics
 
@@ -93,15 +94,28 @@ class Record:
     def ranks(self, step: int) -> int:
         """The ranks on which a step was trained; the last ones where that is not recorded."""
         known = int(read_manifest(self.run_dir).get("world_size", 1))
-        file = self.run_dir / EVENTS
-        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-            try:
-                event = json.loads(line)
-            except ValueError:  # a torn line
-                continue
+        for event in self._events:
             if event.get("event") in BEGINS and int(event["step"]) < step and event.get("ranks"):
                 known = int(event["ranks"])
         return known
+
+    def stopped_before(self, step: int) -> DataState | None:
+        """The position before a step that the run has tried last, and whose numbers were wrong; None if it was not."""
+        if step != self.last_step + 1:
+            return None
+        found = None
+        for event in self._events:
+            if event.get("event") == ANOMALY and int(event["step"]) == step - 1:
+                found = DataState(int(event["epoch"]), int(event["rows_consumed"]))
+        return found
+
+    @cached_property
+    def _events(self) -> list[dict[str, Any]]:
+        found, file = [], self.run_dir / EVENTS
+        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+            with suppress(ValueError):  # a torn line
+                found.append(json.loads(line))
+        return found
 
     def data_files(self, start: Start) -> Sequence[Mapping[str, object]]:
         """The training files with their hashes, as they were at a checkpoint or when the run was last started."""

@@ -174,6 +174,7 @@ def _computed(
         if place is not None and isinstance(loader, StepLoader):
             step = loader.step(place.state)
         else:
+            worker.position.move_to(record.stopped_before(listed.step) or worker.position.state)
             step = next(worker.position.steps)
         measured = measure(worker, step)
     if measured.problem:

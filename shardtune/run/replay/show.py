@@ -149,7 +149,7 @@ def _table(title: str | None, *numbers: str) -> Table:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value == int(value or 0.0) and abs(value) >= 1 else f"{value:.6g}"
+    return f"{value:,.0f}" if float(value).is_integer() and abs(value) >= 1 else f"{value:.6g}"
 
 
 def _named(rows: Sequence[RowLine]) -> str:

@@ -273,6 +273,30 @@ def test_a_loader_of_a_users_own(trained: Trained, tmp_path: Path) -> None:
     assert sum(losses) / 3 == pytest.approx(found.recorded["train/loss"], rel=1e-12)
 
 
+def test_a_batch_at_fault_of_a_users_own_loader(trained: Trained, tmp_path: Path) -> None:
+    """Its rows have no numbers; the batch is known by its place and its loss."""
+    file = tmp_path / "own.py"
+    file.write_text(WORKER.replace("        return DataLoader", "        rows[7]['y'] /= 0\n        return DataLoader"))
+    recipe = trained.tiny.recipe("bad batch", actor__worker=f"{file}:Own", actor__micro_batch_size=2)
+    recipe["actor"]["model"] = {"precision": "fp64"}
+    recipe["runner"]["on_nonfinite"] = "stop"
+    with pytest.raises(ModelError) as error:
+        shardtune.train(recipe)
+    step = int(str(error.value).partition("--step ")[2].split()[0])
+    found = replay(trained.tiny.run("bad batch"), step)
+    assert found.measured is not None
+    assert "not finite" in found.measured.problem
+    assert not found.rows
+    losses = [one["loss"] for one in found.measured.batch_losses]
+    assert [math.isfinite(loss) for loss in losses].count(False) == 1
+    replay_command(trained.tiny.run("bad batch"), step)
+    with pytest.raises(ConfigError, match="no row 8"):
+        replay_command(trained.tiny.run("bad batch"), step, row=["8"], quarantine=tmp_path / "quarantine.jsonl")
+    with pytest.raises(ModelError, match="not finite"):  # in the next epoch
+        shardtune.train(recipe)
+    assert [line["step"] for line in lines(trained.tiny.run("bad batch"))] == [1]
+
+
 def test_groups_of_parameters() -> None:
     names = ("model.layers.3.mlp.up_proj.weight", "model.embed_tokens.weight", "blocks.0.1.bias", "scale")
     assert [group_of(name) for name in names] == ["model.layers.3", "model.embed_tokens", "blocks.0", "scale"]
