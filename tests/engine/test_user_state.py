@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,14 @@ class Patient(nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
         return 1
 
 
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """Also where the tests themselves run in the background of a shell, which ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def _interrupt_once(file: Path) -> None:
     def interrupt() -> None:
         while not file.exists():
@@ -132,6 +141,7 @@ def _interrupt_once(file: Path) -> None:
     threading.Thread(target=interrupt, daemon=True).start()
 
 
+@pytest.mark.usefixtures("_interruptible")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_caught_interrupt_stops_the_method(model: Path, tmp_path: Path, ranks: int):
     engine = TrainEngine(make(model, Patient)).build(data_parallel_size=ranks)

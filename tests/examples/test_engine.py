@@ -20,7 +20,8 @@ def run(script: str, *arguments: str) -> str:
     return outcome.stdout
 
 
-@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["1", "2"])
 def test_rejection_sampling_raises_the_score_on_unseen_problems(ranks: str):
     told = re.search(
         r"held-out score: ([\d.]+)% before, ([\d.]+)% after", run("rejection_sampling.py", "--ranks", ranks)

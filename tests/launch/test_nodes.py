@@ -264,6 +264,7 @@ def ray_cluster(two: list[Host], tmp_path: Path) -> Iterator[list[Host]]:
 HEAD = "10.213.7.1:6379"
 
 
+@pytest.mark.slow
 def test_ray_goes_on_with_the_hosts_that_are_left(tiny: Tiny, ray_cluster: list[Host]) -> None:
     job = Job(
         tiny,

@@ -132,6 +132,7 @@ def logged(run: Path) -> dict[int, dict[str, float]]:
     return {line["step"]: {key: value for key, value in line.items() if "perf/" not in key} for line in lines}
 
 
+@pytest.mark.slow  # resumes on other ranks and layouts: test_resume, test_fsdp1
 def test_the_layout_may_change_between_two_commands(tmp_path: Path) -> None:
     Job.make(tmp_path, "dense").check("changed", [Segment(2, {"tensor": 2}), Segment(2)])
 

@@ -22,7 +22,8 @@ def apart(one: Trace, other: Trace) -> float:
     return max(float((one.weights[name] - other.weights[name]).abs().max()) for name in one.weights)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_layouts_round_alike(tmp_path: Path, ranks: int) -> None:
     """In fp64, with gradients equal but for the last digits; where `tensor` cuts rows, int8 has other blocks."""
     model, rows = save_model("dense", tmp_path / "model"), save_rows(tmp_path / "rows.jsonl")

@@ -29,7 +29,7 @@ for name, changes in {changes!r}:
         told.append(round(run.evaluate(eval_data=rows(7, start=100))["eval/loss"], 4))
     except ShardtuneError as error:
         told.append(str(error).partition(" ")[0])
-print("told", told)
+sys.stdout.write(f"told {{told}}\\n")  # one write: ranks share the stream
 """
 RUNS = (
     ("sharded", {}),

@@ -25,8 +25,8 @@ def rows_that(does: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("does", "kind"),
     [
-        pytest.param("sees", "vision_language", marks=pytest.mark.slow),  # the other one sees as well
-        ("acts", "vision_language_action"),
+        pytest.param("sees", "vision_language", marks=pytest.mark.slow),
+        pytest.param("acts", "vision_language_action", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.lengthy

@@ -186,6 +186,7 @@ def test_no_room_is_told_with_what_there_is(tiny: Tiny, cluster: None) -> None:
     assert not tiny.run("crowded").exists()
 
 
+@pytest.mark.slow
 def test_evaluation_runs_on_ray_too(tiny: Tiny, cluster: None, capfd: pytest.CaptureFixture[str]) -> None:
     made = tiny.recipe("judged", runner__max_steps=1, data__eval_data_paths=str(tiny.folder / "eval.jsonl"))
     run = shardtune.train(made)
