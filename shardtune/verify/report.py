@@ -42,7 +42,7 @@ def summary(report: Report) -> str:
     """The outcome in a line."""
     counts = {outcome: sum(result.outcome == outcome for result in report.results) for outcome in STYLES}
     counted = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
-    seconds = sum(result.seconds for result in report.results)
+    seconds = sum(result.seconds for result in report.results) if report.seconds is None else report.seconds
     return f"{report.subject}: {counted} of {len(report.results)} checks in {seconds:.0f} s"
 
 

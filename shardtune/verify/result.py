@@ -62,10 +62,12 @@ class Report:
     Attributes:
         subject: what was checked, as it was named.
         results: in the order of the checks.
+        seconds: that all took which ran side by side; None: they ran one after another.
     """
 
     subject: str
     results: Sequence[Result]
+    seconds: float | None = None
 
     @property
     def failures(self) -> list[Result]:

@@ -61,6 +61,7 @@ def check_claims(
         ShardtuneError: the recipe has a mistake.
         Interrupted: stopped by a signal; the shortened runs have been ended.
     """
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="shardtune-verify-") as folder:
         runs = ShortRuns(
             recipe,
@@ -80,7 +81,7 @@ def check_claims(
         finally:
             runs.close()  # first: threads wait for these processes
             threads.shutdown(cancel_futures=True)
-    return Report(title, results)
+    return Report(title, results, time.monotonic() - began)
 
 
 def _checked(claim: Claim, *, runs: ShortRuns) -> Result:
