@@ -64,6 +64,13 @@ def pytest_collection_finish() -> None:
     fork_server.rest_garbage()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """The same for what a file of tests has imported."""
+    if nextitem is not None and nextitem.path != item.path:
+        fork_server.rest_garbage()
+
+
 @pytest.fixture(autouse=True)
 def _no_group_is_left() -> Iterator[None]:
     """A group that stays open makes the next training in this process one of several ranks, and hangs a fork."""

@@ -48,6 +48,7 @@ class RecipeLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+STORED_LOADER: type = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 EXPONENT_WITHOUT_DOT = re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$|[-+]?[0-9][0-9_]*\.[0-9_]*[eE][0-9]+$")
 RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT_WITHOUT_DOT, list("-+0123456789"))
 
@@ -87,6 +88,15 @@ def read_file(path: Path) -> Layer:
             remedy=SHOW_KEYS,
         )
     return Layer(_named(tree, shown), shown, dict(_lines(node)))
+
+
+def read_stored(text: str) -> Any:
+    """The value of YAML that shardtune wrote, as `yaml.safe_load` reads it; by libyaml, 10 times faster, where it is.
+
+    Raises:
+        yaml.YAMLError: no YAML.
+    """
+    return yaml.load(text, STORED_LOADER)  # noqa: S506 (a safe loader)
 
 
 def read_value(text: str) -> object:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 
 from shardtune.checkpoint.atomic import read_json
 from shardtune.checkpoint.records import intact_copy
 from shardtune.checkpoint.store import CheckpointStore
+from shardtune.config.recipe_file import read_stored
 from shardtune.errors import CheckpointError
 from shardtune.training.loggers import METRICS_FILE
 
@@ -20,7 +20,7 @@ CONFIG = "config.yaml"
 FINAL = "final"
 CHECKPOINTS = "checkpoints"
 
-_PARSERS: Mapping[str, Callable[[str], object]] = {MANIFEST: json.loads, CONFIG: yaml.safe_load}
+_PARSERS: Mapping[str, Callable[[str], object]] = {MANIFEST: json.loads, CONFIG: read_stored}
 
 
 def holds_run(run_dir: Path) -> bool:

@@ -15,6 +15,7 @@ from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 from shardtune.checkpoint.atomic import read_json
 from shardtune.config import Recipe, flatten
 from shardtune.config.paths import data_paths
+from shardtune.config.recipe_file import read_stored
 from shardtune.config.schema import short_key
 from shardtune.config.secrets import without_secrets
 from shardtune.config.tree import set_value
@@ -54,7 +55,7 @@ class RunRecord:
     @classmethod
     def read(cls, run_dir: Path, manifest: dict[str, Any]) -> RunRecord:
         file = record_file(run_dir, CONFIG)
-        values = {} if file is None else yaml.safe_load(file.read_text(encoding="utf-8"))
+        values = {} if file is None else read_stored(file.read_text(encoding="utf-8"))
         return cls(values, manifest, read_metrics(run_dir))
 
     @property

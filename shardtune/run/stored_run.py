@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
 
 from shardtune.config import Recipe, flatten, load_recipe
 from shardtune.config.environment import is_value
+from shardtune.config.recipe_file import read_stored
 from shardtune.config.schema import FORMER_KEYS
 from shardtune.config.tree import get_value
 from shardtune.errors import CheckpointError, ShardtuneError
@@ -55,7 +55,7 @@ class StoredRun:
                 where=str(path),
                 remedy="give the directory that shardtune train made (runs/<experiment_name>)",
             )
-        return cls(path, yaml.safe_load(config.read_text(encoding="utf-8")), read_manifest(path), _events(path))
+        return cls(path, read_stored(config.read_text(encoding="utf-8")), read_manifest(path), _events(path))
 
     @cached_property
     def settings(self) -> dict[str, object]:

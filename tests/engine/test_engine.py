@@ -437,7 +437,7 @@ class Large(nn.Fsdp2TrainModule):
 
 shardtune.init("local", device="cpu")
 with shardtune.init_empty_weights():
-    small, module = Large(1), Large(25)
+    small, module = Large(1), Large(10)
 first = TrainEngine(small).build()  # for what torch itself takes in
 first.step()
 first.sleep()
@@ -452,11 +452,11 @@ print(awake, resident() - before)
 
 
 def test_the_process_itself_becomes_smaller():
-    """400 MB: weights, gradients and two moments of 25 million parameters."""
+    """160 MB: weights, gradients and two moments of 10 million parameters."""
     outcome = subprocess.run([sys.executable, "-c", SLEEPER], capture_output=True, text=True, check=True)
     awake, asleep = map(float, outcome.stdout.split())
-    assert awake > 390
-    assert asleep < 0.05 * awake
+    assert awake > 155
+    assert asleep < 0.1 * awake
 
 
 def test_offloaded_memory_of_killed_processes_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -141,6 +141,7 @@ class Job:
         assert (self.tiny.run(self.name) / "final/model.safetensors").exists()
 
 
+@pytest.mark.slow  # on one host: test_elastic.py
 def test_torchrun_goes_on_with_the_hosts_that_are_left(tiny: Tiny, two: list[Host]) -> None:
     job = Job(tiny, "killed")
     here, there = job.torchrun(two, "1:2", "--max-restarts", "1")

@@ -12,7 +12,7 @@ from tests.support.dist.parity import EXACT
 
 pytestmark = pytest.mark.lengthy
 
-SOME = ("FSDP2-4", "DDP-2", "HSDP 2 x 2-4", "FSDP 2 x TP 2-4", "FSDP 2 x SP 2-4", "offload-2")
+SOME = ("DDP-2", "HSDP 2 x 2-4", "FSDP 2 x TP 2-4", "FSDP 2 x SP 2-4", "offload-2")
 SOME_EXPERTS = ("FSDP 2 x EP 2-4", "TP 2 x EP 4-4")
 CASES = [
     pytest.param("dense", [layout for layout in LAYOUTS if str(layout) in SOME], id="dense"),

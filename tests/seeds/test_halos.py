@@ -160,8 +160,9 @@ def assert_weights(file: Path, expected: dict[str, torch.Tensor]) -> None:
         torch.testing.assert_close(value.double(), expected[name].double(), rtol=0, atol=1e-10)
 
 
-def test_both_commands_on_accelerates_four_processes(here: Path):
-    """The printed class over batches of its own, two micro-batches on each of four ranks, in full and with LoRA."""
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_both_commands_on_accelerates_processes(here: Path, processes: int):
+    """The printed class over batches of its own, two micro-batches on each rank, in full and with LoRA."""
     pytest.importorskip("accelerate", reason="accelerate is not installed, which starts the processes here")
     from hydra import compose, initialize_config_dir
 
@@ -169,7 +170,8 @@ def test_both_commands_on_accelerates_four_processes(here: Path):
     second = words(WITH_LORA)[1]
     before[before.index("29501")] = str(free_ports(1)[0])
     assert before[:2] == ["accelerate", "launch"]
-    command = [sys.executable, "-m", "accelerate.commands.launch", *before[2:], "launch.py", *after]
+    fewer = [] if processes == 4 else ["--num_processes", str(processes)]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *fewer, *before[2:], "launch.py", *after]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -184,9 +186,9 @@ def test_both_commands_on_accelerates_four_processes(here: Path):
     assert_final(run, "model.safetensors", "config.json")
     assert_final(lora, "adapter_model.safetensors", "adapter_config.json")
     for directory in (run, lora):
-        assert json.loads((directory / "manifest.json").read_text())["world_size"] == 4
+        assert json.loads((directory / "manifest.json").read_text())["world_size"] == processes
         actor = OmegaConf.load(directory / "config.yaml").actor
-        assert (actor.global_batch_size, actor.micro_batch_size) == (32, 32 // 4 // 2)
+        assert (actor.global_batch_size, actor.micro_batch_size) == (32, 32 // processes // 2)
     launcher = module_at(here / "launch.py")
     logged, weights = plain(launcher, here)
     assert_logged(run, logged)

@@ -78,7 +78,14 @@ READ_BY_IMPORTS = (
 """Beginnings of variables that count while modules are imported; where one differs, a process is started as usual."""
 NOT_READ = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONBREAKPOINT", "XDG_CACHE_HOME", "XDG_STATE_HOME")
 """Variables of such names that do not count: Ray sets the last but one, and no test reads the Hub's cache."""
-MODULES = ("shardtune", "shardtune.launch.torchrun", "pytest", "torch.distributed.run", "accelerate.commands.launch")
+MODULES = (
+    "shardtune",
+    "shardtune.launch.torchrun",
+    "pytest",
+    "torch.distributed.run",
+    "accelerate.commands.launch",
+    "ipykernel_launcher",
+)
 """What `python -m` may run here."""
 PIPE_ENDS = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 HARMLESS_THREADS = {"jemalloc_bg_thd"}
@@ -535,7 +542,9 @@ def main() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     import torch
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    get_checkpoint_conversion_mapping("llama")  # compiles some hundred patterns, of all models
     assert threads_here() <= HARMLESS_THREADS, f"a fork would lose the threads {threads_here()}"
     assert not torch.cuda.is_initialized()
     install()

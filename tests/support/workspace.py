@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import sys
@@ -10,8 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import typer.main
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
@@ -57,6 +60,10 @@ data:
 """
 
 
+_command = functools.cache(typer.main.get_command)
+"""Making the options of all commands takes longer than most commands that tests type."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a command ended."""
@@ -72,7 +79,8 @@ def run_cli(*argv: str) -> Outcome:
     before, sys.argv = sys.argv, ["shardtune", *argv]
     code = 0
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        same = patch.object(typer.main, "get_command", _command)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), same:
             main()
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 
 from shardtune.config import Recipe
+from shardtune.config.recipe_file import read_stored
 from shardtune.config.values import FUNCTION_IN_FILE
 from shardtune.models.action.acting import ActingAdapter
 from shardtune.models.adapter import Adapter
@@ -30,7 +30,7 @@ def policy_files(recipe: Recipe, adapter: Adapter) -> dict[str, object]:
     """
     if not isinstance(adapter, ActingAdapter):
         return {}
-    tree: dict[str, Any] = yaml.safe_load(recipe.to_yaml())
+    tree: dict[str, Any] = read_stored(recipe.to_yaml())
     kept = {section: {key: tree[section][key] for key in keys} for section, keys in KEPT.items()}
     kept["actor"]["model"] |= {"compile": False, "action_normalization_mask": None, **adapter.acting_settings()}
     found: dict[str, object] = {POLICY_FILE: {"plugins": tree["plugins"], **kept}}

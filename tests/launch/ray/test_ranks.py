@@ -110,6 +110,7 @@ def left_of(processes: list[psutil.Process], seconds: float = 15.0) -> list[str]
     return left
 
 
+@pytest.mark.slow
 def test_the_command_gives_the_numbers_of_local_ranks_and_ends_all_it_started(tiny: Tiny) -> None:
     process = started(tiny, "alone")
     processes = wait_for_step(tiny, "alone", 1, process)
@@ -127,6 +128,7 @@ def test_the_command_gives_the_numbers_of_local_ranks_and_ends_all_it_started(ti
 
 @pytest.mark.own_start
 def test_sigterm_saves(tiny: Tiny) -> None:
+    """After steps with the numbers of local ranks, and nothing is left running."""
     process = started(tiny, "stopped", "slow", runner__save_interval=-1)
     processes = wait_for_step(tiny, "stopped", 2, process)
     process.terminate()
@@ -134,8 +136,14 @@ def test_sigterm_saves(tiny: Tiny) -> None:
     assert process.returncode == 75, err + out
     assert "Traceback" not in err
     assert left_of(processes) == []
-    step = len(lines(tiny.run("stopped")))
-    assert (tiny.run("stopped") / "checkpoints/latest").read_text() == f"global_step_{step}\n"
+    said = (out + err).splitlines()
+    assert any(line.startswith("Ray: 2 workers, 2 on ") for line in said)
+    assert any(line.startswith("[rank 0] step ") for line in said)
+    steps = lines(tiny.run("stopped"))
+    assert (tiny.run("stopped") / "checkpoints/latest").read_text() == f"global_step_{len(steps)}\n"
+    shardtune.train(tiny.recipe("here", runner__nproc_per_node=2, runner__save_interval=-1))
+    assert steps == lines(tiny.run("here"))[: len(steps)]
+    assert json.loads((tiny.run("stopped") / "manifest.json").read_text())["world_size"] == 2
 
 
 @pytest.mark.slow

@@ -188,7 +188,11 @@ if "fail" in sys.argv and actor.ranks.rank == 1:
 
 @pytest.mark.parametrize(
     ("argument", "codes"),
-    [pytest.param("well", [0, 0], id="well", marks=pytest.mark.own_start), pytest.param("fail", None, id="one fails")],
+    [
+        pytest.param("well", [0, 0], id="well"),
+        pytest.param("well", [0, 0], id="well, own start", marks=[pytest.mark.own_start, pytest.mark.slow]),
+        pytest.param("fail", None, id="one fails"),
+    ],
 )
 def test_the_ranks_of_a_script_end_by_themselves(tmp_path: Path, argument: str, codes: list[int] | None) -> None:
     """Nothing at the end of the script leaves the group; a rank that fails does not wait for the others."""
