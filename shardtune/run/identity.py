@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-
 from shardtune.checkpoint.atomic import read_json
 from shardtune.checkpoint.records import intact_copy
 from shardtune.checkpoint.store import CheckpointStore

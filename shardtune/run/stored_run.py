@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-
 from shardtune.config import Recipe, flatten, load_recipe
 from shardtune.config.environment import is_value
 from shardtune.config.recipe_file import read_stored

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-
 from shardtune.config import Recipe
 from shardtune.config.recipe_file import read_stored
 from shardtune.config.values import FUNCTION_IN_FILE
