@@ -9,13 +9,13 @@ from typing import TypedDict
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from transformers import PreTrainedModel
 
 from shardtune.config import ModelConfig
 from shardtune.errors import ModelError
 from shardtune.parallel.shard_units import outermost
-from shardtune.parallel.torch_private import OpOverload, schema_of
+from shardtune.parallel.torch_private import OpOverload, schema_of, selective_contexts
 
 
 class CheckpointArguments(TypedDict, total=False):
@@ -61,7 +61,7 @@ def set_execution(model: nn.Module, units: Sequence[nn.Module], config: ModelCon
 def checkpoint_arguments(kind: bool | str) -> CheckpointArguments:
     """The arguments of `checkpoint` for a value of `actor.model.gradient_checkpointing`."""
     if kind == "selective":
-        return {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, keep_dear)}
+        return {"use_reentrant": False, "context_fn": partial(selective_contexts, keep_dear)}
     return {"use_reentrant": False}
 
 

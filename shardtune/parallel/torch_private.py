@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import cast
 
@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_iter as tree_iter
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils.checkpoint import _RECOMPUTE, CheckpointPolicy, _VersionWrapper, create_selective_checkpoint_contexts
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 # `OpOverload` is the type of what a selective-checkpointing policy receives; `torch.library` does not export it.
@@ -49,6 +50,41 @@ BatchNormBase = _BatchNorm
 """Batch norms; as `NormBase`."""
 DropoutBase = _DropoutNd
 """Layers that drop; as `NormBase`."""
+
+
+Policy = Callable[..., CheckpointPolicy]
+"""Whether the result of an operation is saved in a checkpointed forward pass."""
+
+
+def selective_contexts(policy: Policy) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """The contexts of a checkpointed forward pass and of its recomputation; what is changed in place is not saved.
+
+    torch refuses a saved result that is changed after its operation, with an error in the backward pass. Here it is
+    computed again. So `out = product(x, w); out.add_(bias)`, as the experts of transformers have it, needs one product
+    more: the saved tensor has the bias in it by the time the product is due.
+    """
+    forward, again = create_selective_checkpoint_contexts(policy)
+
+    def forget_changed() -> None:
+        for results in forward.storage.values():
+            for place, result in results.items():
+                parts = [part for part in tree_iter(result) if isinstance(part, _VersionWrapper)]
+                if any(part.version is not None and part.val._version != part.version for part in parts):
+                    results[place] = _RECOMPUTE
+
+    @contextmanager
+    def computing() -> Iterator[None]:
+        with forward:
+            yield
+        forget_changed()  # what the layer itself has changed, whose memory is free now
+
+    @contextmanager
+    def computing_again() -> Iterator[None]:
+        forget_changed()
+        with again:
+            yield
+
+    return computing(), computing_again()
 
 
 def own_persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

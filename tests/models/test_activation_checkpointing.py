@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from shardtune.models.activation_checkpointing import PRODUCTS, checkpoint_arguments, keep_dear
@@ -59,6 +59,37 @@ def test_selective_computes_no_product_twice_and_holds_less_than_all() -> None:
     assert least < 0.8 * between < 0.8 * 0.8 * most
     for one, other in zip(wanted, found, strict=True):
         torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
+
+
+class Added(torch.nn.Module):
+    """A layer that changes the result of its product in place."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.inside = inside
+        self.one, self.two = torch.nn.Linear(6, 6, bias=False), torch.nn.Linear(6, 6, bias=False)
+        self.bias = torch.nn.Parameter(torch.randn(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.one(x).tanh() @ self.two.weight
+        return found.add_(self.bias).sin() if self.inside else found
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_a_product_that_is_changed_in_place_is_computed_again(inside: bool, backwards: int) -> None:
+    """By the layer itself, as biases of experts are added, or by whoever calls it."""
+    layer, x = Added(inside).double(), torch.randn(4, 6, dtype=torch.float64)
+    found = []
+    for how in (False, "selective"):
+        layer.zero_grad()
+        for _ in range(backwards):
+            out = checkpoint(layer, x, **checkpoint_arguments(how)) if how else layer(x)
+            out.add_(x).cos().sum().backward()
+        found.append([parameter.grad.clone() for parameter in layer.parameters() if parameter.grad is not None])
+    assert len(found[0]) == 2 + inside
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-14)
 
 
 def kept(op: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
