@@ -28,6 +28,7 @@ from shardtune.engine.nn import (
     RankContext,
     crosses_borders,
     in_call,
+    naming_own_processor,
     pretrained_parts,
     set_rank_context,
     unwrapped,
@@ -240,12 +241,12 @@ class RankModule:
     @contextmanager
     def _as_printed(self) -> Iterator[None]:
         """Inside, "cuda" is the engine's device."""
-        if self._ranks.device.type == "cuda":
-            with torch.cuda.device(self._ranks.device):
-                yield
-        else:
-            with PrintedDevice(self._ranks.device):
-                yield
+        device = self._ranks.device
+        with (
+            naming_own_processor(),
+            torch.cuda.device(device) if device.type == "cuda" else PrintedDevice(device),
+        ):
+            yield
 
     @property
     def name(self) -> str:
