@@ -116,9 +116,10 @@ def main() -> int:
     text = (
         f"A Qwen2 of width {args.width} with {args.layers} layers and a vocabulary of {args.vocabulary:,}; "
         f"micro-batches of 2 rows (LoRA 4) of {args.length} tokens, two to a step. Measured is rank 0's "
-        "resident peak from its first step to its second, beyond what was resident before the model was built. A rank "
-        "on a CPU returns freed tensors of 128 KB and more to the system, if its model has 17M parameters or more: by "
-        "glibc's default those of up to 32 MB stay resident, in these cases up to 90 % more than torch asks for. It "
+        "resident peak from its first step to its second, beyond what was resident before the model was built, without "
+        "mapped files: some 25 MB of libraries' code run for the first time meanwhile. A rank on a CPU returns freed "
+        "tensors of 128 KB and more to the system, if its model has 17M parameters or more: by glibc's default those "
+        "of up to 32 MB stay resident, in these cases up to 90 % more than torch asks for. It "
         "costs 1.5 % of the CPU time of a step here (plain PyTorch, one thread, 10 pairs of steps in turn).\n\n"
     )
     write_section("plan", f"{text}{table(heads, lines)}\n\n{verdict}. {machine()}.")

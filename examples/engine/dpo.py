@@ -4,8 +4,8 @@
     python examples/engine/dpo.py --ranks 2  # the same numbers
 
 The reference is the model before training, so its log-probabilities are computed once, and no second model is held. The
-loss keeps the right answers likely, too (arXiv:2404.19733, eq. 1), as DPO alone may lower both. A step is dealt in
-micro-batches: each counts as its part of the step's pairs, on any number of ranks.
+loss keeps the right answers likely, too (arXiv:2404.19733, eq. 1), as DPO alone may lower both. The pairs of a step are
+dealt in micro-batches of at most so many tokens, on any number of ranks; each pair comes with its weight.
 """
 
 from __future__ import annotations
@@ -48,20 +48,19 @@ class Policy(nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
         """Log-probabilities of both answers, [pairs, 2]."""
         return torch.stack(self._log_probs(pairs), dim=1)
 
-    def learn(self, pairs: list[Pair], reference: torch.Tensor, part: float) -> float:
-        """Add the gradient of a micro-batch that is this part of its step; returns its part of the loss."""
-        chosen, rejected = self._log_probs(pairs)
-        losses = dpo_loss(chosen, rejected, *reference.to(self.device).unbind(1), beta=BETA) - chosen / ANSWER_TOKENS
-        loss = self.mean_over_ranks(losses.sum(), len(losses)) * part
-        loss.backward()
-        return loss.item()
-
-    def update(self) -> float:
-        """The optimizer's step; returns the gradient's norm."""
-        norm = self.clip_grad_norm_(1.0)
+    def learn(self, pairs: list[list[Pair]], reference: list[torch.Tensor], weights: list[torch.Tensor]) -> float:
+        """A step on micro-batches; returns this rank's part of the loss."""
+        total = 0.0
+        for batch, before, weight in zip(pairs, reference, weights, strict=True):
+            chosen, rejected = self._log_probs(batch)
+            losses = dpo_loss(chosen, rejected, *before.to(self.device).unbind(1), beta=BETA) - chosen / ANSWER_TOKENS
+            loss = (losses * weight).sum()
+            loss.backward()
+            total += loss.item()
+        self.clip_grad_norm_(1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return norm
+        return total
 
     def _log_probs(self, pairs: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
         rows = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]
@@ -76,7 +75,7 @@ def score(engine: TrainEngine, prompts: list[Row]) -> float:
     return sum(map(is_right, prompts, over_ranks(engine.answer(NeedParallel(prompts))))) / len(prompts)
 
 
-def improve(engine: TrainEngine, steps: int = 60, batch: int = 64, micro_batch: int = 24) -> list[float]:
+def improve(engine: TrainEngine, steps: int = 60, batch: int = 64, max_tokens: int = 432) -> list[float]:
     """Make pairs, train on them; returns the loss of each step."""
     practice = problems()[0]
     given = over_ranks(engine.answer(NeedParallel(practice)))
@@ -85,14 +84,10 @@ def improve(engine: TrainEngine, steps: int = 60, batch: int = 64, micro_batch: 
     reference = torch.stack(over_ranks(engine.judge(NeedParallel(pairs))))
     dice, losses = random.Random(0), []
     for _ in range(steps):
-        chosen = dice.sample(range(len(pairs)), batch)
-        parts = [chosen[start : start + micro_batch] for start in range(0, batch, micro_batch)]  # 24, 24, 16
-        found = [
-            engine.learn(NeedParallel([pairs[i] for i in part]), NeedParallel(reference[part]), len(part) / batch)[0]
-            for part in parts
-        ]
-        engine.update()
-        losses.append(sum(found))
+        drawn = dice.sample(range(len(pairs)), batch)
+        lengths = [sum(map(len, pairs[i])) for i in drawn]  # 18 tokens each: up to 24 pairs in a micro-batch
+        dealt = NeedParallel([pairs[i] for i in drawn], max_tokens=max_tokens, lengths=lengths)
+        losses.append(sum(engine.learn(dealt, NeedParallel(reference[drawn]))))
     return losses
 
 

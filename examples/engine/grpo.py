@@ -4,8 +4,8 @@
     python examples/engine/grpo.py --ranks 2  # the same numbers
 
 A reward is 1 for a right answer, 0 otherwise; no answer but the model's own is ever shown to it. Answers end with their
-first END, so they differ in length: a micro-batch counts by its tokens, and the loss is the mean over all tokens of a
-step (DAPO's) on any number of ranks. What a row draws depends on its own dice alone.
+first END, so they differ in length: a row counts by its tokens, and the loss is the mean over all tokens of a step
+(DAPO's) on any number of ranks. What a row draws depends on its own dice alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import Qwen2ForCausalLM
 
 import shardtune
 from shardtune import NeedParallel, TrainEngine, init_empty_weights, nn
-from shardtune.nn.functional import group_advantages, linear_log_probs, loss_sum, policy_loss
+from shardtune.nn.functional import group_advantages, linear_log_probs, masked_mean, policy_loss
 
 
 class Policy(nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
@@ -45,20 +45,25 @@ class Policy(nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
         """Of the answers' tokens, by the weights that drew them: [rows, tokens]."""
         return self._log_probs(rows)[0]
 
-    def learn(self, rows: list[Row], advantages: torch.Tensor, drawn: torch.Tensor, part: float) -> float:
-        """Add the gradient of a micro-batch that has this part of its step's tokens; returns its part of the loss."""
-        found, mask = self._log_probs(rows)
-        losses = policy_loss(found, drawn.to(self.device), advantages.to(found), mask, clip=0.2, clip_high=0.28)
-        loss = self.mean_over_ranks(*loss_sum(losses, mask)) * part
-        loss.backward()
-        return loss.item()
-
-    def update(self) -> float:
-        """The optimizer's step; returns the gradient's norm."""
-        norm = self.clip_grad_norm_(1.0)
+    def learn(
+        self,
+        rows: list[list[Row]],
+        advantages: list[torch.Tensor],
+        drawn: list[torch.Tensor],
+        weights: list[torch.Tensor],
+    ) -> float:
+        """A step on micro-batches, whose rows have these weights; returns this rank's part of the loss."""
+        total = 0.0
+        for batch, advantage, before, weight in zip(rows, advantages, drawn, weights, strict=True):
+            found, mask = self._log_probs(batch)
+            losses = policy_loss(found, before.to(self.device), advantage.to(found), mask, clip=0.2, clip_high=0.28)
+            loss = (masked_mean(losses, mask, 1) * weight).sum()
+            loss.backward()
+            total += loss.item()
+        self.clip_grad_norm_(1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return norm
+        return total
 
     def _log_probs(self, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
         ids = torch.tensor(rows, device="cuda")
@@ -76,20 +81,17 @@ def score(engine: TrainEngine, prompts: list[Row]) -> float:
     return sum(map(is_right, prompts, answers(engine, prompts, seed=-1))) / len(prompts)
 
 
-def one_round(engine: TrainEngine, number: int, size: int = 32, group: int = 8, micro_batch: int = 96) -> float:
-    """Some problems, several answers to each, two updates on them; returns the share of right answers."""
+def one_round(engine: TrainEngine, number: int, size: int = 32, group: int = 8, max_tokens: int = 864) -> float:
+    """Some problems, several answers to each, two steps on them; returns the share of right answers."""
     asked = [row for row in random.Random(number).sample(problems()[0], size) for _ in range(group)]
     given = answers(engine, asked, number)
     rows = [row + answer for row, answer in zip(asked, given, strict=True)]
     rewards = torch.tensor([is_right(*pair) for pair in zip(asked, given, strict=True)]).double()
     advantages, drawn = group_advantages(rewards, group), over_ranks(engine.log_probs(NeedParallel(rows)))
     tokens = [sum(label >= 0 for label in labels(row)) for row in rows]
+    dealt = NeedParallel(rows, weights=tokens, max_tokens=max_tokens)  # micro-batches of up to 96 rows
     for _ in range(2):
-        for start in range(0, len(rows), micro_batch):  # 96, 96, 64 rows
-            part = slice(start, start + micro_batch)
-            data = rows[part], advantages[part], torch.stack(drawn[part])
-            engine.learn(*map(NeedParallel, data), part=sum(tokens[part]) / sum(tokens))
-        engine.update()
+        engine.learn(dealt, NeedParallel(advantages), NeedParallel(torch.stack(drawn)))
     return rewards.mean().item()
 
 

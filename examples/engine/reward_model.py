@@ -36,20 +36,18 @@ class Judge(nn.HuggingFaceFsdp2TrainModule, Qwen2ForSequenceClassification):
         """Of each row."""
         return self._rewards(rows).tolist()
 
-    def learn(self, pairs: list[Pair], part: float) -> float:
-        """Add the gradient of a micro-batch that is this part of its step; returns its part of the loss."""
-        chosen, rejected = self._rewards([row for row, _ in pairs] + [row for _, row in pairs]).chunk(2)
-        losses = reward_loss(chosen, rejected, center=0.01)
-        loss = self.mean_over_ranks(losses.sum(), len(losses)) * part
-        loss.backward()
-        return loss.item()
-
-    def update(self) -> float:
-        """The optimizer's step; returns the gradient's norm."""
-        norm = self.clip_grad_norm_(1.0)
+    def learn(self, pairs: list[list[Pair]], weights: list[torch.Tensor]) -> float:
+        """A step on micro-batches, whose pairs have these weights; returns this rank's part of the loss."""
+        total = 0.0
+        for batch, weight in zip(pairs, weights, strict=True):
+            chosen, rejected = self._rewards([row for row, _ in batch] + [row for _, row in batch]).chunk(2)
+            loss = (reward_loss(chosen, rejected, center=0.01) * weight).sum()
+            loss.backward()
+            total += loss.item()
+        self.clip_grad_norm_(1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return norm
+        return total
 
     def _rewards(self, rows: list[Row]) -> torch.Tensor:
         # Rows have one length; of rows of several, a mask shows which token is the last.
@@ -72,26 +70,14 @@ def best_of(engine: TrainEngine, rows: list[Row], number: int = 4) -> float:
     return (found.view(-1, number).argmax(1) == 0).float().mean().item()
 
 
-def train(engine: TrainEngine, steps: int = 300, batch: int = 64, micro_batch: int = 24) -> list[float]:
+def train(engine: TrainEngine, steps: int = 300, batch: int = 64, max_tokens: int = 432) -> list[float]:
     """Returns the loss of each step."""
     practice, dice, losses = solved(problems()[0]), random.Random(0), []
     for _ in range(steps):
         pairs = [(row, wrong(row, dice)) for row in dice.sample(practice, batch)]
-        found = 0.0
-        for start in range(0, batch, micro_batch):  # 24, 24, 16 pairs
-            part = pairs[start : start + micro_batch]
-            found += engine.learn(NeedParallel(part), len(part) / batch)[0]
-        engine.update()
-        losses.append(found)
+        lengths = [sum(map(len, pair)) for pair in pairs]  # 18 tokens each: up to 24 pairs in a micro-batch
+        losses.append(sum(engine.learn(NeedParallel(pairs, max_tokens=max_tokens, lengths=lengths))))
     return losses
-
-
-def make_judge(folder: Path) -> Path:
-    """Write a language model with a new head of one number."""
-    torch.manual_seed(0)
-    judge = Qwen2ForSequenceClassification.from_pretrained(make_model(folder / "language"), num_labels=1)
-    judge.save_pretrained(folder / "judge")
-    return folder / "judge"
 
 
 def main() -> tuple[float, float]:
@@ -101,9 +87,9 @@ def main() -> tuple[float, float]:
     arguments = parser.parse_args()
     shardtune.init()
     with tempfile.TemporaryDirectory() as folder:
-        model = make_judge(Path(folder))
+        model = make_model(Path(folder))  # a language model: the head of the class is a new one
         with init_empty_weights():
-            module = Judge.from_pretrained(model)
+            module = Judge.from_pretrained(model, num_labels=1)
         with TrainEngine(module).build(data_parallel_size=arguments.ranks) as engine:
             held_out = solved(problems()[1])
             before, losses, after = best_of(engine, held_out), train(engine, arguments.steps), best_of(engine, held_out)

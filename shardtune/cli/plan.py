@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -66,14 +67,7 @@ def plan(
     ```
     """
     path, overrides = split_words(recipe)
-    if path is None and not any(word.partition("=")[0].endswith("model_path") for word in overrides):
-        raise ConfigError(
-            "there is nothing to plan", where="shardtune plan", remedy="shardtune plan recipe.yaml, or a model's folder"
-        )
-    rates = {"--tokens-per-second": tokens_per_second, "--rate-from": rate_from, "--mfu": mfu}
-    typed = [name for name, value in rates.items() if value is not None]
-    if len(typed) > 1:
-        raise ConfigError(f"{' and '.join(typed)} exclude each other", where="shardtune plan", remedy="give one")
+    _check_words(path, overrides, {"--tokens-per-second": tokens_per_second, "--rate-from": rate_from, "--mfu": mfu})
     from shardtune.run.plan.plan import Speed, planner
     from shardtune.run.plan.rows import Given
     from shardtune.run.plan.solve import solve as changes_that_fit
@@ -96,6 +90,23 @@ def plan(
         return
     for line in [*lines(found), *(change_lines(found, changes) if changes is not None else ())]:
         typer.echo(line)
+
+
+def _check_words(path: str | None, overrides: list[str], rates: Mapping[str, object]) -> None:
+    """Refuse a command that names no model, or several rates.
+
+    Args:
+        path: of the recipe.
+        overrides: of its keys.
+        rates: by option; None where one is not given.
+    """
+    if path is None and not any(word.partition("=")[0].endswith("model_path") for word in overrides):
+        raise ConfigError(
+            "there is nothing to plan", where="shardtune plan", remedy="shardtune plan recipe.yaml, or a model's folder"
+        )
+    typed = [name for name, value in rates.items() if value is not None]
+    if len(typed) > 1:
+        raise ConfigError(f"{' and '.join(typed)} exclude each other", where="shardtune plan", remedy="give one")
 
 
 def size(option: str, text: str) -> float:

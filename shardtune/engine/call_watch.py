@@ -9,8 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-import torch.distributed as dist
-
+from shardtune.engine.call_board import CallBoard
 from shardtune.launch.watchdog.stacks import Place, place_of_main_thread
 from shardtune.launch.watchdog.verdict import StandReport, Verdict, describe, judge
 from shardtune.parallel.torch_private import collectives_issued
@@ -28,14 +27,22 @@ class CallWatch:
         rank: of this process.
         seconds: in one collective; 0: no limit.
         on_stuck: receives where the rank stands.
-        board: which ranks have ended the call; None: each rank knows of itself alone.
+        board: which ranks have ended the call, which those that wait in it for all others do without long before the
+            time is over; None: each rank knows of itself alone.
+        ended_seconds: in one collective, after which a rank reads it.
     """
 
     def __init__(
-        self, rank: int, seconds: float, on_stuck: Callable[[StandReport], None], board: Board | None = None
+        self,
+        rank: int,
+        seconds: float,
+        on_stuck: Callable[[StandReport], None],
+        board: CallBoard | None = None,
+        ended_seconds: float = 0.0,
     ) -> None:
         self._rank = rank
         self._seconds = seconds
+        self._ended_seconds = min(seconds, ended_seconds)
         self._on_stuck = on_stuck
         self._board = board
         self._method = ""
@@ -44,19 +51,16 @@ class CallWatch:
             threading.Thread(target=self._watch, name="shardtune-call-watch", daemon=True).start()
 
     @contextmanager
-    def during(self, method: str) -> Iterator[None]:
+    def during(self, method: str, number: int) -> Iterator[None]:
         """A call of a method."""
-        self._number += 1
-        self._method = method
+        self._number, self._method = number, method
         try:
             yield
         finally:
             self._method = ""
-        if self._board is not None and self._seconds:
-            self._board.end(self._number)
 
     def _watch(self) -> None:
-        tick = min(1.0, max(0.05, (self._board.seconds if self._board else self._seconds) / 10))
+        tick = min(1.0, max(0.05, (self._ended_seconds if self._board else self._seconds) / 10))
         main = threading.main_thread().ident or 0
         pause = threading.Event()
         before, waited = (0, 0, 0), 0.0
@@ -78,14 +82,14 @@ class CallWatch:
 
     def _alone(self, waited: float, tick: float) -> list[int]:
         """The ranks that have ended the call, if all others have waited for some time; twice in turn, to be sure."""
-        if self._board is None or waited < self._board.seconds or not place_of_main_thread().collective:
+        if self._board is None or waited < self._ended_seconds or not place_of_main_thread().collective:
             return []
         self._board.wait(self._number)
-        return self._board.ended(self._number) if waited > self._board.seconds + tick else []
+        return self._board.ended(self._number) if waited > self._ended_seconds + tick else []
 
     def _go_on(self, waited: float) -> float:
         """The main thread does not wait any longer; returns for how long it has waited since."""
-        if self._board is not None and waited >= self._board.seconds:
+        if self._board is not None and waited >= self._ended_seconds:
             self._board.wait(0)
         return 0.0
 
@@ -103,43 +107,6 @@ class CallWatch:
             issued=collectives_issued(),
             neighbours=others,
         )
-
-
-class Board:
-    """Which ranks have ended a call, and which wait in a collective of it, in the store of the process group.
-
-    If one has ended it, and all others wait, they wait for ever: that is known long before the time of the watchdog.
-
-    Args:
-        rank: of this process.
-        num_ranks: of the group.
-        store: of the group.
-        seconds: of waiting, after which a rank reports it.
-    """
-
-    def __init__(self, rank: int, num_ranks: int, store: dist.Store, seconds: float) -> None:
-        self.seconds = seconds
-        self._rank, self._num_ranks = rank, num_ranks
-        self._store = dist.PrefixStore("shardtune/calls", store)
-        self.end(0)
-        self.wait(0)
-
-    def end(self, number: int) -> None:
-        """This rank has ended its call of this number."""
-        self._store.set(f"ended/{self._rank}", str(number))
-
-    def wait(self, number: int) -> None:
-        """This rank waits in its call of this number; 0: it does not wait."""
-        self._store.set(f"waits/{self._rank}", str(number))
-
-    def ended(self, number: int) -> list[int]:
-        """The ranks that have ended a call, if all others wait in it."""
-        ended, waits = (
-            [int(value) for value in self._store.multi_get([f"{what}/{rank}" for rank in range(self._num_ranks)])]
-            for what in ("ended", "waits")
-        )
-        found = [rank for rank in range(self._num_ranks) if ended[rank] >= number]
-        return found if all(rank in found or waits[rank] == number for rank in range(self._num_ranks)) else []
 
 
 def end_rank(report: StandReport) -> None:

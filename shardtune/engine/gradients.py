@@ -31,15 +31,17 @@ class Gradients:
         weights: of the module, whose gradients are summed over ranks.
         ranks: of the engine.
         partial: names of parameters of whose gradient each tensor rank computes a part.
+        reach: is called before each backward pass and each step of an optimizer, at which ranks may leave a call.
 
     Attributes:
         passed: whether there was a backward pass since `counted` was entered.
     """
 
-    def __init__(self, weights: Weights, ranks: Ranks, partial: Sequence[str]) -> None:
+    def __init__(self, weights: Weights, ranks: Ranks, partial: Sequence[str], reach: Callable[[], None]) -> None:
         self._weights = weights
         self._ranks = ranks
         self._partial = partial
+        self._reach = reach
         self.passed = False
 
     @contextmanager
@@ -60,6 +62,7 @@ class Gradients:
             if inside or threading.get_ident() != thread:  # activation checkpointing calls it in a backward pass
                 plain(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
                 return
+            self._reach()
             inside = self.passed = True
             try:
                 scaled = grad_tensors if share == 1.0 else _scaled(tensors, grad_tensors, share)
@@ -166,6 +169,11 @@ class Gradients:
             return tuple(torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True))
         return found
 
+    def discard(self) -> None:
+        """Forget all gradients, if there was a backward pass: what they hold is neither old nor new."""
+        for parameter in self._weights.parameters.values() if self.passed else ():
+            parameter.grad = None
+
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Inside, the steps of optimizers over the module's parameters reach its next forward."""
@@ -176,6 +184,7 @@ class Gradients:
 
         def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
             if concerns(optimizer):
+                self._reach()
                 self._weights.stepping = True
                 for group in optimizer.param_groups:
                     one_by_one_if_mixed(group)

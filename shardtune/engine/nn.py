@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -50,6 +51,21 @@ class AutoProcessor:
         path = str(pretrained_model_name_or_path)
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         return load_processor(path, config, trust_remote_code=trust_remote_code)
+
+
+@contextmanager
+def naming_own_processor() -> Iterator[None]:
+    """Inside, an error by which transformers' processor lacks torchvision names the one that does without."""
+    try:
+        yield
+    except Exception as error:
+        lacks = any(sign in str(error) for sign in ("video processor", "orchvision"))
+        if lacks and find_spec("torchvision") is None:
+            error.add_note(
+                "torchvision is not installed, which transformers' AutoProcessor needs here; "
+                "shardtune.nn.AutoProcessor loads the same processor without it"
+            )
+        raise
 
 
 ENTERING, RANK_CONTEXT, CROSSED = "_shardtune_entering", "_shardtune_rank_context", "_shardtune_crossed"

@@ -28,6 +28,7 @@ from shardtune.engine.nn import (
     RankContext,
     crosses_borders,
     in_call,
+    naming_own_processor,
     pretrained_parts,
     set_rank_context,
     unwrapped,
@@ -37,14 +38,16 @@ from shardtune.engine.pickling import detached
 from shardtune.engine.push import Facts, Form, Names, Receiver, copy_parts, facts_of, forms_of, names_between, stream
 from shardtune.engine.sequence_parallel import SequenceForward
 from shardtune.engine.split_arguments import Part
+from shardtune.engine.stops import Stops
 from shardtune.errors import ModelError, ParallelError
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, Weights
 from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
+from shardtune.parallel.parts import parts_of
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard import shard_model
 from shardtune.parallel.shard_units import choose_units
 from shardtune.parallel.tensor_parallel import Heads, check_heads
-from shardtune.parallel.torch_private import quieten_redistribution, tree_map_only
+from shardtune.parallel.torch_private import is_at_rest, quieten_redistribution, tree_map_only
 from shardtune.training.build.model import share_values
 
 logger = logging.getLogger(__name__)
@@ -92,11 +95,12 @@ class RankModule:
     Args:
         order: the specification.
         ranks: of the engine.
+        stops: at which a call can be left.
     """
 
-    def __init__(self, order: Order, ranks: Ranks) -> None:
+    def __init__(self, order: Order, ranks: Ranks, stops: Stops) -> None:
         self._module, self._prefix = unwrapped(order.module)
-        self._ranks = ranks
+        self._ranks, self._stops = ranks, stops
         self._memory = Memory(self._module, ranks.device)
         self._reported: set[str] = set()
         self._export: Iterator[tuple[str, torch.Tensor]] = iter(())
@@ -127,8 +131,8 @@ class RankModule:
         self._compute = COMPUTE_DTYPE[precision]
         self._weights.gather_to_generate = order.gather_to_generate
         if isinstance(self._module, GenerationMixin):  # other methods are called by the engine
-            let_generate(self._module, lambda: self._weights.method("generate", self._compute))
-        self._gradients = Gradients(self._weights, ranks, model_parallel.partial)
+            let_generate(self._module, self._generating)
+        self._gradients = Gradients(self._weights, ranks, model_parallel.partial, self._reach)
         self._sequence = sequence
         set_rank_context(
             self._module, RankContext(ranks, self._weights, 1.0 / (layout.num_data_ranks * layout.sequence))
@@ -137,11 +141,38 @@ class RankModule:
             sequence.probe_assumptions(ranks.device, next(d for d, name in PRECISIONS.items() if name == precision))
             self._weights.copy_masters_to_model()
         self._module.train(trained)
+        self._reach_before_forwards(units)
         self._attributes = Attributes(self._module, ranks)
         with self._as_printed():
             self._module.on_weights_materialized()
         self._adopt_added()
         self._weights.copy_masters_to_model()
+
+    def _reach(self, *_: object) -> None:
+        """Reach a place at which the ranks may leave a call."""
+        self._stops.reach(apart=self._weights.is_alone)
+
+    def _reach_before_forwards(self, units: Collection[nn.Module]) -> None:
+        """Let forwards of the module, and of parts outside of one, be such places."""
+        module = self._module
+        if not self._stops.remote:
+            return
+
+        def before_part(*_: object) -> None:
+            assert isinstance(module, FSDPModule)
+            if is_at_rest(module):
+                self._reach()
+
+        parts = {*parts_of(module, units), *units} - {module} if isinstance(module, FSDPModule) else ()
+        for part in parts:
+            part.register_forward_pre_hook(before_part, prepend=True)
+        module.register_forward_pre_hook(self._reach, prepend=True)
+
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        with self._weights.method("generate", self._compute):
+            yield
+        self._stops.end_apart()
 
     def _adopt_added(self) -> None:
         """Let parameters that `on_weights_materialized` has made be synchronised and saved as the others are."""
@@ -210,12 +241,12 @@ class RankModule:
     @contextmanager
     def _as_printed(self) -> Iterator[None]:
         """Inside, "cuda" is the engine's device."""
-        if self._ranks.device.type == "cuda":
-            with torch.cuda.device(self._ranks.device):
-                yield
-        else:
-            with PrintedDevice(self._ranks.device):
-                yield
+        device = self._ranks.device
+        with (
+            naming_own_processor(),
+            torch.cuda.device(device) if device.type == "cuda" else PrintedDevice(device),
+        ):
+            yield
 
     @property
     def name(self) -> str:
@@ -274,6 +305,7 @@ class RankModule:
         if isinstance(self._module, FSDPModule):
             with suppress(AttributeError):  # before a first forward there is nothing to reset, and torch raises
                 self._module.reset_iter_state()
+        self._gradients.discard()
         self._weights.copy_masters_to_model()
 
     def train(self, mode: bool) -> None:

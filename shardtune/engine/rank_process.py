@@ -14,9 +14,11 @@ import torch.distributed as dist
 
 from shardtune.config.rank_layout import Layout
 from shardtune.data.loader.order import derive_seed
-from shardtune.engine.call_watch import Board, CallWatch, end_rank
+from shardtune.engine.call_board import CallBoard
+from shardtune.engine.call_watch import CallWatch, end_rank
 from shardtune.engine.pickling import check_sendable, pack, unpack
 from shardtune.engine.rank_module import Order, RankModule
+from shardtune.engine.stops import CallInterrupted, Stops
 from shardtune.errors import ParallelError
 from shardtune.launch.local import lost_a_peer
 from shardtune.launch.watchdog.verdict import StandReport
@@ -24,7 +26,6 @@ from shardtune.parallel.gloo_threads import batch_threads
 from shardtune.parallel.ranks import COLLECTIVE_SECONDS, Ranks, choose_device, close_group, lay_out
 from shardtune.parallel.rendezvous import meet
 from shardtune.parallel.shutdown import leave_at_exit
-from shardtune.parallel.torch_private import default_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +66,11 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of a request: a value, or a failure."""
+    """The outcome of a request: a value, or a failure, or where the rank has left an interrupted call."""
 
     value: object = None
     failure: Failure | None = None
+    left: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,11 @@ class Host:
         device: to compute on.
         copies: whether values must be copied, because the caller is in the same process.
         limits: on waiting; None: no watchdog.
+        store: in which the ranks met; None for a single rank.
+
+    Attributes:
+        board: of the ranks' calls; None for a single rank.
+        on_stuck: receives where this rank waits for others that do not come.
     """
 
     def __init__(
@@ -131,17 +138,21 @@ class Host:
         *,
         copies: bool = False,
         limits: Limits | None = None,
+        store: dist.Store | None = None,
     ) -> None:
         self._rank, self._world_size, self._device, self._copies = rank, world_size, device, copies
         self._modules: dict[str, RankModule] = {}
         self._in_own_group: set[str] = set()
+        self._calls = 0
         self.on_stuck: Callable[[StandReport], None] = end_rank
-        seconds, board = 0.0, None
-        if limits is not None and limits.watchdog_seconds and world_size > 1:
-            seconds = limits.watchdog_seconds
-            ended = limits.ended_seconds * (6 if device.type == "cuda" else 1)
-            board = Board(rank, world_size, default_store(), min(seconds, ended))
-        self._watch = CallWatch(rank, seconds, lambda report: self.on_stuck(report), board)
+        self.board = None if store is None or world_size == 1 else CallBoard(rank, world_size, store)
+        limits = limits if limits is not None and world_size > 1 else Limits(0.0)
+        ended = limits.ended_seconds * (6 if device.type == "cuda" else 1)
+        self._watch = CallWatch(rank, limits.watchdog_seconds, self._stuck, self.board, ended)
+        self._stops = Stops(self.board, remote=not copies)
+
+    def _stuck(self, report: StandReport) -> None:
+        self.on_stuck(report)
 
     @classmethod
     def join(cls, meeting: Meeting) -> Host:
@@ -150,7 +161,7 @@ class Host:
             torch.set_num_threads(meeting.threads)
         names = {"RANK": meeting.rank, "WORLD_SIZE": meeting.world_size, "LOCAL_RANK": meeting.local_rank}
         os.environ.update({name: str(value) for name, value in names.items()})
-        device = device_for(meeting.device, meeting.local_rank)
+        device, store = device_for(meeting.device, meeting.local_rank), None
         if meeting.world_size > 1:
             limit = timedelta(seconds=meeting.limits.collective_timeout)
             store = meet(meeting.address, meeting.port, meeting.rank, meeting.world_size, limit)
@@ -158,7 +169,7 @@ class Host:
                 dist.init_process_group(
                     backend_for(device), store=store, rank=meeting.rank, world_size=meeting.world_size, timeout=limit
                 )
-        return cls(meeting.rank, meeting.world_size, device, limits=meeting.limits)
+        return cls(meeting.rank, meeting.world_size, device, limits=meeting.limits, store=store)
 
     def do(self, request: Request) -> object:
         """Carry out a request; exceptions of a user's method are raised unchanged."""
@@ -170,8 +181,9 @@ class Host:
             return self._end(request.engine)
         resident = self._modules[request.engine]
         if request.action == "call":
+            self._calls += 1
             try:
-                with self._watch.during(str(request.arguments[0])):
+                with self._watch.during(str(request.arguments[0]), self._calls), self._stops.during(self._calls):
                     value = resident.call(*request.arguments, copy=self._copies)
                 check_sendable(value, f"{resident.name}.{request.arguments[0]}", f"its value on rank {self._rank}")
                 return value
@@ -188,6 +200,8 @@ class Host:
         """The packed outcome of a packed request."""
         try:
             return pack(Outcome(self.do(unpack(packed))))
+        except CallInterrupted as interrupted:
+            return pack(Outcome(left=interrupted.place))
         except Exception as error:
             return pack(Outcome(failure=failure_of(self._rank, error)))
 
@@ -204,7 +218,7 @@ class Host:
         ranks = self._ranks(engine, order)
         if self._world_size > 1:
             torch.manual_seed(derive_seed(order.seed, ranks.draws_rank, "engine"))
-        return RankModule(order, ranks)
+        return RankModule(order, ranks, self._stops)
 
     def _ranks(self, engine: str, order: Order) -> Ranks:
         if self._world_size > 1:

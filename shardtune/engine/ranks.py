@@ -45,6 +45,7 @@ class Team(ABC):
         num_ranks: the number of ranks.
         awake: engines whose modules are in memory, and whether they take turns with others.
         dead: why the ranks can no longer be used; empty while they can.
+        calls: how many calls of methods there were.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -52,6 +53,7 @@ class Team(ABC):
         self.engines: dict[str, bool] = {}
         self.awake: set[str] = set()
         self.dead = ""
+        self.calls = 0
 
     def request(self, requests: Sequence[Request]) -> list[Any]:
         """Send each rank its request; returns the values in rank order.
@@ -64,8 +66,9 @@ class Team(ABC):
             raise ParallelError(
                 f"the ranks of this engine are gone: {self.dead}",
                 where=requests[0].action,
-                remedy="make the engine anew; engine.save() and load() keep what was trained",
+                remedy="make the engine anew, and engine.load() what was saved last; what was trained since is lost",
             )
+        self.calls += requests[0].action == "call"
         try:
             outcomes = self._send(requests)
         except KeyboardInterrupt:
@@ -81,7 +84,7 @@ class Team(ABC):
         return self.request([request] * self.num_ranks)
 
     def interrupt(self, request: Request) -> None:
-        """End the ranks of a call that the caller has left; going on, they would change weights behind its back."""
+        """End the ranks of a call that the caller has left: they stand at different places."""
         name = request.arguments[0] if request.action == "call" else request.action
         self.dead = self.dead or f"{name} was interrupted, at different places on different ranks"
         self.close()

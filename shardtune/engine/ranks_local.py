@@ -10,16 +10,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import cast
 
-from shardtune.engine.call_watch import RETURNED, SILENT, explain
 from shardtune.engine.pickling import pack, unpack
 from shardtune.engine.rank_process import Failure, Host, Limits, Meeting, Outcome, Request, failure_of
-from shardtune.engine.ranks import GRACE_SECONDS, Team, raise_failure, stuck_error
+from shardtune.engine.ranks import GRACE_SECONDS, raise_failure
+from shardtune.engine.ranks_remote import RemoteRanks, stuck_outcome
 from shardtune.launch.cores import threads_of_rank
 from shardtune.launch.local import free_port
 from shardtune.launch.module_process import module_command
@@ -28,7 +28,7 @@ from shardtune.launch.watchdog.verdict import StandReport
 END_SECONDS = 5.0
 
 
-class LocalRanks(Team):
+class LocalRanks(RemoteRanks):
     """One child process per rank; they end with this process.
 
     Args:
@@ -47,7 +47,8 @@ class LocalRanks(Team):
         for _ in range(num_ranks):
             self._start()
         threads = 0 if "OMP_NUM_THREADS" in os.environ else threads_of_rank(num_ranks)
-        meeting = Meeting(0, num_ranks, port=free_port(None), device=device, threads=threads, limits=limits)
+        self._port = free_port(None)
+        meeting = Meeting(0, num_ranks, port=self._port, device=device, threads=threads, limits=limits)
         paths = list(sys.path)
         messages = [
             pack((paths, replace(meeting, rank=rank, local_rank=first_gpu + rank))) for rank in range(num_ranks)
@@ -75,49 +76,63 @@ class LocalRanks(Team):
     def _send(self, requests: Sequence[Request]) -> list[Outcome]:
         return self._exchange([pack(request) for request in requests])
 
+    @property
+    def _address(self) -> tuple[str, int]:
+        return "127.0.0.1", self._port
+
     def _exchange(self, messages: Sequence[bytes]) -> list[Outcome]:
         """Send each rank its message, and wait for the replies."""
         self._number += 1
-        lost: dict[int, str] = {}
+        self.in_order = False
+        self._replies = replies = _Replies({}, {}, {})
         for rank, (pipe, message) in enumerate(zip(self._pipes, messages, strict=True)):
             try:
                 pipe.send_bytes(self._number.to_bytes(8, "big") + message)
+                replies.missing[pipe] = rank
             except OSError:
-                lost[rank] = self._how_it_ended(rank)
-        found: dict[int, Outcome] = {}
-        open_ranks = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in lost}
-        until = time.monotonic() + GRACE_SECONDS if lost else None
-        while open_ranks:
-            left = None if until is None else until - time.monotonic()
-            ready = wait(list(open_ranks), None if left is None else max(0.0, left))
-            if not ready:
+                replies.lost[rank] = self._how_it_ended(rank)
+        replies.until = time.monotonic() + GRACE_SECONDS if replies.lost else None
+        self.in_order = True
+        found = self._wait(None)
+        assert found is not None
+        return found
+
+    def _wait(self, seconds: float | None) -> list[Outcome] | None:
+        replies, end = self._replies, None if seconds is None else time.monotonic() + seconds
+        while replies.missing:
+            ends = [at for at in (replies.until, end) if at is not None]
+            ready = wait(list(replies.missing), max(0.0, min(ends) - time.monotonic()) if ends else None)
+            if not ready and replies.until is not None and time.monotonic() >= replies.until:
                 break
+            if not ready:
+                return None
+            self.in_order = False
             for pipe in cast(list[Connection], ready):
-                rank = open_ranks[pipe]
-                try:
-                    answer = pipe.recv_bytes()
-                except (EOFError, OSError):
-                    lost[rank] = self._how_it_ended(rank)
-                    del open_ranks[pipe]
-                    until = min(until or float("inf"), time.monotonic() + GRACE_SECONDS / 4)
-                    continue
-                if int.from_bytes(answer[:8], "big") != self._number:
-                    continue  # the reply to an abandoned call
-                found[rank] = unpack(answer[8:])
-                del open_ranks[pipe]
-                if found[rank].failure is not None and until is None:
-                    until = time.monotonic() + GRACE_SECONDS
-        return self._judge(found, lost, sorted(open_ranks.values()))
+                self._read(pipe, replies)
+            self.in_order = True
+        return self._judge(replies.found, replies.lost, sorted(replies.missing.values()))
+
+    def _read(self, pipe: Connection, replies: _Replies) -> None:
+        """Take a rank's reply."""
+        rank = replies.missing[pipe]
+        try:
+            answer = pipe.recv_bytes()
+        except (EOFError, OSError):
+            replies.lost[rank] = self._how_it_ended(rank)
+            del replies.missing[pipe]
+            replies.until = min(replies.until or float("inf"), time.monotonic() + GRACE_SECONDS / 4)
+            return
+        if int.from_bytes(answer[:8], "big") != self._number:
+            return  # the reply to an abandoned call
+        replies.found[rank] = unpack(answer[8:])
+        del replies.missing[pipe]
+        if replies.found[rank].failure is not None and replies.until is None:
+            replies.until = time.monotonic() + GRACE_SECONDS
 
     def _judge(self, found: dict[int, Outcome], lost: dict[int, str], stuck: list[int]) -> list[Outcome]:
         """Check the outcomes, and whether the ranks can still be used."""
-        stands = stands_of(found)
-        if stands and not lost:
-            others = {rank: RETURNED for rank in found if rank not in stands} or dict.fromkeys(stuck, SILENT)
-            error = stuck_error(explain(stands, others, self.num_ranks))
-            self.dead = error.what.splitlines()[0]
-            self.close()
-            return [Outcome(failure=Failure(rank, error, str(error), False)) for rank in range(self.num_ranks)]
+        if not lost and (ended := self._end_stuck(found, stuck)) is not None:
+            return ended
         if lost or stuck:
             rank, what = (
                 next(iter(lost.items())) if lost else (stuck[0], "waits for another that has failed, and was ended")
@@ -154,10 +169,21 @@ class LocalRanks(Team):
         atexit.unregister(self.close)
 
 
-def stands_of(found: Mapping[int, Outcome]) -> dict[int, StandReport]:
-    """The reports of the ranks that wait in vain."""
-    failures = {rank: outcome.failure for rank, outcome in found.items()}
-    return {rank: failure.stands for rank, failure in failures.items() if failure and failure.stands}
+@dataclass(slots=True)
+class _Replies:
+    """The replies to a message.
+
+    Attributes:
+        found: those that have come, by rank.
+        lost: how ranks have ended, by rank.
+        missing: the ranks whose replies are still to come, by pipe.
+        until: when those count as stuck, because others have failed.
+    """
+
+    found: dict[int, Outcome]
+    lost: dict[int, str]
+    missing: dict[Connection, int]
+    until: float | None = None
 
 
 def found_failure(found: dict[int, Outcome]) -> Failure | None:
@@ -174,7 +200,7 @@ def _watch_parent(parent: int) -> None:
 
 def _answer_stuck(pipe: Connection, number: bytes, report: StandReport) -> None:
     """Answer a call from which the main thread does not return; the caller ends this process."""
-    pipe.send_bytes(number + pack(Outcome(failure=Failure(report.rank, None, "", False, report))))
+    pipe.send_bytes(number + pack(stuck_outcome(report)))
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ class SpmdRanks(Team):
             torch.set_num_threads(threads_of_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         open_group(chosen, limits.collective_timeout)
         self._limits = limits
-        self._host = Host(self.rank, num_ranks, chosen, copies=True, limits=limits)
+        self._host = Host(self.rank, num_ranks, chosen, copies=True, limits=limits, store=default_store())
         self._store = dist.PrefixStore("shardtune/engine", default_store())
         self._number = 0
 

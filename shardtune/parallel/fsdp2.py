@@ -154,6 +154,7 @@ class Weights:
         starts: of parameters of which this rank has a range of numbers, in the order of memory: the first, by name.
         on_ranks: whether there are several ranks; otherwise `begin_micro_batch` has nothing to do.
         stepping: whether a user's optimizer is in its step.
+        is_alone: whether forwards involve no other rank now, as the model generates with gathered weights.
         has_buffers: whether the model has persistent buffers, which forwards may change.
         gather_to_generate: whether all weights are gathered while the model generates; None: where they take at most
             half of the memory that is free.
@@ -184,7 +185,7 @@ class Weights:
         self._accumulates = False
         self._same_call = SameCall(ranks)
         self._generating = 0
-        self.stepping = False
+        self.stepping = self.is_alone = False
         self.gather_to_generate: bool | None = None
         self._parts: Gathering | None = None
         if isinstance(root, FSDPModule):
@@ -355,11 +356,13 @@ class Weights:
                 self._free_gathered()  # it may be from before weights were changed in place
                 models = [module for module in self._root.modules() if isinstance(module, GenerationMixin)]
                 with self._gathered(), alone(models), without_modes(ShardedOperands):
+                    self.is_alone = True
                     yield True
             else:
                 yield False
         finally:
             self._generating -= 1
+            self.is_alone &= not whole
 
     def _can_be_gathered(self) -> bool:
         """Whether weights are sharded, and a forward that has them all involves no other rank."""

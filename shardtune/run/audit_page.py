@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from html import escape
+from collections.abc import Iterable, Iterator
 
-from shardtune.data.audit.findings import KINDS, Example, Finding, Findings, Lengths, SetFindings
+from shardtune.data.audit.findings import KINDS, Example, Finding, Findings, Lengths, LimitResult, SetFindings
 from shardtune.run.audit import example_text, summary, table_of, title_of
+from shardtune.run.html import Html, document, element, joined, table
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1f2328; --back: #ffffff; --soft: #656d76; --line: #d0d7de; --bar: #0969da;
@@ -35,99 +35,86 @@ def as_page(found: Findings, name: str) -> str:
         found: what to show.
         name: of the recipe.
     """
-    title = f"Data of {escape(name)}"
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{title}</title><style>{_STYLE}</style></head><body>",
-            f"<h1>{title}</h1>",
-            *_body(found),
-            "</body></html>",
-            "",
-        ]
-    )
+    title = f"Data of {name}"
+    return document(title, _STYLE, joined([element("h1", title), *_body(found)]))
 
 
-def _body(found: Findings) -> Iterator[str]:
+def _body(found: Findings) -> Iterator[Html]:
     if found.limits:
-        yield "<h2>Limits</h2><ul>"
-        for result in found.limits:
-            kind, word = ("bad", "beyond") if result.failed else ("good", "within")
-            what = f"{result.key}: {result.limit:g}, found {result.found:.4g}"
-            yield f'<li><span class="{kind}">{word}</span> {escape(what)}</li>'
-        yield "</ul>"
+        yield element("h2", "Limits")
+        yield _list(_limit(result) for result in found.limits)
     for name, one in found.sets.items():
         yield from _set(name, one)
     for name, one in found.contamination.items():
-        yield f"<h2>{escape(title_of(name).capitalize())} in training</h2>"
-        yield from _finding(one.exact, "the same as a training row")
+        yield element("h2", f"{title_of(name).capitalize()} in training")
+        yield _finding(one.exact, "the same as a training row")
         if one.near is not None:
-            yield from _finding(one.near, "most of the row, or of its prompt, is in one training row")
+            yield _finding(one.near, "most of the row, or of its prompt, is in one training row")
     if found.padding is not None:
         padding = found.padding
-        yield "<h2>Padding avoided</h2>"
-        yield (
-            f"<p>{padding.saved:.1%}: {padding.rows:,} rows of an epoch have {padding.tokens:,} tokens, and "
-            f"{padding.padding:,} more if {padding.rows_per_micro_batch} rows at a time were padded to the longest.</p>"
+        yield element("h2", "Padding avoided")
+        yield element(
+            "p",
+            f"{padding.saved:.1%}: {padding.rows:,} rows of an epoch have {padding.tokens:,} tokens, and "
+            f"{padding.padding:,} more if {padding.rows_per_micro_batch} rows at a time were padded to the longest.",
         )
     if found.notes:
-        yield "<h2>Not looked at</h2><ul>"
-        yield from (f"<li>{escape(note)}</li>" for note in found.notes)
-        yield "</ul>"
+        yield element("h2", "Not looked at")
+        yield _list(found.notes)
 
 
-def _set(name: str, one: SetFindings) -> Iterator[str]:
-    yield f"<h2>{escape(title_of(name).capitalize())}</h2><p>{escape(summary(one.total))}</p>"
+def _list(items: Iterable[str]) -> Html:
+    return element("ul", *(element("li", item) for item in items))
+
+
+def _limit(result: LimitResult) -> Html:
+    kind, word = ("bad", "beyond") if result.failed else ("good", "within")
+    what = f" {result.key}: {result.limit:g}, found {result.found:.4g}"
+    return joined([element("span", word, class_=kind), what])
+
+
+def _set(name: str, one: SetFindings) -> Iterator[Html]:
+    yield element("h2", title_of(name).capitalize())
+    yield element("p", summary(one.total))
     header, *rows = table_of(one)
-    yield f'<div class="wide"><table><tr>{"".join(f"<th>{escape(cell)}</th>" for cell in header)}</tr>'
-    for row in rows:
-        yield f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
-    yield "</table></div>"
-    yield _histogram(one.lengths)
+    yield table(header, rows)
+    yield from _histogram(one.lengths)
     for kind, finding in one.findings.items():
         if finding.count:
-            yield from _finding(finding, KINDS[kind])
+            yield _finding(finding, KINDS[kind])
     if one.near is not None and not one.near.is_complete:
-        yield "<p>More rows are alike than were compared: the number of near duplicates is a lower bound.</p>"
+        yield element("p", "More rows are alike than were compared: the number of near duplicates is a lower bound.")
 
 
-def _finding(finding: Finding, words: str) -> Iterator[str]:
+def _finding(finding: Finding, words: str) -> Html:
     rows = "row" if finding.count == 1 else "rows"
     what = f"{finding.count:,} {rows} ({finding.share:.2%}): {words}"
     if not finding.examples:
-        yield f"<p>{escape(what)}</p>"
-        return
-    yield f"<details><summary>{escape(what)}</summary><ul>"
-    for example in finding.examples:
-        yield f"<li>{escape(example_text(example))}{_other(example)}</li>"
-    yield "</ul></details>"
+        return element("p", what)
+    examples = _list(joined([example_text(example), _other(example)]) for example in finding.examples)
+    return element("details", element("summary", what), examples)
 
 
-def _other(example: Example) -> str:
+def _other(example: Example) -> Html:
     if example.other is None:
-        return ""
+        return Html()
     shared = "the same as" if example.shared is None else f"{example.shared:.0%} shared with"
-    return f'<br><span class="soft">{shared} {escape(example_text(example.other))}</span>'
+    return joined([element("br"), element("span", f"{shared} {example_text(example.other)}", class_="soft")])
 
 
-def _histogram(lengths: Lengths) -> str:
+def _histogram(lengths: Lengths) -> Iterator[Html]:
     """The lengths as bars, with their range below."""
     most, width = max(lengths.counts), _WIDTH / len(lengths.counts)
     bars = []
     for place, count in enumerate(lengths.counts):
         height = _HEIGHT * count / most
         what = f"{lengths.edges[place]:,} to {lengths.edges[place + 1] - 1:,}: {count:,} rows"
-        bars.append(
-            f'<rect x="{place * width:.1f}" y="{_HEIGHT - height:.1f}" width="{width - 1:.1f}" height="{height:.1f}">'
-            f"<title>{what}</title></rect>"
-        )
+        corner = {"x": f"{place * width:.1f}", "y": f"{_HEIGHT - height:.1f}"}
+        bars.append(element("rect", element("title", what), **corner, width=f"{width - 1:.1f}", height=f"{height:.1f}"))
     words = (
         f"lengths {lengths.shortest:,} to {lengths.longest:,}, median {lengths.median:,}, 95 % up to {lengths.p95:,}, "
         f"99 % up to {lengths.p99:,}"
     )
-    return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{words}">{"".join(bars)}</svg>'
-        f'<div class="ends"><span>0</span><span>{lengths.edges[-1]:,}</span></div><p>{words}</p>'
-    )
+    yield element("svg", *bars, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label=words)
+    yield element("div", element("span", "0"), element("span", f"{lengths.edges[-1]:,}"), class_="ends")
+    yield element("p", words)

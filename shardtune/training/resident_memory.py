@@ -39,6 +39,11 @@ def resident_peak() -> int | None:
     return _read("VmHWM")
 
 
+def mapped_files() -> int:
+    """Bytes of files that are resident now, of libraries' code above all: they grow as code runs for the first time."""
+    return _read("RssFile") or 0
+
+
 def restart_peak() -> bool:
     """Let the system count the peak from now on; returns whether it does."""
     before = resident_peak()

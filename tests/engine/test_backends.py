@@ -55,6 +55,12 @@ def test_every_backend_gives_the_same_numbers(launch: str, model: Path, alone: d
     assert torch.allclose(mean, torch.tensor(alone["losses"], dtype=torch.float64)[:, 0], atol=1e-12)
     for name, tensor in alone["state"].items():
         assert float((tensor - found["state"][name]).abs().max()) < 1e-12
+    if launch == "ray":
+        ended, losses, stuck = found["stopped"]
+        assert ended == "interrupted"
+        assert max(losses) < min(found["losses"][-1])  # the engine trains on
+        assert "in the call of unequal: rank 0 has returned" in stuck
+        assert "rank 1 waits in the collective" in stuck
 
 
 def test_large_calls_through_ray_are_told_with_their_size(caplog: pytest.LogCaptureFixture):

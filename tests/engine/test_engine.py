@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,31 @@ def test_a_processor_takes_no_arguments_that_it_would_ignore(tmp_path: Path):
     assert processor.image_processor is not None
     with pytest.raises(TypeError, match="min_pixels"):
         nn.AutoProcessor.from_pretrained(tmp_path, min_pixels=4)  # pyright: ignore[reportCallIssue]
+
+
+class Watching(Trained):
+    def on_weights_materialized(self) -> None:
+        raise OSError("Can't load video processor for 'model'.")
+
+
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="transformers' own processor works")
+def test_a_processor_that_lacks_torchvision_names_the_engines(model: Path):
+    with pytest.raises(OSError, match="video processor") as caught:
+        TrainEngine(make(model, Watching)).build()
+    assert "shardtune.nn.AutoProcessor" in str(caught.value.__notes__)
+
+
+class Halfway(Trained):
+    def fails_after_its_backward(self, input_ids: list[list[int]]) -> None:
+        self.step_by_mean(input_ids)
+        raise IndexError
+
+
+def test_an_exception_leaves_no_gradients_of_its_call(model: Path):
+    engine = TrainEngine(make(model, Halfway)).build()
+    with pytest.raises(IndexError):
+        engine.fails_after_its_backward(SAMPLES[:2])
+    assert apart(steps(engine, "step_by_mean", NeedParallel(SAMPLES)), plain(model)) < 1e-10
 
 
 def test_no_weights_and_wrong_weights_are_errors():

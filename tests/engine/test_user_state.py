@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +14,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassifi
 
 import shardtune
 from shardtune import NeedParallel, TrainEngine, nn
-from shardtune.engine import ranks_local
 from shardtune.errors import CheckpointError, ModelError, ParallelError
-from tests.support.engine_modules import SAMPLES, make
+from tests.support.engine_modules import SAMPLES
 
 # -- Attributes --------------------------------------------------------------------------------------------------------
 
@@ -109,54 +104,6 @@ def test_values_that_cannot_be_pickled_name_method_and_rank(keeping, two_ranks: 
             engine.unsendable(given=[torch.zeros(2), {"a": {1, 2}}])
         assert engine.step(SAMPLES[:4])
     ranks.close()
-
-
-# -- Interrupts --------------------------------------------------------------------------------------------------------
-
-
-class Patient(nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
-    def wait(self, file: str) -> None:
-        for number in range(2000):
-            Path(f"{file}{self.ranks.rank}").write_text(str(number))
-            time.sleep(0.01)
-
-    def one(self) -> int:
-        return 1
-
-
-@pytest.fixture
-def _interruptible() -> Iterator[None]:
-    """Also where the tests themselves run in the background of a shell, which ignores SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def _interrupt_once(file: Path) -> None:
-    def interrupt() -> None:
-        while not file.exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=interrupt, daemon=True).start()
-
-
-@pytest.mark.usefixtures("_interruptible")
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_caught_interrupt_stops_the_method(model: Path, tmp_path: Path, ranks: int):
-    engine = TrainEngine(make(model, Patient)).build(data_parallel_size=ranks)
-    _interrupt_once(tmp_path / f"at{ranks - 1}")
-    with pytest.raises(KeyboardInterrupt):
-        engine.wait(str(tmp_path / "at"))
-    if ranks == 1:
-        assert engine.one() == [1]
-        return
-    with pytest.raises(ParallelError, match=r"ranks of this engine are gone: wait was interrupted"):
-        engine.one()
-    team = engine._team
-    assert isinstance(team, ranks_local.LocalRanks)
-    assert all(process.poll() is not None for process in team._ranks)
-    engine.close()
 
 
 # -- New heads ---------------------------------------------------------------------------------------------------------

@@ -91,18 +91,18 @@ def _ended(engine: Any, numbers: list[float]) -> Course:
 
 def dpo(models: Models, build: Build) -> Course:
     engine = build(example("dpo").Policy, models.language)
-    return _ended(engine, example("dpo").improve(engine, STEPS, batch=10, micro_batch=7))
+    return _ended(engine, example("dpo").improve(engine, STEPS, batch=10, max_tokens=60))
 
 
 def grpo(models: Models, build: Build) -> Course:
     engine = build(example("grpo").Policy, models.language)
-    sizes = {"size": 5, "group": 4, "micro_batch": 7}
+    sizes = {"size": 5, "group": 4, "max_tokens": 63}
     return _ended(engine, [example("grpo").one_round(engine, number, **sizes) for number in range(STEPS)])
 
 
 def reward_model(models: Models, build: Build) -> Course:
     engine = build(example("reward_model").Judge, models.judge)
-    return _ended(engine, example("reward_model").train(engine, STEPS, batch=10, micro_batch=7))
+    return _ended(engine, example("reward_model").train(engine, STEPS, batch=10, max_tokens=60))
 
 
 def distillation(models: Models, build: Build) -> Course:

@@ -15,7 +15,7 @@ from shardtune.launch.module_process import module_command, module_environment
 from shardtune.launch.signals import LAUNCHER_PID
 from shardtune.parallel.fsdp2 import local
 from shardtune.training.observer import Observer
-from shardtune.training.resident_memory import resident, resident_peak, restart_peak
+from shardtune.training.resident_memory import mapped_files, resident, resident_peak, restart_peak
 from shardtune.training.worker.adapter_task import AdapterTask
 from shardtune.training.worker.base import FSDPSftWorker
 
@@ -50,7 +50,8 @@ class PeakComparison:
         self._file = run_dir / "config.yaml"
         self._worker = worker
         self._in_files = in_files
-        self._before = resident()
+        now = resident()
+        self._before = None if now is None else now - mapped_files()
         self._restarted = False
         self._steps = 0
         self._measured = ""
@@ -109,9 +110,10 @@ class PeakComparison:
             self._peak = float(torch.cuda.max_memory_allocated(device))
             self._measured = f"{in_words(self._peak)} allocated at most"
         elif self._restarted and peak is not None and self._before is not None:
-            self._peak = float(max(peak - self._before, 0))
+            self._peak = float(max(peak - mapped_files() - self._before, 0))
             self._measured = (
-                f"{in_words(self._peak)} resident at most, beyond {in_words(self._before)} before the model"
+                f"{in_words(self._peak)} resident at most, beyond {in_words(self._before)} before the model and mapped "
+                "files"
             )
         else:
             self._measured = "not measured, as this system counts no peak from a given moment on"

@@ -15,6 +15,7 @@ from shardtune.config.secrets import without_secrets
 from shardtune.config.shown import as_written
 from shardtune.errors import cut, legible
 from shardtune.run.display import OF_OTHERS, RIGHT, UNPARSED, count, shown
+from shardtune.run.html import Html, document, element, facts, joined, table
 from shardtune.run.report.content import (
     Answers,
     as_yaml,
@@ -32,7 +33,6 @@ from shardtune.run.report.content import (
     whole_recipe,
 )
 from shardtune.run.report.curves import Chart, read_charts
-from shardtune.run.report.html import Html, element, facts, joined, table
 from shardtune.run.status import duration
 from shardtune.run.stored_run import StoredRun
 from shardtune.run.verified import read_verified
@@ -76,19 +76,10 @@ def _document(title: str, body: str, data: str) -> str:
         f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src '{_hash(script)}'; "
         "base-uri 'none'; form-action 'none'"
     )
-    head = joined(
-        [
-            element("meta", charset="utf-8"),
-            # Nothing but the script below is executed, and nothing is loaded, whatever a row or a name holds.
-            element("meta", http_equiv="Content-Security-Policy", content=policy),
-            element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            element("meta", name="generator", content=GENERATOR),
-            element("title", f"{title} · shardtune"),
-            element("style", Html(style)),
-        ]
-    )
+    # Nothing but the script below is executed, and nothing is loaded, whatever a row or a name holds.
     scripts = f'<script type="application/json" id="curve-data">{data}</script>\n<script>{script}</script>'
-    return f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n{scripts}\n</body>\n</html>\n'
+    generator = element("meta", name="generator", content=GENERATOR)
+    return document(f"{title} · shardtune", style, f"{body}\n{scripts}", policy=policy, head=[generator])
 
 
 def _json(value: object) -> str:

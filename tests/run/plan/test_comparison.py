@@ -94,7 +94,9 @@ def test_where_no_plan_is_compared_what_lasts_is_shown_and_why(
         found._worker.task = object()  # pyright: ignore[reportAttributeAccessIssue]
     steps(found, 2)
     (line,) = shown.lines
-    assert "before the model; 12.0 kB planned for weights, gradients and optimizer states alone: " in line
+    assert (
+        "before the model and mapped files; 12.0 kB planned for weights, gradients and optimizer states alone: " in line
+    )
     why = {"small": "from 17M parameters on", "in memory": "that names its files", "own worker": "this worker makes"}
     assert why[case] in line
 

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 import shardtune
 from shardtune.cli.commands import app
 from shardtune.errors import CheckpointError, ConfigError
+from shardtune.run.html import element
 from shardtune.run.report import write
 from shardtune.run.report.curves import Decimated
-from shardtune.run.report.html import element
 from shardtune.run.report.write import REPORT, write_report
 from tests.support.tiny_run import Tiny, make_tiny
 

@@ -17,6 +17,8 @@ class Html(str):
 
 _JOINTS = re.compile(r"([/_])(?=\w)")
 VOID = ("meta", "br", "input")
+NOTHING_LOADED = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+"""Nothing is executed or loaded, whatever a row or a name holds."""
 
 
 def element(name: str, /, *children: str, **attributes: str | int | bool | None) -> Html:
@@ -40,6 +42,25 @@ def element(name: str, /, *children: str, **attributes: str | int | bool | None)
 def joined(children: Iterable[str]) -> Html:
     """Elements and texts one after another."""
     return Html("".join(child if isinstance(child, Html) else escape(printable(child)) for child in children))
+
+
+def document(title: str, style: str, body: str, *, policy: str = NOTHING_LOADED, head: Iterable[Html] = ()) -> str:
+    """A page in one file.
+
+    Args:
+        title: of the window.
+        style: the style sheet.
+        body: elements.
+        policy: what the browser may load and execute; by default nothing but the style sheet.
+        head: further elements of the head.
+    """
+    first = [
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=policy),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+    ]
+    top = element("head", *first, *head, element("title", title), element("style", Html(style)))
+    return f'<!DOCTYPE html>\n<html lang="en">\n{top}\n<body>\n{body}\n</body>\n</html>\n'
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = ()) -> Html:
