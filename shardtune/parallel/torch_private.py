@@ -19,6 +19,7 @@ from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+from torch.autograd.graph import _engine_run_backward
 from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp._flat_param import FlatParameter as FlatParameter
@@ -32,7 +33,13 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_iter as tree_iter
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
-from torch.utils.checkpoint import _RECOMPUTE, CheckpointPolicy, _VersionWrapper, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    _RECOMPUTE,
+    CheckpointPolicy,
+    _allowed_determinism_checks_to_fns,
+    _VersionWrapper,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 # `OpOverload` is the type of what a selective-checkpointing policy receives; `torch.library` does not export it.
@@ -184,6 +191,39 @@ def without_modes(*kinds: type) -> Iterator[None]:
     finally:
         for mode in reversed(popped):
             _push_mode(mode)
+
+
+def backward(
+    tensor: torch.Tensor,
+    gradient: torch.Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Sequence[torch.Tensor] | None = None,
+) -> None:
+    """`Tensor.backward`, but the function modes that are active here are active in it.
+
+    What modes handle runs without them, and `Tensor.backward` is handled: so checkpointed layers would run the first
+    time with modes, and the second time without.
+    """
+    gradient = torch.ones_like(tensor) if gradient is None else gradient
+    keep = create_graph if retain_graph is None else retain_graph
+    _engine_run_backward(
+        (tensor,), (gradient,), keep, create_graph, tuple(inputs or ()), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+@contextmanager
+def unchecked_recomputation() -> Iterator[None]:
+    """Inside, what checkpointed layers compute again is not compared with what they computed first.
+
+    `checkpoint` has an argument for it, which a model of transformers that checkpoints itself does not pass on.
+    """
+    before = dict(_allowed_determinism_checks_to_fns)
+    _allowed_determinism_checks_to_fns.update({name: lambda _: None for name in before})
+    try:
+        yield
+    finally:
+        _allowed_determinism_checks_to_fns.update(before)
 
 
 def quieten_redistribution() -> None:

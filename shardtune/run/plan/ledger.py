@@ -16,6 +16,7 @@ from shardtune.parallel.torch_private import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    backward,
     schema_of,
     storage_identity,
     tree_iter,
@@ -156,6 +157,9 @@ class AsOnCuda(TorchFunctionMode):
             return True
         if func == _DEVICE:
             return _CUDA
+        if func == torch.Tensor.backward:
+            with self:  # a mode is off while it handles a function, and this one runs checkpointed layers again
+                return backward(*args, **(kwargs or {}))
         back = {"args": args, "kwargs": kwargs or {}}
         back = tree_map_only(torch.device, lambda device: CPU if device == _CUDA else device, back)
         return func(*back["args"], **back["kwargs"])

@@ -99,6 +99,11 @@ def test_a_gpu_is_planned_without_one(tiny: Tiny) -> None:
     assert on_cpu.memory is not None
     assert on_gpu.memory is not None
     assert on_gpu.memory["activations"] < on_cpu.memory["activations"]
+    for how in ("true", "selective"):  # layers that are computed again take the GPU's way again
+        again = plans(tiny, "model.precision=bf16", f"model.gradient_checkpointing={how}", ranks=1).plan()
+        assert not again.notes
+        assert again.memory is not None
+        assert again.memory["activations"] < on_gpu.memory["activations"]
     offloaded = plans(tiny, "model.precision=bf16", "fsdp_config.cpu_offload=true", ranks=2).plan()
     assert offloaded.memory is not None
     assert WEIGHTS not in offloaded.memory
