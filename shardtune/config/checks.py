@@ -431,10 +431,18 @@ OF_ACTIONS = (
     "action_state",
     "action_statistics",
     "action_normalization_mask",
+    "action_representation",
+    "action_representation_mask",
 )
 
 
-OF_POLICIES = ("unnorm_key", "action_statistics", "action_normalization_mask")
+OF_POLICIES = (
+    "unnorm_key",
+    "action_statistics",
+    "action_normalization_mask",
+    "action_representation",
+    "action_representation_mask",
+)
 """Those of them that ready policies read."""
 
 
@@ -447,6 +455,13 @@ def _actions(context: Context) -> Iterator[ConfigError]:
             key,
             f"{key}: false has no effect with model_type: {model.model_type}, which is always built on the meta device",
             "leave it out; a registered function may pass it on",
+        )
+    if model.action_representation_mask is not None and model.action_representation == "absolute":
+        key = "actor.model.action_representation_mask"
+        yield context.problem(
+            key,
+            f"{key} has no effect with action_representation: absolute, which converts nothing",
+            "leave it out, or set action_representation: relative or delta",
         )
     policy = own and model.model_type in POLICIES
     acts = model.model_type == "vision_language_action" or model.model_type not in BUILT_IN

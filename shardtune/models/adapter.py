@@ -198,8 +198,15 @@ class Adapter(ABC):
         """The encoder that makes samples of rows, in the processes that build the cache."""
         chunk = self.action_chunk
         if chunk is None:
+            if self.recipe.actor.model.action_representation != "absolute":
+                raise ConfigError(
+                    f"the rows of {type(self).__name__} are no frames of robot data: there are no actions to convert",
+                    where="actor.model.action_representation",
+                    remedy="leave it out, or let the adapter's action_chunk be the number of actions of a row",
+                )
             return FieldEncoder(self, self.recipe)
-        return FrameFieldEncoder(self, self.recipe, FrameOptions(chunk, self.observation_steps))
+        frames = FrameOptions.of(self.recipe.actor.model, chunk, self.observation_steps)
+        return FrameFieldEncoder(self, self.recipe, frames)
 
     def encoding_settings(self) -> Mapping[str, Any]:
         """What `encode` depends on besides its code, the options and the names of model and tokenizer, as JSON: a part

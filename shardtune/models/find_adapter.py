@@ -21,6 +21,7 @@ from shardtune.config import DataConfig, ModelConfig, Recipe
 from shardtune.config.model_names import registered, registered_function, registered_processor
 from shardtune.config.schema import long_key
 from shardtune.config.user_code import load_function
+from shardtune.data.encoder import FrameOptions
 from shardtune.data.images.placeholders import ImageText, MarksImages
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.action.openvla import OpenVLAConfig
@@ -159,7 +160,9 @@ def _registered_adapter(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | Non
     elif acts_on(recipe):
         acting = tokenizer_of(processor)
         add_new_tokens(acting, recipe.actor.added_tokens)
-        adapter = VisionLanguageAction(loaded, processor, settings_for(recipe, loaded, acting), **settings, make=make)
+        actions = settings_for(recipe, loaded, acting)
+        form = FrameOptions.of(config, actions.action_chunks_len).representation
+        adapter = VisionLanguageAction(loaded, processor, actions, representation=form, **settings, make=make)
     else:
         adapter = VisionLanguage(loaded, processor, **settings, make=make)
     add_new_tokens(adapter.tokenizer, recipe.actor.added_tokens)
@@ -225,7 +228,9 @@ def vision_language_action(
     tokenizer = tokenizer_of(processor)
     add_new_tokens(tokenizer, recipe.actor.added_tokens)
     settings = settings_for(recipe, loaded, tokenizer)
-    return VisionLanguageAction(loaded, processor, settings, **_settings(config, wrap, model, data))
+    form = FrameOptions.of(config, settings.action_chunks_len).representation
+    others = _settings(config, wrap, model, data)
+    return VisionLanguageAction(loaded, processor, settings, representation=form, **others)
 
 
 def adapter_class(config: ModelConfig) -> type[Adapter] | None:

@@ -22,6 +22,7 @@ from shardtune.data.prepare import PreparedData, WeighedRows
 from shardtune.errors import ConfigError, ModelError
 from shardtune.evaluate.closed_loop import METRICS, ClosedLoop, play
 from shardtune.evaluate.loss import BLOCK_MICRO_BATCHES, sum_evaluation, summarize
+from shardtune.models.action.absolute import absolute_policy
 from shardtune.models.action.acting import ActingAdapter
 from shardtune.models.adapter import Adapter, AdapterRoot, LanguageModel, LanguageRoot, WholeStepAdapter
 from shardtune.models.causal_lm import CausalLM
@@ -162,7 +163,7 @@ class AdapterTask(CachedRowsTask):
     def evaluate_episodes(self, evaluation: Evaluation) -> Mapping[str, float]:
         if self._episodes is None or not isinstance(self.adapter, ActingAdapter):
             return {}
-        policy = self.adapter.policy(root_of(evaluation.model), evaluation.device)
+        policy = absolute_policy(self.adapter, root_of(evaluation.model), evaluation.device)
         score = play(self._episodes, policy, evaluation.ranks, folder=evaluation.episodes_dir, poll=evaluation.poll)
         return score.metrics()
 
