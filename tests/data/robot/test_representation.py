@@ -97,13 +97,13 @@ def test_a_policy_in_closed_loop(folder: Path, kind: str, tmp_path: Path) -> Non
         shutil.move(home, folder / "home")
     with pytest.raises(DataError, match=f"is {kind}, and there is no state that actions could be relative to"):
         run.policy().select_action({**seen, "state": None})
-    with pytest.raises(ConfigError, match="the statistics are of absolute actions") as error:
-        statistics = {"home": {"action": {"min": [0] * 3, "max": [1] * 3}}}
-        (tmp_path / "own.json").write_text(json.dumps(statistics))
-        find_adapter(
-            load_recipe(recipe(folder, "other", **form, action_statistics=str(tmp_path / "own.json")))
-        ).encoder(with_prompts=False).cache_key()
-    assert error.value.remedy is not None
+    (tmp_path / "own.json").write_text(json.dumps({"home": {"action": {"min": [0] * 3, "max": [1] * 3}}}))
+    other = find_adapter(load_recipe(recipe(folder, "other", **form, action_statistics=str(tmp_path / "own.json"))))
+    with pytest.raises(ConfigError, match="the statistics are of absolute actions"):
+        other.notes()
+    other = find_adapter(load_recipe(recipe(folder, "other", action_statistics=str(moved / "normalizer.json"))))
+    with pytest.raises(ConfigError, match=f"the statistics are of {kind} actions, and .* is absolute"):
+        other.notes()
 
 
 @pytest.mark.parametrize("kind", ["relative", "delta"])
@@ -137,13 +137,13 @@ def test_what_cannot_be_relative_is_one_message(tmp_path: Path, data: Any) -> No
     rows = [{"instruction": "go", "actions": one.actions[:2].tolist()}]
     frames = FrameOptions(2, representation=Representation("relative"))
     for spec, what in ((str(tmp_path / "light"), r"the state has the shape \[2\], an action 3"), (rows, "no state")):
+        data.on_bad_row = "skip"  # no fault of one row
         with pytest.raises(DataError, match=what) as error:
-            data.on_bad_row = "skip"  # no fault of one row
             resolve_sources(spec, data, frames=frames, report=lambda text: None)
         assert error.value.where == "actor.model.action_representation"
+    named = FrameOptions(2, representation=Representation("delta", (("griper", False),)))
+    write_lerobot(tmp_path / "home", episodes(1), fps=5, action_names=NAMES)
     with pytest.raises(ConfigError, match="did you mean gripper"):
-        named = FrameOptions(2, representation=Representation("delta", (("griper", False),)))
-        write_lerobot(tmp_path / "home", episodes(1), fps=5, action_names=NAMES)
         resolve_sources(str(tmp_path / "home"), data, frames=named, report=lambda text: None)
 
 
