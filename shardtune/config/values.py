@@ -219,7 +219,11 @@ def _range_within(low: float, high: float, around: float | None = None) -> Calla
 
 
 def _shift(value: object) -> object:
-    if isinstance(value, list) and len(value) == 2 and all(type(one) in (int, float) and 0 <= one <= 1 for one in value):
+    if (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(type(one) in (int, float) and 0 <= one <= 1 for one in value)
+    ):
         return [float(one) for one in value]
     raise ValueError("not two shares")
 

@@ -73,7 +73,7 @@ class OwnChanges:
         return images.mul(factor).clamp_(0, 255).to(torch.uint8)
 
     def contrast(self, images: torch.Tensor, factor: float) -> torch.Tensor:
-        return _blended(images, _grey(images).mean((-3, -2, -1), keepdim=True), factor)
+        return _contrast(images, factor)
 
     def saturation(self, images: torch.Tensor, factor: float) -> torch.Tensor:
         return _blended(images, _grey(images), factor)
@@ -95,6 +95,13 @@ def _inverse(degrees: float, shift: tuple[float, float], scale: float, shear: fl
     a11, a12, a21, a22 = d / scale, -b / scale, -sin / scale, cos / scale
     right, down = shift
     return [a11, a12, -a11 * right - a12 * down, a21, a22, -a21 * right - a22 * down]
+
+
+def _contrast(images: torch.Tensor, factor: float) -> torch.Tensor:
+    """Away from the mean grey, which is summed exactly: torchvision sums in fp32, and large images to other last digits
+    on another number of threads."""
+    mean = _grey(images).mean((-3, -2, -1), keepdim=True, dtype=torch.float64).float()
+    return _blended(images, mean, factor)
 
 
 def _grey(images: torch.Tensor) -> torch.Tensor:
@@ -160,7 +167,7 @@ class TorchvisionChanges:
         return self._of.adjust_brightness(images, factor)
 
     def contrast(self, images: torch.Tensor, factor: float) -> torch.Tensor:
-        return self._of.adjust_contrast(images, factor)
+        return _contrast(images, factor)
 
     def saturation(self, images: torch.Tensor, factor: float) -> torch.Tensor:
         return self._of.adjust_saturation(images, factor)

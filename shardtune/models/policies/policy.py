@@ -15,6 +15,7 @@ import torch
 from shardtune.batch import Batch, Sample
 from shardtune.config import Recipe
 from shardtune.data.encoder import FrameOptions, Row
+from shardtune.data.images.augmentation import RowAugmentation
 from shardtune.data.robot.images import decode_frame
 from shardtune.data.robot.representation import ENTRY, check_statistics
 from shardtune.errors import ConfigError, ModelError
@@ -87,6 +88,14 @@ class Policy(ActingAdapter):
     @property
     def action_steps(self) -> int:
         return self.options.n_action_steps
+
+    @property
+    def augments(self) -> bool:
+        return bool(self.features.cameras)
+
+    def augmented(self, sample: Sample, augment: RowAugmentation) -> Sample:
+        """The images of each camera changed, those of all frames alike."""
+        return augment.fields(sample, [name for name in self.features.cameras if name in sample.fields])
 
     def encode(self, row: Row) -> Sample:
         earlier = row["earlier"] if self.observation_steps > 1 else ()
