@@ -204,9 +204,9 @@ def _range_within(low: float, high: float, around: float | None = None) -> Calla
 
     def checked(value: object) -> object:
         numbers = value if isinstance(value, list) else [value]
-        if not all(isinstance(one, int | float) and not isinstance(one, bool) for one in numbers):
+        found = [float(one) for one in numbers if isinstance(one, int | float) and not isinstance(one, bool)]
+        if len(found) < len(numbers):
             raise ValueError("not numbers")
-        found = [float(one) for one in numbers]
         if around is not None and not isinstance(value, list):
             if not 0 <= found[0] <= high - around:
                 raise ValueError(f"not from 0 to {high - around:g}")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Protocol
+from importlib import import_module
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import grid_sample, interpolate
@@ -149,11 +150,10 @@ class TorchvisionChanges:
     """The changes by torchvision's functions."""
 
     def __init__(self) -> None:
-        import torchvision
-        from torchvision.transforms.v2 import InterpolationMode, functional
-
-        self.name = f"torchvision {torchvision.__version__}"
-        self._of, self._bilinear = functional, InterpolationMode.BILINEAR
+        package: Any = import_module("torchvision")
+        transforms: Any = import_module("torchvision.transforms.v2")
+        self.name = f"torchvision {package.__version__}"
+        self._of, self._bilinear = transforms.functional, transforms.InterpolationMode.BILINEAR
 
     def crop(self, images: torch.Tensor, top: int, left: int, height: int, width: int) -> torch.Tensor:
         return self._of.resized_crop(images, top, left, height, width, list(images.shape[-2:]), self._bilinear)

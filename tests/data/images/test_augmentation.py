@@ -27,7 +27,9 @@ from shardtune.errors import ConfigError, ModelError, ShardtuneError
 from shardtune.models.find_adapter import find_adapter
 from shardtune.models.vision.vision_language import VisionLanguage
 from shardtune.parallel.ranks import Ranks
+from shardtune.run.dry_run import preview
 from shardtune.training.worker.adapter_worker import SFTWorker
+from shardtune.training.worker.cached_rows import CachedRowsTask
 from tests.support.vision import save_image_rows, save_vision_model
 
 HEIGHT, WIDTH = 10, 14
@@ -183,13 +185,15 @@ def worker(folder: Path, **data: Any) -> SFTWorker:
 def test_ranks_and_processes_see_the_same(folder: Path) -> None:
     """And a loader that begins later; other epochs and evaluation see other images, the cache has those of the rows."""
     made = worker(folder)
+    task = made.task
+    assert isinstance(task, CachedRowsTask)
     assert any("images of training are augmented, by torch" in note for note in made.summary().notes)
 
     def seen(ranks: int, start: DataState, steps: int, **attributes: Any) -> dict[tuple[int, int], bytes]:
         found = {}
         for rank in range(ranks):
             one = Ranks(rank, ranks, made.device, layout=Layout(shard=ranks))
-            loader = made.task.training_loader(one)
+            loader = task.training_loader(one)
             vars(loader).update(attributes)
             for step in islice(loader.steps(start), steps):
                 for batch in step.micro_batches:
@@ -209,7 +213,7 @@ def test_ranks_and_processes_see_the_same(folder: Path) -> None:
     assert all(alone[0, row] != alone[1, row] for row in range(12))
     rows = made.prepared.train
     assert rows is not None
-    for batch in made.task.evaluation_set("", Ranks(0, 1, made.device)):
+    for batch in task.evaluation_set("", Ranks(0, 1, made.device)):
         for place, row in enumerate(batch.rows):
             np.testing.assert_array_equal(batch["top"][place].numpy(), rows.row(row).fields["top"])
     made.release()
@@ -295,3 +299,12 @@ def test_as_torchvision() -> None:
         assert torch.equal(call(own), getattr(other, call.func.__name__)(**call.keywords))
     for name, value in (("brightness", 1.3), ("contrast", 0.6), ("saturation", 1.4), ("hue", -0.2)):
         assert torch.equal(getattr(own, name)(image, value), getattr(other, name)(image, value))
+
+
+def test_a_picture_of_rows(folder: Path, tmp_path: Path) -> None:
+    """`shardtune data preview --images`: both cameras of two rows, each as it is and in four epochs."""
+    preview(recipe(folder, "shown"), rows=2, images=tmp_path / "shown.png")
+    with Image.open(tmp_path / "shown.png") as sheet:
+        assert sheet.size == (5 * (160 * WIDTH // HEIGHT + 4), 4 * 164)
+    with pytest.raises(ConfigError, match="the recipe changes no images"):
+        preview(recipe(folder, "shown", augmentation={}), images=tmp_path / "none.png")

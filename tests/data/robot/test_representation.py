@@ -116,6 +116,7 @@ def test_statistics_are_of_what_is_trained(folder: Path, data: Any, kind: str) -
     for one in episodes():
         for frame in range(len(one.actions)):
             chunk = one.actions[frame : frame + CHUNK].astype(np.float64)
+            assert one.state is not None
             before = np.concatenate([one.state[frame : frame + 1], chunk[:-1]]) if kind == "delta" else one.state[frame]
             steps.append(chunk - before * [1, 1, 0])
     whole = np.concatenate(steps).astype(np.float32).astype(np.float64)
