@@ -66,11 +66,14 @@ class ActingAdapter(Adapter):
     def representation(self) -> Representation | None:
         """How the actions are represented that `policy` predicts (`actor.model.action_representation`), with a mask by
         dimension; None: they are absolute."""
-        if self.normalizes:
-            return self.normalizer.representation
         model = self.recipe.actor.model
         frames = FrameOptions.of(model, self.action_chunk or 1, self.observation_steps)
-        if frames.representation is None or not isinstance(model.action_representation_mask, dict):
+        if frames.representation is None:
+            return None
+        if self.normalizes:
+            found = {one.representation for one in self.normalizers.values()}
+            return found.pop() if len(found) == 1 else self.normalizer.representation
+        if not isinstance(model.action_representation_mask, dict):
             return frames.representation
         spec = self.recipe.data.train_data_paths if self.train_data is None else self.train_data
         return resolve_sources(spec, self.recipe.data, frames=frames, report=lambda _: None)[0].representation

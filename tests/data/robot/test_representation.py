@@ -21,6 +21,7 @@ from shardtune.errors import ConfigError, DataError
 from shardtune.models.find_adapter import find_adapter
 from tests.support.commanding import CHUNK, NAMES, Commanding, episodes
 from tests.support.robot import save_episodes
+from tests.support.vision import save_vision_model
 
 TASK = Path(__file__).parents[2] / "support" / "commanding.py"
 MASK = {"gripper": False}
@@ -77,7 +78,7 @@ def recipe(folder: Path, name: str, **model: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", ["absolute", "relative", "delta"])
+@pytest.mark.parametrize("kind", [pytest.param("absolute", marks=pytest.mark.slow), "relative", "delta"])
 def test_a_policy_in_closed_loop(folder: Path, kind: str, tmp_path: Path) -> None:
     form = {} if kind == "absolute" else {"action_representation": kind, "action_representation_mask": MASK}
     run = shardtune.train(recipe(folder, kind, **form))
@@ -102,8 +103,26 @@ def test_a_policy_in_closed_loop(folder: Path, kind: str, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="the statistics are of absolute actions"):
         other.notes()
     other = find_adapter(load_recipe(recipe(folder, "other", action_statistics=str(moved / "normalizer.json"))))
-    with pytest.raises(ConfigError, match=f"the statistics are of {kind} actions, and .* is absolute"):
+    with pytest.raises(ConfigError, match=rf"the statistics are of {kind} actions, and .* is absolute"):
         other.notes()
+
+
+def test_a_directory_of_an_action_model_has_it(folder: Path, tmp_path: Path) -> None:
+    """In its statistics: it acts alike without run and policy.json, and is trained on in no other representation."""
+    save_vision_model("llava", tmp_path / "model")
+    form = {"action_representation": "relative", "action_representation_mask": MASK, "num_action_bins": 16}
+    values = recipe(folder, "tokens", adapter=None, model_type="vision_language_action", action_chunks_len=2, **form)
+    values["actor"]["model"]["model_path"] = str(tmp_path / "model")
+    run = shardtune.train({**values, "eval": {}}, "runner.max_steps=1")
+    seen = Commanding().reset(5)
+    chunk = run.policy().predict_action_chunk(seen)
+    assert np.abs(chunk[:, :2] - np.asarray(seen["state"])[:2]).max() < 1.5
+    copy = shutil.copytree(run.dir / "final", tmp_path / "copy")
+    (copy / "policy.json").unlink()
+    np.testing.assert_array_equal(shardtune.load_policy(copy).predict_action_chunk(seen), chunk)
+    values["actor"]["model"] |= {"model_path": str(copy), "action_representation": "delta"}
+    with pytest.raises(ConfigError, match=r"the statistics are of relative actions, and .* is delta"):
+        find_adapter(load_recipe(values))
 
 
 @pytest.mark.parametrize("kind", ["relative", "delta"])
