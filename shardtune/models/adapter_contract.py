@@ -23,7 +23,6 @@ CALLS = {
     "metrics": "model, batch",
     "predictions": "model, batch",
     "initial_weights": "",
-    "augmented": "sample, augment",
     "examples": "",
 }
 """The methods that authors write, and the arguments they are called with."""
