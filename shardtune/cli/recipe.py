@@ -15,6 +15,9 @@ def preview(
     recipe: RecipeArgument = None,
     rows: Annotated[int, typer.Option(min=1, help="How many training rows to show, and of each evaluation set.")] = 3,
     start: Annotated[int, typer.Option(min=0, help="The first training row to show, counted from 0.")] = 0,
+    images: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a picture of these rows' images with data.augmentation.")
+    ] = None,
 ) -> None:
     """Show rows as the model receives them, with the trained tokens marked, and count the rows left out.
 
@@ -23,12 +26,13 @@ def preview(
     ```text
     shardtune data preview recipe.yaml
     shardtune data preview recipe.yaml --rows 10 --start 500 data.max_length=512
+    shardtune data preview recipe.yaml --images augmented.png data.augmentation.color_jitter.brightness=0.3
     ```
     """
     from shardtune.run.dry_run import preview as show
 
     path, overrides = split_words(recipe)
-    show(path, *overrides, rows=rows, start=start)
+    show(path, *overrides, rows=rows, start=start, images=images)
 
 
 def explain_key(

@@ -44,7 +44,7 @@ def check(recipe: Recipe, given: Merged, in_memory: Collection[str]) -> list[Con
     rules = (
         *(_launcher, _logger, _required, _batches, _length, _schedule),
         *(_duration, _evaluation, _harness, _episodes, _watching, _anomalies, _losses, _lora),
-        *(_execution, _optimizer_states, _actions, _pixels),
+        *(_execution, _optimizer_states, _actions, _pixels, _augmentation),
     )
     return [problem for rule in rules for problem in rule(context)]
 
@@ -431,10 +431,18 @@ OF_ACTIONS = (
     "action_state",
     "action_statistics",
     "action_normalization_mask",
+    "action_representation",
+    "action_representation_mask",
 )
 
 
-OF_POLICIES = ("unnorm_key", "action_statistics", "action_normalization_mask")
+OF_POLICIES = (
+    "unnorm_key",
+    "action_statistics",
+    "action_normalization_mask",
+    "action_representation",
+    "action_representation_mask",
+)
 """Those of them that ready policies read."""
 
 
@@ -447,6 +455,13 @@ def _actions(context: Context) -> Iterator[ConfigError]:
             key,
             f"{key}: false has no effect with model_type: {model.model_type}, which is always built on the meta device",
             "leave it out; a registered function may pass it on",
+        )
+    if model.action_representation_mask is not None and model.action_representation == "absolute":
+        key = "actor.model.action_representation_mask"
+        yield context.problem(
+            key,
+            f"{key} has no effect with action_representation: absolute, which converts nothing",
+            "leave it out, or set action_representation: relative or delta",
         )
     policy = own and model.model_type in POLICIES
     acts = model.model_type == "vision_language_action" or model.model_type not in BUILT_IN
@@ -488,6 +503,30 @@ def _pixels(context: Context) -> Iterator[ConfigError]:
             "data.keep_pixels",
             "data.keep_pixels: true has no effect with model_type: causal_lm, which takes no images",
             "leave it out, or set actor.model.model_type: vision_language",
+        )
+
+
+def _augmentation(context: Context) -> Iterator[ConfigError]:
+    recipe, key = context.recipe, "data.augmentation"
+    own = recipe.actor.model.adapter is None and recipe.actor.worker is None
+    found = recipe.data.augmentation
+    if found.same_for_cameras and not found.is_on:
+        yield context.problem(
+            f"{key}.same_for_cameras",
+            f"{key}.same_for_cameras: true has no effect: no change of images has a range",
+            f"give one, such as {key}.random_resized_crop.scale: [0.9, 1.0], or leave it out",
+        )
+    if found.is_on and own and recipe.actor.model.model_type == "causal_lm":
+        yield context.problem(
+            key,
+            f"{key} has no effect with model_type: causal_lm, which takes no images",
+            "leave it out, or set actor.model.model_type: vision_language",
+        )
+    if found.is_on and recipe.data.keep_pixels:
+        yield context.problem(
+            "data.keep_pixels",
+            f"data.keep_pixels stores processed images, which {key} could not change any more",
+            "leave one of them out",
         )
 
 

@@ -56,6 +56,7 @@ EXAMPLES = {
     "actor.model.action_state": "text",
     "actor.model.action_statistics": "dataset_statistics.json",
     "actor.model.action_normalization_mask": "{gripper: false}",
+    "actor.model.action_representation_mask": "{gripper: false}",
     "actor.model.normalization_mapping": "{STATE: MEAN_STD, ACTION: MIN_MAX}",
     "actor.model.lora.target_parameters": "[experts.down_proj]",
     "actor.model.lora.modules_to_save": "[lm_head]",

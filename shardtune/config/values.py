@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -199,6 +199,35 @@ def _image_size(value: object) -> object:
     raise ValueError("not a height and a width")
 
 
+def _range_within(low: float, high: float, around: float | None = None) -> Callable[[object], object]:
+    """A check of [smallest, largest] between two bounds; of a number, too, that stands for a range `around` a value."""
+
+    def checked(value: object) -> object:
+        numbers = value if isinstance(value, list) else [value]
+        found = [float(one) for one in numbers if isinstance(one, int | float) and not isinstance(one, bool)]
+        if len(found) < len(numbers):
+            raise ValueError("not numbers")
+        if around is not None and not isinstance(value, list):
+            if not 0 <= found[0] <= high - around:
+                raise ValueError(f"not from 0 to {high - around:g}")
+            return found[0]
+        if len(found) != 2 or not low <= found[0] <= found[1] <= high:
+            raise ValueError(f"not [smallest, largest] from {low:g} to {high:g}")
+        return found
+
+    return checked
+
+
+def _shift(value: object) -> object:
+    if (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(type(one) in (int, float) and 0 <= one <= 1 for one in value)
+    ):
+        return [float(one) for one in value]
+    raise ValueError("not two shares")
+
+
 def _reduce(value: object) -> object:
     return "every" if value == "every micro-batch" else value
 
@@ -286,6 +315,24 @@ ActionMask = Annotated[
     BeforeValidator(_action_mask),
     Allowed("a list of true and false, or a mapping of dimensions, by name or number, to true or false"),
 ]
+Share = Annotated[list[float], BeforeValidator(_range_within(0.01, 1)), Allowed("[smallest, largest], 0.01 to 1")]
+Ratio = Annotated[list[float], BeforeValidator(_range_within(0.1, 10)), Allowed("[smallest, largest], 0.1 to 10")]
+Change = Annotated[
+    float | list[float],
+    BeforeValidator(_range_within(0, 10, around=1)),
+    Allowed("a number from 0 to 9, or [smallest, largest], 0 to 10"),
+]
+Hue = Annotated[
+    float | list[float],
+    BeforeValidator(_range_within(-0.5, 0.5, around=0)),
+    Allowed("a number from 0 to 0.5, or [smallest, largest], -0.5 to 0.5"),
+]
+Degrees = Annotated[
+    float | list[float],
+    BeforeValidator(_range_within(-180, 180, around=0)),
+    Allowed("a number from 0 to 180, or [smallest, largest], -180 to 180"),
+]
+Shift = Annotated[list[float], BeforeValidator(_shift), Allowed("[of the width, of the height], 0 to 1")]
 Distinct = BeforeValidator(_distinct)
 Reduce = BeforeValidator(_reduce)
 

@@ -25,11 +25,19 @@ from shardtune.data.checksum import is_sealed, sealed
 from shardtune.data.encoder import FrameOptions, Row, RowError, bad_row
 from shardtune.data.robot.content import content_digest
 from shardtune.data.robot.frames import describe_frame
-from shardtune.data.robot.lerobot import open_lerobot
 from shardtune.data.robot.lerobot_frames import FileVectors, read_vectors
 from shardtune.data.robot.quantiles import Quantiles
+from shardtune.data.robot.representation import ENTRY as REPRESENTATION
 from shardtune.data.robot.running_stats import Moments
-from shardtune.data.sources.resolve import LEROBOT, DataOptions, Source, SourceFile, prepare_row, resolve_sources
+from shardtune.data.sources.resolve import (
+    LEROBOT,
+    DataOptions,
+    Source,
+    SourceFile,
+    action_names,
+    prepare_row,
+    resolve_sources,
+)
 from shardtune.errors import DataError
 
 # Part of every key: raise it when the same data yield other numbers than before.
@@ -47,6 +55,7 @@ class Vectors:
         episodes: the episodes they belong to.
         actions: float32 [n, A]. state: float32 [n, S], or None.
         place: the file and the first of the episodes, for messages.
+        frames: how many there are, where `actions` has several of each; None: one of each.
     """
 
     key: str
@@ -54,6 +63,7 @@ class Vectors:
     actions: np.ndarray
     state: np.ndarray | None
     place: str = ""
+    frames: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +125,21 @@ class Statistics:
         action: of its actions.
         state: of its states; None where it has none.
         frames, episodes: how many there are.
+        representation: of the actions, what `Representation.to_json` gives; None: they are absolute.
     """
 
     action: FieldStatistics
     state: FieldStatistics | None
     frames: int
     episodes: int
+    representation: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As one entry of OpenVLA's `dataset_statistics.json`."""
         proprio = {} if self.state is None else {"proprio": self.state.to_json()}
         counts = {"num_transitions": self.frames, "num_trajectories": self.episodes}
-        return {"action": self.action.to_json(), **proprio, **counts}
+        form = {} if self.representation is None else {REPRESENTATION: dict(self.representation)}
+        return {"action": self.action.to_json(), **proprio, **counts, **form}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Statistics:
@@ -141,6 +154,7 @@ class Statistics:
             None if state is None else FieldStatistics.from_json(state),
             int(content.get("num_transitions", 0)),
             int(content.get("num_trajectories", 0)),
+            content.get(REPRESENTATION),
         )
 
     def for_normalising(self, names: Sequence[str] | None) -> Statistics:
@@ -229,7 +243,7 @@ class _Sums:
         return cls(first.place, _FieldSums(first.actions.shape[1]), state)
 
     def add(self, vectors: Vectors) -> None:
-        self.frames += len(vectors.actions)
+        self.frames += len(vectors.actions) if vectors.frames is None else vectors.frames
         self.episodes.update(vectors.episodes)
         for sums, values in self._fields(vectors):
             sums.add(values)
@@ -316,9 +330,9 @@ def _of_source(source: Source, root: Path, skip_bad: bool) -> dict[str, Statisti
         document = json.loads(path.read_text(encoding="utf-8"))
         if is_sealed(document):
             return from_json(document["statistics"])
-    names = _names(source)
+    names = action_names(source)
     computed = {
-        key: one.for_normalising(names if key == source.name else None)
+        key: _represented(one.for_normalising(names if key == source.name else None), source)
         for key, one in compute(lambda: _vectors(source, skip_bad)).items()
     }
     if not computed:
@@ -340,21 +354,20 @@ def _key(source: Source, root: Path, skip_bad: bool) -> str:
         "transform": None if source.transform is None else [source.transform.digest, source.transform.spec],
         "skip_bad": skip_bad,
     }
+    if source.representation is not None and source.frames is not None:  # otherwise the chunk has no part in it
+        depends["representation"] = [asdict(source.representation), source.frames.chunk]
     return hashlib.blake2b(json.dumps(depends, sort_keys=True).encode(), digest_size=20).hexdigest()
 
 
-def _names(source: Source) -> list[str] | None:
-    """The names of the action's dimensions, where the data set has them."""
-    for file in source.files:
-        if file.kind == LEROBOT:
-            described = open_lerobot(file.path)
-            return described.names(described.columns(source.columns).require("action"))
-    return None
+def _represented(statistics: Statistics, source: Source) -> Statistics:
+    """The statistics with the representation of the source's actions."""
+    form = source.representation
+    return statistics if form is None else replace(statistics, representation=form.to_json(len(statistics.action.mask)))
 
 
 def _vectors(source: Source, skip_bad: bool) -> Iterator[Vectors]:
     for file in source.files:
-        if file.kind == LEROBOT and source.transform is None:
+        if file.kind == LEROBOT and source.transform is None and source.representation is None:
             for whole in read_vectors(file.path, file.part, source.columns):
                 fine = np.asarray(np.isfinite(whole.actions).all(axis=1))
                 if whole.state is not None:
@@ -379,7 +392,8 @@ def _not_finite(file: SourceFile, vectors: FileVectors, at: int) -> DataError:
 
 
 def _row_vectors(source: Source, file: SourceFile, skip_bad: bool) -> Iterator[Vectors]:
-    """The same for prepared rows: the first action of each, and its state."""
+    """The same for prepared rows: the state of each, and its first action, or, as differences from a state or from the
+    action before depend on the step, all of its actions before the episode's end."""
     waiting: dict[tuple[str, int, int], list[Row]] = {}
     for number, row in source.rows(file):
         try:
@@ -397,9 +411,9 @@ def _row_vectors(source: Source, file: SourceFile, skip_bad: bool) -> Iterator[V
         rows = waiting.setdefault(kind, [])
         rows.append(prepared)
         if len(rows) == _BLOCK_ROWS:
-            yield _stacked(waiting.pop(kind), file)
+            yield _stacked(waiting.pop(kind), source, file)
     for rows in waiting.values():
-        yield _stacked(rows, file)
+        yield _stacked(rows, source, file)
 
 
 def _with_arrays(row: Row | None) -> Row | None:
@@ -411,9 +425,12 @@ def _with_arrays(row: Row | None) -> Row | None:
     return {**row, "actions": np.asarray(row["actions"], np.float32), "state": state}
 
 
-def _stacked(rows: Sequence[Row], file: SourceFile) -> Vectors:
+def _stacked(rows: Sequence[Row], source: Source, file: SourceFile) -> Vectors:
     states = [row["state"] for row in rows if row["state"] is not None]
-    actions = np.stack([row["actions"][0] for row in rows])
+    if source.representation is None:
+        actions = np.stack([row["actions"][0] for row in rows])
+    else:
+        actions = np.concatenate([row["actions"][~np.asarray(row["action_is_pad"], bool)] for row in rows])
     episodes = [(file.label, row.get("episode")) for row in rows]
     place = f"{file.label}: episode {rows[0].get('episode')}"
-    return Vectors(rows[0]["dataset"], episodes, actions, np.stack(states) if states else None, place)
+    return Vectors(rows[0]["dataset"], episodes, actions, np.stack(states) if states else None, place, len(rows))

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from shardtune.batch import Sample
+from shardtune.config import ModelConfig
 from shardtune.config.user_code import user_fault
+from shardtune.data.robot.representation import Representation
 from shardtune.errors import DataError, ShardtuneError
 
 Row = Mapping[str, Any]
@@ -114,10 +116,18 @@ class FrameOptions:
     Attributes:
         chunk: the actions of a row, from its frame on.
         observations: the frames that a row shows: its own and those before it.
+        representation: how actions are represented; None: they are absolute.
     """
 
     chunk: int = 1
     observations: int = 1
+    representation: Representation | None = None
+
+    @classmethod
+    def of(cls, model: ModelConfig, chunk: int, observations: int = 1) -> FrameOptions:
+        """With the representation of actions that `actor.model` has."""
+        form = Representation.of(model.action_representation, model.action_representation_mask)
+        return cls(chunk, observations, form)
 
 
 @runtime_checkable

@@ -17,6 +17,7 @@ from shardtune.batch import IGNORED, Batch, LossSum, Metric, PackedBatch, Prompt
 from shardtune.config import Recipe
 from shardtune.config.rank_layout import Layout
 from shardtune.data.encoder import Encoder, FrameOptions, Row
+from shardtune.data.images.augmentation import RowAugmentation
 from shardtune.data.loader.packing import stack
 from shardtune.data.loader.step_loader import Companion
 from shardtune.errors import ConfigError, ModelError, ParallelError
@@ -72,6 +73,8 @@ class Adapter(ABC):
             end.
         unit_classes: class names of the modules that shard as a unit, usually the layers; by default as transformers
             declares them, else chosen by size.
+        image_fields: fields of samples that are images, uint8 [3, height, width] or [height, width, 3] or several of
+            one size: those that `data.augmentation` changes in training, each by draws of its own.
         reads: keys of the recipe that the adapter reads, of those that are otherwise refused: such as
             `actor.model.config_overrides`, where `build` passes them to a config.
         tensor_plan: the tensor-parallel plan (`actor.parallel.tensor`): names of modules and parameters, with `*` for
@@ -84,6 +87,7 @@ class Adapter(ABC):
     Options: ClassVar[type[BaseModel]] = NoOptions
     padding: ClassVar[Mapping[str, float]] = {}
     unit_classes: ClassVar[Sequence[str]] = ()
+    image_fields: ClassVar[Sequence[str]] = ()
     reads: ClassVar[Sequence[str]] = ()
     tensor_plan: ClassVar[Mapping[str, str]] = {}
     train_data: object = None
@@ -198,8 +202,15 @@ class Adapter(ABC):
         """The encoder that makes samples of rows, in the processes that build the cache."""
         chunk = self.action_chunk
         if chunk is None:
+            if self.recipe.actor.model.action_representation != "absolute":
+                raise ConfigError(
+                    f"the rows of {type(self).__name__} are no frames of robot data: there are no actions to convert",
+                    where="actor.model.action_representation",
+                    remedy="leave it out, or let the adapter's action_chunk be the number of actions of a row",
+                )
             return FieldEncoder(self, self.recipe)
-        return FrameFieldEncoder(self, self.recipe, FrameOptions(chunk, self.observation_steps))
+        frames = FrameOptions.of(self.recipe.actor.model, chunk, self.observation_steps)
+        return FrameFieldEncoder(self, self.recipe, frames)
 
     def encoding_settings(self) -> Mapping[str, Any]:
         """What `encode` depends on besides its code, the options and the names of model and tokenizer, as JSON: a part
@@ -222,6 +233,19 @@ class Adapter(ABC):
         """One micro-batch of samples; by default each field is stacked, and padded where `padding` names it."""
         batch = stack(samples, rows, weights, self.padding)
         return batch.widened() if self.recipe.actor.model.precision == "fp64" else batch
+
+    def augmented(self, sample: Sample, augment: RowAugmentation) -> Sample:
+        """A row of training with its images changed (`data.augmentation`); by default those of `image_fields`.
+
+        Called where micro-batches are made, after the cache: `augment(images, name)` changes uint8 images, all alike,
+        by the draws that the row has for this name.
+        """
+        return augment.fields(sample, self.image_fields)
+
+    @property
+    def augments(self) -> bool:
+        """Whether rows have images that `augmented` changes."""
+        return bool(self.image_fields) or type(self).augmented is not Adapter.augmented
 
     def filler(self, sample: Sample) -> Sample:
         """The sample that a rank without rows computes with weight 0, for the collectives; by default this one."""

@@ -39,7 +39,7 @@ CALLED_BY = {
     "tensor_plan": "apply_model_parallel",
 }
 """What authors write, and the method of `Adapter` that calls or reads it, which a class may override too."""
-DECLARED = ("Options", "padding", "unit_classes", "reads", "normalization_mapping")
+DECLARED = ("Options", "padding", "unit_classes", "image_fields", "reads", "normalization_mapping")
 OWN = "shardtune."
 """Prefix of the package's own modules."""
 MEANT = 0.83
@@ -101,7 +101,8 @@ def _check_declared(kind: type[Adapter], where: str) -> None:
             where=where,
             remedy='padding = {"field": 0}: the fields whose rows differ in length, and what they are filled with',
         )
-    for name, value in (("unit_classes", kind.unit_classes), ("reads", kind.reads)):
+    texts = {"unit_classes": kind.unit_classes, "image_fields": kind.image_fields, "reads": kind.reads}
+    for name, value in texts.items():
         if isinstance(value, str) or not all(isinstance(item, str) for item in value):
             raise ConfigError(
                 f"{kind.__name__}.{name} is {_describe(value)}, not a tuple of names",

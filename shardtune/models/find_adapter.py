@@ -21,6 +21,8 @@ from shardtune.config import DataConfig, ModelConfig, Recipe
 from shardtune.config.model_names import registered, registered_function, registered_processor
 from shardtune.config.schema import long_key
 from shardtune.config.user_code import load_function
+from shardtune.data.encoder import FrameOptions
+from shardtune.data.images.augmentation import KEY as AUGMENTATION
 from shardtune.data.images.placeholders import ImageText, MarksImages
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.action.openvla import OpenVLAConfig
@@ -159,7 +161,9 @@ def _registered_adapter(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | Non
     elif acts_on(recipe):
         acting = tokenizer_of(processor)
         add_new_tokens(acting, recipe.actor.added_tokens)
-        adapter = VisionLanguageAction(loaded, processor, settings_for(recipe, loaded, acting), **settings, make=make)
+        actions = settings_for(recipe, loaded, acting)
+        form = FrameOptions.of(config, actions.action_chunks_len).representation
+        adapter = VisionLanguageAction(loaded, processor, actions, representation=form, **settings, make=make)
     else:
         adapter = VisionLanguage(loaded, processor, **settings, make=make)
     add_new_tokens(adapter.tokenizer, recipe.actor.added_tokens)
@@ -225,7 +229,9 @@ def vision_language_action(
     tokenizer = tokenizer_of(processor)
     add_new_tokens(tokenizer, recipe.actor.added_tokens)
     settings = settings_for(recipe, loaded, tokenizer)
-    return VisionLanguageAction(loaded, processor, settings, **_settings(config, wrap, model, data))
+    form = FrameOptions.of(config, settings.action_chunks_len).representation
+    others = _settings(config, wrap, model, data)
+    return VisionLanguageAction(loaded, processor, settings, representation=form, **others)
 
 
 def adapter_class(config: ModelConfig) -> type[Adapter] | None:
@@ -262,6 +268,14 @@ def _check_read(recipe: Recipe, kind: type[Adapter]) -> None:
     """Refuse keys that an adapter does not read; a language model is assumed to read all keys about text."""
     model, data = recipe.actor.model, recipe.data
     given = {"data.keep_pixels": data.keep_pixels and not issubclass(kind, VisionLanguage)}
+    has_images = bool(kind.image_fields) or kind.augmented is not Adapter.augmented
+    if data.augmentation.is_on and not has_images and AUGMENTATION not in map(long_key, kind.reads):
+        raise ConfigError(
+            f"{AUGMENTATION}: the adapter {kind.__name__} names no images that could be changed after the cache",
+            where=recipe.where(AUGMENTATION) or AUGMENTATION,
+            remedy='name the fields of its samples that are uint8 images: image_fields = ("image",), and normalise '
+            "them in loss; or leave the key out",
+        )
     if not issubclass(kind, LanguageModel):
         given |= {
             "actor.model.config_overrides": bool(model.config_overrides),

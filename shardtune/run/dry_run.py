@@ -24,6 +24,7 @@ from shardtune.errors import ConfigError, ModelError
 from shardtune.models.causal_lm import TOKENS
 from shardtune.models.find_adapter import find_adapter
 from shardtune.parallel.ranks import leave_ranks, num_ranks
+from shardtune.run.augmented_images import save_augmented
 from shardtune.run.choose_worker import make_worker, unused_workers, worker_class
 from shardtune.run.directory import plan_run
 from shardtune.run.display import Display, count
@@ -216,7 +217,11 @@ def describe(rows: TokenDataset) -> str:
 
 
 def preview(
-    recipe: str | Path | Mapping[str, object] | DictConfig | None, *overrides: str, rows: int = 3, start: int = 0
+    recipe: str | Path | Mapping[str, object] | DictConfig | None,
+    *overrides: str,
+    rows: int = 3,
+    start: int = 0,
+    images: Path | None = None,
 ) -> None:
     """Show rows as the model receives them, with the trained tokens marked, and the dropped rows.
 
@@ -225,13 +230,14 @@ def preview(
         overrides: as for training.
         rows: how many training rows to show, and how many of each evaluation set, from its first.
         start: the index of the first one, from 0, in the order of the files.
+        images: a file for a picture of their images as `data.augmentation` changes them; None: none is made.
     """
     loaded = load_recipe(recipe, overrides)
     with loaded.spelling.in_errors():
-        _preview(loaded, rows, start)
+        _preview(loaded, rows, start, images)
 
 
-def _preview(loaded: Recipe, rows: int, start: int) -> None:
+def _preview(loaded: Recipe, rows: int, start: int, images: Path | None) -> None:
     import_plugins(loaded.plugins)
     kind = worker_class(loaded)
     if not issubclass(kind, SFTWorker):
@@ -257,7 +263,11 @@ def _preview(loaded: Recipe, rows: int, start: int) -> None:
             remedy=f"give a number below {len(data):,}",
         )
     tokenizer = prepared.encoder.tokenizer if isinstance(prepared.encoder, ChatEncoder) else None
-    for index in range(start, min(start + rows, len(data))):
+    shown = range(start, min(start + rows, len(data)))
+    for index in shown:
         display.show_row(data.row(index), tokenizer, titled(data, index))
+    if images is not None:
+        number, epochs = save_augmented(loaded, adapter, data, shown, images)
+        display.report(f"{images}: {number} image{'s' if number > 1 else ''}, each as it is and as in {epochs} epochs")
     for name, evaluation in prepared.evals.items():
         _show_rows(display, evaluation, tokenizer, name, range(min(rows, len(evaluation))))

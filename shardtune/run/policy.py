@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from shardtune.config.own_code import require_consent
 from shardtune.config.paths import user_path
 from shardtune.config.user_code import import_plugins
 from shardtune.config.values import FUNCTION_IN_FILE
+from shardtune.data.robot.representation import ENTRY, Representation
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.action.policy import SETTINGS
 from shardtune.run.choose_worker import make_worker
@@ -132,5 +133,15 @@ def _built_in(folder: Path) -> dict[str, Any]:
         "precision": {"bfloat16": "bf16", "float16": "fp16"}.get(dtype, "fp32"),
         "action_chunks_len": settings.get("action_chunks_len", 1),
         "num_action_bins": settings.get("num_action_bins", config.get("n_action_bins", 256)),
+        **_representation(settings),
     }
     return {"actor": {"model": model}}
+
+
+def _representation(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe's keys of how the actions are represented, of the first data set that says so."""
+    for entry in settings.get("norm_stats", {}).values():
+        form = Representation.from_json(entry.get(ENTRY))
+        if form is not None:
+            return {"action_representation": form.kind, "action_representation_mask": list(form.given or ())}
+    return {}

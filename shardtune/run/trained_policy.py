@@ -12,6 +12,7 @@ from shardtune.config.schema import EvalConfig
 from shardtune.data.encoder import RowError
 from shardtune.data.images.images import read_image
 from shardtune.errors import ConfigError, ModelError
+from shardtune.models.action.absolute import absolute_policy
 from shardtune.models.action.acting import ActingAdapter
 from shardtune.models.action.chunks import ActionChunks, ObservationHistory
 from shardtune.models.action.environment import Observation
@@ -50,7 +51,7 @@ class TrainedPolicy:
         assert isinstance(adapter, ActingAdapter)
         worker.model.eval()
         self._worker = worker  # holds the weights
-        self._predict = adapter.policy(root_of(worker.model), worker.device)
+        self._predict = absolute_policy(adapter, root_of(worker.model), worker.device)
         self._chunks = chunks
         self._steps = adapter.observation_steps
         self._history = ObservationHistory(self._steps)

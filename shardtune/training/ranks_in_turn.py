@@ -13,7 +13,7 @@ import torch
 
 from shardtune.batch import Batch, Metric
 from shardtune.config.rank_layout import Layout
-from shardtune.data.loader.protocol import MicroBatch
+from shardtune.data.loader.protocol import DataState, MicroBatch
 from shardtune.data.loader.step_loader import BatchMaker
 from shardtune.parallel.fsdp2 import Weights
 from shardtune.parallel.ranks import Ranks
@@ -42,18 +42,18 @@ class MakersInTurn:
     def __init__(self, makers: Sequence[BatchMaker]) -> None:
         self._makers = list(makers)
 
-    def micro_batches(self, rows: np.ndarray) -> tuple[Batch, ...]:
+    def micro_batches(self, rows: np.ndarray, state: DataState | None = None) -> tuple[Batch, ...]:
         """Those of rank 0, then as many of rank 1, and so on, fillers included."""
-        return tuple(batch for maker in self._makers for batch in maker.micro_batches(rows))
+        return tuple(batch for maker in self._makers for batch in maker.micro_batches(rows, state))
 
     @property
     def takes_apart(self) -> bool:
         """As `BatchMaker.takes_apart`."""
         return self._makers[0].takes_apart
 
-    def alone(self, row: int | None) -> Batch:
+    def alone(self, row: int | None, state: DataState | None = None) -> Batch:
         """As `BatchMaker.alone`."""
-        return self._makers[0].alone(row)
+        return self._makers[0].alone(row, state)
 
     def denominators(self, rows: np.ndarray) -> dict[str, float]:
         """As `BatchMaker.denominators`."""

@@ -120,6 +120,7 @@ TWO_PLACES = {
     "mode": "the same, for another purpose: the direction of `monitor`",
     "monitor": "the same, for another purpose: a metric that is watched",
     "name": "what its owner is called: an optimizer, a source of rows",
+    "scale": "the same, for another purpose: a range, by torchvision's name in two of its transforms",
     "weight_decay": "the same, for some parameters",
 }
 """Names of keys in two sections, and why that is no second meaning."""

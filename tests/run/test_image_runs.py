@@ -58,13 +58,16 @@ def last(place: Path, name: str) -> Path:
 
 
 def test_stopped_and_continued_with_loader_processes(place: Path) -> None:
-    """Bitwise, whether or not there were processes before; a step that is replayed has its rows and its loss."""
+    """Bitwise, whether or not there were processes before; a step that is replayed has its rows and its loss.
+
+    Images are augmented, each by its place in the run."""
+    changed = {"augmentation": {"random_resized_crop": {"scale": [0.5, 0.9]}, "color_jitter": {"hue": 0.2}}}
     with recorded_rows() as whole:
-        shardtune.train(recipe(place, "whole"))
+        shardtune.train(recipe(place, "whole", **changed))
     with signal_after(2), recorded_rows() as before, pytest.raises(Interrupted, match="after step 2"):
-        shardtune.train(recipe(place, "stopped", num_workers=0))
+        shardtune.train(recipe(place, "stopped", num_workers=0, **changed))
     with recorded_rows() as after:
-        shardtune.train(recipe(place, "stopped"))
+        shardtune.train(recipe(place, "stopped", **changed))
     assert before[:2] + after == whole
     assert_same_tensors(last(place, "whole"), last(place, "stopped"))
     found = replay(place / "runs" / "stopped", 3)

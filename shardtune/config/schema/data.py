@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from shardtune.config.schema.augmentation import AugmentationConfig
 from shardtune.config.schema.section import Section, key, section
 from shardtune.config.values import Allowed, Count, Distinct, FunctionInFile, Number, Text, one_or_more
 
@@ -144,6 +145,11 @@ class DataConfig(Section):
         False,
         "Store the resized pixels of each image (bytes) in the cache when it is first read: later epochs and runs do "
         "not decode it. Takes about width x height x 3 bytes at the processor's output size.",
+    )
+    augmentation: AugmentationConfig = section(
+        AugmentationConfig,
+        "Random changes of training images, made after the cache, in which they are unchanged. Evaluation and acting "
+        "see images as they are.",
     )
     cache_dir: Text | None = key(None, "Where tokenised rows are stored; null: the user's cache directory.")
     audit: AuditConfig = section(

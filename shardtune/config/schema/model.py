@@ -149,6 +149,17 @@ class ModelConfig(Section):
         "and null: as a given file of statistics has it, otherwise all, but action tokens are made of dimensions that "
         "are always -1, 0 or 1 as they are.",
     )
+    action_representation: Literal["absolute", "relative", "delta"] = key(
+        "absolute",
+        "What the model predicts of the data's actions. relative: each action of a chunk minus the present state; "
+        "delta: minus the action before it, the first one minus the state; absolute: as they are. Converted before "
+        "they are normalised, and undone when the policy acts.",
+    )
+    action_representation_mask: ActionMask | None = key(
+        None,
+        "Which dimensions of an action are converted, by name or number ({gripper: false}), or all in a list; others "
+        "stay absolute; null: all are converted.",
+    )
     normalization_mapping: dict[str, Text] | None = key(
         None,
         "How an adapter of your own normalises VISUAL, STATE and ACTION, e.g. {STATE: MEAN_STD, ACTION: MIN_MAX}; also "

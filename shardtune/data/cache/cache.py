@@ -8,6 +8,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
@@ -190,6 +191,8 @@ def entry_key(source: Source, file: SourceFile, encoder: Encoder, limit: int | N
         # Rows of plain files may name images by paths beside the file; a LeRobot data set provides them.
         folder = None if file.kind == LEROBOT else str(file.folder)
         depends["frames"] = [source.frames.chunk, source.name, file.part, folder]
+    if source.representation is not None:
+        depends["representation"] = asdict(source.representation)
     return hashlib.blake2b(json.dumps(depends, sort_keys=True).encode(), digest_size=20).hexdigest()
 
 

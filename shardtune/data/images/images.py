@@ -58,6 +58,8 @@ class ImageKind(IntEnum):
     FILE = 0
     ENCODED = 1
     FRAME = 2
+    PIXELS = 3
+    """Changed for one step of training, and never in the cache: height x width x 3 bytes."""
 
 
 FrameReader = Callable[[str, float], Image.Image]
@@ -86,6 +88,8 @@ class StoredImage:
             DataError: it has changed since the rows were read.
         """
         try:
+            if self.kind == ImageKind.PIXELS:
+                return Image.frombytes("RGB", self.size, self.content)
             encoded = _bytes(self.kind, self.content)
             if self.digest and _digest(encoded) != self.digest:
                 raise RowError("its file has changed")

@@ -84,6 +84,14 @@ class Packing:
 PACKING = Packing()
 
 
+class Changes(Protocol):
+    """What changes the rows of training at random."""
+
+    def __call__(self, sample: Sample, state: DataState, row: int) -> Sample:
+        """A row as it is trained on in the step that begins at `state`."""
+        ...
+
+
 class BatchMaker:
     """Cuts a list of rows into one rank's micro-batches.
 
@@ -93,28 +101,42 @@ class BatchMaker:
         collator: makes a micro-batch of rows; by default they are laid end to end.
         rank: this data-parallel rank.
         num_ranks: data-parallel ranks.
+        changes: of rows whose place in training is given; None: rows stay as they are.
     """
 
     def __init__(
-        self, data: Rows, limits: Limits, collator: Collator = PACKING, *, rank: int = 0, num_ranks: int = 1
+        self,
+        data: Rows,
+        limits: Limits,
+        collator: Collator = PACKING,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        changes: Changes | None = None,
     ) -> None:
         self._data = data
         self._limits = limits
         self._collator = collator
         self._rank = rank
         self._num_ranks = num_ranks
+        self._changes = changes
         self._field_counts: np.ndarray | None = None
 
-    def micro_batches(self, rows: np.ndarray) -> tuple[Batch, ...]:
-        """This rank's micro-batches of a step of `rows`, fillers included."""
+    def micro_batches(self, rows: np.ndarray, state: DataState | None = None) -> tuple[Batch, ...]:
+        """This rank's micro-batches of a step of `rows`, fillers included.
+
+        Args:
+            rows: of the step.
+            state: the position before it; None: of evaluation, where rows are as they are.
+        """
         companion = self._collator.companion()
         if companion is not None and not self._counts(companion.field)[rows].any():
             companion = None
         if companion is None or companion.sample is not None:
-            return self._cut(rows, companion)
+            return self._cut(rows, companion, state)
         calls_all = self._counts(companion.field)[rows] > 0
         parts = [part for part in (rows[~calls_all], rows[calls_all]) if len(part)]
-        return tuple(batch for part in parts for batch in self._cut(part, None))
+        return tuple(batch for part in parts for batch in self._cut(part, None, state))
 
     @property
     def takes_apart(self) -> bool:
@@ -122,17 +144,17 @@ class BatchMaker:
         companion = self._collator.companion()
         return companion is None or companion.sample is not None
 
-    def alone(self, row: int | None) -> Batch:
+    def alone(self, row: int | None, state: DataState | None = None) -> Batch:
         """A micro-batch of one row; None: a filler, which calls the same parts of the model."""
         rows = np.array([] if row is None else [row], dtype=np.int64)
-        return self._collate(rows, np.int64(0 if row is None else row), self._collator.companion())
+        return self._collate(rows, np.int64(0 if row is None else row), self._collator.companion(), state)
 
-    def _cut(self, rows: np.ndarray, companion: Companion | None) -> tuple[Batch, ...]:
+    def _cut(self, rows: np.ndarray, companion: Companion | None, state: DataState | None) -> tuple[Batch, ...]:
         lengths = np.asarray(self._data.lengths[rows])
         # Rows 40 17 95 of the data set have the places 0 1 2 in this step; a rank that is dealt the places [0, 2] has
         # the rows 40 and 95. One that is dealt none needs some row of the step to make a filler of.
         dealt = self._deal(lengths, rows, companion)[self._rank]
-        return tuple(self._collate(rows[places], rows[0], companion) for places in dealt)
+        return tuple(self._collate(rows[places], rows[0], companion, state) for places in dealt)
 
     def _deal(self, lengths: np.ndarray, rows: np.ndarray, companion: Companion | None) -> list[list[list[int]]]:
         limits = self._limits
@@ -149,11 +171,16 @@ class BatchMaker:
             self._field_counts = self._data.field_counts(field)
         return self._field_counts
 
-    def _collate(self, rows: np.ndarray, any_row: np.int64, companion: Companion | None) -> Batch:
+    def _collate(
+        self, rows: np.ndarray, any_row: np.int64, companion: Companion | None, state: DataState | None
+    ) -> Batch:
         """The micro-batch of these rows; of none, one that weighs nothing."""
         terms = self._data.term_weights
         if len(rows):
             samples, numbers = [self._data.row(int(row)) for row in rows], rows.tolist()
+            if self._changes is not None and state is not None:
+                changed = zip(samples, numbers, strict=True)
+                samples = [self._changes(sample, state, row) for sample, row in changed]
         else:
             samples, numbers = [self._collator.filler(self._data.row(int(any_row)))], [-1]
         samples = samples if companion is None else companion.joined(samples)
@@ -169,10 +196,10 @@ class BatchMaker:
 class Maker(Protocol):
     """What cuts the rows of a step into micro-batches; see `BatchMaker`."""
 
-    def micro_batches(self, rows: np.ndarray) -> tuple[Batch, ...]: ...
+    def micro_batches(self, rows: np.ndarray, state: DataState | None = None) -> tuple[Batch, ...]: ...
     @property
     def takes_apart(self) -> bool: ...
-    def alone(self, row: int | None) -> Batch: ...
+    def alone(self, row: int | None, state: DataState | None = None) -> Batch: ...
     def denominators(self, rows: np.ndarray) -> dict[str, float]: ...
 
 
@@ -247,7 +274,7 @@ class StepLoader:
             state=state,
             after=after,
             rows=rows,
-            micro_batches=self._maker.micro_batches(rows),
+            micro_batches=self._maker.micro_batches(rows, state),
             denominators=denominators,
             num_tokens=size,
             num_targets=supervised(denominators, self._token_term),
@@ -259,9 +286,10 @@ class StepLoader:
         """Whether `alone` can be called."""
         return self._maker.takes_apart
 
-    def alone(self, row: int | None) -> Batch:
-        """A micro-batch of one row; None: a filler, which calls the same parts of the model."""
-        return self._maker.alone(row)
+    def alone(self, row: int | None, state: DataState | None = None) -> Batch:
+        """A micro-batch of one row, as in the step that begins at `state`, or, without that, as it is; None: a filler,
+        which calls the same parts of the model."""
+        return self._maker.alone(row, state)
 
     def steps(self, state: DataState) -> Iterator[Step[Batch]]:
         """Steps without end from `state` on."""

@@ -21,6 +21,7 @@ from shardtune.data.encoder import FrameOptions, Row, RowError, bad_row, caused_
 from shardtune.data.robot.frames import Origin, describe_frame
 from shardtune.data.robot.lerobot import is_lerobot, open_lerobot
 from shardtune.data.robot.lerobot_frames import read_lerobot
+from shardtune.data.robot.representation import Representation
 from shardtune.data.robot.tables import read_frames
 from shardtune.data.row_files import SUPPORTED, Chunk, NumberedRow, kind_of, read_chunks
 from shardtune.data.row_formats import FORMATS_BY_NAME, in_format, read_example, recognise, rename_columns
@@ -102,6 +103,7 @@ class Source:
         title: the format of the first rows, for the log.
         transform: applied to each row before `columns`.
         frames: how robot data become rows; None: rows are read as they are in the files.
+        representation: how the actions of robot data are represented in rows; None: they are absolute.
     """
 
     name: str
@@ -113,6 +115,7 @@ class Source:
     title: str = ""
     transform: Transform | None = None
     frames: FrameOptions | None = None
+    representation: Representation | None = None
 
     def chunks(self, file: SourceFile) -> Iterator[Chunk]:
         """The rows of one of its files, before `transform`."""
@@ -166,6 +169,8 @@ def resolve_sources(
             frames=frames,
         )
         _check_kind(source)
+        if frames is not None and frames.representation is not None:
+            source = replace(source, representation=frames.representation.named(action_names(source)))
         title = _check_first_rows(source, name_format or _title(source), data.on_bad_row)
         sources.append(replace(source, title=title))
         report(f"data: {name}: {title}, {len(files)} file{'s' if len(files) > 1 else ''} ({files[0].label})")
@@ -188,6 +193,15 @@ def data_fingerprints(spec: object, root: Path) -> list[tuple[str, str | None]]:
         else:
             found += [(str(path), file["key"]) for file in fingerprints([str(path)], root)]
     return found
+
+
+def action_names(source: Source) -> list[str] | None:
+    """The names of the action's dimensions, where the data set has them."""
+    for file in source.files:
+        if file.kind == LEROBOT:
+            described = open_lerobot(file.path)
+            return described.names(described.columns(source.columns).require("action"))
+    return None
 
 
 def _check_kind(source: Source) -> None:
@@ -463,7 +477,7 @@ def _title(source: Source) -> Callable[[Row], str]:
 def prepare_row(row: Row, source: Source) -> Row | None:
     """The encoder's input for a row: transformed, its columns renamed; None if the transform drops it.
 
-    The columns of robot data are mapped earlier, when frames are built.
+    The columns of robot data are mapped earlier, when frames are built, and their actions are converted last.
     """
     if source.transform is not None:
         try:
@@ -475,7 +489,12 @@ def prepare_row(row: Row, source: Source) -> Row | None:
         if not isinstance(changed, Mapping):
             raise RowError(f"data.transform gave {type(changed).__name__}, not a row or None")
         row = changed
-    return row if source.frames is not None else rename_columns(row, source.columns)
+    if source.frames is None:
+        return rename_columns(row, source.columns)
+    if source.representation is None:
+        return row
+    describe_frame(row)
+    return source.representation.converted(row)
 
 
 def _check_first_rows(source: Source, title: Callable[[Row], str], on_bad_row: str) -> str:

@@ -9,6 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from shardtune.data.encoder import FrameOptions
+from shardtune.data.robot.representation import Representation, described
+from shardtune.data.sources.resolve import resolve_sources
 from shardtune.models.action.action_mask import left_as_is
 from shardtune.models.action.environment import Policy
 from shardtune.models.action.normalizer import Normalizer
@@ -60,6 +63,22 @@ class ActingAdapter(Adapter):
         return bool({**self.normalization_mapping, **(self.recipe.actor.model.normalization_mapping or {})})
 
     @property
+    def representation(self) -> Representation | None:
+        """How the actions are represented that `policy` predicts (`actor.model.action_representation`), with a mask by
+        dimension; None: they are absolute."""
+        model = self.recipe.actor.model
+        frames = FrameOptions.of(model, self.action_chunk or 1, self.observation_steps)
+        if frames.representation is None:
+            return None
+        if self.normalizes:
+            found = {one.representation for one in self.normalizers.values()}
+            return found.pop() if len(found) == 1 else self.normalizer.representation
+        if not isinstance(model.action_representation_mask, dict):
+            return frames.representation
+        spec = self.recipe.data.train_data_paths if self.train_data is None else self.train_data
+        return resolve_sources(spec, self.recipe.data, frames=frames, report=lambda _: None)[0].representation
+
+    @property
     def action_steps(self) -> int | None:
         """How many actions of a chunk are executed where neither `eval.action_steps` nor `eval.temporal_ensembling` is
         given; None: all."""
@@ -88,6 +107,8 @@ class ActingAdapter(Adapter):
             found.append(
                 f"{name} is normalised: {modes}" + (f"; dimensions of actions as they are: {kept}" if kept else "")
             )
+            form = one.representation
+            found += [] if form is None else [f"{name}: {described(form, len(form.given or ()))}"]
         return found
 
     def saved_files(self) -> Mapping[str, object]:
@@ -114,7 +135,10 @@ class ActingAdapter(Adapter):
 
     def acting_settings(self) -> Mapping[str, object]:
         """Keys of `actor.model` whose values are known after training, for `policy.json` in the saved directory."""
-        return {}
+        form = None if self.normalizes else self.representation  # a normalizer has it, with the names of dimensions
+        if form is None or not form.names:
+            return {}
+        return {"action_representation_mask": form.mask(len(form.names)).tolist()}
 
     def root(self, model: nn.Module) -> AdapterRoot:
         compute_in(model, COMPUTE_DTYPE[self.recipe.actor.model.precision])

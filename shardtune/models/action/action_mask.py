@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from shardtune.data.robot.dimensions import GivenMask, dimension_mask
 from shardtune.errors import ConfigError
 
 MASK_KEY = "actor.model.action_normalization_mask"
 TOLERANCE = 0.01
 """How far beyond [-1, 1] a value may lie that is not normalised before it becomes a token."""
-
-GivenMask = Sequence[bool] | Mapping[str, bool]
-"""One truth value per dimension, or those of some dimensions by name or number."""
 
 
 def chosen_mask(given: GivenMask, section: Mapping[str, Any], default: Sequence[bool], dataset: str) -> list[bool]:
@@ -30,33 +27,7 @@ def chosen_mask(given: GivenMask, section: Mapping[str, Any], default: Sequence[
     Raises:
         ConfigError: there are not so many dimensions, or none of that name.
     """
-    if not isinstance(given, Mapping):
-        if len(given) != len(default):
-            raise ConfigError(
-                f"{MASK_KEY} has {len(given)} values, an action of {dataset} has {len(default)} dimensions",
-                where=MASK_KEY,
-                remedy="give one per dimension, or some by name or number: {6: false}",
-            )
-        return list(given)
-    names, mask = list(section.get("names") or ()), list(default)
-    for name, value in given.items():
-        mask[_place(name, names, len(mask), dataset)] = value
-    return mask
-
-
-def _place(name: str, names: Sequence[str], size: int, dataset: str) -> int:
-    if name in names:
-        return names.index(name)
-    number = int(name) if name.removeprefix("-").isdecimal() else None
-    if number is not None and -size <= number < size:
-        return number % size
-    near = difflib.get_close_matches(name, names, n=1)
-    known = f"0 to {size - 1}" + (f", or {', '.join(names)}" if names else "; they have no names")
-    raise ConfigError(
-        f"{MASK_KEY}: the actions of {dataset} have no dimension {name}",
-        where=MASK_KEY,
-        remedy=f"did you mean {near[0]}?" if near else f"the dimensions are {known}",
-    )
+    return dimension_mask(given, list(section.get("names") or ()), default, dataset, MASK_KEY)
 
 
 def check_range(section: Mapping[str, Any], mask: Sequence[bool], dataset: str) -> None:

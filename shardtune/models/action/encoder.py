@@ -16,6 +16,7 @@ from shardtune.data.encoder import FrameOptions, Row, RowDropped, RowError, TooL
 from shardtune.data.images.chat_encoder import IMAGE_MARK, IMAGE_STOP, ImageChatEncoder
 from shardtune.data.images.images import ImageKind, StoredImage, read_image, to_fields
 from shardtune.data.images.placeholders import ImageText
+from shardtune.data.robot.representation import Representation
 from shardtune.errors import ConfigError, DataError
 from shardtune.models.action.action_mask import TOLERANCE, dimension_name
 from shardtune.models.action.environment import Observation
@@ -56,6 +57,7 @@ class ActionEncoder(ImageChatEncoder):
         template: the Jinja text of the chat template; None: prompts are plain text.
         settings: of actions.
         form: of prompts.
+        representation: of the actions in rows; None: they are absolute.
         max_length: tokens of a row at most; a longer one is never cut.
         on_too_long: drop | fail; truncate counts as drop.
     """
@@ -67,6 +69,7 @@ class ActionEncoder(ImageChatEncoder):
         settings: ActionSettings,
         form: PromptForm,
         *,
+        representation: Representation | None = None,
         max_length: int = 2048,
         on_too_long: TooLong = "truncate",
     ) -> None:
@@ -75,6 +78,7 @@ class ActionEncoder(ImageChatEncoder):
         )
         self.settings = settings
         self.form = form
+        self._representation = representation
         self._names = list(settings.norm_stats)
         self._codecs: dict[str, ActionCodec] = {}
         if form.text is not None:
@@ -83,7 +87,7 @@ class ActionEncoder(ImageChatEncoder):
     @property
     def frames(self) -> FrameOptions:
         """One row per frame, with the actions of a chunk."""
-        return FrameOptions(self.settings.action_chunks_len)
+        return FrameOptions(self.settings.action_chunks_len, representation=self._representation)
 
     @property
     def title(self) -> Callable[[Row], str]:

@@ -14,6 +14,7 @@ from typing import Any, Final, Self, overload
 import numpy as np
 import torch
 
+from shardtune.data.robot.representation import ENTRY, Representation
 from shardtune.errors import ConfigError, DataError
 
 IDENTITY, MEAN_STD, MIN_MAX, QUANTILES = "IDENTITY", "MEAN_STD", "MIN_MAX", "QUANTILES"
@@ -214,9 +215,11 @@ class Normalizer:
     Attributes:
         scales: by name: `actions`, `state` (where the data have one), `images`, and `images.<camera>` where cameras
             have statistics of their own.
+        representation: of the actions that the statistics are of; None: they are absolute.
     """
 
     scales: Mapping[str, Scale]
+    representation: Representation | None = None
 
     @classmethod
     def of(
@@ -253,7 +256,7 @@ class Normalizer:
         images = {"images": IMAGENET, **{name: one for name, one in statistics.items() if name.startswith("images")}}
         for name, one in images.items():
             scales[name] = Pixels.of(modes[VISUAL], one, where=f"{where}: {name}")
-        return cls(scales)
+        return cls(scales, Representation.from_json(statistics.get(ENTRY)))
 
     @property
     def actions(self) -> Scale:
@@ -298,7 +301,9 @@ class Normalizer:
 
     def to_json(self) -> dict[str, Any]:
         """The modes, statistics and masks by name, as `normalizer.json` has them for each data set."""
-        return {name: scale.to_json() for name, scale in self.scales.items()}
+        found = {name: scale.to_json() for name, scale in self.scales.items()}
+        form = self.representation
+        return found if form is None else {**found, ENTRY: form.to_json(len(form.given or ()))}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], where: str = "normalizer") -> Normalizer:
@@ -310,8 +315,9 @@ class Normalizer:
         for name in ("actions", "images"):
             if not isinstance(content.get(name), Mapping):
                 raise DataError(f"the normalizer has no {name!r}", where=where, remedy="write what to_json gives")
-        kinds = {name: Pixels if name.startswith("images") else Scale for name in content}
-        return cls({name: kinds[name].from_json(one, f"{where}: {name}") for name, one in content.items()})
+        kinds = {name: Pixels if name.startswith("images") else Scale for name in content if name != ENTRY}
+        scales = {name: kind.from_json(content[name], f"{where}: {name}") for name, kind in kinds.items()}
+        return cls(scales, Representation.from_json(content.get(ENTRY)))
 
 
 def mode_named(mode: str) -> str:

@@ -10,9 +10,11 @@ from typing import Any
 from shardtune.config import Recipe
 from shardtune.data.action_statistics import source_statistics
 from shardtune.data.encoder import FrameOptions
+from shardtune.data.robot.dimensions import GivenMask
+from shardtune.data.robot.representation import ENTRY, Representation, check_statistics
 from shardtune.data.sources.resolve import resolve_sources
 from shardtune.errors import ConfigError, DataError
-from shardtune.models.action.action_mask import GivenMask, chosen_mask
+from shardtune.models.action.action_mask import chosen_mask
 from shardtune.models.action.normalizer import MAPPING_KEY, Normalizer, checked_mapping
 from shardtune.models.action.tokens import choose_key
 
@@ -41,7 +43,8 @@ def recipe_normalizers(
     modes = checked_mapping({**mapping, **(recipe.actor.model.normalization_mapping or {})})
     file, given = recipe.actor.model.action_statistics, recipe.actor.model.action_normalization_mask
     if file is not None:
-        return _from_file(Path(file), modes, given)
+        form = FrameOptions.of(recipe.actor.model, chunk or 1).representation
+        return _from_file(Path(file), modes, given, form)
     spec = recipe.data.train_data_paths if train_data is None else train_data
     if spec is None or chunk is None:
         raise ConfigError(
@@ -52,7 +55,8 @@ def recipe_normalizers(
             remedy=f"name a {NORMALIZER_FILE} or dataset_statistics.json in model.action_statistics"
             + ("" if chunk is not None else ", or let action_chunk be the number of actions of a row"),
         )
-    sources = resolve_sources(spec, recipe.data, frames=FrameOptions(chunk), report=lambda _: None)
+    frames = FrameOptions.of(recipe.actor.model, chunk)
+    sources = resolve_sources(spec, recipe.data, frames=frames, report=lambda _: None)
     found = source_statistics(sources, cache_dir=recipe.data.cache_dir, on_bad_row=recipe.data.on_bad_row)
     return {
         name: Normalizer.of(
@@ -75,13 +79,16 @@ def _action_mask(
     return chosen_mask(given, section, own or [True] * size, name)
 
 
-def _from_file(path: Path, modes: Mapping[str, str], given: GivenMask | None) -> dict[str, Normalizer]:
+def _from_file(
+    path: Path, modes: Mapping[str, str], given: GivenMask | None, form: Representation | None
+) -> dict[str, Normalizer]:
     content = _read(path)
     found: dict[str, Normalizer] = {}
     for name, entry in content.items():
         where = f"{path}: {name}"
         if not isinstance(entry, Mapping):
             raise DataError("the file holds no statistics", where=where, remedy="write {name: {action: {…}}}")
+        check_statistics(entry.get(ENTRY), form, where)
         if "actions" not in entry:
             action, state_mask = entry.get("action") or {}, (entry.get("proprio") or {}).get("mask")
             action_mask = _action_mask(given, action, action.get("mask"), name)

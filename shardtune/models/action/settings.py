@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -13,6 +13,8 @@ from shardtune.config.checks import OF_ACTIONS
 from shardtune.config.schema import action_tokens
 from shardtune.data.action_statistics import source_statistics, to_json
 from shardtune.data.encoder import FrameOptions
+from shardtune.data.robot.representation import ENTRY as REPRESENTATION
+from shardtune.data.robot.representation import check_statistics
 from shardtune.data.sources.resolve import Source, resolve_sources
 from shardtune.errors import ConfigError, DataError
 from shardtune.models.action.action_mask import check_range, chosen_mask
@@ -121,7 +123,8 @@ def _statistics(recipe: Recipe, stored: ActionSettings | None) -> tuple[dict[str
     computed = _computed(recipe, stored)
     if computed is None:
         assert stored is not None
-        return known, choose_key(known, unnorm_key) if unnorm_key is not None else stored.unnorm_key
+        chosen = choose_key(known, unnorm_key) if unnorm_key is not None else stored.unnorm_key
+        return _masked(recipe, known, [] if chosen is None else [chosen]), chosen
     together = _masked(recipe, {**computed, **known}, computed)
     if unnorm_key is not None:
         return together, choose_key(together, unnorm_key)
@@ -129,10 +132,14 @@ def _statistics(recipe: Recipe, stored: ActionSettings | None) -> tuple[dict[str
 
 
 def _masked(
-    recipe: Recipe, statistics: Mapping[str, DatasetStatistics], names: Iterable[str]
+    recipe: Recipe, statistics: Mapping[str, DatasetStatistics], names: Collection[str]
 ) -> dict[str, DatasetStatistics]:
-    """The statistics with the recipe's mask of actions, if it has one, for some data sets."""
+    """The statistics with the recipe's mask of actions, if it has one, for some data sets, whose actions have to be
+    represented as the recipe's."""
     given, found = recipe.actor.model.action_normalization_mask, dict(statistics)
+    form = FrameOptions.of(recipe.actor.model, recipe.actor.model.action_chunks_len).representation
+    for name in names:
+        check_statistics(found[name].get(REPRESENTATION), form, f"statistics of {name}")
     if given is None:
         return found
     for name in names:
@@ -165,7 +172,7 @@ def _first_cameras(source: Source) -> tuple[str, ...] | None:
 
 def _sources(recipe: Recipe, spec: object) -> list[Source]:
     """The training rows as frames."""
-    frames = FrameOptions(recipe.actor.model.action_chunks_len)
+    frames = FrameOptions.of(recipe.actor.model, recipe.actor.model.action_chunks_len)
     return resolve_sources(spec, recipe.data, frames=frames, report=lambda _: None)
 
 

@@ -15,6 +15,8 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig,
 from shardtune.batch import Batch, Metric, PackedBatch, Prompt, Sample
 from shardtune.data.chat.template import load_template
 from shardtune.data.images.placeholders import ImageText
+from shardtune.data.robot.representation import ENTRY as REPRESENTATION
+from shardtune.data.robot.representation import Representation, described
 from shardtune.errors import ModelError
 from shardtune.models.action.acting import ActingAdapter
 from shardtune.models.action.action_mask import left_as_is
@@ -23,6 +25,7 @@ from shardtune.models.action.environment import Observation, Policy
 from shardtune.models.action.openvla import EMPTY_TOKEN, LLAMA2, OpenVLAConfig, OpenVLAForActionPrediction
 from shardtune.models.action.openvla_processor import openvla_images
 from shardtune.models.action.policy import ActionBatch, ActionPolicy, ActionSettings, action_class
+from shardtune.models.action.tokens import choose_key
 from shardtune.models.adapter import AdapterRoot, Evaluation, LanguageRoot
 from shardtune.models.causal_lm import under_attention
 from shardtune.models.user_metrics import Measure, Prediction
@@ -44,16 +47,24 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
         config: the model's config, into which the settings are written, so that they are saved with it.
         processor: the model's.
         settings: of actions.
+        representation: of the actions in rows; None: they are absolute.
         others: as for `VisionLanguage`.
     """
 
     _kind = "vision-language-action model"
 
     def __init__(
-        self, config: PreTrainedConfig, processor: ProcessorMixin, settings: ActionSettings, **others: Any
+        self,
+        config: PreTrainedConfig,
+        processor: ProcessorMixin,
+        settings: ActionSettings,
+        *,
+        representation: Representation | None = None,
+        **others: Any,
     ) -> None:
         super().__init__(config, processor, **others)
         self.settings = settings
+        self._representation = representation
         settings.write_to(config)
         if isinstance(config, OpenVLAConfig):
             config.norm_stats = dict(settings.norm_stats)
@@ -97,6 +108,7 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
             template,
             settings,
             self._form(),
+            representation=self._representation,
             max_length=data.max_length,
             on_too_long=data.on_too_long,
         )
@@ -189,12 +201,26 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
             kept: ", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} data sets"
             for kept, names in groups.items()
         }
-        return [f"the actions of {names} are normalised by their quantiles{kept}" for kept, names in listed.items()]
+        found = [f"the actions of {names} are normalised by their quantiles{kept}" for kept, names in listed.items()]
+        return [*found, *([] if self._representation is None else [self._represented()])]
+
+    def _represented(self) -> str:
+        """How actions are represented, by the statistics of the first data set."""
+        key = self.settings.unnorm_key or next(iter(self.settings.norm_stats))
+        form = Representation.from_json(self.settings.norm_stats[key].get(REPRESENTATION))
+        return described(form, self.settings.action_token_len)
 
     @property
     def normalizes(self) -> bool:
         """False: actions are normalised by `settings`."""
         return False
+
+    @property
+    def representation(self) -> Representation | None:
+        if self._representation is None:
+            return None
+        key = choose_key(self.settings.norm_stats, self.settings.unnorm_key)
+        return Representation.from_json(self.settings.norm_stats[key].get(REPRESENTATION))
 
     def acting_settings(self) -> Mapping[str, object]:
         return {"unnorm_key": self.settings.unnorm_key}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -14,14 +15,16 @@ import torch
 from shardtune.batch import Batch, Sample
 from shardtune.config import Recipe
 from shardtune.data.encoder import FrameOptions, Row
+from shardtune.data.images.augmentation import RowAugmentation
 from shardtune.data.robot.images import decode_frame
+from shardtune.data.robot.representation import ENTRY, check_statistics
 from shardtune.errors import ConfigError, ModelError
 from shardtune.models.action.acting import ActingAdapter, ActingRoot
 from shardtune.models.action.action_mask import chosen_mask
 from shardtune.models.action.environment import Observation
 from shardtune.models.action.environment import Policy as ActFunction
 from shardtune.models.action.normalizer import Normalizer
-from shardtune.models.action.recipe_normalizer import recipe_normalizers
+from shardtune.models.action.recipe_normalizer import NORMALIZER_FILE, recipe_normalizers
 from shardtune.models.adapter import AdapterRoot, WeightSource
 from shardtune.models.options import KEY
 from shardtune.models.policies import lerobot_files
@@ -78,13 +81,21 @@ class Policy(ActingAdapter):
     def features(self) -> Features:
         """Inputs and outputs: those of the options or of the directory, otherwise of the first training row."""
         if self._found is None:
-            frames = FrameOptions(self.action_chunk, self.observation_steps)
+            frames = FrameOptions.of(self.recipe.actor.model, self.action_chunk, self.observation_steps)
             self._found = features_of_rows(self.recipe, self.train_data, frames)
         return self._found
 
     @property
     def action_steps(self) -> int:
         return self.options.n_action_steps
+
+    @property
+    def augments(self) -> bool:
+        return bool(self.features.cameras)
+
+    def augmented(self, sample: Sample, augment: RowAugmentation) -> Sample:
+        """The images of each camera changed, those of all frames alike."""
+        return augment.fields(sample, [name for name in self.features.cameras if name in sample.fields])
 
     def encode(self, row: Row) -> Sample:
         earlier = row["earlier"] if self.observation_steps > 1 else ()
@@ -157,7 +168,17 @@ class Policy(ActingAdapter):
             return None
         given, where = self.recipe.actor.model.action_normalization_mask, f"statistics in {self._directory}"
         mask = None if given is None else chosen_mask(given, {}, [True] * self.features.actions, self.name)
-        return Normalizer.of(found, self.options.normalization_mapping, action_mask=mask, where=where)
+        form = self._stored_representation(self._directory)
+        check_statistics(form, FrameOptions.of(self.recipe.actor.model, self.action_chunk).representation, where)
+        statistics = found if form is None else {**found, ENTRY: form}
+        return Normalizer.of(statistics, self.options.normalization_mapping, action_mask=mask, where=where)
+
+    def _stored_representation(self, directory: Path) -> Mapping[str, Any] | None:
+        """That of the actions of a directory written here; LeRobot's own are absolute."""
+        file = directory / NORMALIZER_FILE
+        if not file.is_file():
+            return None
+        return next(iter(json.loads(file.read_text(encoding="utf-8")).values())).get(ENTRY)
 
     # Its directory.
 

@@ -23,6 +23,7 @@ from shardtune.config.parameter_patterns import PARTS
 from shardtune.config.rank_layout import Layout
 from shardtune.data.cache_directory import cache_root
 from shardtune.data.chat.template import load_template
+from shardtune.data.images.augmentation import RowAugmentation
 from shardtune.data.images.chat_encoder import IMAGE_STOP, ImageChatEncoder
 from shardtune.data.images.images import (
     ENDS,
@@ -30,6 +31,7 @@ from shardtune.data.images.images import (
     PROMPT_TEXT,
     ROW_TEXT,
     SUFFIX_START,
+    ImageKind,
     StoredImage,
     from_fields,
     read_image,
@@ -155,6 +157,17 @@ class VisionLanguage(CausalLM):
             return replace(batch, fields=fields)
         places = self._rope_positions(rope, batch, fields, counts)
         return replace(batch, fields=fields, position_ids=torch.cat([batch.position_ids[None], places]))
+
+    def augmented(self, sample: Sample, augment: RowAugmentation) -> Sample:
+        """The images of a row changed, each by draws of its own place in the row."""
+        if not sample.fields or not len(sample.fields[ENDS]):
+            return sample
+        images = [
+            replace(image, kind=ImageKind.PIXELS, content=augment(np.asarray(image.read()), str(place)).tobytes())
+            for place, image in enumerate(from_fields(sample.fields))
+        ]
+        fields = to_fields(images, int(sample.fields[PROMPT_IMAGES]))
+        return replace(sample, fields={**sample.fields, **fields})
 
     def _fields(
         self, input_ids: np.ndarray, stored: Sequence[StoredImage], counts: Sequence[int]

@@ -82,6 +82,7 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
     "data.cache_dir": (),
     "data.image_hosts": (),
     "data.keep_pixels": (),
+    "data.augmentation": ("loss",),
     "eval": ("evaluation",),
 }
 """By key or section; the longest name that fits counts."""

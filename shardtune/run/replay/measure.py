@@ -12,7 +12,7 @@ import torch
 
 from shardtune.batch import TOKENS, LossSum
 from shardtune.data.loader.order import derive_seed
-from shardtune.data.loader.protocol import MicroBatch, Step
+from shardtune.data.loader.protocol import DataState, MicroBatch, Step
 from shardtune.data.loader.step_loader import StepLoader
 from shardtune.data.user_loader.batch import UserBatch, with_names
 from shardtune.models.causal_lm import CausalLM
@@ -182,7 +182,7 @@ def _row_losses(
         notes = [f"the term {name} is not one of single rows" for name in losses if name != TOKENS]
         if not _differs(found, rows, {TOKENS: losses[TOKENS]}, step.denominators):
             return found, notes
-    found = {row: _alone(worker, loader, row) for row in dict.fromkeys(rows)}
+    found = {row: _alone(worker, loader, row, step.state) for row in dict.fromkeys(rows)}
     notes = ["the loss of a row is computed from that row alone, without dropout"]
     for name, (together, apart) in _differs(found, rows, losses, step.denominators).items():
         notes.append(
@@ -207,10 +207,10 @@ def _differs(
     return wrong
 
 
-def _alone(worker: FSDPSftWorker, loader: StepLoader, row: int) -> dict[str, float]:
+def _alone(worker: FSDPSftWorker, loader: StepLoader, row: int, state: DataState) -> dict[str, float]:
     """The sum of each term of one row, in evaluation mode; what a loss draws for the row is what it was in the step."""
     seed, done = worker.recipe.runner.seed, worker.state.step
-    batch = replace(loader.alone(row), key=derive_seed(seed, done, ROW_DRAWS))
+    batch = replace(loader.alone(row, state), key=derive_seed(seed, done, ROW_DRAWS))
     worker.model.eval()
     seed_rng(seed, done, 0, 0, "train")
     try:

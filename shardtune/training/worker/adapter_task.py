@@ -17,11 +17,12 @@ from shardtune.config import Recipe
 from shardtune.data.cache.dataset import TokenDataset
 from shardtune.data.loader.order import derive_seed
 from shardtune.data.loader.packing import pack
-from shardtune.data.loader.step_loader import BatchMaker, Limits
+from shardtune.data.loader.step_loader import BatchMaker, Changes, Limits
 from shardtune.data.prepare import PreparedData, WeighedRows
 from shardtune.errors import ConfigError, ModelError
 from shardtune.evaluate.closed_loop import METRICS, ClosedLoop, play
 from shardtune.evaluate.loss import BLOCK_MICRO_BATCHES, sum_evaluation, summarize
+from shardtune.models.action.absolute import absolute_policy
 from shardtune.models.action.acting import ActingAdapter
 from shardtune.models.adapter import Adapter, AdapterRoot, LanguageModel, LanguageRoot, WholeStepAdapter
 from shardtune.models.causal_lm import CausalLM
@@ -94,13 +95,16 @@ class AdapterTask(CachedRowsTask):
     def weighed(self, rows: TokenDataset) -> WeighedRows:
         return WeighedRows(rows, self.adapter.row_terms())
 
-    def maker(self, rows: WeighedRows, max_rows: int | None, ranks: Ranks) -> BatchMaker:
+    def maker(
+        self, rows: WeighedRows, max_rows: int | None, ranks: Ranks, changes: Changes | None = None
+    ) -> BatchMaker:
         limits = Limits(
             max_rows if self._rows_share_forwards else 1,
             self.recipe.actor.max_tokens_per_micro_batch,
             of_one_length=not self.adapter.rows_share_forwards and self.adapter.rows_of_one_length,
         )
-        return BatchMaker(rows, limits, self.adapter, rank=ranks.data_rank, num_ranks=ranks.num_data_ranks)
+        rank, number = ranks.data_rank, ranks.num_data_ranks
+        return BatchMaker(rows, limits, self.adapter, rank=rank, num_ranks=number, changes=changes)
 
     @property
     def _rows_share_forwards(self) -> bool:
@@ -108,7 +112,8 @@ class AdapterTask(CachedRowsTask):
 
     @property
     def num_processes(self) -> int:
-        return self.recipe.data.num_workers if self.adapter.prepares_in_processes else 0
+        data = self.recipe.data
+        return data.num_workers if self.adapter.prepares_in_processes or data.augmentation.is_on else 0
 
     def rows_per_block(self, rows: TokenDataset, max_rows: int | None, ranks: Ranks) -> int:
         if self._whole_step is not None:
@@ -162,7 +167,7 @@ class AdapterTask(CachedRowsTask):
     def evaluate_episodes(self, evaluation: Evaluation) -> Mapping[str, float]:
         if self._episodes is None or not isinstance(self.adapter, ActingAdapter):
             return {}
-        policy = self.adapter.policy(root_of(evaluation.model), evaluation.device)
+        policy = absolute_policy(self.adapter, root_of(evaluation.model), evaluation.device)
         score = play(self._episodes, policy, evaluation.ranks, folder=evaluation.episodes_dir, poll=evaluation.poll)
         return score.metrics()
 

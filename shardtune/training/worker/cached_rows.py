@@ -16,16 +16,20 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from shardtune.batch import Batch, Metric, Prompt
+from shardtune.batch import Batch, Metric, Prompt, Sample
 from shardtune.checkpoint.hf_load import check_weights
 from shardtune.checkpoint.hf_save import stop_tokens
 from shardtune.config import Recipe
 from shardtune.config.rank_layout import Layout
+from shardtune.config.schema import long_key
 from shardtune.data.cache.dataset import TokenDataset
 from shardtune.data.chat.encoder import ChatEncoder
-from shardtune.data.loader.order import DataOrder, OrderSource
-from shardtune.data.loader.protocol import MicroBatch, Step, supervised
-from shardtune.data.loader.step_loader import BatchMaker, StepLoader
+from shardtune.data.images.augmentation import KEY as AUGMENTATION
+from shardtune.data.images.augmentation import Augmentation
+from shardtune.data.images.image_changes import image_changes
+from shardtune.data.loader.order import DataOrder, OrderSource, derive_seed
+from shardtune.data.loader.protocol import DataState, MicroBatch, Step, supervised
+from shardtune.data.loader.step_loader import BatchMaker, Changes, StepLoader
 from shardtune.data.prepare import PreparedData, WeighedRows
 from shardtune.errors import ConfigError, ModelError
 from shardtune.evaluate.answers import Answers, answered_rows, make_matcher
@@ -151,8 +155,10 @@ class CachedRowsTask(Task):
         return self.prepared.train
 
     @abstractmethod
-    def maker(self, rows: WeighedRows, max_rows: int | None, ranks: Ranks) -> BatchMaker:
-        """The maker of micro-batches of at most `max_rows` rows."""
+    def maker(
+        self, rows: WeighedRows, max_rows: int | None, ranks: Ranks, changes: Changes | None = None
+    ) -> BatchMaker:
+        """The maker of micro-batches of at most `max_rows` rows, changed in training by `changes`."""
 
     @abstractmethod
     def weighed(self, rows: TokenDataset) -> WeighedRows:
@@ -180,10 +186,33 @@ class CachedRowsTask(Task):
             left_out=rows.left_out,
         )
         weighed = self.weighed(rows)
-        makers = [self.maker(weighed, actor.micro_batch_size, one) for one in ranks_of(ranks, self.stands_for)]
+        changes = self.changes()
+        makers = [self.maker(weighed, actor.micro_batch_size, one, changes) for one in ranks_of(ranks, self.stands_for)]
         maker = makers[0] if len(makers) == 1 else MakersInTurn(makers)
         token_term = (self.adapter.token_term if isinstance(self.adapter, LanguageModel) else None) or TOKENS
         return StepLoader(weighed, order, maker, token_term=token_term, num_processes=self.num_processes)
+
+    def changes(self) -> Changes | None:
+        """The random changes of training rows (`data.augmentation`); None where there are none.
+
+        Raises:
+            ConfigError: the rows have no images.
+        """
+        augmentation, seed = Augmentation.of(self.recipe.data.augmentation), self.recipe.runner.seed
+        if augmentation is None:
+            return None
+        if not self.adapter.augments and AUGMENTATION not in map(long_key, self.adapter.reads):
+            raise ConfigError(
+                f"{AUGMENTATION}: the rows of {type(self.adapter).__name__} have no images",
+                where=self.recipe.where(AUGMENTATION) or AUGMENTATION,
+                remedy="leave it out, or name cameras (data.columns)",
+            )
+
+        def changed(sample: Sample, state: DataState, row: int) -> Sample:
+            key = derive_seed(seed, AUGMENTATION, state.epoch, state.rows_consumed)
+            return self.adapter.augmented(sample, augmentation.row(key, row))
+
+        return changed
 
     @property
     def accumulate(self) -> Accumulate:
@@ -390,6 +419,9 @@ class CachedRowsTask(Task):
             model, self.initial_weights(), by_class=self.builds_by_class, from_scratch=config.from_scratch
         )
         self.adapter.check_tensor_plan(model, layout)
+        changes, rows = self.changes(), self.rows
+        if changes is not None and rows is not None:
+            changes(rows.row(rows.first_trained), DataState(), rows.first_trained)
         adapt(model, recipe, self.text.tokenizer, self.initial_weights)
         freeze(model, config.freeze)
         self.adapter.shard_units(model)
@@ -408,6 +440,8 @@ class CachedRowsTask(Task):
         train = self.prepared.train
         gone = 0 if train is None else len(train.left_out)
         notes = [f"{gone:,} row{' is' if gone == 1 else 's are'} left out by data.quarantine"] if gone else []
+        if train is not None and self.recipe.data.augmentation.is_on:
+            notes.append(f"images of training are augmented, by {image_changes().name}")
         return replace(
             summary,
             evaluation={**summary.evaluation, **evaluation},

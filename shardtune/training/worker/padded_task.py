@@ -14,7 +14,7 @@ from shardtune.batch import Batch, LossSum, Metric
 from shardtune.config import Recipe
 from shardtune.data.cache.dataset import TokenDataset
 from shardtune.data.loader.padding import AnswerRows, Padding
-from shardtune.data.loader.step_loader import BatchMaker, Limits, Rows
+from shardtune.data.loader.step_loader import BatchMaker, Changes, Limits, Rows
 from shardtune.data.prepare import PreparedData, WeighedRows
 from shardtune.data.user_loader.batch import with_names
 from shardtune.evaluate.loss import BLOCK_MICRO_BATCHES, evaluation_blocks, sum_evaluation, summarize
@@ -99,13 +99,14 @@ class PaddedTask(CachedRowsTask):
     def weighed(self, rows: TokenDataset) -> WeighedRows:
         return WeighedRows(rows, {})
 
-    def maker(self, rows: Rows, max_rows: int | None, ranks: Ranks) -> BatchMaker:
+    def maker(self, rows: Rows, max_rows: int | None, ranks: Ranks, changes: Changes | None = None) -> BatchMaker:
         max_tokens = self.recipe.actor.max_tokens_per_micro_batch
         if max_tokens is not None:  # padding counts: each row takes as much memory as the longest
             fitting = max(1, max_tokens // int(rows.lengths.max()))
             max_rows = fitting if max_rows is None else min(max_rows, fitting)
         limits = Limits(max_rows, max_tokens)
-        return BatchMaker(rows, limits, Padding(), rank=ranks.data_rank, num_ranks=ranks.num_data_ranks)
+        rank, number = ranks.data_rank, ranks.num_data_ranks
+        return BatchMaker(rows, limits, Padding(), rank=rank, num_ranks=number, changes=changes)
 
     @property
     def num_processes(self) -> int:

@@ -60,6 +60,12 @@ class UserBatches:
                 where=self._recipe.where("data.quarantine") or "data.quarantine",
                 remedy="set it to null, and leave the rows out in build_dataloader",
             )
+        if self._recipe.data.augmentation.is_on:
+            raise ConfigError(
+                "data.augmentation changes rows that the recipe names; build_dataloader returns batches of its own",
+                where=self._recipe.where("data.augmentation") or "data.augmentation",
+                remedy="leave it out, and change the images in build_dataloader",
+            )
         return BatchLoader.of(
             loader,
             info,

@@ -35,6 +35,9 @@ def in_fp64(recipe: Recipe) -> tuple[dict[str, object], list[str]]:
         if lora.dropout:
             changes["actor.model.lora.dropout"] = 0.0
             notes.append("LoRA's dropout off")
+    if recipe.data.augmentation.is_on:
+        changes["data.augmentation"] = {}
+        notes.append("data.augmentation off")
     dropped = dropouts(actor.model.model_path, actor.model.config_overrides)
     if dropped:
         changes["actor.model.config_overrides"] = {**actor.model.config_overrides, **dict.fromkeys(dropped, 0.0)}
