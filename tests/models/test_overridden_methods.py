@@ -81,7 +81,7 @@ class Contrastive(WholeStepAdapter, Regressor):
 
 
 ELSEWHERE = {"take_encoding_settings", "augmented", "augments"}
-"""Of processes that encode (models/action/test_normalizer.py), and of augmentation (data/images/test_augmentation.py)."""
+"""Of processes that encode (models/action/test_normalizer.py), of augmentation (data/images/test_augmentation.py)."""
 UNCALLED = (
     *UNCALLED_IN_WHOLE_STEPS,
     *ELSEWHERE,
