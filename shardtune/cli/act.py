@@ -33,10 +33,14 @@ def act(
     state: State = None,
     instruction: Annotated[str, typer.Option(help="The task in words.")] = "",
     checkpoint: Checkpoint = "final",
-    as_json: Annotated[bool, typer.Option("--json", help='Print {"actions": [[…], …]}.')] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help='Print {"actions": [[…], …]}, and "value" of a model that has values.')
+    ] = False,
     trust: Trust = None,
 ) -> None:
     """Print the next actions for an observation, one per line, in the units of the training data.
+
+    The value of a model with a value head is printed to stderr, or with --json.
 
     The training data need not be there. For whole episodes: shardtune eval RUN eval.environment=NAME.
 
@@ -52,10 +56,14 @@ def act(
 
     policy = load_policy(run, checkpoint=checkpoint, trust=trust or ())
     images = _images(image or [], policy.cameras)
-    actions = policy.predict_action_chunk({"images": images, "instruction": instruction, "state": numbers})
+    observation = {"images": images, "instruction": instruction, "state": numbers}
+    actions = policy.predict_action_chunk(observation)
+    value = {"value": policy.value(observation)} if policy.has_values else {}
     if as_json:
-        typer.echo(json.dumps({"actions": actions.tolist()}))
+        typer.echo(json.dumps({"actions": actions.tolist(), **value}))
         return
+    if value:
+        typer.echo(f"value {value['value']:.6g}", err=True)
     for action in actions:
         typer.echo(" ".join(f"{value:.6g}" for value in action))
 

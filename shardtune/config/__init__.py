@@ -19,6 +19,7 @@ from shardtune.config.schema import (
     Recipe,
     RunnerConfig,
     TokenizerConfig,
+    ValueHeadConfig,
 )
 from shardtune.config.tree import flatten
 
@@ -41,6 +42,7 @@ __all__ = [
     "Recipe",
     "RunnerConfig",
     "TokenizerConfig",
+    "ValueHeadConfig",
     "flatten",
     "load_recipe",
 ]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from shardtune.config.layers import Merged
 from shardtune.config.model_names import BUILT_IN, POLICIES
 from shardtune.config.rank_layout import Layout
-from shardtune.config.schema import OptimConfig, Recipe
+from shardtune.config.schema import DataConfig, DataEntry, OptimConfig, Recipe
 from shardtune.config.shown import as_written
 from shardtune.config.values import LARGEST, OUT_OF_RANGE, WORKERS
 from shardtune.errors import ConfigError, ParallelError
@@ -44,7 +44,7 @@ def check(recipe: Recipe, given: Merged, in_memory: Collection[str]) -> list[Con
     rules = (
         *(_launcher, _logger, _required, _batches, _length, _schedule),
         *(_duration, _evaluation, _harness, _episodes, _watching, _anomalies, _losses, _lora),
-        *(_execution, _optimizer_states, _actions, _pixels, _augmentation),
+        *(_execution, _optimizer_states, _actions, _values, _pixels, _augmentation),
     )
     return [problem for rule in rules for problem in rule(context)]
 
@@ -493,6 +493,53 @@ def _actions(context: Context) -> Iterator[ConfigError]:
             f"actor.model.{name} has no effect with model_type: {model.model_type}, which has no actions",
             "set model_type: vision_language_action, or leave it out",
         )
+
+
+def _values(context: Context) -> Iterator[ConfigError]:
+    """Keys of the value head, and columns that only it reads."""
+    model = context.recipe.actor.model
+    own = model.adapter is None and context.recipe.actor.worker is None
+    if not model.add_value_head:
+        for name in model.value_head.model_dump(exclude_defaults=True):
+            key = f"actor.model.value_head.{name}"
+            yield context.problem(
+                key, f"{key} has no effect with actor.model.add_value_head: false", "set it to true, or leave it out"
+            )
+    elif own and model.model_type in BUILT_IN and model.model_type != "vision_language_action":
+        key = "actor.model.add_value_head"
+        why = "whose directories are LeRobot's" if model.model_type in POLICIES else "which does not act"
+        yield context.problem(
+            key,
+            f"{key}: true does not work with model_type: {model.model_type}, {why}",
+            "use vision_language_action, or an adapter of your own with shardtune.ValueHead (docs/actions.md)",
+        )
+        return
+    if not own or model.model_type not in ("vision_language_action", *POLICIES):
+        return
+    role = None if not model.add_value_head else "return" if model.value_head.discount is None else "reward"
+    for name in ("return", "reward"):
+        if name == role or not any(name in columns for columns in _column_names(context.recipe.data)):
+            continue
+        what = "without actor.model.add_value_head"
+        if role is not None:
+            what = f"{'with' if role == 'reward' else 'without'} actor.model.value_head.discount"
+        yield context.problem(
+            "data.columns",
+            f"data.columns.{name} has no effect {what}",
+            "leave it out" if role is None else f"name the column of {role}s, or change the discount",
+        )
+
+
+def _column_names(data: DataConfig) -> Iterator[Mapping[str, str]]:
+    """`data.columns`, and those of each entry of a source."""
+    yield data.columns
+    waiting: list[object] = [data.train_data_paths, data.eval_data_paths]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, DataEntry):
+            yield item.columns
+        elif isinstance(item, list | dict):
+            waiting += item if isinstance(item, list) else item.values()
 
 
 def _pixels(context: Context) -> Iterator[ConfigError]:

@@ -20,6 +20,8 @@ REFERENCE = "docs/configuration.md"
 SHORT = "short for"
 OF_ACTOR = re.compile(rf"\b{ACTOR}\.")
 EXAMPLES = {
+    "actor.model.value_head.sizes": "[256]",
+    "actor.model.value_head.discount": "0.99",
     "plugins": "[my_model.py]",
     "runner.allow_changes": "[optim.lr]",
     "runner.keep_every": "1000",

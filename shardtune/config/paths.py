@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from shardtune.config.model_names import POLICIES
 from shardtune.config.tree import Tree, get_value, set_value
 from shardtune.config.values import FUNCTION_IN_FILE, TASK_FILES
 from shardtune.errors import ConfigError, cut
@@ -31,8 +32,15 @@ PATH_KEYS = {
 }
 """Keys that hold a path, and the word in its place that is none."""
 
+OPTION_KEYS: Mapping[str, tuple[str, ...]] = {
+    "actor.model.options.vlm_model_name": (),
+    "actor.model.options.paligemma_variant": ("gemma_2b", "gemma_300m"),
+    "actor.model.options.pretrained_backbone_weights": (),
+}
+"""Options of ready policies that may name a file or directory, and the words in its place that are none."""
+
 DATA_KEYS = ("data.train_data_paths", "data.eval_data_paths")
-ALL_KEYS = ("plugins", "runner.logger.log_path", *MODEL_KEYS, *FUNCTION_KEYS, *PATH_KEYS, *DATA_KEYS)
+ALL_KEYS = ("plugins", "runner.logger.log_path", *MODEL_KEYS, *FUNCTION_KEYS, *PATH_KEYS, *OPTION_KEYS, *DATA_KEYS)
 """All keys that may hold a path."""
 
 
@@ -84,7 +92,7 @@ def make_absolute(tree: Tree, base: Path, origins: Mapping[str, str] | None = No
     changes: list[tuple[Iterable[str], Callable[[str], str]]] = [
         (["plugins"], lambda text: _plugin(text, base)),
         (["runner.logger.log_path"], lambda path: _absolute(path, Path.cwd())),
-        (MODEL_KEYS, lambda text: _model(text, base)),
+        ((*MODEL_KEYS, *_option_keys(tree)), lambda text: _model(text, base)),
         (FUNCTION_KEYS, lambda text: _function(text, base)),
         ([TASK_KEY], lambda text: _absolute(text, base) if text.endswith(TASK_FILES) else text),
         ([key for key, special in PATH_KEYS.items() if get_value(tree, key) != special], lambda p: _absolute(p, base)),
@@ -111,11 +119,19 @@ def _named(key: str, origins: Mapping[str, str] | None) -> Iterator[None]:
 
 def named_files(tree: Tree) -> Iterator[tuple[str, str]]:
     """(key, path) of every single file or directory that an absolute recipe names, except data files."""
-    for key in ("plugins", *MODEL_KEYS, *FILE_KEYS, TASK_KEY):
+    for key in ("plugins", *MODEL_KEYS, *_option_keys(tree), *FILE_KEYS, TASK_KEY):
         yield from ((key, path) for path in _texts(get_value(tree, key)) if os.path.isabs(path))
     for key in FUNCTION_KEYS:
         found = (FUNCTION_IN_FILE.fullmatch(text) for text in _texts(get_value(tree, key)))
         yield from ((key, match["file"]) for match in found if match)
+
+
+def _option_keys(tree: Tree) -> list[str]:
+    """The keys of `OPTION_KEYS` that name a path, unless the options may be those of another model."""
+    model_type = get_value(tree, "actor.model.model_type")
+    if get_value(tree, "actor.model.adapter") is not None or not (model_type is None or model_type in POLICIES):
+        return []
+    return [key for key, words in OPTION_KEYS.items() if get_value(tree, key) not in (None, *words)]
 
 
 def data_paths(value: object) -> Iterator[str]:

@@ -117,17 +117,22 @@ class FrameOptions:
         chunk: the actions of a row, from its frame on.
         observations: the frames that a row shows: its own and those before it.
         representation: how actions are represented; None: they are absolute.
+        returns: whether a row has its `return`, where the data give it.
+        discount: returns are computed from rewards, of which one k frames later counts discount^k; None: they are read.
     """
 
     chunk: int = 1
     observations: int = 1
     representation: Representation | None = None
+    returns: bool = False
+    discount: float | None = None
 
     @classmethod
     def of(cls, model: ModelConfig, chunk: int, observations: int = 1) -> FrameOptions:
-        """With the representation of actions that `actor.model` has."""
+        """With the representation of actions that `actor.model` has, and the returns of its value head."""
         form = Representation.of(model.action_representation, model.action_representation_mask)
-        return cls(chunk, observations, form)
+        discount = model.value_head.discount if model.add_value_head else None
+        return cls(chunk, observations, form, model.add_value_head, discount)
 
 
 @runtime_checkable

@@ -263,6 +263,12 @@ class Adapter(ABC):
         before it, which a row has as `earlier`; by default 1."""
         return 1
 
+    @property
+    def new_parts(self) -> Sequence[str]:
+        """Names of submodules that the directory of `initial_weights` may lack; they begin as the model's class
+        initialises them, and are trained in full beside a low-rank adapter. By default none."""
+        return ()
+
     def may_be_idle(self, name: str) -> bool:
         """Whether a trained parameter may have no gradient; by default none may."""
         return False

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from shardtune.config.user_code import check_call, names_in
 from shardtune.errors import ConfigError
+from shardtune.models.action.acting import ActingAdapter
 from shardtune.models.adapter import Adapter, WholeStepAdapter
 
 PAGE = "docs/add-a-model.md shows how"
@@ -75,13 +76,23 @@ def check_adapter_class(kind: type[Adapter], where: str) -> None:
 
 
 def check_made(adapter: Adapter, where: str) -> None:
-    """Refuse an adapter whose `__init__` does not call that of `Adapter`."""
+    """Refuse an adapter whose `__init__` does not call that of `Adapter`, or with an idle `observation_steps`."""
     if "recipe" not in vars(adapter):
         name = type(adapter).__name__
         raise ConfigError(
             f"{name}.__init__ does not call that of Adapter, so it has no recipe and no options",
             where=where,
             remedy="begin it with super().__init__(recipe, tokenizer), or do without it: an adapter keeps nothing",
+        )
+    acts = isinstance(adapter, ActingAdapter)  # its observations have earlier ones, whatever its rows are
+    if adapter.observation_steps != 1 and adapter.action_chunk is None and not acts:
+        name = type(adapter).__name__
+        raise ConfigError(
+            f"{name}.observation_steps is {adapter.observation_steps}, and rows have no earlier frames without "
+            f"{name}.action_chunk: they are those of the data files",
+            where=where,
+            remedy="let action_chunk return the number of actions of a row, so that rows are frames of robot data, or "
+            "leave observation_steps out",
         )
 
 

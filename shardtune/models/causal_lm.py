@@ -52,6 +52,7 @@ from shardtune.models.rescaling import keep_weights, restore_rescaling
 from shardtune.models.sequence_part import SequencePart
 from shardtune.models.source_losses import TargetLosses
 from shardtune.models.user_metrics import Measure, Prediction
+from shardtune.models.value_loss import VALUE, ValueLoss
 from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard_units import choose_units, outermost
@@ -104,10 +105,12 @@ class CausalLM(LanguageModel):
 
     Attributes:
         source_losses: reads the training loss of each target; None: nothing does.
+        value_loss: of the model's value head; None: none is trained.
     """
 
     token_term = TOKENS
     source_losses: TargetLosses | None = None
+    value_loss: ValueLoss | None = None
 
     _auto: ClassVar[type[_BaseAutoModelClass]] = AutoModelForCausalLM
     _kind = "causal language model"
@@ -380,6 +383,8 @@ class CausalLM(LanguageModel):
         at = self._to_head(model, packed, packed.target_positions)
         losses, correct = self._losses(at, packed, PLAIN, count_correct=True)
         accuracy = {"token_accuracy": Metric(float(correct), float(packed.targets.numel()))}
+        if self.value_loss is not None and at.values is not None:
+            accuracy |= self.value_loss.measured(at.values, packed)
         further = {} if measure is None else measure(self._pieces(at, packed))
         return Evaluation(losses, {**accuracy, **further})
 
@@ -419,9 +424,15 @@ class CausalLM(LanguageModel):
             arguments |= {"max_length_q": batch.max_length, "max_length_k": batch.max_length}
         sequences = input_ids.view(self._sequences(batch) if self._by_length else 1, -1)
         if self._through_own_head:
+            if self.value_loss is not None:
+                arguments["output_hidden_states"] = True
             outputs, logits = own_forward(model, sequences, positions, arguments, leads=self._leads)
             routers = outputs["router_logits"] if self._balance_factor else ()
-            return AtHead(logits, None, routers, part)
+            values = None
+            if self.value_loss is not None:
+                states = outputs["hidden_states"][-1][:, -sequences.shape[1] :]
+                values = self.value_loss.values(model, states.flatten(0, 1).index_select(0, positions))
+            return AtHead(logits, None, routers, part, values)
         head = model.get_output_embeddings()
         if head is None:
             raise ModelError(
@@ -437,7 +448,8 @@ class CausalLM(LanguageModel):
         states = outputs[0][:, -sequences.shape[1] :] if self._leads else outputs[0]
         hidden = states.flatten(0, 1).index_select(0, positions)
         hidden = hidden.to(next(head.parameters(), hidden).dtype)
-        return AtHead(hidden, head, outputs["router_logits"] if self._balance_factor else (), part)
+        values = None if self.value_loss is None else self.value_loss.values(model, hidden)
+        return AtHead(hidden, head, outputs["router_logits"] if self._balance_factor else (), part, values)
 
     def _losses(
         self,
@@ -475,6 +487,8 @@ class CausalLM(LanguageModel):
             routers = at.routers if at.part is None else tuple(at.part.whole(logits) for logits in at.routers)
             balance = router_balance(routers, batch.cu_seqlens, batch.document_weights, self._experts_per_token)
             losses[BALANCE] = LossSum(self._balance_factor * balance, float(batch.num_rows))
+        if self.value_loss is not None and at.values is not None:
+            losses[VALUE] = self.value_loss.loss(at.values, batch, training=not count_correct)
         return losses, correct
 
     def logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:

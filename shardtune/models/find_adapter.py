@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from shardtune.config import DataConfig, ModelConfig, Recipe
+from shardtune.config import DataConfig, ModelConfig, Recipe, ValueHeadConfig
 from shardtune.config.model_names import registered, registered_function, registered_processor
 from shardtune.config.schema import long_key
 from shardtune.config.user_code import load_function
@@ -163,9 +163,17 @@ def _registered_adapter(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | Non
         add_new_tokens(acting, recipe.actor.added_tokens)
         actions = settings_for(recipe, loaded, acting)
         form = FrameOptions.of(config, actions.action_chunks_len).representation
-        adapter = VisionLanguageAction(loaded, processor, actions, representation=form, **settings, make=make)
+        adapter = VisionLanguageAction(
+            loaded, processor, actions, representation=form, values=_values(config), **settings, make=make
+        )
     else:
         adapter = VisionLanguage(loaded, processor, **settings, make=make)
+    if config.add_value_head and not isinstance(adapter, VisionLanguageAction):
+        raise ConfigError(
+            f"actor.model.add_value_head: the rows of {config.model_type} are no robot data",
+            where=recipe.where("actor.model.add_value_head") or "actor.model.add_value_head",
+            remedy="leave it out, or set actor.model.action_chunks_len, which makes it a model of actions",
+        )
     add_new_tokens(adapter.tokenizer, recipe.actor.added_tokens)
     check_vocabulary(adapter.tokenizer, loaded, recipe.actor.added_tokens)
     check_sizes(config, loaded, adapter.tokenizer, adapter.images if isinstance(adapter, VisionLanguage) else None)
@@ -231,7 +239,13 @@ def vision_language_action(
     settings = settings_for(recipe, loaded, tokenizer)
     form = FrameOptions.of(config, settings.action_chunks_len).representation
     others = _settings(config, wrap, model, data)
-    return VisionLanguageAction(loaded, processor, settings, representation=form, **others)
+    values = _values(config)
+    return VisionLanguageAction(loaded, processor, settings, representation=form, values=values, **others)
+
+
+def _values(config: ModelConfig) -> ValueHeadConfig | None:
+    """The value head that a recipe trains, if any."""
+    return config.value_head if config.add_value_head else None
 
 
 def adapter_class(config: ModelConfig) -> type[Adapter] | None:
@@ -285,6 +299,7 @@ def _check_read(recipe: Recipe, kind: type[Adapter]) -> None:
             "data.train_on": data.train_on != "assistant",
             "data.thinking": data.thinking is not None,
             "data.ignored_keys": bool(data.ignored_keys),
+            "actor.model.add_value_head": model.add_value_head,
         }
     reads = {long_key(name) for name in kind.reads}
     for key in (key for key, is_given in given.items() if is_given and key not in reads):

@@ -24,12 +24,14 @@ class AtHead:
         head: the head, or None.
         routers: [tokens of this rank, experts] of each layer; empty without a balance loss.
         part: the tokens of this rank, where ranks share sequences; None: all.
+        values: [requested tokens], of a value head that is trained; None without one.
     """
 
     hidden: torch.Tensor
     head: nn.Module | None
     routers: tuple[torch.Tensor, ...]
     part: SequencePart | None
+    values: torch.Tensor | None = None
 
 
 def own_forward(

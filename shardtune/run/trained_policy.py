@@ -44,6 +44,7 @@ class TrainedPolicy:
 
     Attributes:
         cameras: of the training data, where the model knows them.
+        has_values: whether the model has values: a value head, or an adapter's own.
     """
 
     def __init__(self, worker: SFTWorker, chunks: ActionChunks) -> None:
@@ -52,7 +53,9 @@ class TrainedPolicy:
         worker.model.eval()
         self._worker = worker  # holds the weights
         self._predict = absolute_policy(adapter, root_of(worker.model), worker.device)
+        self._valuation = adapter.values(root_of(worker.model), worker.device)
         self._chunks = chunks
+        self.has_values = self._valuation is not None
         self._steps = adapter.observation_steps
         self._history = ObservationHistory(self._steps)
         self.cameras: tuple[str, ...] | None = None
@@ -90,6 +93,32 @@ class TrainedPolicy:
     def predict_action_chunks(self, observations: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """The next C actions of each of several observations, float32 [observations, C, A], in one batch."""
         return self._predicted([ObservationHistory(self._steps).see(checked_observation(one)) for one in observations])
+
+    def value(self, observation: Mapping[str, Any]) -> float:
+        """The return that the model expects after an observation alone.
+
+        Raises:
+            ConfigError: the model has no values, or the observation is of another form.
+        """
+        return float(self.values([observation])[0])
+
+    def values(self, observations: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        """The returns that the model expects after each of several observations, float32 [observations]."""
+        if self._valuation is None:
+            raise ConfigError(
+                "the policy has no values",
+                where=type(self._worker.adapter).__name__,
+                remedy="train it with model.add_value_head: true; an adapter of your own has them by its method values",
+            )
+        seen = [ObservationHistory(self._steps).see(checked_observation(one)) for one in observations]
+        found = np.asarray(self._valuation(seen), np.float32)
+        if found.shape != (len(seen),):
+            raise ModelError(
+                f"the policy gave values of shape {list(found.shape)} for {len(seen)} observations",
+                where=f"{type(self._worker.adapter).__name__}.values",
+                remedy=f"return [{len(seen)}]",
+            )
+        return found
 
     def _predicted(self, observations: Sequence[Observation]) -> np.ndarray:
         found = np.asarray(self._predict(observations), np.float32)

@@ -1,5 +1,6 @@
 """Recipes from files and memory: defaults, types, places in messages, paths, and the way back."""
 
+import json
 import os
 import pickle
 import subprocess
@@ -390,3 +391,29 @@ def test_an_override_that_no_parser_expects_is_one_message(value: str) -> None:
     with pytest.raises(ConfigError, match="cannot be read: ") as told:
         load_recipe({}, [f"actor.optim.args={value}"])
     assert len(str(told.value)) < 1000
+
+
+def test_paths_in_the_options_of_ready_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They start at the recipe, typed ones at the working directory; names and other models' options stay."""
+    here, elsewhere = tmp_path / "recipes", tmp_path / "typed"
+    for folder in (here / "vlm", elsewhere / "vlm", here / "gemma_2b"):
+        folder.mkdir(parents=True)
+    (here / "data.jsonl").write_text("{}")
+    monkeypatch.chdir(elsewhere)
+
+    def option(kind: str, name: str, value: str, *overrides: str, **model: str) -> object:
+        model = {"model_type": kind, "options": {name: value}, **model}  # pyright: ignore[reportAssignmentType]
+        (here / "recipe.yaml").write_text(
+            json.dumps({"global_batch_size": 1, "model": model, "data": {"train_data_paths": "data.jsonl"}})
+        )
+        return load_recipe(here / "recipe.yaml", list(overrides)).actor.model.options[name]
+
+    assert option("smolvla", "vlm_model_name", "vlm") == str(here / "vlm")
+    assert option("smolvla", "vlm_model_name", "org/name") == "org/name"
+    typed = "model.options.vlm_model_name=vlm"
+    assert option("smolvla", "vlm_model_name", "org/name", typed) == str(elsewhere / "vlm")
+    assert option("pi0", "paligemma_variant", "gemma_2b") == "gemma_2b"
+    with pytest.raises(ConfigError, match=r"pretrained_backbone_weights: there is no .*recipes/net.pth"):
+        option("act", "pretrained_backbone_weights", "./net.pth")
+    (here / "own.py").write_text("class Own: pass")
+    assert option("act", "vlm_model_name", "vlm", adapter="own.py:Own") == "vlm"

@@ -80,8 +80,8 @@ class Contrastive(WholeStepAdapter, Regressor):
         return LossSum(outputs["guess"].square().sum(), float(len(outputs["guess"])))
 
 
-ELSEWHERE = {"observation_steps", "take_encoding_settings"}
-"""Of robot data (models/policies/test_policies.py), and of processes that encode (models/action/test_normalizer.py)."""
+ELSEWHERE = {"take_encoding_settings", "augmented", "augments"}
+"""Of processes that encode (models/action/test_normalizer.py), of augmentation (data/images/test_augmentation.py)."""
 UNCALLED = (
     *UNCALLED_IN_WHOLE_STEPS,
     *ELSEWHERE,

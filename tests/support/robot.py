@@ -20,7 +20,7 @@ def frame(value: float) -> np.ndarray:
     return np.full((28, 28, 3), level, np.uint8)
 
 
-def episodes(count: int, seed: int = 0, longest: int = 6) -> Iterator[Episode]:
+def episodes(count: int, seed: int = 0, longest: int = 6, *, rewards: bool = False) -> Iterator[Episode]:
     draws = np.random.default_rng(seed)
     for number in range(count):
         size = int(draws.integers(2, longest + 1))
@@ -31,8 +31,9 @@ def episodes(count: int, seed: int = 0, longest: int = 6) -> Iterator[Episode]:
             np.stack([values, values**2], 1).astype(np.float32),
             actions,
             f"Follow the light {number % 2}",
+            values.astype(np.float32) if rewards else None,
         )
 
 
-def save_episodes(folder: Path, count: int = 12, seed: int = 0) -> Path:
-    return write_lerobot(folder, episodes(count, seed), fps=10, action_names=NAMES)
+def save_episodes(folder: Path, count: int = 12, seed: int = 0, *, rewards: bool = False) -> Path:
+    return write_lerobot(folder, episodes(count, seed, rewards=rewards), fps=10, action_names=NAMES)

@@ -19,7 +19,7 @@ from shardtune.config.schema.key_names import (
     short_key,
     short_keys,
 )
-from shardtune.config.schema.model import LoraConfig, ModelConfig, TokenizerConfig, action_tokens
+from shardtune.config.schema.model import LoraConfig, ModelConfig, TokenizerConfig, ValueHeadConfig, action_tokens
 from shardtune.config.schema.recipe import Recipe, escape_interpolation
 from shardtune.config.schema.runner import BestConfig, EarlyStopConfig, LoggerConfig, RayConfig, RunnerConfig
 from shardtune.config.schema.spelling import Spelling
@@ -50,6 +50,7 @@ __all__ = [
     "RunnerConfig",
     "Spelling",
     "TokenizerConfig",
+    "ValueHeadConfig",
     "action_tokens",
     "escape_interpolation",
     "is_actors",

@@ -60,6 +60,23 @@ class LoraConfig(Section):
         return self.load_from
 
 
+class ValueHeadConfig(Section):
+    sizes: list[Count] | None = key(
+        None,
+        "The widths of its layers between the hidden states and the value, [] for a single linear layer; null: as "
+        "saved with the model, otherwise [512, 128].",
+    )
+    weight: Number = key(1.0, "Factor of the value's loss beside that of the actions.", gt=0)
+    discount: Number | None = key(
+        None,
+        "Returns are computed from the rewards of the frames: a reward k frames later counts discount^k; null: rows "
+        "have returns.",
+        ge=0,
+        le=1,
+    )
+    detach: bool = key(False, "The value's loss trains the value head alone; its gradient does not reach the model.")
+
+
 class ModelConfig(Section):
     model_type: Text = key(
         "causal_lm", "causal_lm, vision_language, vision_language_action, or the name of a registered model."
@@ -165,6 +182,12 @@ class ModelConfig(Section):
         "How an adapter of your own normalises VISUAL, STATE and ACTION, e.g. {STATE: MEAN_STD, ACTION: MIN_MAX}; also "
         "QUANTILES, IDENTITY; null: as its class declares.",
     )
+    add_value_head: bool = key(
+        False,
+        "Train a value head beside the actions: it predicts the return of a frame, the mean squared error is a second "
+        "loss, and the policy gives values.",
+    )
+    value_head: ValueHeadConfig = section(ValueHeadConfig, "The value head (`add_value_head`).")
     is_lora: bool = key(False, "Train a low-rank adapter (LoRA) instead of the model's own weights.")
     lora: LoraConfig = section(LoraConfig, "The low-rank adapter (LoRA).")
 

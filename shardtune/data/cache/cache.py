@@ -8,7 +8,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +18,7 @@ from shardtune.data.cache.entry import LAYOUT_VERSION, Entry
 from shardtune.data.cache.verified import check_rows, trust_rows
 from shardtune.data.cache_directory import cache_error, cache_root, print_line, writable
 from shardtune.data.durable import sync_folder
-from shardtune.data.encoder import Encoder, bad_row
+from shardtune.data.encoder import Encoder, FrameOptions, bad_row
 from shardtune.data.file_lock import FileLock
 from shardtune.data.progress import show_progress
 from shardtune.data.robot.content import content_digest
@@ -191,6 +191,9 @@ def entry_key(source: Source, file: SourceFile, encoder: Encoder, limit: int | N
         # Rows of plain files may name images by paths beside the file; a LeRobot data set provides them.
         folder = None if file.kind == LEROBOT else str(file.folder)
         depends["frames"] = [source.frames.chunk, source.name, file.part, folder]
+        others = replace(source.frames, chunk=1, representation=None)
+        if others != FrameOptions():
+            depends["frames_have"] = asdict(others)
     if source.representation is not None:
         depends["representation"] = asdict(source.representation)
     return hashlib.blake2b(json.dumps(depends, sort_keys=True).encode(), digest_size=20).hexdigest()

@@ -19,6 +19,8 @@ _USUAL = {
     "images": ("images",),
     "dataset": ("dataset",),
     "earlier": ("earlier",),
+    "reward": ("next.reward", "reward"),
+    "return": ("return",),
 }
 _CAMERA_PREFIXES = ("observation.images.", "observation.")
 

@@ -21,6 +21,7 @@ class Episode:
         state: float32 [T, S], proprioception; None without.
         actions: float32 [T, A]; action t was taken at frame t.
         task: the instruction, in words.
+        rewards: float32 [T]; reward t followed action t. None without.
 
     Raises `DataError` for arrays of another type or shape, for no frame, and for actions or states that are not finite.
     """
@@ -29,12 +30,14 @@ class Episode:
     state: np.ndarray | None
     actions: np.ndarray
     task: str
+    rewards: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         frames = len(self.actions)
         if not frames:
             raise _fault("an episode has no frame", "actions")
-        for name, values in {"actions": self.actions, "state": self.state}.items():
+        rewards = self.rewards if self.rewards is None else np.asarray(self.rewards)[:, None]
+        for name, values in {"actions": self.actions, "state": self.state, "rewards": rewards}.items():
             if values is not None:
                 _require_vectors(name, values, frames)
         for camera, images in self.images.items():

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from shardtune.data.encoder import FrameOptions, RowError, caused_by
 from shardtune.data.robot.images import ImageRecord, image_record
+from shardtune.data.robot.returns import RETURN, finite_return
 from shardtune.data.row_files import NumberedRow
 
 
@@ -25,6 +26,7 @@ class FrameRow(dict[str, Any]):
         state: float32 [S], or None.
         actions: float32 [C, A], from this frame on. action_is_pad: bool [C], true after the episode's end, where the
             last action is repeated.
+        return: with `FrameOptions.returns` a number, where the data give it, see `shardtune.data.robot.returns`.
         dataset: the name of the source, the key of its statistics.
         episode, frame: where it comes from.
         earlier: with `FrameOptions.observations` above 1: the frames before it, the oldest first, each with images,
@@ -75,6 +77,7 @@ class FrameChunk:
         left: int64 [n], how many frames of its episode there are from this one on.
         pictures: a column of b + n images per camera, as stored in the file.
         problems: index of each of the n + C - 1 frames that cannot be used -> the reason.
+        returns: float64 [n], or None.
     """
 
     origin: Origin
@@ -91,6 +94,7 @@ class FrameChunk:
     pictures: pa.RecordBatch
     progress: float
     problems: Mapping[int, str] = field(default_factory=dict)
+    returns: np.ndarray | None = None
 
     def rows(self) -> Iterator[NumberedRow]:
         cameras = self.pictures.schema.names
@@ -115,6 +119,8 @@ class FrameChunk:
             "episode": self.episodes[index],
             "frame": int(self.frames[index]),
         }
+        if self.returns is not None:
+            content[RETURN] = finite_return(self.returns[index])
         if self.options.observations > 1:
             content["earlier"] = [
                 self._earlier(index, back, cameras) for back in range(self.options.observations - 1, 0, -1)

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shardtune.data.encoder import RowError
-from shardtune.data.robot.columns import Columns, find_columns
+from shardtune.data.robot.columns import IMAGES, Columns, find_columns
 from shardtune.errors import DataError
 
 INFO = Path("meta") / "info.json"
@@ -115,6 +115,16 @@ def _is_picture(feature: Mapping[str, Any]) -> bool:
     facts = {**(feature.get("video_info") or {}), **(feature.get("info") or {})}
     depth = facts.get("is_depth_map") or facts.get("video.is_depth_map")
     return feature["dtype"] in ("image", "video") and not depth
+
+
+def unread_images(folder: str | Path, mapping: Mapping[str, str]) -> list[str]:
+    """The columns of images of a data set that no row has: those that `data.columns` does not name where it names
+    cameras, and maps of depth."""
+    info = _json(Path(folder) / INFO).get("features") or {}
+    images = {name: one for name, one in info.items() if one.get("dtype") in ("image", "video")}
+    chosen = {column for role, column in mapping.items() if role.startswith(IMAGES)}
+    used = chosen or {name for name, feature in images.items() if _is_picture(feature)}
+    return [name for name in images if name not in used]
 
 
 def is_lerobot(folder: Path) -> bool:

@@ -17,6 +17,7 @@ from shardtune.data.images.video_frame import require_av, video_seconds
 from shardtune.data.robot.columns import Columns
 from shardtune.data.robot.frames import FrameChunk, Origin, episode_digest
 from shardtune.data.robot.lerobot import COPY, EpisodeRecord, LeRobotSet, open_lerobot
+from shardtune.data.robot.returns import RETURN, discounted, role_of
 from shardtune.data.row_files import Chunk, RowChunk
 from shardtune.errors import DataError
 
@@ -155,8 +156,33 @@ class _FrameFile:
         return [*columns, *([named["state"]] if "state" in named else [])]
 
     def _other_columns(self) -> list[str]:
-        columns = [self.columns.named.get("instruction", "task_index")]
+        columns = [self.columns.named.get("instruction", "task_index"), *self._return_column()]
         return [*columns, "timestamp"] if self._videos() else columns
+
+    def _return_column(self) -> list[str]:
+        """The column that returns come from, if there is one. Rewards have to be there where they are to be summed."""
+        role = role_of(self.options)
+        if role is None or (role == RETURN and role not in self.columns.named):
+            return []  # `data.transform` may give rows a return
+        if role not in self.columns.named:
+            raise self._fault(
+                "there is no column of rewards (next.reward, reward), from which returns are to be computed",
+                f"name it in data.columns ({role}: …), or leave model.value_head.discount out where rows have returns",
+            )
+        return [self.columns.named[role]]
+
+    def _returns(self, table: pa.Table, runs: Sequence[_Run]) -> np.ndarray | None:
+        """Of each row of the file, float64 [N]; None where the data have none."""
+        names = self._return_column()
+        if not names:
+            return None
+        values = self._vector(table, names[0]).astype(np.float64)
+        if values.shape[1] != 1:
+            raise self._fault(f"the column {names[0]!r} has {values.shape[1]} values a frame, a return is one number")
+        found = values[:, 0]
+        for run in runs if self.options.discount is not None else ():
+            found[run.start : run.stop] = discounted(found[run.start : run.stop], self.options.discount or 0.0)
+        return found
 
     def _videos(self) -> dict[str, str]:
         """Cameras whose images are in video files -> their columns."""
@@ -253,7 +279,8 @@ class _FrameFile:
                 felt = None if state is None else state[at]
                 digests[at : run.stop] = episode_digest(run.episode.index, instructions[at], actions[at], felt)
         origin = Origin(self.dataset, self.file, self.described.folder)
-        return _Frames(origin, self.options, owners, left, digests, instructions, actions, state, seconds)
+        returns = self._returns(table, runs)
+        return _Frames(origin, self.options, owners, left, digests, instructions, actions, state, seconds, returns)
 
     def _instructions(self, table: pa.Table) -> list[str]:
         column = self.columns.named.get("instruction", "task_index")
@@ -346,6 +373,7 @@ class _Frames:
     actions: np.ndarray
     state: np.ndarray | None
     seconds: np.ndarray
+    returns: np.ndarray | None
 
     def chunk(self, least: int, start: int, stop: int, pictures: pa.RecordBatch, done: int, total: int) -> FrameChunk:
         """The rows `[start, stop)`, with what they show from `least` on."""
@@ -364,6 +392,7 @@ class _Frames:
             left=left,
             pictures=pictures,
             progress=(done + stop) / total,
+            returns=None if self.returns is None else self.returns[start:stop],
         )
 
 

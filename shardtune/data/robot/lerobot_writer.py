@@ -22,7 +22,7 @@ from shardtune.errors import DataError
 Version = Literal["v3.0", "v2.1"]
 ImageForm = Literal["png", "jpeg"]
 
-IMAGE_PREFIX, STATE, ACTION = "observation.images.", "observation.state", "action"
+IMAGE_PREFIX, STATE, ACTION, REWARD = "observation.images.", "observation.state", "action", "next.reward"
 _FILES_PER_CHUNK = 1000
 _FILE_MB = 100
 # The image statistics of an episode are taken from this many evenly spaced frames.
@@ -84,17 +84,19 @@ class _Shape:
     cameras: Mapping[str, tuple[int, ...]]
     state: int | None
     action: int
+    rewards: bool
 
     @classmethod
     def of(cls, episode: Episode) -> _Shape:
         cameras = {name: picture_shape(images, name) for name, images in episode.images.items()}
         state = None if episode.state is None else episode.state.shape[1]
-        return cls(cameras, state, episode.actions.shape[1])
+        return cls(cameras, state, episode.actions.shape[1], episode.rewards is not None)
 
     @property
     def vectors(self) -> dict[str, int]:
         """The columns of vectors and their dimensions."""
-        return ({} if self.state is None else {STATE: self.state}) | {ACTION: self.action}
+        rewards = {REWARD: 1} if self.rewards else {}
+        return ({} if self.state is None else {STATE: self.state}) | {ACTION: self.action} | rewards
 
     def schema(self) -> pa.Schema:
         columns = [(IMAGE_PREFIX + name, _IMAGE_TYPE) for name in self.cameras]
@@ -117,7 +119,7 @@ class _Shape:
         for name, shape in self.cameras.items():
             features[IMAGE_PREFIX + name] = _feature("image", list(shape), ["height", "width", "channels"])
         for name, size in self.vectors.items():
-            given = names[name]
+            given = names.get(name)
             if given is not None and len(given) != size:
                 raise DataError(
                     f"{len(given)} names are given for the {size} dimensions of {name}",
@@ -229,8 +231,7 @@ class _Writer:
             columns[IMAGE_PREFIX + camera] = pa.StructArray.from_arrays(
                 [pa.array(encoded, pa.binary()), pa.array(paths, pa.string())], fields=list(_IMAGE_TYPE)
             )
-        vectors = {ACTION: episode.actions} | ({} if episode.state is None else {STATE: episode.state})
-        for name, values in vectors.items():
+        for name, values in _vectors(episode).items():
             flat = pa.array(np.ascontiguousarray(values).reshape(-1))
             size = values.shape[1]
             columns[name] = flat if size == 1 else pa.FixedSizeListArray.from_arrays(flat, size)
@@ -243,10 +244,16 @@ class _Writer:
         return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
 
 
+def _vectors(episode: Episode) -> dict[str, np.ndarray]:
+    """Its columns of vectors, each [T, dimensions]."""
+    found = {} if episode.state is None else {STATE: episode.state}
+    found[ACTION] = episode.actions
+    return found if episode.rewards is None else found | {REWARD: episode.rewards[:, None]}
+
+
 def _episode_stats(episode: Episode) -> dict[str, Moments]:
     """Exact for the vectors; for each camera's channels (in 0 to 1) from frames spread over the episode."""
-    stats = {} if episode.state is None else {STATE: Moments.of(episode.state)}
-    stats[ACTION] = Moments.of(episode.actions)
+    stats = {name: Moments.of(values) for name, values in _vectors(episode).items()}
     for camera, images in episode.images.items():
         chosen = np.unique(np.linspace(0, len(images) - 1, min(len(images), _IMAGE_SAMPLES)).astype(int))
         one = [Moments.of(picture_pixels(images, frame).reshape(-1, 3) / np.float32(255)) for frame in chosen]

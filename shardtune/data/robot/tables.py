@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from shardtune.data.encoder import FrameOptions, Row, RowError
 from shardtune.data.robot.columns import Columns, find_columns
 from shardtune.data.robot.frames import FrameRow, Origin, episode_digest
 from shardtune.data.robot.images import ImageRecord, image_record
+from shardtune.data.robot.returns import RETURN, finite_return, role_of
 from shardtune.data.row_files import Chunk, NumberedRow, RowChunk
 from shardtune.errors import DataError
 
@@ -51,6 +53,7 @@ class _Frame:
     instruction: str = ""
     images: Mapping[str, ImageRecord] = field(default_factory=dict)
     problem: str | None = None
+    worth: float | None = None  # its return, or the reward that it is computed from
 
 
 @dataclass(slots=True)
@@ -90,7 +93,9 @@ class _Grouping:
             self._begin(episode, number)
         self._frames.append(self._frame(number, row, columns))
         self._next = self._frames[-1].place + 1
-        if len(self._frames) >= _CHUNK_FRAMES + self.options.chunk:
+        # A return is the sum of all rewards that follow, so an episode is read to its end first.
+        waits = self.options.discount is not None
+        if len(self._frames) >= _CHUNK_FRAMES + self.options.chunk and not waits:
             yield from self._rows(_CHUNK_FRAMES)
 
     def finish(self) -> Iterator[NumberedRow]:
@@ -122,10 +127,11 @@ class _Grouping:
         return found
 
     def _frame(self, number: int, row: Row, columns: Columns) -> _Frame:
-        place = self._next
+        place, worth = self._next, None
         try:
             if "frame" in columns.named:
                 place = _after(row[columns.named["frame"]], place)
+            worth = self._worth(row, columns)
             action = _vector(row[columns.require("action")], "action")
             self._require_dimensions("action", len(action))
             state = _vector(row[columns.named["state"]], "state") if "state" in columns.named else None
@@ -135,10 +141,20 @@ class _Grouping:
             folder = self.origin.folder
             images = {camera: image_record(row[name], folder) for camera, name in columns.cameras.items()}
         except RowError as error:
-            return _Frame(number, place, problem=error.reason)
+            return _Frame(number, place, problem=error.reason, worth=worth)
         if self._digest is None:
             self._digest = episode_digest(self._episode, instruction, action, state)
-        return _Frame(number, place, action, state, instruction, images)
+        return _Frame(number, place, action, state, instruction, images, worth=worth)
+
+    def _worth(self, row: Row, columns: Columns) -> float | None:
+        """The return of a row, or the reward that it is computed from; None where it has none and needs none."""
+        role = role_of(self.options)
+        if role is None or (role == RETURN and role not in columns.named):
+            return None  # `data.transform` may give rows a return
+        found = _vector(row[columns.require(role)], role)
+        if len(found) != 1:
+            raise RowError(f"the {role} has {len(found)} numbers, it is one")
+        return float(found[0])
 
     def _require_dimensions(self, what: str, found: int) -> None:
         before = self._dimensions.setdefault(what, found)
@@ -147,10 +163,13 @@ class _Grouping:
 
     def _rows(self, count: int) -> Iterator[NumberedRow]:
         """Turns the first `count` frames into rows, each with the frames after it, and removes them."""
+        returns = self._returns()
         for index in range(count):
             frame = self._frames[index]
             try:
                 row = self._row(self._frames[index : index + self.options.chunk])
+                if index in returns:
+                    row[RETURN] = finite_return(returns[index])
                 if self.options.observations > 1:
                     row["earlier"] = self._before(index)
                 yield frame.number, row
@@ -159,6 +178,23 @@ class _Grouping:
         known = [*self._earlier, *self._frames[:count]]
         self._earlier = known[max(0, len(known) - (self.options.observations - 1)) :]
         del self._frames[:count]
+
+    def _returns(self) -> dict[int, float]:
+        """By index in `_frames`, of those that have one; NaN where the reward of a later frame is not known."""
+        discount, found = self.options.discount, dict[int, float]()
+        after: _Frame | None = None
+        for index in reversed(range(len(self._frames))):
+            frame = self._frames[index]
+            worth = frame.worth
+            if discount is not None:
+                worth = math.nan if worth is None else worth
+                if after is not None:
+                    known = after.place == frame.place + 1
+                    worth += discount * (found[index + 1] if known else math.nan)
+            if worth is not None:
+                found[index] = worth
+            after = frame
+        return found
 
     def _before(self, index: int) -> list[dict[str, Any]]:
         """The frames that a frame shows besides itself, the oldest first; the episode's first is repeated."""
@@ -230,6 +266,14 @@ class _Grouping:
             "episode": episode,
             "frame": frame,
         }
+        if self.options.discount is not None:
+            raise RowError(
+                "the row holds its actions, and the rewards after it are not known: give one row per frame with "
+                "episode, or the return of each row, and leave model.value_head.discount out"
+            )
+        worth = self._worth(row, columns)
+        if worth is not None:
+            content[RETURN] = worth
         if self.options.observations > 1:
             content["earlier"] = self._given(row, columns)
         digest = episode_digest("" if episode is None else episode, instruction, actions[0], content["state"])

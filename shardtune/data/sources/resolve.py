@@ -19,7 +19,7 @@ from shardtune.config.shown import as_written
 from shardtune.data.cache_directory import cache_root, print_line
 from shardtune.data.encoder import FrameOptions, Row, RowError, bad_row, caused_by
 from shardtune.data.robot.frames import Origin, describe_frame
-from shardtune.data.robot.lerobot import is_lerobot, open_lerobot
+from shardtune.data.robot.lerobot import is_lerobot, open_lerobot, unread_images
 from shardtune.data.robot.lerobot_frames import read_lerobot
 from shardtune.data.robot.representation import Representation
 from shardtune.data.robot.tables import read_frames
@@ -174,6 +174,11 @@ def resolve_sources(
         title = _check_first_rows(source, name_format or _title(source), data.on_bad_row)
         sources.append(replace(source, title=title))
         report(f"data: {name}: {title}, {len(files)} file{'s' if len(files) > 1 else ''} ({files[0].label})")
+        unread = unread_images(files[0].path, source.columns) if files[0].kind == LEROBOT else []
+        if unread:
+            report(
+                f"data: {name}: not read are {', '.join(unread)} (maps of depth, or data.columns names other cameras)"
+            )
     return sources
 
 

@@ -13,7 +13,7 @@ from shardtune.data.encoder import FrameOptions
 from shardtune.data.robot.representation import Representation, described
 from shardtune.data.sources.resolve import resolve_sources
 from shardtune.models.action.action_mask import left_as_is
-from shardtune.models.action.environment import Policy
+from shardtune.models.action.environment import Policy, Valuation
 from shardtune.models.action.normalizer import Normalizer
 from shardtune.models.action.recipe_normalizer import NORMALIZER_FILE, normalizer_of, recipe_normalizers
 from shardtune.models.adapter import Adapter, AdapterRoot
@@ -111,6 +111,16 @@ class ActingAdapter(Adapter):
             found += [] if form is None else [f"{name}: {described(form, len(form.given or ()))}"]
         return found
 
+    def history_notes(self) -> Sequence[str]:
+        """A sentence where observations have earlier ones and rows have not."""
+        if self.observation_steps == 1 or self.action_chunk is not None:
+            return ()
+        kind = type(self).__name__
+        return [
+            f"{kind}.observation_steps ({self.observation_steps}) applies to observations alone: rows are those of the "
+            f"data files, as {kind}.action_chunk is None"
+        ]
+
     def saved_files(self) -> Mapping[str, object]:
         found = self.encoding_settings().get("normalizers")
         return {**super().saved_files(), **({} if found is None else {NORMALIZER_FILE: found})}
@@ -128,6 +138,11 @@ class ActingAdapter(Adapter):
                 with the weights gathered.
             device: where it computes.
         """
+
+    def values(self, root: AdapterRoot, device: torch.device) -> Valuation | None:
+        """A function from observations to the returns that the model expects, float32 [observations], called as that of
+        `policy` is; by default None: the model has no values."""
+        return None
 
     @abstractmethod
     def act(self, model: nn.Module, *inputs: Any) -> Any:

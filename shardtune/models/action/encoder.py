@@ -12,17 +12,20 @@ import numpy as np
 from PIL import Image
 
 from shardtune.batch import Prompt, Sample
+from shardtune.config import ValueHeadConfig
 from shardtune.data.encoder import FrameOptions, Row, RowDropped, RowError, TooLong
 from shardtune.data.images.chat_encoder import IMAGE_MARK, IMAGE_STOP, ImageChatEncoder
 from shardtune.data.images.images import ImageKind, StoredImage, read_image, to_fields
 from shardtune.data.images.placeholders import ImageText
 from shardtune.data.robot.representation import Representation
+from shardtune.data.robot.returns import RETURN, return_of, with_returns
 from shardtune.errors import ConfigError, DataError
 from shardtune.models.action.action_mask import TOLERANCE, dimension_name
 from shardtune.models.action.environment import Observation
 from shardtune.models.action.openvla import PROMPT
 from shardtune.models.action.policy import ActionSettings
 from shardtune.models.action.tokens import STATISTICS_FILE, ActionCodec, Bins, require_finite, state_statistics
+from shardtune.models.value_loss import VALUE
 
 ACTIONS, PADDED, DATASET = "actions", "action_is_pad", "action_dataset"
 """Fields of a sample: float32 [steps, dimensions] in real units; bool [steps], after the episode's end; the number of
@@ -60,6 +63,7 @@ class ActionEncoder(ImageChatEncoder):
         representation: of the actions in rows; None: they are absolute.
         max_length: tokens of a row at most; a longer one is never cut.
         on_too_long: drop | fail; truncate counts as drop.
+        values: of the value head that is trained on the rows' returns; None: there is none.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class ActionEncoder(ImageChatEncoder):
         representation: Representation | None = None,
         max_length: int = 2048,
         on_too_long: TooLong = "truncate",
+        values: ValueHeadConfig | None = None,
     ) -> None:
         super().__init__(
             images, template if form.text is None else None, max_length=max_length, on_too_long=on_too_long
@@ -79,6 +84,7 @@ class ActionEncoder(ImageChatEncoder):
         self.settings = settings
         self.form = form
         self._representation = representation
+        self.values = values
         self._names = list(settings.norm_stats)
         self._codecs: dict[str, ActionCodec] = {}
         if form.text is not None:
@@ -87,15 +93,21 @@ class ActionEncoder(ImageChatEncoder):
     @property
     def frames(self) -> FrameOptions:
         """One row per frame, with the actions of a chunk."""
-        return FrameOptions(self.settings.action_chunks_len, representation=self._representation)
+        frames = FrameOptions(self.settings.action_chunks_len, representation=self._representation)
+        return with_returns(frames, self.values)
 
     @property
     def title(self) -> Callable[[Row], str]:
-        return _title
+        return _title if self.values is None else _valued_title
+
+    def weights(self, sample: Sample) -> Mapping[str, float]:
+        found = super().weights(sample)
+        return found if self.values is None else {**found, VALUE: sample.target_weight}
 
     def cache_key(self) -> str:
         settings = {**asdict(self.settings), "value_sizes": None, "cameras": None}
         parts = [super().cache_key(), json.dumps([settings, asdict(self.form)], sort_keys=True), str(ENCODING_VERSION)]
+        parts += [] if self.values is None else [RETURN]
         return hashlib.blake2b("\0".join(parts).encode(), digest_size=20).hexdigest()
 
     def encode(self, row: Row) -> Sample:
@@ -121,6 +133,8 @@ class ActionEncoder(ImageChatEncoder):
             PADDED: padded,
             DATASET: np.array(self._names.index(key), np.int32),
         }
+        if self.values is not None:
+            fields[RETURN] = np.array(return_of(row), np.float32)
         return Sample(np.concatenate([prompt, ids, [self.end]], dtype=np.int32), weights, fields=fields)
 
     def fit(self, sample: Sample) -> Sample:
@@ -278,3 +292,8 @@ def _title(row: Row) -> str:
     steps, dimensions = np.asarray(row["actions"]).shape
     cameras = ", ".join(sorted(row["images"])) or "none"
     return f"frames with {steps} actions of {dimensions} dimensions, cameras: {cameras}"
+
+
+def _valued_title(row: Row) -> str:
+    return_of(row)
+    return f"{_title(row)}, with returns"

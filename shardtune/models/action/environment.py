@@ -33,6 +33,10 @@ Policy = Callable[[Sequence[Observation]], np.ndarray]
 """Observations to actions [observations, C, A]: the next C actions of each, in the environment's units."""
 
 
+Valuation = Callable[[Sequence[Observation]], np.ndarray]
+"""Observations to values, float32 [observations]: the return that a policy expects after each."""
+
+
 class Outcome(NamedTuple):
     """The result of an action.
 

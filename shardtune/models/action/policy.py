@@ -130,7 +130,8 @@ class ActionBatch(NamedTuple):
         sequences: int64 [rows, prompt + steps * dimensions]: prompts and action tokens.
         logits: [rows, steps * dimensions, vocabulary], the model's output; tokens are drawn from a part of it
             (`ActionPolicy.action_distribution`).
-        values: [rows, steps * dimensions, 1]; zeros where the model has no value head.
+        values: [rows, steps * dimensions, 1]: at each token the return that the value head expects before it is drawn,
+            the first from the observation alone; zeros where the model has no value head.
     """
 
     actions: torch.Tensor
@@ -281,6 +282,47 @@ class ActionPolicy(_Generates):
         actions = self.decode_actions(generated.sequences[:, -settings.length :], unnorm_key)
         return ActionBatch(actions, generated.sequences, logits, values)
 
+    def observation_values(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """The values [rows] of observations, with a graph, in one forward: the first of those of each row's actions.
+
+        Args:
+            input_ids, attention_mask, pixel_values, kwargs: prompts and further inputs, as for `predict_action_batch`.
+
+        Raises:
+            ModelError: the model has no value head.
+        """
+        if self.value_head is None:
+            raise ModelError(
+                f"{type(self).__name__} has no value head",
+                where=f"config.json: {SETTINGS}.value_sizes",
+                remedy="train one with actor.model.add_value_head: true",
+            )
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        ids, mask, further = self._continued(input_ids, mask, input_ids[:, :0], kwargs)
+        images = {} if pixel_values is None else {"pixel_values": pixel_values}
+        found = cast(Any, self)(input_ids=ids, attention_mask=mask, **images, **further, output_hidden_states=True)
+        return self.value_head(found.hidden_states[-1][:, -1:])[:, 0, 0]
+
+    def _continued(
+        self, input_ids: torch.Tensor, mask: torch.Tensor, action_ids: torch.Tensor, others: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Prompts, mask and further inputs, each continued with actions."""
+        prompt = input_ids.shape[1]
+        completed, mask = self.complete_prompts(input_ids, mask)
+        added = completed.shape[1] - prompt + action_ids.shape[1]
+        continued = {
+            name: nn.functional.pad(value, (0, added)) if _is_per_token(value, len(input_ids), prompt) else value
+            for name, value in others.items()
+        }
+        ids = torch.cat([completed, action_ids.to(completed)], dim=1)
+        return ids, torch.cat([mask, torch.ones_like(action_ids).to(mask)], dim=1), continued
+
     def action_distribution(self, logits: torch.Tensor, **sampling: Any) -> ActionDistribution:
         """The distribution that `predict_action_batch` draws from.
 
@@ -316,16 +358,10 @@ class ActionPolicy(_Generates):
                 continued with 0.
         """
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        prompt = input_ids.shape[1]
-        input_ids, mask = self.complete_prompts(input_ids, mask)
-        added = input_ids.shape[1] - prompt + action_ids.shape[1]
-        continued = {
-            name: nn.functional.pad(value, (0, added)) if _is_per_token(value, len(input_ids), prompt) else value
-            for name, value in kwargs.items()
-        }
+        ids, mask, continued = self._continued(input_ids, mask, action_ids, kwargs)
         found = cast(Any, self)(
-            input_ids=torch.cat([input_ids, action_ids.to(input_ids)], dim=1),
-            attention_mask=torch.cat([mask, torch.ones_like(action_ids).to(mask)], dim=1),
+            input_ids=ids,
+            attention_mask=mask,
             **({} if pixel_values is None else {"pixel_values": pixel_values}),
             **continued,
             output_hidden_states=self.value_head is not None,

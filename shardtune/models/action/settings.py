@@ -23,6 +23,7 @@ from shardtune.models.action.openvla import OpenVLAConfig, openvla_settings
 from shardtune.models.action.policy import SETTINGS, ActionSettings, DatasetStatistics
 from shardtune.models.action.tokens import action_statistics, choose_key, state_statistics
 
+VALUE_SIZES = (512, 128)
 STATISTICS = "actor.model.action_statistics"
 
 
@@ -58,9 +59,24 @@ def settings_for(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrained
         unnorm_key=unnorm_key,
         prompt=model.action_prompt or (stored.prompt if stored is not None else None),
         state=state,
-        value_sizes=stored.value_sizes if stored is not None else None,
+        value_sizes=_value_sizes(model, stored),
         cameras=_cameras(recipe, stored),
     )
+
+
+def _value_sizes(model: ModelConfig, stored: ActionSettings | None) -> tuple[int, ...] | None:
+    """The widths of the value head's layers: of the recipe, otherwise as saved with the model; None: it has none."""
+    saved = stored.value_sizes if stored is not None else None
+    if not model.add_value_head:
+        return saved
+    given = None if model.value_head.sizes is None else tuple(model.value_head.sizes)
+    if given is not None and saved is not None and given != saved:
+        raise ConfigError(
+            f"actor.model.value_head.sizes is {list(given)}, the model has a value head of {list(saved)}",
+            where="actor.model.value_head.sizes",
+            remedy="leave it out",
+        )
+    return next(sizes for sizes in (given, saved, VALUE_SIZES) if sizes is not None)
 
 
 def acts_on(recipe: Recipe) -> bool:

@@ -13,15 +13,17 @@ from torch import nn
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig, PreTrainedModel, ProcessorMixin
 
 from shardtune.batch import Batch, Metric, PackedBatch, Prompt, Sample
+from shardtune.config import ValueHeadConfig
 from shardtune.data.chat.template import load_template
 from shardtune.data.images.placeholders import ImageText
 from shardtune.data.robot.representation import ENTRY as REPRESENTATION
 from shardtune.data.robot.representation import Representation, described
+from shardtune.data.robot.returns import RETURN
 from shardtune.errors import ModelError
 from shardtune.models.action.acting import ActingAdapter
 from shardtune.models.action.action_mask import left_as_is
 from shardtune.models.action.encoder import ACTIONS, DATASET, PADDED, ActionEncoder, PromptForm
-from shardtune.models.action.environment import Observation, Policy
+from shardtune.models.action.environment import Observation, Policy, Valuation
 from shardtune.models.action.openvla import EMPTY_TOKEN, LLAMA2, OpenVLAConfig, OpenVLAForActionPrediction
 from shardtune.models.action.openvla_processor import openvla_images
 from shardtune.models.action.policy import ActionBatch, ActionPolicy, ActionSettings, action_class
@@ -29,6 +31,8 @@ from shardtune.models.action.tokens import choose_key
 from shardtune.models.adapter import AdapterRoot, Evaluation, LanguageRoot
 from shardtune.models.causal_lm import under_attention
 from shardtune.models.user_metrics import Measure, Prediction
+from shardtune.models.value_loss import ERROR as VALUE_ERROR
+from shardtune.models.value_loss import EXPLAINED, HEAD, ValueLoss
 from shardtune.models.vision.processors import image_text
 from shardtune.models.vision.vision_language import VisionLanguage
 
@@ -48,6 +52,7 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
         processor: the model's.
         settings: of actions.
         representation: of the actions in rows; None: they are absolute.
+        values: the recipe's value head, if one is trained.
         others: as for `VisionLanguage`.
     """
 
@@ -60,11 +65,14 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
         settings: ActionSettings,
         *,
         representation: Representation | None = None,
+        values: ValueHeadConfig | None = None,
         **others: Any,
     ) -> None:
         super().__init__(config, processor, **others)
         self.settings = settings
         self._representation = representation
+        self._values = values
+        self.value_loss = None if values is None else ValueLoss(values)
         settings.write_to(config)
         if isinstance(config, OpenVLAConfig):
             config.norm_stats = dict(settings.norm_stats)
@@ -95,7 +103,19 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
     def build(self) -> PreTrainedModel:
         model = super().build()
         self.settings.write_to(model.config)  # if a user's function built the model, its config is another object
+        if self._values is not None and HEAD not in dict(model.named_children()):
+            raise ModelError(
+                f"{type(model).__name__} has no {HEAD} to train",
+                where="actor.model.add_value_head: true",
+                remedy=f"let the function that makes the model set model.{HEAD} = shardtune.ValueHead(hidden_size), or "
+                "leave the key out",
+            )
         return model
+
+    @property
+    def new_parts(self) -> Sequence[str]:
+        """The value head, which a base model lacks."""
+        return () if self._values is None else (HEAD,)
 
     @functools.cached_property
     def actions(self) -> ActionEncoder:
@@ -111,6 +131,7 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
             representation=self._representation,
             max_length=data.max_length,
             on_too_long=data.on_too_long,
+            values=self._values,
         )
 
     def _form(self) -> PromptForm:
@@ -127,20 +148,24 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
     def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> PackedBatch:
         batch = super().collate(samples, rows, weights)
         acting = [sample.fields for sample in samples if ACTIONS in sample.fields]
-        if not acting:
-            return batch
-        own = {name: torch.from_numpy(np.stack([fields[name] for fields in acting])) for name in _OWN_FIELDS}
-        return replace(batch, fields={**batch.fields, **own})
+        own: dict[str, torch.Tensor] = {}
+        if acting:
+            own = {name: torch.from_numpy(np.stack([fields[name] for fields in acting])) for name in _OWN_FIELDS}
+        if self._values is not None:  # of every document, those without a target too
+            own[RETURN] = torch.tensor([float(sample.fields.get(RETURN, 0.0)) for sample in samples])
+        return replace(batch, fields={**batch.fields, **own}) if own else batch
 
     def further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
-        kept = {name: value for name, value in batch.fields.items() if name not in _OWN_FIELDS}
+        kept = {name: value for name, value in batch.fields.items() if name not in (*_OWN_FIELDS, RETURN)}
         return super().further_inputs(replace(batch, fields=kept))
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 
     @property
     def metric_names(self) -> Sequence[str]:
-        return [ACCURACY, ERROR, *(f"{ERROR}/{number}" for number in range(self.settings.action_token_len))]
+        of_values = [] if self._values is None else [VALUE_ERROR, EXPLAINED]
+        by_dimension = (f"{ERROR}/{number}" for number in range(self.settings.action_token_len))
+        return [ACCURACY, ERROR, *by_dimension, *of_values]
 
     def evaluate(self, model: nn.Module, batch: Batch, measure: Measure | None = None) -> Evaluation:
         """The loss and accuracy of all targets, and the error of the actions that the policy would take.
@@ -202,6 +227,9 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
             for kept, names in groups.items()
         }
         found = [f"the actions of {names} are normalised by their quantiles{kept}" for kept, names in listed.items()]
+        if self._values is not None:
+            of = "returns" if self._values.discount is None else f"rewards, discounted by {self._values.discount:g}"
+            found.append(f"a value head is trained on {of}" + (", detached" if self._values.detach else ""))
         return [*found, *([] if self._representation is None else [self._represented()])]
 
     def _represented(self) -> str:
@@ -244,6 +272,23 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
 
         return act
 
+    def values(self, root: AdapterRoot, device: torch.device) -> Valuation | None:
+        """Those of the value head, of the observations alone; None: there is none."""
+        if self.settings.value_sizes is None:
+            return None
+        assert isinstance(root, ActionRoot)
+
+        def value(observations: Sequence[Observation]) -> np.ndarray:
+            prompts = [self.actions.observed(observation) for observation in observations]
+            found = []
+            for together in [[prompt] for prompt in prompts] if self.images.one_row else [prompts]:
+                inputs = {name: tensor.to(device) for name, tensor in self.policy_inputs(together).items()}
+                with torch.no_grad():
+                    found.append(root.value(inputs).float().cpu().numpy())
+            return np.concatenate(found)
+
+        return value
+
     def policy_inputs(self, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
         """Prompts as the model's inputs, padded at the left."""
         longest = max(len(prompt.tokens) for prompt in prompts)
@@ -263,11 +308,18 @@ class VisionLanguageAction(VisionLanguage, ActingAdapter):
             predict: Callable[..., ActionBatch] = model.predict_action_batch
             return predict(**tensors, **arguments)
 
+    def value(self, model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """`observation_values` of the model, with its own attention."""
+        assert isinstance(model, ActionPolicy)
+        with under_attention(model, self._own_attention), torch.compiler.set_stance("force_eager"):
+            values: Callable[..., torch.Tensor] = model.observation_values
+            return values(**inputs)
+
 
 class ActionRoot(LanguageRoot):
-    """A root that also computes actions."""
+    """A root that also computes actions and values."""
 
-    entry_points = (*LanguageRoot.entry_points, "act")
+    entry_points = (*LanguageRoot.entry_points, "act", "value")
 
     def __init__(self, adapter: VisionLanguageAction, model: nn.Module) -> None:
         super().__init__(adapter, model)
@@ -275,3 +327,6 @@ class ActionRoot(LanguageRoot):
 
     def act(self, inputs: Mapping[str, torch.Tensor], arguments: Mapping[str, Any]) -> ActionBatch:
         return self._acting.act(self.model, inputs, arguments)
+
+    def value(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self._acting.value(self.model, inputs)

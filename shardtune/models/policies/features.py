@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from shardtune.config import Recipe
 from shardtune.data.encoder import FrameOptions, RowError
 from shardtune.data.robot.images import decode_frame
-from shardtune.data.sources.resolve import prepare_row, resolve_sources
+from shardtune.data.sources.resolve import Source, prepare_row, resolve_sources
 from shardtune.errors import ConfigError
 from shardtune.models.options import KEY
 
@@ -138,12 +138,37 @@ def features_of_rows(recipe: Recipe, train_data: object, frames: FrameOptions) -
     )
 
 
+def unseen(recipe: Recipe, train_data: object, frames: FrameOptions, features: Features) -> list[str]:
+    """What a policy does not see of the training rows, by the first row of each data set, a sentence each.
+
+    Args:
+        recipe, train_data, frames: as for `features_of_rows`.
+        features: of the policy.
+    """
+    spec = recipe.data.train_data_paths if train_data is None else train_data
+    wanted, found = {camera_of(feature) for feature in features.cameras}, []
+    for source in [] if spec is None else resolve_sources(spec, recipe.data, frames=frames, report=lambda _: None):
+        row = next((row for row in _rows_of(source)), None)
+        if row is None:
+            continue
+        parts = [f"the camera {camera}" for camera in sorted(row["images"]) if camera not in wanted]
+        parts += ["the state"] if row["state"] is not None and not features.state else []
+        if parts:
+            found.append(f"of {source.name} the policy does not see {', '.join(parts)}: not in {KEY}.input_features")
+    return found
+
+
 def _rows(recipe: Recipe, spec: object, frames: FrameOptions) -> Iterator[Mapping[str, Any]]:
     if spec is None:
         return
     for source in resolve_sources(spec, recipe.data, frames=frames, report=lambda _: None):
-        for file in source.files:
-            for _, row in source.rows(file):
-                prepared = None if isinstance(row, RowError) else prepare_row(row, source)
-                if prepared is not None:
-                    yield prepared
+        yield from _rows_of(source)
+
+
+def _rows_of(source: Source) -> Iterator[Mapping[str, Any]]:
+    """The rows that can be used."""
+    for file in source.files:
+        for _, row in source.rows(file):
+            prepared = None if isinstance(row, RowError) else prepare_row(row, source)
+            if prepared is not None:
+                yield prepared

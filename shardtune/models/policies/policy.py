@@ -35,6 +35,7 @@ from shardtune.models.policies.features import (
     PolicyOptions,
     camera_of,
     features_of_rows,
+    unseen,
 )
 from shardtune.models.pretrained import model_directory
 
@@ -84,6 +85,10 @@ class Policy(ActingAdapter):
             frames = FrameOptions.of(self.recipe.actor.model, self.action_chunk, self.observation_steps)
             self._found = features_of_rows(self.recipe, self.train_data, frames)
         return self._found
+
+    def notes(self) -> Sequence[str]:
+        frames = FrameOptions(self.action_chunk, self.observation_steps)
+        return [*super().notes(), *unseen(self.recipe, self.train_data, frames, self.features)]
 
     @property
     def action_steps(self) -> int:

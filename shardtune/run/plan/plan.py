@@ -353,7 +353,7 @@ def _estimated(recipe: Recipe, adapter: Adapter, layout: Layout, work: Work, why
     """The memory by the formulas of `parallel.cost`, which hold for decoders, or none."""
     actor = recipe.actor
     model, _ = build_empty(adapter.build, recipe.runner.seed)
-    adapt(model, recipe, None)
+    adapt(model, recipe, None, new_parts=adapter.new_parts)
     freeze(model, actor.model.freeze)
     parameters = count_parameters(model)
     unknown = [f"the step cannot be computed without memory ({why})"]

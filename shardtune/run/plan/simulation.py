@@ -124,7 +124,7 @@ def _simulate(
     model, _ = build_empty(adapter.build, recipe.runner.seed)
     adapter.set_execution(model)
     root = Hooks.of(recipe, adapter, training=True).attach(adapter.root(model))
-    adapt(model, recipe, None)
+    adapt(model, recipe, None, new_parts=adapter.new_parts)
     freeze(model, actor.model.freeze)
     parameters = count_parameters(model)
     parallel = adapter.apply_model_parallel(model, ranks)

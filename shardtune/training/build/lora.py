@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from shardtune.checkpoint.module_weights import in_files
 from shardtune.checkpoint.peft_directory import check_adapter, load_adapter
-from shardtune.config import ModelConfig, Recipe
+from shardtune.config import LoraConfig, ModelConfig, Recipe
 from shardtune.errors import ConfigError
 from shardtune.models.adapter import WeightSource
 from shardtune.models.lora.attach import attach_adapter, base_tensors, is_adapted, keep_in_nf4
-from shardtune.models.lora.config import CONFIG_FILE, SECTION, is_inside
+from shardtune.models.lora.config import CONFIG_FILE, SECTION, is_frozen, is_inside
 from shardtune.models.lora.init import changes_base, initialise_adapter
 from shardtune.models.new_tokens import KEY, grow_embeddings, token_ids
 from shardtune.parallel.buffers import statistical_norms
@@ -41,11 +41,13 @@ def adapt(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase | None,
     source: Callable[[], WeightSource] = lambda: None,
+    new_parts: Sequence[str] = (),
 ) -> list[str]:
     """Add the new embeddings and the adapter that the recipe configures, if any; before sharding.
 
     Args:
         source: returns the source of the initial weights; called only with an adapter.
+        new_parts: modules that are trained in full beside the adapter, see `Adapter.new_parts`.
 
     Returns:
         Notes for the user.
@@ -68,7 +70,9 @@ def adapt(
     afresh: list[str] = []
     if config.lora.load_from is None:
         afresh = _drawn(model, source()) if empty else _not_in_files(model, config.model_path)
-    notes += attach_adapter(model, config.lora, ids, afresh)
+    notes += attach_adapter(model, _with_parts(config.lora, new_parts), ids, afresh)
+    if config.lora.load_from is not None:
+        _check_parts(model, config.lora.load_from, new_parts)
     notes += _keep_statistics(model)
     if config.lora.base_dtype == "nf4":
         if changes_base(model):
@@ -86,6 +90,23 @@ def adapt(
             )
         notes.append(keep_in_nf4(model, COMPUTE_DTYPE[config.precision]))
     return notes
+
+
+def _with_parts(lora: LoraConfig, new_parts: Sequence[str]) -> LoraConfig:
+    """The settings of an adapter beside which these modules are trained in full; a stored adapter has its own."""
+    added = [] if lora.load_from is not None else [name for name in new_parts if name not in lora.modules_to_save]
+    return lora.model_copy(update={"modules_to_save": [*lora.modules_to_save, *added]}) if added else lora
+
+
+def _check_parts(model: nn.Module, load_from: str, new_parts: Sequence[str]) -> None:
+    """Refuse a stored adapter without a module that is to be trained beside it."""
+    for name in new_parts:
+        if is_frozen(model.get_submodule(name)):
+            raise ConfigError(
+                f"the adapter in {load_from} has no {name}",
+                where=f"{SECTION}.load_from",
+                remedy=f"begin with one that was trained with actor.model.add_{name}, or leave that key out",
+            )
 
 
 def _drawn(model: nn.Module, source: WeightSource) -> list[str]:

@@ -265,6 +265,13 @@ def load_initial_weights(
     return notes
 
 
+def may_lack(parts: Sequence[str]) -> Callable[[Path, Sequence[str]], set[str]] | None:
+    """For `load_initial_weights`: a directory may lack all tensors of some submodules; None: of none."""
+    if not parts:
+        return None
+    return lambda _, names: {name for name in names if _belongs(name, parts)}
+
+
 class _Form(TypedDict):
     """The dtypes and devices of parameters."""
 

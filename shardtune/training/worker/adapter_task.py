@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardtune.batch import Sample
+from shardtune.batch import Metric, Sample
 from shardtune.config import Recipe
 from shardtune.data.cache.dataset import TokenDataset
 from shardtune.data.loader.order import derive_seed
@@ -28,6 +28,7 @@ from shardtune.models.adapter import Adapter, AdapterRoot, LanguageModel, Langua
 from shardtune.models.causal_lm import CausalLM
 from shardtune.models.recipe_hooks import Hooks
 from shardtune.models.source_losses import SourceLosses
+from shardtune.models.value_loss import ValueLoss, explained, metrics_of
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
 from shardtune.parallel.ranks import Ranks
 from shardtune.training.build.model import build_empty
@@ -60,6 +61,7 @@ class AdapterTask(CachedRowsTask):
     ) -> None:
         super().__init__(recipe, adapter, prepared, methods)
         self._hooks = hooks
+        self._ranks = ranks
         self._whole_step = WholeStep(adapter, ranks) if isinstance(adapter, WholeStepAdapter) else None
         self._episodes = episodes(recipe, adapter)
         self._user_sets = UserSets(methods, recipe)
@@ -128,7 +130,9 @@ class AdapterTask(CachedRowsTask):
         if self._whole_step is not None:
             return self._whole_step.accumulate
         by_source = accumulate if self._source_losses is None else partial(_by_source, self._source_losses)
-        return in_turn(by_source, self.stands_for)
+        found = in_turn(by_source, self.stands_for)
+        values = self.adapter.value_loss if isinstance(self.adapter, CausalLM) else None
+        return found if values is None else partial(_with_values, values, self._ranks, found)
 
     @property
     def losses_add_up(self) -> bool:
@@ -149,7 +153,9 @@ class AdapterTask(CachedRowsTask):
         else:
             batches = itertools.chain.from_iterable(blocks)
             sums = sum_evaluation(self.measured, batches, evaluation.ranks, poll=evaluation.poll)
-        metrics = summarize(sums, self.adapter.token_term if isinstance(self.adapter, LanguageModel) else None)
+        metrics = summarize(
+            explained(sums), self.adapter.token_term if isinstance(self.adapter, LanguageModel) else None
+        )
         if not self.recipe.eval.generate:
             return Evaluated(metrics)
         judged = self.generate(name, loader.rows, evaluation).judged
@@ -199,6 +205,16 @@ def _by_source(losses: SourceLosses, *arguments: Any, **settings: Any) -> Totals
     losses.clear()
     totals = accumulate(*arguments, **settings)
     return replace(totals, metrics={**totals.metrics, **losses.metrics()})
+
+
+def _with_values(values: ValueLoss, ranks: Ranks, inner: Accumulate, *arguments: Any, **settings: Any) -> Totals:
+    """As `inner`, with the metrics of the value head, which are the same on every rank."""
+    values.clear()
+    totals = inner(*arguments, **settings)
+    own = {
+        name: Metric(each.mean, 1.0) for name, each in metrics_of(ranks.sum(values.moments())).items() if each.weight
+    }
+    return replace(totals, metrics={**totals.metrics, **own})
 
 
 def _logits(root: LanguageRoot, tokens: torch.Tensor) -> torch.Tensor:

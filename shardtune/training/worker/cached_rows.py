@@ -46,7 +46,7 @@ from shardtune.parallel.model_parallel import ModelParallel
 from shardtune.parallel.ranks import Ranks, num_ranks
 from shardtune.training.bad_rows import BadPart
 from shardtune.training.build.lora import adapt, check_stored
-from shardtune.training.build.model import build_empty, check_read_values, freeze
+from shardtune.training.build.model import build_empty, check_read_values, freeze, may_lack
 from shardtune.training.ranks_in_turn import MakersInTurn, in_turn, ranks_of
 from shardtune.training.run_summary import RunSummary
 from shardtune.training.step import Accumulate, accumulate
@@ -135,6 +135,10 @@ class CachedRowsTask(Task):
     @property
     def builds_by_class(self) -> bool:
         return self.adapter.builds_by_class
+
+    @property
+    def new_parts(self) -> Sequence[str]:
+        return self.adapter.new_parts
 
     def build_again(self) -> nn.Module:
         return self.adapter.build()
@@ -422,12 +426,14 @@ class CachedRowsTask(Task):
         changes, rows = self.changes(), self.rows
         if changes is not None and rows is not None:
             changes(rows.row(rows.first_trained), DataState(), rows.first_trained)
-        adapt(model, recipe, self.text.tokenizer, self.initial_weights)
+        adapt(model, recipe, self.text.tokenizer, self.initial_weights, self.new_parts)
         freeze(model, config.freeze)
         self.adapter.shard_units(model)
         source = self.initial_weights()
         if isinstance(model, PreTrainedModel) and isinstance(source, (str, Path)):
-            check_weights(model, model_directory(str(source)), grow=bool(recipe.actor.added_tokens))
+            directory, lacking = model_directory(str(source)), may_lack(self.new_parts)
+            known = None if lacking is None else partial(lacking, directory)
+            check_weights(model, directory, grow=bool(recipe.actor.added_tokens), may_lack=known)
         check_stored(model, config)
         trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         build_optimizer(trainable, recipe.actor.optim, outer=outer_parameters(model))
@@ -442,6 +448,8 @@ class CachedRowsTask(Task):
         notes = [f"{gone:,} row{' is' if gone == 1 else 's are'} left out by data.quarantine"] if gone else []
         if train is not None and self.recipe.data.augmentation.is_on:
             notes.append(f"images of training are augmented, by {image_changes().name}")
+        if isinstance(self.adapter, ActingAdapter):
+            notes += self.adapter.history_notes()
         return replace(
             summary,
             evaluation={**summary.evaluation, **evaluation},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol, final
@@ -41,7 +41,7 @@ from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard import shard_model
 from shardtune.training.build.initial_weights import seeded
 from shardtune.training.build.lora import adapt, begin_adapter, from_elsewhere, frozen_dtype, is_adapter, new_ids
-from shardtune.training.build.model import check_read_values, freeze, load_initial_weights, share_values
+from shardtune.training.build.model import check_read_values, freeze, load_initial_weights, may_lack, share_values
 from shardtune.training.build.unwritten import check_written, unwritten_is_nan
 from shardtune.training.step import LossScale
 from shardtune.training.utilisation import Utilisation
@@ -53,6 +53,8 @@ class ModelSource(Protocol):
 
     @property
     def builds_by_class(self) -> bool: ...
+    @property
+    def new_parts(self) -> Sequence[str]: ...
     def inner_model(self, model: nn.Module) -> nn.Module: ...
     def initial_weights(self) -> WeightSource: ...
     def build_again(self) -> nn.Module: ...
@@ -144,7 +146,8 @@ class ModelState:
         """Shard the model and load its values."""
         actor = self._recipe.actor
         share_values(self.inner, self._ranks)
-        self.notes += adapt(self.inner, self._recipe, self._tokenizer, self._source.initial_weights)
+        parts = self._source.new_parts
+        self.notes += adapt(self.inner, self._recipe, self._tokenizer, self._source.initial_weights, parts)
         freeze(self.inner, actor.model.freeze)
         parallel = self._source.apply_model_parallel(self.inner, self._ranks)
         units, note = self._source.shard_units(self.inner)
@@ -199,6 +202,7 @@ class ModelState:
             frozen=frozen_dtype(actor.model),
             grow=bool(actor.added_tokens),
             by_class=self._source.builds_by_class,
+            may_lack=may_lack(self._source.new_parts) if exported is None else None,
         )
 
     def _build_again(self) -> nn.Module:

@@ -113,6 +113,11 @@ class Task(ABC):
     def builds_by_class(self) -> bool:
         """Whether building makes a model of transformers from its config alone (see `load_initial_weights`)."""
 
+    @property
+    def new_parts(self) -> Sequence[str]:
+        """Submodules that the initial weights may lack, see `Adapter.new_parts`."""
+        return ()
+
     @abstractmethod
     def build_again(self) -> nn.Module:
         """The inner model with real weights, if they come from its constructor."""

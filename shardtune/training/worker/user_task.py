@@ -13,9 +13,11 @@ from shardtune.data.cache_directory import cache_root
 from shardtune.data.sources.fingerprint import fingerprints
 from shardtune.data.user_loader.rng import LoaderRng
 from shardtune.models.adapter import WeightSource, cannot_share_sequences
+from shardtune.models.value_loss import HEAD
 from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard_units import choose_units
+from shardtune.training.worker.exported_recipe import ACTS
 from shardtune.training.worker.task import DataPaths, Evaluated, Evaluation, Task, UserMethods
 from shardtune.training.worker.user_evaluation import sum_user_batches
 
@@ -93,6 +95,12 @@ class UserTask(Task):
     def builds_by_class(self) -> bool:
         """True: a model that the worker's method makes without memory has no values of its own."""
         return True
+
+    @property
+    def new_parts(self) -> Sequence[str]:
+        """The value head that `get_model` puts beside the actions."""
+        model = self._recipe.actor.model
+        return (HEAD,) if model.add_value_head and model.model_type == ACTS else ()
 
     def build_again(self) -> nn.Module:
         return self._methods.model_provider_func()

@@ -121,6 +121,7 @@ class PlainSide:
             plain
             and isinstance(adapter, CausalLM)
             and isinstance(worker, SFTWorker)
+            and adapter.value_loss is None
             and adapter.builds_by_class
             and type(adapter).__module__.startswith(OWN)
             and type(adapter.config).__module__.startswith("transformers.")

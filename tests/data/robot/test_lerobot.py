@@ -379,11 +379,14 @@ class TestForeign:
         assert (row["actions"].tolist(), row["state"].tolist()) == ([[0.5, 1]], [1, -1])
 
     @pytest.mark.parametrize("info", [{"info": {"is_depth_map": True}}, {"video_info": {"video.is_depth_map": True}}])
-    def test_maps_of_depth_are_no_cameras(self, foreign, read, info):
+    def test_maps_of_depth_are_no_cameras(self, foreign, data, read, info):
         features = json.loads((foreign / "meta" / "info.json").read_text())["features"]
         features["observation.image"] |= info
         change_info(foreign, features=features)
         assert [row["images"] for row in read(foreign)] == [{}] * 4
+        lines: list[str] = []
+        resolve_sources(str(foreign), data, frames=FrameOptions(), report=lines.append)
+        assert "not read are observation.image (maps of depth" in lines[1]
         with pytest.raises(DataError, match="no images in colour"):
             read({"path": str(foreign), "columns": {"images.top": "observation.image"}})
 

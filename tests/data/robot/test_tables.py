@@ -269,3 +269,46 @@ def test_encoded(tmp_path, data, monkeypatch):
     for row in range(len(alone)):
         np.testing.assert_array_equal(alone.row(row).fields["actions"], shared.row(row).fields["actions"])
     assert [alone.locate(row) for row in (0, 1, 50)] == [f"{path}:1", f"{path}:4", f"{path}:149"]
+
+
+class TestReturns:
+    """`row["return"]`, for a value head."""
+
+    def test_rewards_until_the_end_of_an_episode(self, tmp_path, data):
+        rows = list(frames(3, 2))
+        for row, reward in zip(rows, [1.0, 0.0, 2.0, 4.0, 1.0], strict=True):
+            row["reward"] = reward
+        assert self.found(tmp_path, data, rows, discount=0.5) == [1.5, 1.0, 2.0, 4.5, 1.0]
+        rows[1]["reward"] = None
+        reasons = self.found(tmp_path, data, rows, discount=0.5)
+        assert "frame 1: the reward is None" in reasons[1]
+        assert reasons[2:] == [2.0, 4.5, 1.0]
+        del rows[1]
+        rows[0]["action"] = rows[1]["action"] = [0.0]
+        assert "frame 1 is missing" in self.found(tmp_path, data, rows, discount=0.5)[0]
+        alone = self.found(tmp_path, data, rows, chunk=1, discount=0.5)
+        assert "the return is nan" in alone[0]
+        assert alone[1:] == [2.0, 4.5, 1.0]
+
+    def test_long_episodes_are_whole(self, tmp_path, data):
+        rows = [{**row, "reward": 1.0} for row in frames(150)]
+        assert self.found(tmp_path, data, rows, discount=1.0) == list(range(150, 0, -1))
+
+    def test_returns_as_they_are(self, tmp_path, data):
+        rows = [{**row, "return": 0.5 * row["frame_index"]} for row in frames(2)]
+        assert self.found(tmp_path, data, rows) == [0.0, 0.5]
+        assert self.found(tmp_path, data, [{**row, "return": [1.0, 2.0]} for row in frames(1)] + rows[1:])[0] == (
+            "episode 0, frame 0: the return has 2 numbers, it is one"
+        )
+        whole = [{"actions": [[0.0], [1.0]], "task": "go", "return": 3.0}]
+        assert self.found(tmp_path, data, whole) == [3.0]
+        data.on_bad_row = "fail"
+        with pytest.raises(DataError, match="the rewards after it are not known: give one row per frame"):
+            self.found(tmp_path, data, whole, discount=1.0)
+
+    def found(self, tmp_path, data, rows, chunk=2, **options):
+        path = write(tmp_path / "rows.jsonl", rows)
+        data.on_bad_row = "skip" if data.on_bad_row == "skip" or len(rows) > 1 else "fail"
+        chosen = FrameOptions(chunk, returns=True, **options)
+        (source,) = resolve_sources(path, data, frames=chosen, report=lambda text: None)
+        return [row.reason if isinstance(row, RowError) else row["return"] for _, row in source.rows(source.files[0])]

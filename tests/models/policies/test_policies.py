@@ -244,3 +244,13 @@ def test_the_size_of_features(size: tuple[int, int]) -> None:
     with torch.device("meta"):
         network = ResNet("resnet18", FrozenBatchNorm)
         assert network(torch.empty(1, 3, *size)).shape[-2:] == feature_size(*size)
+
+
+def test_what_a_policy_does_not_see_is_named(folder: Path) -> None:
+    seen = {"observation.state": {"type": "STATE", "shape": [2]}}
+    outputs = {"action": {"type": "ACTION", "shape": [3]}}
+    options = {**OPTIONS["act"], "input_features": seen, "output_features": outputs}
+    blind = find_adapter(load_recipe(recipe(folder, "act", options=options)))
+    note = "of light the policy does not see the camera wrist: not in actor.model.options.input_features"
+    assert note in blind.notes()
+    assert not any("not see" in note for note in find_adapter(load_recipe(recipe(folder, "act"))).notes())
