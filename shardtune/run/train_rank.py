@@ -26,6 +26,7 @@ from shardtune.launch.signals import StopSignal, end_with_parent, is_supervised,
 from shardtune.launch.watchdog.watchdog import FOLDER, Watchdog
 from shardtune.models.action.recipe_normalizer import NORMALIZER_FILE
 from shardtune.models.lora.attach import trainable_patterns
+from shardtune.models.tasks.task import TASK_FILE
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE
 from shardtune.parallel.ranks import leave_ranks
 from shardtune.parallel.rendezvous import served_by_agent
@@ -270,8 +271,8 @@ def _train(
         manifest = {**_manifest(recipe, objects, worker), "inputs": inputs, KNOWN: known}
         current_lock[0] = begin_run(plan, recipe, manifest, lock)
         report_begun()
-        if NORMALIZER_FILE in worker.saved_files:  # for checkpoints; final/ has its own
-            write_json(plan.run_dir / NORMALIZER_FILE, worker.saved_files[NORMALIZER_FILE])
+        for name in {NORMALIZER_FILE, TASK_FILE} & worker.saved_files.keys():  # for checkpoints; final/ has its own
+            write_json(plan.run_dir / name, worker.saved_files[name])
         dropped = write_dropped_rows(plan.run_dir, worker.task.dropped_rows())
         if dropped and display is not None:
             file, rows = plan.run_dir / DROPPED_ROWS, "row is" if dropped == 1 else "rows are"
