@@ -52,7 +52,7 @@ def test_the_loss_is_that_of_whisper(made: Path):
     assert [heard(["a", "b", "c"], text.split()) for text in ("a b c", "a c", "b b c d", "")] == [0, 1, 2, 3]
 
 
-@pytest.mark.lengthy
+@pytest.mark.slow
 def test_final_is_a_whisper(made: Path):
     run = shardtune.train(recipe(made, "runner.max_steps=2", "runner.eval_before_training=false").to_dict())
     assert run.metrics["eval/word_error_rate"] >= 0

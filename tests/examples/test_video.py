@@ -37,7 +37,7 @@ def test_frames_show_which_way_the_disc_moves(made: Path):
         assert way == row["answer"]
 
 
-@pytest.mark.lengthy
+@pytest.mark.slow
 def test_the_recipe_trains_on_them(made: Path):
     paths = [f"{key}={made}/{name}" for key, name in (
         ("model.model_path", "model"), ("data.train_data_paths", "train.jsonl"),

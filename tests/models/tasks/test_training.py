@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.lengthy
 
 TASKS = ("sequence_classifier", "regression", "token_classifier", "embedding", "reranker", "seq2seq")
 OPTIONS: Mapping[str, dict[str, Any]] = {"embedding": {"matryoshka": [4]}}
+QUICK = ("sequence_classifier", "embedding")
 STEPS, SIZE, EVALUATED = 3, 8, 21
 
 
@@ -78,8 +79,15 @@ def train(recipe: dict[str, Any], final: Path, initial: Path | None = None) -> T
     return Trained(losses, evaluation, final)
 
 
-def train_all(jobs: list[tuple[dict[str, Any], Path]]) -> list[Trained]:
-    return [train(recipe, final) for recipe, final in jobs]
+class Lazy(dict[str, Trained]):
+    """The runs by task, each made when it is first asked for."""
+
+    def __init__(self, make: Callable[[str], Trained]) -> None:
+        self._make = make
+
+    def __missing__(self, task: str) -> Trained:
+        self[task] = self._make(task)
+        return self[task]
 
 
 @pytest.fixture(scope="module")
@@ -96,27 +104,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Mapping[str, Trained]:
     """Each task on one rank, a step in two micro-batches."""
-    return {
-        task: train(values(folder, task, SIZE // 2), folder / f"{task}-one", folder / f"{task}-initial")
-        for task in TASKS
-    }
+    return Lazy(lambda task: train(values(folder, task, SIZE // 2), folder / f"{task}-one", folder / f"{task}-initial"))
 
 
 @pytest.fixture(scope="module")
 def together(folder: Path) -> Mapping[str, Trained]:
     """On two ranks, each with two micro-batches of a step."""
-    jobs = [(values(folder, task, SIZE // 4), folder / f"{task}-two") for task in TASKS]
-    return dict(zip(TASKS, run_ranks(train_all, 2, jobs, timeout=300)[0], strict=True))
+    return Lazy(lambda task: run_ranks(train, 2, values(folder, task, SIZE // 4), folder / f"{task}-two")[0])
 
 
-@pytest.mark.parametrize("task", TASKS)
+# The others are checked by `make test-slow`.
+@pytest.mark.parametrize(
+    "task", [task if task in QUICK else pytest.param(task, marks=pytest.mark.slow) for task in TASKS]
+)
 def test_the_numbers_are_those_of_a_plain_loop(
     task: str, folder: Path, alone: Mapping[str, Trained], together: Mapping[str, Trained]
 ):
-    plain = Plain(task, folder / f"{task}-initial")
-    losses = plain.train(rows(task, STEPS * SIZE), STEPS, SIZE)
-    assert losses[0] != pytest.approx(losses[-1], abs=1e-3)
     for trained in (alone[task], together[task]):
+        plain = Plain(task, folder / f"{task}-initial")
+        losses = plain.train(rows(task, STEPS * SIZE), STEPS, SIZE)
+        assert losses[0] != pytest.approx(losses[-1], abs=1e-3)
         assert trained.losses == pytest.approx(losses, abs=1e-10, rel=0)
         final = Plain(task, trained.final)  # as a user loads it
         assert final.model.config.architectures == [type(final.model).__name__]
@@ -141,6 +148,7 @@ def test_f1_is_of_the_whole_set(alone: Mapping[str, Trained]):
     assert plain.model.config.id2label == dict(enumerate(LABELS))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_correlation_is_of_the_whole_set(alone: Mapping[str, Trained]):
     plain, evaluated, found = measured("regression", alone, "spearman")
@@ -161,6 +169,7 @@ def test_recall_is_among_all_documents_of_the_set(alone: Mapping[str, Trained]):
     )
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_reciprocal_ranks_are_of_each_query(alone: Mapping[str, Trained]):
     plain, evaluated, found = measured("reranker", alone, "mrr")
@@ -172,6 +181,7 @@ def test_reciprocal_ranks_are_of_each_query(alone: Mapping[str, Trained]):
     assert found == pytest.approx(np.mean(1 / np.array(ranks)))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_answers_are_compared_by_rouge(alone: Mapping[str, Trained]):
     plain, evaluated, found = measured("seq2seq", alone, "rouge1")
