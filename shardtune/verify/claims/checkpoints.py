@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,13 +32,7 @@ class TensorDifference:
 
 
 def tensor_difference(
-    one: Path,
-    other: Path,
-    *,
-    close: float = 0.0,
-    least: float = 0.0,
-    parts: Sequence[str] = PARTS,
-    explained: Callable[[str, float], bool] = lambda name, gap: False,
+    one: Path, other: Path, *, close: float = 0.0, least: float = 0.0, parts: Sequence[str] = PARTS
 ) -> TensorDifference | None:
     """The first tensor in which two checkpoints differ; None where there is none.
 
@@ -49,7 +43,6 @@ def tensor_difference(
         least: the size that a tensor is taken to have at least, in which its difference is measured: one whose gradient
             is zero but for rounding, as the bias of attention's keys, is moved by nothing but rounding.
         parts: of the checkpoints.
-        explained: whether a difference above `close` of a tensor, by its name, is no fault.
     """
     for part in parts:
         first, second = (StoredTensors(checkpoint / part) for checkpoint in (one, other))
@@ -63,7 +56,7 @@ def tensor_difference(
             if left.shape == right.shape and left.dtype == right.dtype and same_bits(left, right):
                 continue
             gap = gap_of(left, right, least)
-            if gap > close and not explained(name, gap):
+            if gap > close:
                 where = "weights" if part == MODEL else "states of the optimizer"
                 return TensorDifference(part, name, gap, f"the {where} {name} differ by {gap:.2g} of their size")
     return None

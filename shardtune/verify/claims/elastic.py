@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 from shardtune.verify.claims.checkpoints import tensor_difference
 from shardtune.verify.claims.evidence import LOSS, NORM, first_difference, largest_gap
 from shardtune.verify.claims.exact import CLOSE
-from shardtune.verify.claims.ground import Ground, ground_of
+from shardtune.verify.claims.ground import ground_of
 from shardtune.verify.claims.resume import require_stopped
 from shardtune.verify.claims.short_runs import ShortRun, ShortRuns
 from shardtune.verify.result import Failed, Skipped
@@ -36,9 +35,9 @@ def check_elastic(runs: ShortRuns) -> str:
         one, *others = runs.several(fixed)
         changed = {way: run.result() for way, run in change_of.items()}
     for other in others:
-        _require_same(one, other, ground, f"{other.recipe.runner.nproc_per_node} ranks")
+        _require_same(one, other, runs, f"{other.recipe.runner.nproc_per_node} ranks")
     for (first, then), other in changed.items():
-        _require_same(one, other, ground, f"{first} and then {then} ranks")
+        _require_same(one, other, runs, f"{first} and then {then} ranks")
         others.append(other)
     gap = max(largest_gap(one.evidence, other.evidence) for other in others)
     numbers = ", ".join(map(str, ground.ranks))
@@ -57,12 +56,7 @@ def _changed(runs: ShortRuns, changes: Mapping[str, object], first: int, then: i
     return run
 
 
-def _explained(ground: Ground, step: int, name: str, gap: float) -> bool:
-    """Whether the model's own rounding explains a difference: an optimizer may divide noise by noise."""
-    return gap <= ground.sensitivity.get((step, name), 0.0)
-
-
-def _require_same(one: ShortRun, other: ShortRun, ground: Ground, what: str) -> None:
+def _require_same(one: ShortRun, other: ShortRun, runs: ShortRuns, what: str) -> None:
     base = f"{one.recipe.runner.nproc_per_node} rank{'s' if one.recipe.runner.nproc_per_node > 1 else ''}"
     found = first_difference(one.evidence, other.evidence, close=CLOSE)
     if found is not None:
@@ -74,10 +68,9 @@ def _require_same(one: ShortRun, other: ShortRun, ground: Ground, what: str) -> 
             if rows
             else DRAWS,
         )
-    for step in range(1, ground.runs.steps + 1):
+    for step in range(1, runs.steps + 1):
         pair, least = (one.checkpoint(step), other.checkpoint(step)), one.recipe.actor.optim.lr
-        explained = partial(_explained, ground, step)
-        apart = tensor_difference(*pair, close=CLOSE, least=least, parts=("model",), explained=explained)
+        apart = tensor_difference(*pair, close=CLOSE, least=least, parts=("model",))
         if apart is not None:
             raise Failed(
                 f"{base} and {what} part after step {step}: {apart.text}",
