@@ -81,8 +81,8 @@ class Contrastive(WholeStepAdapter, Regressor):
 
 
 ELSEWHERE = {"take_encoding_settings", "augmented", "augments", "new_weights"}
-"""Of processes that encode (models/action/test_normalizer.py), of augmentation (data/images/test_augmentation.py), and of
-directories of transformers (models/tasks/test_tasks.py)."""
+"""Of processes that encode (models/action/test_normalizer.py), of augmentation (data/images/test_augmentation.py), and
+of directories of transformers (models/tasks/test_tasks.py)."""
 UNCALLED = (
     *UNCALLED_IN_WHOLE_STEPS,
     *ELSEWHERE,
