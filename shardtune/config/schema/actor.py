@@ -35,8 +35,10 @@ class ParameterGroup(Section):
 class OptimConfig(Section):
     name: Text = key(
         "AdamW",
-        "The optimizer: the name of a class in torch.optim. Muon is for the matrices of hidden layers; embeddings, the "
-        "head, norms and biases are trained by AdamW beside it, with the same `lr` and `adam_*`.",
+        "The optimizer: the name of a class in torch.optim, or one of your own or of another package: file.py:Class or "
+        "package.module:Class, with arguments from `lr`, `weight_decay` and `args` alone. Muon is for the matrices of "
+        "hidden layers; embeddings, the head, norms and biases are trained by AdamW beside it, with the same `lr` and "
+        "`adam_*`.",
     )
     lr: Number = key(1.0e-5, "The peak learning rate.", gt=0)
     adam_beta1: Number = key(0.9, "Adam's decay rate of the first moment.", ge=0, lt=1)

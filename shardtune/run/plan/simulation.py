@@ -19,7 +19,7 @@ from shardtune.models.adapter import Adapter, AdapterRoot
 from shardtune.models.lora.nf4 import coded_sizes
 from shardtune.models.pretrained import settings_directory
 from shardtune.models.recipe_hooks import Hooks
-from shardtune.optim.build import build_optimizer
+from shardtune.optim.build import build_optimizer, check_optimizer
 from shardtune.parallel.fsdp2 import COMPUTE_DTYPE, MASTER_DTYPE, Weights
 from shardtune.parallel.meta_init import materialise
 from shardtune.parallel.ranks import Ranks, close_group, lay_out
@@ -121,6 +121,7 @@ def _simulate(
     recipe: Recipe, adapter: Adapter, ranks: Ranks, micro_batches: Sequence[Batch], on_cuda: bool
 ) -> Simulated:
     actor = recipe.actor
+    check_optimizer(actor.optim, ranks.layout)  # what it tries, it tries on tensors with values
     model, _ = build_empty(adapter.build, recipe.runner.seed)
     adapter.set_execution(model)
     root = Hooks.of(recipe, adapter, training=True).attach(adapter.root(model))
