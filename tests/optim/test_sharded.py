@@ -94,6 +94,8 @@ def train_and_resume(recipes: Sequence[dict[str, Any]], folder: Path) -> list[li
                     worker.save_checkpoint(kept, 2)
             tensors = worker.weights.tensors()
             ends.append({name: whole(tensors[name]) for name in worker.weights.parameters})
+            if (average := worker.state.average) is not None:
+                ends[-1] |= {f"average of {name}": whole(tensor) for name, tensor in average.checkpointed().items()}
             worker.release()
         found.append(ends)
     return found
@@ -101,7 +103,7 @@ def train_and_resume(recipes: Sequence[dict[str, Any]], folder: Path) -> list[li
 
 def test_each_trains_alike_on_two_ranks_and_resumes_bitwise(tmp_path: Path, own: str) -> None:
     model, rows = save_model("dense", tmp_path / "model"), save_rows(tmp_path / "rows.jsonl")
-    keys: dict[str, Any] = {"runner__max_steps": 3, "actor__micro_batch_size": 2}
+    keys: dict[str, Any] = {"runner__max_steps": 3, "actor__micro_batch_size": 2, "actor__optim__ema_decay": 0.9}
     given: list[dict[str, Any]] = [
         {"name": "Muon"},
         {"name": "Adafactor"},

@@ -54,6 +54,16 @@ class OptimConfig(Section):
     groups: list[ParameterGroup] = key(
         [], "Parameters with their own rate or decay, e.g. [{pattern: embed_tokens, lr: 1e-6}]; the last match counts."
     )
+    ema_decay: Annotated[Number, Field(ge=0, lt=1)] | None = key(
+        None,
+        "Keep an exponential moving average of the trained weights, which becomes ema_decay * average + "
+        "(1 - ema_decay) * weights after each step; null: none is kept.",
+    )
+    ema_use: bool = key(
+        True,
+        "With `ema_decay`: evaluate and export (final/ too) the average; false: the weights of the last step, with the "
+        "average in checkpoints alone.",
+    )
     clip_grad: Annotated[Number, Field(gt=0)] | None = key(
         1.0, "The largest global norm of the gradient, over all ranks and parameters; null: no clipping."
     )

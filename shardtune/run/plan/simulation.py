@@ -30,19 +30,21 @@ from shardtune.training.build.lora import adapt, frozen_dtype
 from shardtune.training.build.model import build_empty, freeze
 from shardtune.training.step import accumulate
 from shardtune.training.utilisation import Utilisation
+from shardtune.training.worker.averaged_weights import AveragedWeights
 from shardtune.training.worker.model_state import outer_parameters
 
 WEIGHTS = "weights"
 COPIES = "weights in compute precision"
 BUFFERS = "buffers"
 MOMENTS = "optimizer states"
+AVERAGE = "averaged weights"
 GRADIENTS = "gradients"
 ACTIVATIONS = "activations"
 HEAD = "head and loss"
 BACKWARD = "unreduced gradients, backward pass"
 UPDATE = "update"
 BATCH = "rows"
-LASTING = (WEIGHTS, COPIES, BUFFERS, MOMENTS)
+LASTING = (WEIGHTS, COPIES, BUFFERS, MOMENTS, AVERAGE)
 
 
 class SoleRanks(Ranks):
@@ -154,6 +156,8 @@ def _simulate(
             optimizer = build_optimizer(
                 weights.trainable(), actor.optim, weights.shapes, starts=weights.starts, outer=outer_parameters(model)
             )
+            if actor.optim.ema_decay is not None:
+                ledger.label(AveragedWeights(weights, actor.optim.ema_decay).parts, AVERAGE)
             _first_update(ledger, weights, optimizer)
             _step(ledger, root, weights, micro_batches)
         found = ledger.fullest()
@@ -161,7 +165,7 @@ def _simulate(
     found[BATCH] = sum(tensor.nbytes for batch in micro_batches for tensor in tensors_of(batch))
     host = 0
     if actor.fsdp_config.cpu_offload and on_cuda and ranks.mesh is not None:
-        host = sum(found.pop(name, 0) for name in (WEIGHTS, MOMENTS))
+        host = sum(found.pop(name, 0) for name in (WEIGHTS, MOMENTS, AVERAGE))
     return Simulated(parameters, {name: size for name, size in found.items() if size}, host)
 
 

@@ -528,7 +528,8 @@ class FSDPSftWorker(ABC):
     @final
     def export(self, directory: Path, dtype: str, *, merge: bool = False) -> None:
         """Write the model as a directory that its own `from_pretrained` loads; see `ModelExport.write`."""
-        self._model_export().write(directory, dtype, merge=merge)
+        with self.state.in_use():
+            self._model_export().write(directory, dtype, merge=merge)
 
     @final
     def check_export(self, dtype: str) -> None:
