@@ -52,10 +52,10 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and key not in ("Optimizer", *REFUSED)
     }
     if name in REFUSED:
-        raise ConfigError(f"{KEY} = {name} cannot be used: {REFUSED[name]}", where=KEY, remedy="use AdamW")
+        raise ConfigError(f"actor.optim.name = {name} cannot be used: {REFUSED[name]}", where=KEY, remedy="use AdamW")
     if name not in known:
         raise ConfigError(
-            f"{KEY} = {name} is not an optimizer of torch.optim",
+            f"actor.optim.name = {name} is not an optimizer of torch.optim",
             where=KEY,
             remedy=f"use one of {', '.join(sorted(known))}; or package.module:Class, or file.py:Class",
         )
