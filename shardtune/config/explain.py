@@ -43,6 +43,7 @@ EXAMPLES = {
     "actor.eval_micro_batch_size": "16",
     "actor.global_batch_tokens": "65536",
     "actor.loss": "my_loss.py:focal",
+    "actor.optim.ema_decay": "0.999",
     "actor.worker": "my_worker.py:MyWorker",
     "actor.model.model_path": "Qwen/Qwen3-0.6B",
     "actor.model.config_overrides": "{attention_dropout: 0.1}",

@@ -18,7 +18,7 @@ FORMATS = (".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".tsv", ".txt", ".a
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 MODEL_KEYS = ("actor.model.model_path", "actor.tokenizer.tokenizer_model")
 FUNCTION_KEYS = (
-    *("actor.worker", "actor.model.adapter", "actor.loss", "data.transform"),
+    *("actor.worker", "actor.model.adapter", "actor.loss", "actor.optim.name", "data.transform"),
     *("eval.match", "eval.environment", "runner.callbacks", "eval.metrics"),
     "runner.logger.logger_backends",
 )

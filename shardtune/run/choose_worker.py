@@ -260,5 +260,6 @@ def user_code(recipe: Recipe) -> dict[str, str]:
     worker = None if recipe.actor.worker in BUILT_IN_WORKERS else recipe.actor.worker
     environment = None if recipe.eval.environment in ENVIRONMENTS else recipe.eval.environment
     named = [worker, recipe.actor.model.adapter, recipe.actor.loss, environment, *recipe.eval.metrics]
+    named += [recipe.actor.optim.name] if FUNCTION_IN_FILE.fullmatch(recipe.actor.optim.name) else []
     named += [name for name in recipe.runner.logger.logger_backends if FUNCTION_IN_FILE.fullmatch(name)]
     return code_hashes(recipe.plugins, [*named, *recipe.runner.callbacks])
