@@ -88,6 +88,7 @@ EXAMPLES = {
     "data.transform": "my_rows.py:clean",
     "data.chat_template": "chatml",
     "data.system_prompt": "'Be brief.'",
+    "data.template_kwargs": "{enable_thinking: false}",
     "data.thinking": "keep",
     "data.ignored_keys": "[turn_id, language]",
     "data.image_hosts": "[images.example.com]",

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardtune.data.encoder import Row, RowError
 from shardtune.data.messages import REASONING_KEYS, excerpt, loss_weight_of, numbered, parsed, read_turns, role_of
 from shardtune.data.row_shapes import advice
 
+ARGUMENTS = "chat_template_kwargs"
+"""The column of a row's own values for the chat template."""
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 
 
@@ -23,11 +25,13 @@ class Chat:
             `reasoning_content`, and other keys of the row, for the chat template.
         weights: the `loss_weight` of each message, None where the row has none.
         tools: tool definitions as JSON schemas, None without.
+        arguments: the row's own values for the chat template, by name.
     """
 
     messages: tuple[dict[str, Any], ...]
     weights: tuple[float | None, ...]
     tools: tuple[dict[str, Any], ...] | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +143,8 @@ def as_row(example: Example) -> dict[str, object]:
         return {"prompt": example.prompt, "completion": example.completion}
     pairs = zip(example.messages, example.weights, strict=True)
     messages = [message if weight is None else {**message, "loss_weight": weight} for message, weight in pairs]
-    return {"messages": messages, "tools": list(example.tools) if example.tools else None}
+    row = {"messages": messages, "tools": list(example.tools) if example.tools else None}
+    return {**row, ARGUMENTS: dict(example.arguments)} if example.arguments else row
 
 
 def rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
@@ -182,6 +187,7 @@ def _read_question(row: Row) -> Chat:
 def _read_completion(row: Row) -> Example:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
+        _refuse_arguments(row)
         return Completion(prompt, _filled(completion, "completion"))
     if isinstance(prompt, str) or isinstance(completion, str):
         raise RowError("prompt and completion must both be text, or both lists of messages")
@@ -192,7 +198,13 @@ def _read_completion(row: Row) -> Example:
 
 
 def _read_text(row: Row) -> Text:
+    _refuse_arguments(row)
     return Text(_filled(_text(row, "text"), "text"))
+
+
+def _refuse_arguments(row: Row) -> None:
+    if row.get(ARGUMENTS):
+        raise RowError(f"{ARGUMENTS} is for a chat template, which plain text has none of; give messages")
 
 
 FORMATS = (
@@ -251,7 +263,7 @@ def _chat(turns: Sequence[Mapping[str, object]], row: Row) -> Chat:
         weights.insert(0, None)
     _require_answers(messages, weights)
     _name_calls(messages)
-    return Chat(tuple(messages), tuple(weights), read_tools(row.get("tools")))
+    return Chat(tuple(messages), tuple(weights), read_tools(row.get("tools")), read_arguments(row.get(ARGUMENTS)))
 
 
 def _require_answers(messages: list[dict[str, Any]], weights: list[float | None]) -> None:
@@ -278,6 +290,18 @@ def _name_calls(messages: list[dict[str, Any]]) -> None:
         for call in message.get("tool_calls") or ():
             count += 1
             waiting.append(call.setdefault("id", f"call{count:05d}"))
+
+
+def read_arguments(value: object) -> dict[str, Any]:
+    """A row's own values for the chat template, a mapping or its JSON text; null counts as not given.
+
+    Raises:
+        RowError: it is something else.
+    """
+    given = parsed(value, ARGUMENTS) if value else {}
+    if not isinstance(given, Mapping):
+        raise RowError(f"{ARGUMENTS} is {excerpt(value)}, not a mapping of names to values")
+    return {str(name): one for name, one in given.items() if one is not None}
 
 
 def read_tools(value: object) -> tuple[dict[str, Any], ...] | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 from contextlib import redirect_stderr
+from functools import partial
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 import shardtune
 from shardtune.errors import DataError
@@ -90,7 +92,24 @@ def test_left_out_reasoning_is_refused_or_counted_at_start(tiny: Tiny) -> None:
         shardtune.train(recipe)
     assert caught.value.where == f"{file}: row 1"
     assert not tiny.run("thinking").exists()
-    told = logged(shardtune.train, recipe, "data.thinking=template")
+    template = tiny.folder / "thinking.jinja"
+    own = AutoTokenizer.from_pretrained(recipe["actor"]["model"]["model_path"])
+    opened = "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}{%- endif %}"
+    head, _, tail = own.chat_template.rpartition("{% endif %}")
+    template.write_text(f"{head}{opened}{tail}")
+    overrides = ("data.thinking=template", f"data.chat_template={template}")
+    with pytest.raises(DataError, match="opens an answer otherwise for generation"):
+        shardtune.train(recipe, *overrides)
+    told = logged(shardtune.train, recipe, *overrides, "data.template_kwargs={enable_thinking: false}")
+    of_final = AutoTokenizer.from_pretrained(tiny.run("thinking") / "final")
+    asked = [{"role": "user", "content": "1?"}]
+    for given in ({}, {"enable_thinking": True}):  # a served model is asked as it was trained
+        prompt = of_final.apply_chat_template(asked, tokenize=False, add_generation_prompt=True, **given)
+        assert prompt.endswith("<|im_start|>assistant\n" + "<think>\n" * len(given))
+    answers = partial(shardtune.load_run(tiny.run("thinking")).generate, "1?", max_new_tokens=1)
+    assert answers() == answers(template_kwargs={"enable_thinking": False})
+    with pytest.raises(DataError, match="does not read the argument 'thinking'"):
+        answers(template_kwargs={"thinking": 1})
     share = "4 of 4 rows trained without reasoning that they have (32 of 52 tokens to be trained, 61.5%)"
     assert share in told
     outcomes = json.loads((tiny.run("thinking") / "manifest.json").read_text())["data"]["outcomes"]

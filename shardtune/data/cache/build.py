@@ -159,6 +159,8 @@ def _encode_row(task: BuildTask, number: int, row: Row | RowError, tally: Tally)
         tally.truncated.add(number, f"{whole.length:,} tokens" if len(whole.input_ids) else f"size {whole.length:,}")
     if whole.left_out:
         tally.left_out.add(number, f"{whole.left_out:,} tokens")
+    if whole.prompt_differs:
+        tally.prompt_differs.add(number, "")
     tally.left_out_tokens += whole.left_out
     tally.trained_tokens += int(np.count_nonzero(whole.loss_weights))
     return EncodedRow(number, _row_digest(row), sample, weights)

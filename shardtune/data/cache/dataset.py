@@ -22,6 +22,7 @@ from shardtune.errors import DataError
 _OUTCOMES = {
     "truncated": "cut to data.max_length",
     "left_out": "trained without reasoning that they have",
+    "prompt_differs": "trained behind another prompt than that of generation",
     "too_long": "dropped, longer than data.max_length",
     "no_target": "dropped, without a target",
     "filtered": "dropped by data.transform",

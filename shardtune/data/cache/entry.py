@@ -20,7 +20,7 @@ from shardtune.data.cache.fields import FieldColumn, FieldsReader, FieldsWriter,
 from shardtune.data.checksum import is_sealed, sealed
 from shardtune.data.durable import sync_folder
 
-LAYOUT_VERSION = 4
+LAYOUT_VERSION = 5
 ROWS, DESCRIPTION = "rows.bin", "entry.json"
 _KEPT_NOTES = 100
 _ALIGNMENT = 64
@@ -89,6 +89,7 @@ class TallyJson(TypedDict):
     left_out: NotesJson
     left_out_tokens: int
     trained_tokens: int
+    prompt_differs: NotesJson
 
 
 @dataclass(slots=True)
@@ -106,6 +107,7 @@ class Tally:
         left_out: kept, but without reasoning that the chat template does not print.
         left_out_tokens: of that reasoning.
         trained_tokens: of all kept rows, before they are cut.
+        prompt_differs: kept, but their answers are preceded by something else than the prompt of generation.
     """
 
     rows: int = 0
@@ -118,6 +120,7 @@ class Tally:
     left_out: Notes = field(default_factory=Notes)
     left_out_tokens: int = 0
     trained_tokens: int = 0
+    prompt_differs: Notes = field(default_factory=Notes)
 
     def extend(self, other: Tally) -> None:
         self.rows += other.rows
@@ -130,6 +133,7 @@ class Tally:
         self.left_out.extend(other.left_out)
         self.left_out_tokens += other.left_out_tokens
         self.trained_tokens += other.trained_tokens
+        self.prompt_differs.extend(other.prompt_differs)
 
     def dropped(self) -> list[tuple[int, str, str]]:
         """The dropped rows among the noted ones, in order: number, cause, reason."""
@@ -149,6 +153,7 @@ class Tally:
             left_out=Notes.from_json(content["left_out"]),
             left_out_tokens=content["left_out_tokens"],
             trained_tokens=content["trained_tokens"],
+            prompt_differs=Notes.from_json(content["prompt_differs"]),
         )
 
 

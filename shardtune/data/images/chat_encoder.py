@@ -7,12 +7,14 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
 from shardtune.batch import Prompt, Sample
 from shardtune.data.chat.encoder import ChatEncoder, TrainOn
 from shardtune.data.chat.outline import Span
+from shardtune.data.chat.prompt_check import PromptMismatch
 from shardtune.data.chat.reasoning import Thinking
 from shardtune.data.chat.rendering import ChatTemplate, Rendering
 from shardtune.data.chat.template import missing_template
@@ -36,12 +38,15 @@ class ImageTemplate(ChatTemplate):
     Args:
         text: the Jinja source.
         images: the model's processor.
+        arguments: as for `ChatTemplate`.
     """
 
     _separator = IMAGE_MARK
 
-    def __init__(self, text: str, images: AppliedImages) -> None:
-        super().__init__(text, images.tokenizer)
+    def __init__(
+        self, text: str, images: AppliedImages, arguments: Mapping[str, object] = MappingProxyType({})
+    ) -> None:
+        super().__init__(text, images.tokenizer, arguments)
         self._image_token = self._in_text = images.image_token
         self._takes_parts = self._shows("", takes_parts=True)
         if not self._takes_parts:
@@ -99,8 +104,9 @@ class ImageChatEncoder(ChatEncoder):
     Args:
         images: applies the model's processor.
         template: the Jinja text of the chat template; None raises an error for the first conversation.
-        train_on, system_prompt, max_length, on_too_long, with_prompts, thinking, ignored_keys: as for `ChatEncoder`.
-            A row that would be cut before the end of its last image is left out instead.
+        train_on, system_prompt, max_length, on_too_long, with_prompts, thinking, ignored_keys, template_kwargs,
+            on_prompt_mismatch: as for `ChatEncoder`. A row that would be cut before the end of its last image is left
+            out instead.
         folder: base of relative paths in rows.
         needs_image: refuse rows without an image, as the model cannot be called without.
         image_hosts: from which images named by URLs are fetched, see `shardtune.data.images.web`.
@@ -118,6 +124,8 @@ class ImageChatEncoder(ChatEncoder):
         with_prompts: bool = False,
         thinking: Thinking | None = None,
         ignored_keys: Sequence[str] = (),
+        template_kwargs: Mapping[str, object] = MappingProxyType({}),
+        on_prompt_mismatch: PromptMismatch = "fail",
         folder: Path | None = None,
         needs_image: bool = False,
         image_hosts: Sequence[str] = (),
@@ -125,9 +133,10 @@ class ImageChatEncoder(ChatEncoder):
         super().__init__(
             images.tokenizer, None, train_on=train_on, system_prompt=system_prompt, max_length=max_length,
             on_too_long=on_too_long, with_prompts=with_prompts, thinking=thinking, ignored_keys=ignored_keys,
+            on_prompt_mismatch=on_prompt_mismatch,
         )  # fmt: skip
         self.images = images
-        self.template = None if template is None else ImageTemplate(template, images)
+        self.template = None if template is None else ImageTemplate(template, images, template_kwargs)
         self._folder = Path.cwd() if folder is None else folder
         self._needs_image = needs_image
         self._hosts = tuple(image_hosts)
@@ -176,18 +185,16 @@ class ImageChatEncoder(ChatEncoder):
         messages: Sequence[Mapping[str, object]],
         tools: Sequence[dict[str, object]] | None = None,
         images: Sequence[object] = (),
+        template_kwargs: Mapping[str, object] = MappingProxyType({}),
     ) -> Prompt:
         """A conversation with images for the assistant to continue.
 
         Args:
             images: for the places of `<image>`; if there are none, they go before the text of the last user turn.
         """
-        if self.template is None:
-            raise missing_template("data.chat_template")
         turns, named = mark_images(messages, images)
         stored = self.read_images(named)
-        chat = self.prepared(turns)
-        text = self._expand(self.template.render(chat.messages, tools, prompt=True), stored).text
+        text = self._expand(self._prompt_text(replace(turns, arguments=template_kwargs), tools), stored).text
         return Prompt(self._tokens(text)[0], to_fields(stored, len(stored)))
 
     def text_prompt(self, text: str, images: Sequence[object] = ()) -> Prompt:
@@ -207,12 +214,12 @@ class ImageChatEncoder(ChatEncoder):
         if self.template is None:
             raise missing_template("data.chat_template")
         self._check_weights(chat)
-        chat, rendering, left_out = self._rendered(chat, self.template)
+        chat, rendering, about = self._rendered(chat, self.template)
         expanded = self._expand(rendering.text, images)
         shown = Rendering(expanded.text, tuple(self._moved(rendering.text, expanded, rendering.spans)))
         ids, weights = self._weigh(chat, shown)
         spans = self._leave_out_images(expanded, weights)
-        whole = Sample(ids, weights, left_out=left_out)
+        whole = Sample(ids, weights, **about)
         if not self.with_prompts:
             return whole, 0, spans
         prompt, reference = self._question(chat, rendering)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 from PIL import Image
@@ -51,12 +52,11 @@ class WholeRowEncoder(ImageChatEncoder):
         messages: Sequence[Mapping[str, object]],
         tools: Sequence[dict[str, object]] | None = None,
         images: Sequence[object] = (),
+        template_kwargs: Mapping[str, object] = MappingProxyType({}),
     ) -> Prompt:
-        if self.template is None:
-            raise missing_template("data.chat_template")
         turns, named = mark_images(messages, images)
         stored = self.read_images(named)
-        return self._prompt(self.template.render(self.prepared(turns).messages, tools, prompt=True), stored)
+        return self._prompt(self._prompt_text(replace(turns, arguments=template_kwargs), tools), stored)
 
     def text_prompt(self, text: str, images: Sequence[object] = ()) -> Prompt:
         chat, named = mark_images([{"role": "user", "content": text}], images)
@@ -80,7 +80,7 @@ class WholeRowEncoder(ImageChatEncoder):
         if self.template is None:
             raise missing_template("data.chat_template")
         self._check_weights(chat)
-        chat, rendering, left_out = self._rendered(chat, self.template)
+        chat, rendering, about = self._rendered(chat, self.template)
         text, last = rendering.text, rendering.spans[-1] if rendering.spans else None
         neutral = 1.0 if self.train_on == "all" else 0.0
         characters = np.full(len(text), neutral, np.float32)
@@ -88,7 +88,7 @@ class WholeRowEncoder(ImageChatEncoder):
             assert last is not None
             characters[span.start : span.stop] = self._span_weight(chat, span, last)
         sample, spans = self._weighed(text, characters, images)
-        sample = replace(sample, left_out=left_out)
+        sample = replace(sample, **about)
         prompt, reference = self._question(chat, rendering) if self.with_prompts else (None, None)
         if prompt is None:
             return sample, 0, spans
