@@ -87,6 +87,7 @@ EXAMPLES = {
     "data.columns": "{question: problem, answer: solution}",
     "data.transform": "my_rows.py:clean",
     "data.chat_template": "chatml",
+    "data.split_stride": "1024",
     "data.system_prompt": "'Be brief.'",
     "data.template_kwargs": "{enable_thinking: false}",
     "data.thinking": "keep",

@@ -10,6 +10,7 @@ from typing import Any
 from shardtune.data.encoder import Row, RowError
 from shardtune.data.messages import REASONING_KEYS, excerpt, loss_weight_of, numbered, parsed, read_turns, role_of
 from shardtune.data.row_shapes import advice
+from shardtune.data.token_rows import Tokens, read_tokens
 
 ARGUMENTS = "chat_template_kwargs"
 """The column of a row's own values for the chat template."""
@@ -49,7 +50,7 @@ class Text:
     text: str
 
 
-Example = Chat | Completion | Text
+Example = Chat | Completion | Text | Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def recognise(row: Row) -> RowFormat:
 
 
 def read_example(row: Row, name: str | None = None) -> Example:
-    """The row as a conversation, a prompt with its completion, or text.
+    """The row as a conversation, a prompt with its completion, text, or tokens.
 
     Args:
         name: the format, if the recipe names it; otherwise it is recognised.
@@ -137,6 +138,9 @@ def _require_keys(row: Row, known: RowFormat) -> None:
 
 def as_row(example: Example) -> dict[str, object]:
     """The example as a row that `read_example` recognises and reads back unchanged."""
+    if isinstance(example, Tokens):
+        weights = {"loss_weights": example.weights.tolist()} if example.marked else {}
+        return {"input_ids": example.ids.tolist(), **weights}
     if isinstance(example, Text):
         return {"text": example.text}
     if isinstance(example, Completion):
@@ -208,6 +212,7 @@ def _refuse_arguments(row: Row) -> None:
 
 
 FORMATS = (
+    RowFormat("tokens", "tokens", ("input_ids",), read_tokens),
     RowFormat("messages", "chat messages", ("messages",), _read_messages),
     RowFormat("sharegpt", "ShareGPT conversations", ("conversations",), _read_sharegpt),
     RowFormat("instruction", "instruction/input/output", ("instruction", "output"), _read_alpaca),

@@ -83,6 +83,7 @@ class EncodingSettings(TypedDict):
     system_prompt: str | None
     max_length: int
     on_too_long: TooLong
+    split_stride: int | None
     thinking: Thinking | None
     ignored_keys: list[str]
     template_kwargs: dict[str, object]
@@ -304,6 +305,7 @@ class CausalLM(LanguageModel):
             "system_prompt": data.system_prompt,
             "max_length": data.max_length,
             "on_too_long": data.on_too_long,
+            "split_stride": data.split_stride,
             "thinking": data.thinking,
             "ignored_keys": data.ignored_keys,
             "template_kwargs": data.template_kwargs,

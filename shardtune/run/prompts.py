@@ -38,10 +38,10 @@ class PromptBuilder:
         with self._told(*messages):
             known, given = read_tools(tools), read_arguments(template_kwargs)
             if isinstance(self._encoder, ImageChatEncoder):
-                return self._encoder.prompt(messages, known, images, given)
+                return self._encoder.prompt(messages, known, images, template_kwargs=given)
             if images or any(_has_image(message) for message in messages):
                 raise self._takes_text_only()
-            return self._encoder.prompt(messages, known, given)
+            return self._encoder.prompt(messages, known, template_kwargs=given)
 
     def text(self, text: str, images: Sequence[object] = ()) -> Prompt:
         """A text to continue."""

@@ -45,7 +45,7 @@ TABLE: Table = {
     "train_on_inputs": By("data.train_on: all (or assistant)"),
     "chat_template": By("data.chat_template: FILE.jinja, or nothing for the tokenizer's own"),
     "chat_template_jinja": By("data.chat_template: FILE.jinja"),
-    "chat_template_kwargs": Missing("write the values into a template of your own: data.chat_template: FILE.jinja"),
+    "chat_template_kwargs": To("data.template_kwargs"),
     "default_system_message": To("data.system_prompt"),
     "eot_tokens": NotNeeded("the end of a turn is found in the chat template, and always trained"),
     "special_tokens": By("actor.tokenizer.new_tokens: [TOKEN]; the names of tokens are those of the tokenizer's files"),

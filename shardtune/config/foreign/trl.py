@@ -66,7 +66,7 @@ TABLE: Table = {
     "max_length": By("data.max_length: N"),
     "max_seq_length": By("data.max_length: N"),
     "truncation_mode": Missing(
-        "data.on_too_long: truncate keeps the start; drop and fail are the others", (None, "keep_start")
+        "data.on_too_long: truncate keeps the start; split, drop and fail are the others", (None, "keep_start")
     ),
     "shuffle_dataset": NotNeeded(
         "rows are shuffled in every epoch, by TRL's sampler too; data.shuffle: false: they are not"

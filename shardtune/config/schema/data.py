@@ -22,9 +22,9 @@ class DataEntry(Section):
     weight: Number = key(1.0, "An epoch has round(weight x rows) rows of this source.", gt=0)
     max_samples: Count | None = key(None, "Only this many rows, the first ones; null: all of them.")
     columns: dict[str, str] = key({}, "As `data.columns`, for this source; its entries take precedence.")
-    format: Literal["messages", "sharegpt", "instruction", "prompt_completion", "question_answer", "text"] | None = key(
-        None, "The row format; null: detected for each row."
-    )
+    format: (
+        Literal["tokens", "messages", "sharegpt", "instruction", "prompt_completion", "question_answer", "text"] | None
+    ) = key(None, "The row format; null: detected for each row.")
     split: Text | None = key(
         None, "The split of a Hub data set; null: train for training rows, validation or test for evaluation rows."
     )
@@ -138,8 +138,15 @@ class DataConfig(Section):
         "language]; other unknown ones are errors.",
     )
     max_length: int = key(2048, "Maximum tokens of one row.", ge=2)
-    on_too_long: Literal["truncate", "drop", "fail"] = key(
-        "truncate", "What happens to rows longer than `max_length`; truncated and dropped rows are counted."
+    on_too_long: Literal["truncate", "drop", "fail", "split"] = key(
+        "truncate",
+        "What happens to rows longer than `max_length`. split: they become windows of that length, each a row, and "
+        "every target is trained once. Truncated, dropped and split rows are counted.",
+    )
+    split_stride: Count | None = key(
+        None,
+        "With `on_too_long: split`: how many tokens further each window begins; those that it repeats are no targets "
+        "again. null: max_length - 1.",
     )
     on_bad_row: Literal["fail", "skip"] = key(
         "fail", "What happens to rows that cannot be used; skipped ones are counted and reported with file and row."

@@ -90,6 +90,8 @@ class TallyJson(TypedDict):
     left_out_tokens: int
     trained_tokens: int
     prompt_differs: NotesJson
+    split: NotesJson
+    windows: int
 
 
 @dataclass(slots=True)
@@ -98,7 +100,7 @@ class Tally:
 
     Attributes:
         rows: rows read, usable or not.
-        kept: rows in the data set.
+        kept: rows in the data set; of a row that is split, each window.
         truncated: kept, but cut at `data.max_length`.
         too_long: dropped because of `data.on_too_long: drop`.
         no_target: dropped because nothing of them is trained: no token, or no weight in any loss term.
@@ -107,6 +109,7 @@ class Tally:
         left_out: kept, but without reasoning that the chat template does not print.
         left_out_tokens: of that reasoning.
         trained_tokens: of all kept rows, before they are cut.
+        split: kept, in windows. windows: how many more rows of the data set that makes.
         prompt_differs: kept, but their answers are preceded by something else than the prompt of generation.
     """
 
@@ -121,6 +124,8 @@ class Tally:
     left_out_tokens: int = 0
     trained_tokens: int = 0
     prompt_differs: Notes = field(default_factory=Notes)
+    split: Notes = field(default_factory=Notes)
+    windows: int = 0
 
     def extend(self, other: Tally) -> None:
         self.rows += other.rows
@@ -134,6 +139,8 @@ class Tally:
         self.left_out_tokens += other.left_out_tokens
         self.trained_tokens += other.trained_tokens
         self.prompt_differs.extend(other.prompt_differs)
+        self.split.extend(other.split)
+        self.windows += other.windows
 
     def dropped(self) -> list[tuple[int, str, str]]:
         """The dropped rows among the noted ones, in order: number, cause, reason."""
@@ -154,6 +161,8 @@ class Tally:
             left_out_tokens=content["left_out_tokens"],
             trained_tokens=content["trained_tokens"],
             prompt_differs=Notes.from_json(content["prompt_differs"]),
+            split=Notes.from_json(content["split"]),
+            windows=content["windows"],
         )
 
 

@@ -23,6 +23,7 @@ from shardtune.data.chat.template import missing_template
 from shardtune.data.encoder import LengthLimit, Row, RowError, TooLong
 from shardtune.data.messages import read_turns, shown_question
 from shardtune.data.row_formats import Chat, Completion, Text, read_example
+from shardtune.data.token_rows import Tokens
 from shardtune.errors import DataError
 
 TrainOn = Literal["assistant", "last_assistant", "all"]
@@ -50,6 +51,7 @@ class ChatEncoder:
         system_prompt: put before conversations without a system turn.
         max_length: the maximum number of tokens of a row, for `fit`.
         on_too_long: the handling of a longer row by `fit`.
+        split_stride: how many tokens further each part of a row that is split begins.
         with_prompts: also give `prompt_ids` and `reference`, for generative evaluation.
         thinking: the reasoning of trained turns that the template does not print: `keep` writes it before the answer,
             `template` leaves it out; `last` writes that of the turns after the last question and leaves out all other
@@ -69,6 +71,7 @@ class ChatEncoder:
         system_prompt: str | None = None,
         max_length: int = 2048,
         on_too_long: TooLong = "truncate",
+        split_stride: int | None = None,
         with_prompts: bool = False,
         thinking: Thinking | None = None,
         ignored_keys: Sequence[str] = (),
@@ -79,7 +82,7 @@ class ChatEncoder:
         self.template = None if template is None else ChatTemplate(template, self.tokenizer, template_kwargs)
         self.train_on: TrainOn = train_on
         self.system_prompt = system_prompt
-        self.limit = LengthLimit(max_length, on_too_long)
+        self.limit = LengthLimit(max_length, on_too_long, split_stride)
         self.with_prompts = with_prompts
         self.thinking: Thinking | None = "strip" if thinking == "drop" else thinking
         self.ignored_keys = frozenset(ignored_keys)
@@ -91,10 +94,12 @@ class ChatEncoder:
         if isinstance(example, Chat):
             return self._encode_chat(self.prepared(example))
         if self.system_prompt is not None:
-            raise RowError("data.system_prompt is set, but a row of plain text has no turns to put it before")
+            raise RowError("data.system_prompt is set, but the row has no turns to put it before")
+        if isinstance(example, Tokens):
+            return self._encode_tokens(example)
         return self._encode_text(example)
 
-    def fit(self, sample: Sample) -> Sample:
+    def fit(self, sample: Sample) -> Sample | list[Sample]:
         return self.limit.apply(sample)
 
     def weights(self, sample: Sample) -> Mapping[str, float]:
@@ -111,7 +116,7 @@ class ChatEncoder:
             "train_on": self.train_on,
             "system_prompt": self.system_prompt,
             "max_length": self.limit.max_length,
-            "on_too_long": self.limit.on_too_long,
+            "on_too_long": [self.limit.on_too_long, self.limit.stride],
             "with_prompts": self.with_prompts,
             "thinking": self.thinking,
             "ignored_keys": sorted(self.ignored_keys),
@@ -124,6 +129,7 @@ class ChatEncoder:
         self,
         messages: Sequence[Mapping[str, object]],
         tools: Sequence[dict[str, object]] | None = None,
+        *,
         template_kwargs: Mapping[str, object] = MappingProxyType({}),
     ) -> Prompt:
         """A conversation for the assistant to continue, up to the beginning of its turn."""
@@ -292,6 +298,37 @@ class ChatEncoder:
         content = chat.messages[last.message]["content"]
         answer = content if content.strip() else text[last.start : last.stop].removesuffix(self.template.end_of_turn)
         return prompt, answer
+
+    # -- tokens ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _largest_token(self) -> int:
+        return max(self.tokenizer.get_vocab().values())
+
+    def _encode_tokens(self, example: Tokens) -> Sample:
+        """The tokens as they are: neither a begin nor an end token is added."""
+        ids, weights = example.ids, example.weights.copy()
+        if int(ids.max()) > self._largest_token:
+            raise RowError(
+                f"input_ids has {int(ids.max()):,}, and the tokenizer's tokens go up to {self._largest_token:,}: the "
+                "row was tokenised by another one"
+            )
+        weights[:1] = 0.0
+        targets = np.flatnonzero(weights)
+        if not example.marked or not len(targets):
+            return Sample(ids, weights)
+        # The last answer: the targets from the last one back to the first that follows another token.
+        gaps = np.flatnonzero(np.diff(targets) > 1)
+        start = int(targets[gaps[-1] + 1 if len(gaps) else 0])
+        if self.train_on == "last_assistant":
+            weights[:start] = 0.0
+        if not self.with_prompts:
+            return Sample(ids, weights)
+        answer = self._decoded(ids[start : int(targets[-1]) + 1])
+        return Sample(ids, weights, ids[:start], answer, self._decoded(ids[:start]))
+
+    def _decoded(self, ids: np.ndarray) -> str:
+        return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
     # -- text ------------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from shardtune.data.images.placeholders import AppliedImages, Expanded
 from shardtune.data.images.rows import IMAGE_MARK, SHOWN_IMAGE, mark_images, read_image_row
 from shardtune.data.messages import shown_question
 from shardtune.data.row_formats import MEDIA_KEYS, Chat, Completion, Text, recognise
+from shardtune.data.token_rows import Tokens
 from shardtune.errors import DataError
 
 ENCODING_VERSION = 2
@@ -104,9 +105,9 @@ class ImageChatEncoder(ChatEncoder):
     Args:
         images: applies the model's processor.
         template: the Jinja text of the chat template; None raises an error for the first conversation.
-        train_on, system_prompt, max_length, on_too_long, with_prompts, thinking, ignored_keys, template_kwargs,
-            on_prompt_mismatch: as for `ChatEncoder`. A row that would be cut before the end of its last image is left
-            out instead.
+        train_on, system_prompt, max_length, on_too_long, split_stride, with_prompts, thinking, ignored_keys: as for
+            `ChatEncoder`. A row that would be cut before the end of its last image is left out instead.
+        template_kwargs, on_prompt_mismatch: likewise.
         folder: base of relative paths in rows.
         needs_image: refuse rows without an image, as the model cannot be called without.
         image_hosts: from which images named by URLs are fetched, see `shardtune.data.images.web`.
@@ -121,6 +122,7 @@ class ImageChatEncoder(ChatEncoder):
         system_prompt: str | None = None,
         max_length: int = 2048,
         on_too_long: TooLong = "truncate",
+        split_stride: int | None = None,
         with_prompts: bool = False,
         thinking: Thinking | None = None,
         ignored_keys: Sequence[str] = (),
@@ -133,7 +135,7 @@ class ImageChatEncoder(ChatEncoder):
         super().__init__(
             images.tokenizer, None, train_on=train_on, system_prompt=system_prompt, max_length=max_length,
             on_too_long=on_too_long, with_prompts=with_prompts, thinking=thinking, ignored_keys=ignored_keys,
-            on_prompt_mismatch=on_prompt_mismatch,
+            split_stride=split_stride, on_prompt_mismatch=on_prompt_mismatch,
         )  # fmt: skip
         self.images = images
         self.template = None if template is None else ImageTemplate(template, images, template_kwargs)
@@ -168,13 +170,21 @@ class ImageChatEncoder(ChatEncoder):
         if isinstance(example, Chat):
             sample, in_prompt, spans = self._encode_images_chat(self.prepared(example), images)
         elif self.system_prompt is not None:
-            raise RowError("data.system_prompt is set, but a row of plain text has no turns to put it before")
+            raise RowError("data.system_prompt is set, but the row has no turns to put it before")
+        elif isinstance(example, Tokens):
+            sample, in_prompt, spans = self._tokens_alone(example)
         else:
             sample, in_prompt, spans = self._encode_images_text(example, images)
         places = {SPANS: spans, IMAGE_STOP: spans.max(initial=0)}
         return replace(sample, fields={**sample.fields, **to_fields(images, in_prompt), **places})
 
-    def fit(self, sample: Sample) -> Sample:
+    def _tokens_alone(self, example: Tokens) -> tuple[Sample, int, np.ndarray]:
+        """A row of tokens, which has no images."""
+        if self.tokenizer.convert_tokens_to_ids(self.images.image_token) in example.ids:
+            raise RowError(f"input_ids has {self.images.image_token}; a row with images is given as text")
+        return self._encode_tokens(example), 0, np.empty((0, 2), np.int32)
+
+    def fit(self, sample: Sample) -> Sample | list[Sample]:
         stop = int(sample.fields[IMAGE_STOP])
         if self.limit.on_too_long == "truncate" and sample.length > self.limit.max_length < stop:
             raise RowDropped(f"{sample.length:,} tokens, its last image ends at {stop:,}: no image is cut")
@@ -185,6 +195,7 @@ class ImageChatEncoder(ChatEncoder):
         messages: Sequence[Mapping[str, object]],
         tools: Sequence[dict[str, object]] | None = None,
         images: Sequence[object] = (),
+        *,
         template_kwargs: Mapping[str, object] = MappingProxyType({}),
     ) -> Prompt:
         """A conversation with images for the assistant to continue.

@@ -12,13 +12,14 @@ from PIL import Image
 from shardtune.batch import Prompt, Sample
 from shardtune.data.chat.encoder import no_end_token
 from shardtune.data.chat.template import missing_template
-from shardtune.data.encoder import RowDropped
+from shardtune.data.encoder import RowDropped, RowError
 from shardtune.data.images.chat_encoder import ImageChatEncoder
 from shardtune.data.images.images import PROMPT_TEXT, ROW_TEXT, SUFFIX_START, StoredImage, to_fields
 from shardtune.data.images.rows import IMAGE_MARK, SHOWN_IMAGE, mark_images
 from shardtune.data.images.whole_rows import WholeRow, WholeRows
 from shardtune.data.messages import shown_question
 from shardtune.data.row_formats import Chat, Completion, Text
+from shardtune.data.token_rows import Tokens
 
 
 class WholeRowEncoder(ImageChatEncoder):
@@ -29,7 +30,10 @@ class WholeRowEncoder(ImageChatEncoder):
 
     images: WholeRows  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def fit(self, sample: Sample) -> Sample:
+    def _tokens_alone(self, example: Tokens) -> tuple[Sample, int, np.ndarray]:
+        raise RowError(f"input_ids: {type(self.images.processor).__name__} makes rows of text, not of tokens")
+
+    def fit(self, sample: Sample) -> Sample | list[Sample]:
         if self.limit.on_too_long == "truncate" and sample.length > self.limit.max_length:
             kind = type(self.images.processor).__name__
             raise RowDropped(f"{sample.length:,} tokens: {kind} makes a row as a whole, so none is cut")
@@ -52,6 +56,7 @@ class WholeRowEncoder(ImageChatEncoder):
         messages: Sequence[Mapping[str, object]],
         tools: Sequence[dict[str, object]] | None = None,
         images: Sequence[object] = (),
+        *,
         template_kwargs: Mapping[str, object] = MappingProxyType({}),
     ) -> Prompt:
         turns, named = mark_images(messages, images)

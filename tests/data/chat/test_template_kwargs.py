@@ -72,7 +72,9 @@ def test_tokens_are_those_of_transformers(given: dict[str, Any], tokenizer: Any,
     assert rendered(tokenizer, MULTI, of_final) == whole
     assert rendered(tokenizer, MULTI[:3], of_final, prompt=True) == before
     assert ChatEncoder(tokenizer, of_final, template_kwargs=given).template.with_arguments == of_final  # pyright: ignore[reportOptionalMemberAccess]
-    assert of_recipe.prompt(MULTI[:3]).tokens.tolist() == of_row.prompt(MULTI[:3], None, given).tokens.tolist()
+    assert (
+        of_recipe.prompt(MULTI[:3]).tokens.tolist() == of_row.prompt(MULTI[:3], template_kwargs=given).tokens.tolist()
+    )
     other = {"enable_thinking": not given.get("enable_thinking", False)}
     assert rendered(tokenizer, MULTI, of_final, **other) == rendered(tokenizer, MULTI, **given | other)
 
