@@ -23,7 +23,7 @@ TABLE: Table = {
     **TRAINING_ARGUMENTS,
     "model_name_or_path": To("actor.model.model_path"),
     "model_revision": Missing(
-        "download that revision and name its directory as actor.model.model_path", (None, "main")
+        "write the revision behind the name: model.model_path: OWNER/NAME@REVISION", (None, "main")
     ),
     "dtype": By("actor.model.precision: bf16; weights stay in fp32"),
     "torch_dtype": By("actor.model.precision: bf16; weights stay in fp32"),

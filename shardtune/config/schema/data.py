@@ -14,7 +14,10 @@ from shardtune.config.values import Allowed, Count, Distinct, FunctionInFile, Nu
 class DataEntry(Section):
     """One source among several in `data.train_data_paths` or `data.eval_data_paths`."""
 
-    path: Text = Field(description="A file, glob, directory or Hub name.")
+    path: Text = Field(
+        description="A file, glob, directory, URL of a remote one (s3://…), or Hub name, with its revision as "
+        "owner/name@revision."
+    )
     name: Text | None = key(
         None,
         "The source's name in logs and counts; for a Hub data set also its configuration; null: derived from the path.",

@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 
 from pydantic import BaseModel
 
+from shardtune.config.hub_name import split_revision
 from shardtune.config.shown import as_written
 from shardtune.data.cache_directory import cache_root, print_line
 from shardtune.data.encoder import FrameOptions, Row, RowError, bad_row, caused_by
@@ -366,14 +367,15 @@ def _find(spec: Any, selection: Selection, data: DataOptions, *, robot: bool) ->
         return _directory(path, selection, root), path.resolve().name
     if _GLOB.search(str(spec)):
         return _of_split(_matches(str(path)), selection), _GLOB.split(path.name)[0].strip("-_.") or path.parent.name
-    name, config = hub.parse_name(str(spec))
+    plain, revision = split_revision(str(spec))
+    name, config = hub.parse_name(plain)
     if config is not None and Path(name).is_dir():
         return _hub_files(name, config, selection, root), Path(name).name
-    if hub.is_name(str(spec)):
-        folder = hub.robot_data(name, root) if robot and config is None else None
+    if hub.is_name(plain):
+        folder = hub.robot_data(name, root, revision) if robot and config is None else None
         if folder is not None:
             return _directory(folder, selection, root), name.rpartition("/")[2]
-        return _hub_files(name, config, selection, root), name.rpartition("/")[2]
+        return _hub_files(name, config, selection, root, revision), name.rpartition("/")[2]
     raise _missing(path)
 
 
@@ -461,8 +463,10 @@ def _is_data(file: Path, folder: Path) -> bool:
     return not hidden and kind_of(file) is not None
 
 
-def _hub_files(name: str, config: str | None, selection: Selection, root: Path) -> list[SourceFile]:
-    label, files = hub.load_files(name, config, selection, root)
+def _hub_files(
+    name: str, config: str | None, selection: Selection, root: Path, revision: str | None = None
+) -> list[SourceFile]:
+    label, files = hub.load_files(name, config, selection, root, revision)
     return [SourceFile(file, "arrow", f"{label} {file.name}" if len(files) > 1 else label) for file in files]
 
 
