@@ -30,6 +30,7 @@ from shardtune.data.sources import hub
 from shardtune.data.sources.fingerprint import fingerprints
 from shardtune.data.sources.hub import Purpose, Selection
 from shardtune.data.sources.memory_rows import is_frame, is_table, records, spool_rows
+from shardtune.data.sources.remote import is_remote, remote_files
 from shardtune.errors import DataError
 
 LEROBOT = "lerobot"
@@ -157,7 +158,7 @@ def resolve_sources(
     sources: list[Source] = []
     for entry in entries:
         selection = Selection(entry.get("name"), entry.get("split"), purpose)
-        files, name = _find(entry["path"], selection, data, robot=frames is not None)
+        files, name = _find(entry["path"], selection, data, robot=frames is not None, report=report)
         name = _unique(entry.get("name") or name, [source.name for source in sources])
         source = Source(
             name=name,
@@ -348,7 +349,9 @@ def _in_memory(spec: Any, root: Path) -> SourceFile | None:
     return None
 
 
-def _find(spec: Any, selection: Selection, data: DataOptions, *, robot: bool) -> tuple[list[SourceFile], str]:
+def _find(
+    spec: Any, selection: Selection, data: DataOptions, *, robot: bool, report: Callable[[str], None]
+) -> tuple[list[SourceFile], str]:
     """The files of one data path, and a name for them."""
     root = cache_root(data.cache_dir)
     held = _in_memory(spec, root)
@@ -360,6 +363,9 @@ def _find(spec: Any, selection: Selection, data: DataOptions, *, robot: bool) ->
             where=f"data: {spec!r}",
             remedy="name a file or directory",
         )
+    if is_remote(str(spec)):
+        copies = [_file(one.path, one.label) for one in remote_files(str(spec), selection, root, report)]
+        return copies if len(copies) > 1 else _of_split(copies, selection), _stem(copies[0].path)
     path = Path(spec).expanduser()
     if path.is_file():
         return _of_split([_file(path)], selection), _stem(path)
@@ -413,11 +419,11 @@ def _file(path: Path, label: str | None = None) -> SourceFile:
     if kind is None:
         raise DataError(
             f"the kind of the file {as_written(path.name)} is not known",
-            where=str(path),
+            where=label or str(path),
             remedy=_CONVERT if path.suffix.lower() in _ARRAYS else f"use {SUPPORTED}",
         )
     if path.stat().st_size == 0:
-        raise DataError("the data file is empty", where=str(path), remedy=_FILL)
+        raise DataError("the data file is empty", where=label or str(path), remedy=_FILL)
     return SourceFile(path, kind, label or str(path))
 
 
