@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
@@ -44,7 +45,7 @@ def load_config(
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ModelError(f"{path} holds no config.json, so it is no model", where=MODEL_PATH, remedy=GIVE_A_MODEL)
     name, revision = split_revision(path)
-    of_hub = {} if revision is None else {"revision": revision}
+    of_hub: dict[str, Any] = {} if revision is None else {"revision": revision}
     try:
         kind = classes.get(PreTrainedConfig.get_config_dict(name, **of_hub)[0].get("model_type", ""))
         if kind is not None:
@@ -130,7 +131,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     """The tokenizer of a directory or Hub name."""
     remedy = "give the directory of one as actor.tokenizer.tokenizer_model"
     name, revision = split_revision(path)
-    of_hub = {} if revision is None else {"revision": revision}
+    of_hub: dict[str, Any] = {} if revision is None else {"revision": revision}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **of_hub)
     except Exception as error:  # tokenizers raises plain Exceptions for a truncated file

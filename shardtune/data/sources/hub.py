@@ -102,7 +102,7 @@ def load_files(
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     where = f"data: {name}" + (f":{config}" if config else "") + (f"@{revision}" if revision else "")
-    of_hub = {} if revision is None else {"revision": revision}
+    of_hub: dict[str, Any] = {} if revision is None else {"revision": revision}
     try:
         if (
             config is None

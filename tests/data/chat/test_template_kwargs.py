@@ -75,7 +75,7 @@ def test_tokens_are_those_of_transformers(given: dict[str, Any], tokenizer: Any,
     assert (
         of_recipe.prompt(MULTI[:3]).tokens.tolist() == of_row.prompt(MULTI[:3], template_kwargs=given).tokens.tolist()
     )
-    other = {"enable_thinking": not given.get("enable_thinking", False)}
+    other: dict[str, Any] = {"enable_thinking": not given.get("enable_thinking", False)}
     assert rendered(tokenizer, MULTI, of_final, **other) == rendered(tokenizer, MULTI, **given | other)
 
 
