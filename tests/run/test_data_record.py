@@ -104,7 +104,7 @@ def test_left_out_reasoning_is_refused_or_counted_at_start(tiny: Tiny) -> None:
     told = logged(shardtune.train, recipe, *overrides, "data.template_kwargs={enable_thinking: false}")
     of_final = AutoTokenizer.from_pretrained(tiny.run("thinking") / "final")
     asked = [{"role": "user", "content": "1?"}]
-    for given in ({}, {"enable_thinking": True}):  # a served model is asked as it was trained
+    for given in ({}, {"enable_thinking": True}):  # prompts of a server are those of training
         prompt = of_final.apply_chat_template(asked, tokenize=False, add_generation_prompt=True, **given)
         assert prompt.endswith("<|im_start|>assistant\n" + "<think>\n" * len(given))
     answers = partial(shardtune.load_run(tiny.run("thinking")).generate, "1?", max_new_tokens=1)

@@ -81,7 +81,7 @@ def test_the_manifest_has_the_commits(cache: Path, tmp_path: Path) -> None:
 
 
 def test_a_data_set(data: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The revision is asked for, and the commit that came is in the label, which the manifest has."""
+    """The revision is passed on, and the commit that came is in the label, which the manifest has."""
     asked: list[tuple[str, str | None, str | None]] = []
     rows = datasets.Dataset.from_list([{"question": "a", "answer": "b"}])
     rows.save_to_disk(str(tmp_path / "saved"))

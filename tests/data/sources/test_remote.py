@@ -1,4 +1,4 @@
-"""Remote data files: patterns, directories, a web server that is asked twice, and what is missing."""
+"""Remote data files: patterns, directories, files of a web server, and what is missing."""
 
 from __future__ import annotations
 
