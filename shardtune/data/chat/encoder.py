@@ -19,7 +19,7 @@ from shardtune.data.chat.outline import Span
 from shardtune.data.chat.prompt_check import PromptMismatch, first_difference
 from shardtune.data.chat.reasoning import Thinking, Thought, before_last_question, without_thoughts
 from shardtune.data.chat.rendering import ChatTemplate, Rendering
-from shardtune.data.chat.template import missing_template
+from shardtune.data.chat.template import missing_template, refuse_without_template
 from shardtune.data.encoder import LengthLimit, Row, RowError, TooLong
 from shardtune.data.messages import read_turns, shown_question
 from shardtune.data.row_formats import Chat, Completion, Text, read_example
@@ -78,6 +78,7 @@ class ChatEncoder:
         template_kwargs: Mapping[str, object] = MappingProxyType({}),
         on_prompt_mismatch: PromptMismatch = "fail",
     ) -> None:
+        refuse_without_template(template, template_kwargs)
         self.tokenizer = with_offsets(tokenizer)
         self.template = None if template is None else ChatTemplate(template, self.tokenizer, template_kwargs)
         self.train_on: TrainOn = train_on

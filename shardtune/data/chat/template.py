@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from jinja2 import TemplateSyntaxError
@@ -92,6 +93,16 @@ def _chatml(tokenizer: PreTrainedTokenizerBase) -> str:
             remedy="give the tokenizer an eos_token (tokenizer_config.json)",
         )
     return _CHATML.replace("END", "eos_token")
+
+
+def refuse_without_template(template: str | None, arguments: Mapping[str, object]) -> None:
+    """Refuse values for a chat template where there is none."""
+    if template is None and arguments:
+        raise DataError(
+            "no chat template renders these rows, so there is nothing to give values to",
+            where="data.template_kwargs",
+            remedy="leave it out, or set data.chat_template",
+        )
 
 
 def missing_template(where: str) -> DataError:

@@ -17,7 +17,7 @@ from shardtune.data.chat.outline import Span
 from shardtune.data.chat.prompt_check import PromptMismatch
 from shardtune.data.chat.reasoning import Thinking
 from shardtune.data.chat.rendering import ChatTemplate, Rendering
-from shardtune.data.chat.template import missing_template
+from shardtune.data.chat.template import missing_template, refuse_without_template
 from shardtune.data.encoder import Row, RowDropped, RowError, TooLong
 from shardtune.data.images.images import IMAGE_STOP, SPANS, StoredImage, read_image, to_fields
 from shardtune.data.images.placeholders import AppliedImages, Expanded
@@ -137,6 +137,7 @@ class ImageChatEncoder(ChatEncoder):
             on_too_long=on_too_long, with_prompts=with_prompts, thinking=thinking, ignored_keys=ignored_keys,
             split_stride=split_stride, on_prompt_mismatch=on_prompt_mismatch,
         )  # fmt: skip
+        refuse_without_template(template, template_kwargs)
         self.images = images
         self.template = None if template is None else ImageTemplate(template, images, template_kwargs)
         self._folder = Path.cwd() if folder is None else folder

@@ -118,6 +118,8 @@ def test_what_a_template_does_not_read_is_refused(given: dict[str, Any], match: 
     for row in ({"text": "a"}, {"prompt": "a", "completion": "b"}):
         with pytest.raises(RowError, match="chat_template_kwargs is for a chat template"):
             encoder.encode({**row, "chat_template_kwargs": {"enable_thinking": True}})
+    with pytest.raises(DataError, match="no chat template renders"):
+        ChatEncoder(tokenizer, None, template_kwargs={"enable_thinking": True})
     with pytest.raises(RowError, match="not a mapping"):
         encoder.encode({"messages": MULTI, "chat_template_kwargs": [1]})
 
