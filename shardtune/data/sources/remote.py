@@ -81,6 +81,7 @@ def remote_files(spec: str, selection: Selection, root: Path, report: Callable[[
         known = ", ".join(sorted(fsspec.available_protocols()))
         raise DataError(f"{scheme}:// is not known", where=f"data: {shown}", remedy=f"one of {known}") from error
     try:
+        system.invalidate_cache()
         return [_copied(system, one, spec, root, report) for one in _chosen(system, path, spec, selection)]
     except DataError:
         raise

@@ -365,7 +365,10 @@ def _find(
         )
     if is_remote(str(spec)):
         copies = [_file(one.path, one.label) for one in remote_files(str(spec), selection, root, report)]
-        return copies if len(copies) > 1 else _of_split(copies, selection), _stem(copies[0].path)
+        if len(copies) == 1:
+            return _of_split(copies, selection), _stem(copies[0].path)
+        named = Path(str(spec))
+        return copies, _GLOB.split(named.name)[0].strip("-_.") or named.parent.name
     path = Path(spec).expanduser()
     if path.is_file():
         return _of_split([_file(path)], selection), _stem(path)

@@ -83,7 +83,7 @@ def test_patterns_and_directories(data: Any) -> None:
         quiet: Any = {"report": lambda _: None}
         assert rows(resolve_sources("memory://bucket/set/train-*.jsonl", data, **quiet)) == ["1", "2"]
         whole = resolve_sources("memory://bucket/set", data, **quiet)
-        assert rows(whole) == ["1", "2"]
+        assert (rows(whole), whole[0].name) == (["1", "2"], "set")
         assert whole[0].files[1].label == "memory:///bucket/set/train-1.jsonl"
         assert rows(resolve_sources("memory://bucket/set", data, purpose="eval", **quiet)) == ["3"]
         assert rows(resolve_sources({"path": "memory://bucket/set", "split": "test"}, data, **quiet)) == ["3"]
