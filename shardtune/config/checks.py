@@ -169,6 +169,20 @@ def _length(context: Context) -> Iterator[ConfigError]:
             f"data.max_length ({length} tokens) is more than one forward pass may hold ({key}: {limit})",
             f"raise {key} to {length} or lower data.max_length",
         )
+    data = context.recipe.data
+    if data.split_stride is not None and data.on_too_long != "split":
+        yield context.problem(
+            "data.split_stride",
+            f"data.split_stride ({data.split_stride}) has no effect with data.on_too_long: {data.on_too_long}",
+            "set data.on_too_long: split, or leave it out",
+        )
+    elif data.split_stride is not None and data.split_stride >= length:
+        yield context.problem(
+            "data.split_stride",
+            f"data.split_stride ({data.split_stride}) is not below data.max_length ({length}), so the first token of a "
+            "window would never be a target",
+            f"set at most {length - 1}, which is what null stands for",
+        )
 
 
 def _schedule(context: Context) -> Iterator[ConfigError]:

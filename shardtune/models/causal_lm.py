@@ -18,6 +18,7 @@ from shardtune.batch import TOKENS, Batch, LossSum, Metric, PackedBatch, Sample
 from shardtune.config import DataConfig
 from shardtune.config.rank_layout import Layout
 from shardtune.data.chat.encoder import ChatEncoder, TrainOn
+from shardtune.data.chat.prompt_check import PromptMismatch
 from shardtune.data.chat.reasoning import Thinking
 from shardtune.data.chat.template import load_template
 from shardtune.data.encoder import Row, TooLong
@@ -82,8 +83,11 @@ class EncodingSettings(TypedDict):
     system_prompt: str | None
     max_length: int
     on_too_long: TooLong
+    split_stride: int | None
     thinking: Thinking | None
     ignored_keys: list[str]
+    template_kwargs: dict[str, object]
+    on_prompt_mismatch: PromptMismatch
 
 
 class CausalLM(LanguageModel):
@@ -301,8 +305,11 @@ class CausalLM(LanguageModel):
             "system_prompt": data.system_prompt,
             "max_length": data.max_length,
             "on_too_long": data.on_too_long,
+            "split_stride": data.split_stride,
             "thinking": data.thinking,
             "ignored_keys": data.ignored_keys,
+            "template_kwargs": data.template_kwargs,
+            "on_prompt_mismatch": data.on_prompt_mismatch,
         }
 
     def collate(self, samples: Sequence[Sample], rows: Sequence[int], weights: Mapping[str, float]) -> PackedBatch:

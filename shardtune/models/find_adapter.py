@@ -300,6 +300,8 @@ def _check_read(recipe: Recipe, kind: type[Adapter]) -> None:
             "data.thinking": data.thinking is not None,
             "data.ignored_keys": bool(data.ignored_keys),
             "actor.model.add_value_head": model.add_value_head,
+            "data.template_kwargs": bool(data.template_kwargs),
+            "data.on_prompt_mismatch": data.on_prompt_mismatch != "fail",
         }
     reads = {long_key(name) for name in kind.reads}
     for key in (key for key, is_given in given.items() if is_given and key not in reads):

@@ -221,6 +221,8 @@ def check_keys(recipe: Recipe, kind: type[FSDPSftWorker]) -> None:
         "data.on_bad_row": data.on_bad_row != "fail",
         "data.on_too_long": data.on_too_long != "truncate",
         "data.thinking": data.thinking is not None,
+        "data.template_kwargs": bool(data.template_kwargs),
+        "data.on_prompt_mismatch": data.on_prompt_mismatch != "fail",
         "data.ignored_keys": bool(data.ignored_keys),
         "data.audit": data.audit != type(data.audit)(),
         "data.quarantine": data.quarantine is not None,

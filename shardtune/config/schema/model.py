@@ -83,8 +83,8 @@ class ModelConfig(Section):
     )
     model_path: Text | None = key(
         None,
-        "The base model: a directory for `from_pretrained`, or a Hub name; required unless the model is passed as an "
-        "object.",
+        "The base model: a directory for `from_pretrained`, or a Hub name, with a branch, tag or commit as "
+        "owner/name@revision; required unless the model is passed as an object.",
     )
     from_scratch: bool = key(
         False, "Take only the configuration and tokenizer from `model_path` and initialise the weights from the seed."

@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 
 from pydantic import BaseModel
 
+from shardtune.config.hub_name import split_revision
 from shardtune.config.shown import as_written
 from shardtune.data.cache_directory import cache_root, print_line
 from shardtune.data.encoder import FrameOptions, Row, RowError, bad_row, caused_by
@@ -29,6 +30,7 @@ from shardtune.data.sources import hub
 from shardtune.data.sources.fingerprint import fingerprints
 from shardtune.data.sources.hub import Purpose, Selection
 from shardtune.data.sources.memory_rows import is_frame, is_table, records, spool_rows
+from shardtune.data.sources.remote import is_remote, remote_files
 from shardtune.errors import DataError
 
 LEROBOT = "lerobot"
@@ -156,7 +158,7 @@ def resolve_sources(
     sources: list[Source] = []
     for entry in entries:
         selection = Selection(entry.get("name"), entry.get("split"), purpose)
-        files, name = _find(entry["path"], selection, data, robot=frames is not None)
+        files, name = _find(entry["path"], selection, data, robot=frames is not None, report=report)
         name = _unique(entry.get("name") or name, [source.name for source in sources])
         source = Source(
             name=name,
@@ -347,7 +349,9 @@ def _in_memory(spec: Any, root: Path) -> SourceFile | None:
     return None
 
 
-def _find(spec: Any, selection: Selection, data: DataOptions, *, robot: bool) -> tuple[list[SourceFile], str]:
+def _find(
+    spec: Any, selection: Selection, data: DataOptions, *, robot: bool, report: Callable[[str], None]
+) -> tuple[list[SourceFile], str]:
     """The files of one data path, and a name for them."""
     root = cache_root(data.cache_dir)
     held = _in_memory(spec, root)
@@ -359,6 +363,12 @@ def _find(spec: Any, selection: Selection, data: DataOptions, *, robot: bool) ->
             where=f"data: {spec!r}",
             remedy="name a file or directory",
         )
+    if is_remote(str(spec)):
+        copies = [_file(one.path, one.label) for one in remote_files(str(spec), selection, root, report)]
+        if len(copies) == 1:
+            return _of_split(copies, selection), _stem(copies[0].path)
+        named = Path(str(spec))
+        return copies, _GLOB.split(named.name)[0].strip("-_.") or named.parent.name
     path = Path(spec).expanduser()
     if path.is_file():
         return _of_split([_file(path)], selection), _stem(path)
@@ -366,14 +376,15 @@ def _find(spec: Any, selection: Selection, data: DataOptions, *, robot: bool) ->
         return _directory(path, selection, root), path.resolve().name
     if _GLOB.search(str(spec)):
         return _of_split(_matches(str(path)), selection), _GLOB.split(path.name)[0].strip("-_.") or path.parent.name
-    name, config = hub.parse_name(str(spec))
+    plain, revision = split_revision(str(spec))
+    name, config = hub.parse_name(plain)
     if config is not None and Path(name).is_dir():
         return _hub_files(name, config, selection, root), Path(name).name
-    if hub.is_name(str(spec)):
-        folder = hub.robot_data(name, root) if robot and config is None else None
+    if hub.is_name(plain):
+        folder = hub.robot_data(name, root, revision) if robot and config is None else None
         if folder is not None:
             return _directory(folder, selection, root), name.rpartition("/")[2]
-        return _hub_files(name, config, selection, root), name.rpartition("/")[2]
+        return _hub_files(name, config, selection, root, revision), name.rpartition("/")[2]
     raise _missing(path)
 
 
@@ -411,11 +422,11 @@ def _file(path: Path, label: str | None = None) -> SourceFile:
     if kind is None:
         raise DataError(
             f"the kind of the file {as_written(path.name)} is not known",
-            where=str(path),
+            where=label or str(path),
             remedy=_CONVERT if path.suffix.lower() in _ARRAYS else f"use {SUPPORTED}",
         )
     if path.stat().st_size == 0:
-        raise DataError("the data file is empty", where=str(path), remedy=_FILL)
+        raise DataError("the data file is empty", where=label or str(path), remedy=_FILL)
     return SourceFile(path, kind, label or str(path))
 
 
@@ -461,8 +472,10 @@ def _is_data(file: Path, folder: Path) -> bool:
     return not hidden and kind_of(file) is not None
 
 
-def _hub_files(name: str, config: str | None, selection: Selection, root: Path) -> list[SourceFile]:
-    label, files = hub.load_files(name, config, selection, root)
+def _hub_files(
+    name: str, config: str | None, selection: Selection, root: Path, revision: str | None = None
+) -> list[SourceFile]:
+    label, files = hub.load_files(name, config, selection, root, revision)
     return [SourceFile(file, "arrow", f"{label} {file.name}" if len(files) > 1 else label) for file in files]
 
 
