@@ -15,7 +15,7 @@ from pathlib import Path
 from shardtune.config.paths import FUNCTION_KEYS, MODEL_KEYS, TASK_KEY
 from shardtune.config.schema import Recipe
 from shardtune.config.tree import get_value
-from shardtune.config.values import CLASS_IN_MODULE, ENVIRONMENT_OF_OTHERS, FUNCTION_IN_FILE, TASK_FILES
+from shardtune.config.values import ENVIRONMENT_OF_OTHERS, FUNCTION_IN_FILE, TASK_FILES
 from shardtune.errors import ConfigError
 
 
@@ -29,12 +29,8 @@ def named_code(recipe: Recipe) -> dict[str, str]:
             match = FUNCTION_IN_FILE.fullmatch(text) if isinstance(text, str) else None
             if match is not None:
                 found.setdefault(match["file"], key)
-    environment = recipe.eval.environment
-    if environment is not None and ENVIRONMENT_OF_OTHERS.fullmatch(environment):  # gymnasium imports modules, too
-        found.setdefault(environment, "eval.environment")
-    optimizer = recipe.actor.optim.name
-    if CLASS_IN_MODULE.fullmatch(optimizer):
-        found.setdefault(optimizer, "actor.optim.name")
+            elif isinstance(text, str) and ENVIRONMENT_OF_OTHERS.fullmatch(text):  # gymnasium imports modules, too
+                found.setdefault(text, key)
     for name in recipe.eval.harness:  # a task's YAML file may name functions of a file beside it
         if name.endswith(TASK_FILES):
             found.setdefault(name, TASK_KEY)
