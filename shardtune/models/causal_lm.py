@@ -46,6 +46,7 @@ from shardtune.models.loss import (
     linear_cross_entropy,
     router_balance,
 )
+from shardtune.models.mixers import Mixers
 from shardtune.models.packed_attention import DOCUMENTS
 from shardtune.models.packing_probe import probe_packing
 from shardtune.models.pretrained import model_directory
@@ -149,6 +150,7 @@ class CausalLM(LanguageModel):
         self._own_attention = ""
         self._attention = ""
         self._sequence: DeviceMesh | None = None
+        self._mixers, self._takes_places = Mixers(), False
         self.packs = self._by_length = False
         self._transform, self._other_transform = declared_transform(config), IDENTITY
         self._through_own_head = False
@@ -164,11 +166,15 @@ class CausalLM(LanguageModel):
         keep_weights(model)
         takes = inspect.signature(model.base_model.forward).parameters
         self._own_attention = attention_name(model)
-        self.packs = "position_ids" in takes and any(p.kind is p.VAR_KEYWORD for p in takes.values())
+        self._takes_places = "position_ids" in takes
+        self._mixers = Mixers.of(model)  # which need no positions
+        keywords = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+        self.packs = keywords and (self._takes_places or len(self._mixers) > 0)
         self._attention = self._own_attention
         if self._requested_attention == "auto":
-            self.packs = self.packs and model._can_set_attn_implementation()
-            self._attention = DOCUMENTS if self.packs else self._own_attention
+            replaceable = model._can_set_attn_implementation()
+            self.packs = self.packs and (replaceable or len(self._mixers) > 0)
+            self._attention = DOCUMENTS if self.packs and replaceable else self._own_attention
         set_attention(model, self._attention)
         if self._precision == "fp64" and model.config._experts_implementation is not None:
             model.set_experts_implementation("eager")
@@ -203,6 +209,7 @@ class CausalLM(LanguageModel):
         if model is not self._model:
             return
         set_attention(model, self._own_attention)
+        self._mixers.run_row_by_row(False)
         restore_rescaling(pretrained(model))
         if self._gradient_checkpointing:
             pretrained(model).activation_checkpointing_disable()
@@ -241,7 +248,14 @@ class CausalLM(LanguageModel):
     def one_row_per_forward(self, model: nn.Module) -> None:
         """Stop packing: from now on each forward holds one row, with the model's own attention."""
         self.packs, self._attention = False, self._own_attention
+        self._mixers.run_row_by_row(False)
         set_attention(model, self._attention)
+
+    def mix_row_by_row(self, on: bool) -> bool:
+        """Let each packed row run through layers with a state by itself; returns whether the model has any."""
+        possible = len(self._mixers) > 0 and self._sequence is None
+        self._mixers.run_row_by_row(on and possible)
+        return possible
 
     def use_own_head(self) -> None:
         """Stop using the chunked head: logits come from the model's own forward, at supervised positions only."""
@@ -422,8 +436,10 @@ class CausalLM(LanguageModel):
             part = SequencePart.of(len(input_ids), positions, self._sequence)
             arguments["token_share"] = part.share
             input_ids, position_ids, positions = part.cut(input_ids), part.cut(position_ids), part.positions
-        if self.packs:
+        if self.packs and self._takes_places:
             arguments["position_ids"] = position_ids.unsqueeze(-2)
+        if self.packs and len(self._mixers):
+            arguments |= self._mixers.pack(batch.cu_seqlens)
         if batch.fields:
             arguments |= self.further_inputs(batch)
         if self._attention == DOCUMENTS or self._attention.startswith("flash"):
@@ -504,6 +520,7 @@ class CausalLM(LanguageModel):
         return logits if at.part is None else at.part.gather(logits)
 
     def reference_logits(self, model: nn.Module, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:
+        self._mixers.whole()
         with under_attention(model, "eager"), torch.compiler.set_stance("force_eager"):
             further = self.further_inputs(batch)
             return own_forward(model, batch.input_ids[None], positions, further, leads=self._leads)[1]
@@ -516,6 +533,7 @@ class CausalLM(LanguageModel):
         self, model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, arguments: Mapping[str, object]
     ) -> torch.Tensor:
         model = pretrained(model)
+        self._mixers.whole()
         with under_attention(model, self._own_attention), torch.compiler.set_stance("force_eager"):
             generate: Any = model.generate
             # With a cache, router logits are those of the newest tokens only: no balance loss can be computed.
