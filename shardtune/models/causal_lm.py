@@ -48,13 +48,14 @@ from shardtune.models.loss import (
 )
 from shardtune.models.mixers import Mixers
 from shardtune.models.packed_attention import DOCUMENTS
-from shardtune.models.packing_probe import probe_packing
+from shardtune.models.packing_probe import AGREEMENT, probe_packing
 from shardtune.models.pretrained import model_directory
 from shardtune.models.rescaling import keep_weights, restore_rescaling
 from shardtune.models.sequence_part import SequencePart
 from shardtune.models.source_losses import TargetLosses
 from shardtune.models.user_metrics import Measure, Prediction
 from shardtune.models.value_loss import VALUE, ValueLoss
+from shardtune.parallel.fsdp2 import COMPUTE_DTYPE
 from shardtune.parallel.model_parallel import ModelParallel, apply_model_parallel
 from shardtune.parallel.ranks import Ranks
 from shardtune.parallel.shard_units import choose_units, outermost
@@ -151,6 +152,7 @@ class CausalLM(LanguageModel):
         self._attention = ""
         self._sequence: DeviceMesh | None = None
         self._mixers, self._takes_places = Mixers(), False
+        self._padding_changes: bool | None = None  # of prompts, once it has been computed
         self.packs = self._by_length = False
         self._transform, self._other_transform = declared_transform(config), IDENTITY
         self._through_own_head = False
@@ -397,7 +399,15 @@ class CausalLM(LanguageModel):
         packed = cast(PackedBatch, batch)  # as `collate` has made it
         at = self._to_head(model, packed, packed.target_positions)
         by_source = self.source_losses
-        return self._losses(at, packed, token_loss or PLAIN, count_correct=False, by_source=by_source)[0]
+        losses = self._losses(at, packed, token_loss or PLAIN, count_correct=False, by_source=by_source)[0]
+        if torch.is_grad_enabled() and not losses[TOKENS].total.requires_grad:
+            raise ModelError(
+                f"the loss of {type(model).__name__} has no graph: nothing that is trained has a part in it",
+                where="actor.model.is_lora, actor.model.freeze",
+                remedy="reversible layers compute no gradient behind frozen embeddings: train the embeddings too "
+                "(actor.model.lora.modules_to_save), or everything",
+            )
+        return losses
 
     def evaluate(self, model: nn.Module, batch: Batch, measure: Measure | None = None) -> Evaluation:
         packed = cast(PackedBatch, batch)  # as `collate` has made it
@@ -528,6 +538,20 @@ class CausalLM(LanguageModel):
     def further_inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
         """Inputs of the model's own forward besides tokens and their positions."""
         return {}
+
+    def padding_changes(self, model: nn.Module, alone: Mapping[str, Any], padded: Mapping[str, Any]) -> bool:
+        if self._padding_changes is None:
+            first, other = (self._next_logits(model, inputs) for inputs in (alone, padded))
+            distance = float((other - first).abs().max() / first.abs().max())
+            self._padding_changes = not distance <= AGREEMENT[COMPUTE_DTYPE[self._precision]]  # nor is NaN
+        return self._padding_changes
+
+    def _next_logits(self, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """[vocabulary]: of the first prompt's next token."""
+        further = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
+        settings = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+        made: Any = self.generate(model, inputs["input_ids"], inputs["attention_mask"], {**further, **settings})
+        return made.logits[0][0]
 
     def generate(
         self, model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, arguments: Mapping[str, object]
