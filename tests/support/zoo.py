@@ -334,8 +334,8 @@ def with_images(family: str, folder: Path, precision: str, kind: str) -> Materia
     )
 
 
-def compared(material: Material, family: str, folder: Path, precision: str) -> Result:
-    """One architecture, by shardtune and by plain transformers."""
+def compared(material: Material, family: str, folder: Path, precision: str, *, thorough: bool) -> Result:
+    """One architecture, by shardtune and by plain transformers; thorough: one row at a time and with LoRA too."""
     kind, auto, values = material.values["actor"]["model"]["model_type"], material.auto, material.values
     ours = by_shardtune(values, final=folder / "final")
     start, model = loaded(auto, folder, precision), loaded(auto, folder, precision)
@@ -345,12 +345,14 @@ def compared(material: Material, family: str, folder: Path, precision: str) -> R
         raise Impossible("plain transformers computes no finite numbers at small sizes")
     notes = [*ours.notes, *(["fp32"] if precision == "fp32" else [])]
     result = Result(kind, family, ours.how, relative(ours.numbers, expected), reason="; ".join(notes))
-    alone = by_shardtune(changed(values, actor={"micro_batch_size": 1}), prepared=ours.prepared)
-    result = replace(result, alone=relative(alone.numbers, expected))
     reloaded = loaded(auto, folder / "final", precision)
     result = replace(result, final=apart(reloaded, model, start, rows[0]))
     if material.prompts is not None:
         result = replace(result, answers=same_answers(model, material.prompts(ours), ours.answers))
+    if not thorough:
+        return result
+    alone = by_shardtune(changed(values, actor={"micro_batch_size": 1}), prepared=ours.prepared)
+    result = replace(result, alone=relative(alone.numbers, expected))
     return with_lora(result, material, ours, rows, folder, precision)
 
 
@@ -396,7 +398,9 @@ def with_lora(
     return replace(result, lora=max(relative(ours.numbers, expected), away, merging))
 
 
-def tried(kind: str, family: str, folder: Path, precision: str = "fp64", rows_of: str = "") -> Result:
+def tried(
+    kind: str, family: str, folder: Path, precision: str = "fp64", rows_of: str = "", *, thorough: bool = True
+) -> Result:
     """One architecture's result, whatever it raises; in fp32 where plain transformers has no fp64 for it, and with
     fewer kinds of rows where plain transformers takes no others."""
     rows_of = rows_of or ROWS_OF_IMAGES[-1 if "whole" in VISION.get(family, {}) else 0]
@@ -406,10 +410,10 @@ def tried(kind: str, family: str, folder: Path, precision: str = "fp64", rows_of
 
     def again(error: Exception) -> Result | None:
         if fewer and any(what in str(error) for what in NEEDS_OTHER_ROWS):
-            return tried(kind, family, folder, precision, fewer)
+            return tried(kind, family, folder, precision, fewer, thorough=thorough)
         refused = isinstance(error, ShardtuneError)
         if precision == "fp64" and (UNCOMPUTABLE in str(error) if refused else isinstance(error, RuntimeError)):
-            return tried(kind, family, folder, "fp32", rows_of)
+            return tried(kind, family, folder, "fp32", rows_of, thorough=thorough)
         return None
 
     try:
@@ -417,7 +421,7 @@ def tried(kind: str, family: str, folder: Path, precision: str = "fp64", rows_of
             material = decoder(family, place, precision)
         else:
             material = with_images(family, place, precision, rows_of)
-        result = compared(material, family, place, precision)
+        result = compared(material, family, place, precision, thorough=thorough)
     except Impossible as error:
         return Result(kind, family, IMPOSSIBLE, reason=str(error))
     except ShardtuneError as error:
