@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from shardtune.config import LoraConfig
 from shardtune.errors import ConfigError
-from shardtune.models.lora.linear_layers import LINEAR, lost_when_loaded, refused, uncalled, unlike_linear
+from shardtune.models.lora.linear_layers import LINEAR, lost_when_loaded, uncalled, unlike_linear
 
 ALL_LINEAR = "all-linear"
 SECTION = "actor.model.lora"
@@ -59,7 +59,7 @@ def fresh_config(
     )
     targets = config.target_modules
     if targets == ALL_LINEAR:
-        names = _all_linear(model, made, trained, notes)
+        names = _all_linear(model, trained, notes)
     else:
         names = [
             name
@@ -78,7 +78,7 @@ def fresh_config(
     return made, names
 
 
-def _all_linear(model: nn.Module, made: peft.LoraConfig, trained: Collection[str], notes: list[str]) -> list[str]:
+def _all_linear(model: nn.Module, trained: Collection[str], notes: list[str]) -> list[str]:
     """Linear layers that are no head, are called as modules, share no weight, and are neither frozen nor trained in
     full."""
     head, shared, all_frozen = head_of(model), _shared(model), is_frozen(model)
@@ -94,11 +94,7 @@ def _all_linear(model: nn.Module, made: peft.LoraConfig, trained: Collection[str
         if not shared.isdisjoint(module.parameters(recurse=False)):
             notes.append(f"LoRA leaves out {name}, which shares its weight: merged, the two would differ")
             continue
-        unfit = (
-            ""
-            if is_inside(name, attention)
-            else unlike_linear(module) or uncalled(model, name) or refused(made, model, name)
-        )
+        unfit = "" if is_inside(name, attention) else unlike_linear(module) or uncalled(model, name)
         if unfit:
             others.setdefault(unfit, []).append(name)
         elif not is_inside(name, attention):

@@ -1,4 +1,4 @@
-"""Which linear layers LoRA can adapt: by what they compute, by what PEFT takes, and by what PEFT finds again."""
+"""Which linear layers LoRA can adapt: by what they compute, by how they are used, and by what PEFT finds again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import peft
 import torch
-from peft.tuners.tuners_utils import BaseTuner
 from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 from torch import nn
 from transformers import PreTrainedModel
@@ -56,15 +55,6 @@ def uncalled(model: nn.Module, name: str) -> str:
     owner = type(model.get_submodule(parent))
     used = re.search(rf"(?<!isinstance\()self\.{re.escape(child)}\.weight\b(?!\.dtype|\.device)", _forward(owner))
     return f"part of a {owner.__name__}, which uses its weight without calling it" if used else ""
-
-
-def refused(made: peft.LoraConfig, model: nn.Module, name: str) -> str:
-    """What PEFT has against adapting a layer by its name, in words; empty if nothing."""
-    try:
-        BaseTuner._check_target_module_compatiblity(None, made, model, name.rpartition(".")[2])  # pyright: ignore
-    except ValueError:
-        return "one that PEFT refuses in this kind of model"
-    return ""
 
 
 @functools.cache
