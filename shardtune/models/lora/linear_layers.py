@@ -30,6 +30,8 @@ def unlike_linear(module: nn.Module) -> str:
         return ""
     width, features = _sizes(module)
     weight = next(module.parameters())
+    if not weight.is_floating_point():  # a quantised layer, which computes a product with what it stands for
+        return ""
     try:
         found = module(torch.zeros(2, 3, width, dtype=weight.dtype, device=weight.device))
     except Exception:  # third-party code, called in a way that it need not take
