@@ -100,7 +100,7 @@ def trained(model: nn.Module, rows: Sequence[Forward], steps: int) -> list[float
             logits, labels = forward(model)
             loss = F.cross_entropy(logits[:-1], labels[1:], reduction="sum", ignore_index=-100)
             loss.backward()
-            total, count = total + float(loss), count + int((labels[1:] != -100).sum())
+            total, count = total + float(loss.detach()), count + int((labels[1:] != -100).sum())
         gradients = [p.grad.div_(count) for p in parameters if p.grad is not None]
         numbers += [total / count, float(torch.nn.utils.get_total_norm(gradients))]
         optimizer.step()
