@@ -15,9 +15,10 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from shardtune.config import load_recipe
 from shardtune.models.mixers import Mixers
+from shardtune.models.packing_probe import MIXED
 from shardtune.training.worker.adapter_worker import SFTWorker
 from tests.support.dist.training import quiet
-from tests.support.zoo import decoder
+from tests.support.zoo import by_shardtune, changed, decoder
 
 
 def convolution(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -95,3 +96,11 @@ def test_each_row_is_computed_by_itself_until_that_is_switched_off() -> None:
     assert layer(hidden, places=places)[0][0, :, 0].tolist() == [1, 3, 5, 7, 9]
     mixers.run_row_by_row(False)
     assert "forward" not in vars(layer)
+
+
+def test_recomputation_in_the_backward_pass_has_the_same_rows(tmp_path: Path) -> None:
+    values = changed(decoder("mamba", tmp_path, "fp64").values, runner={"max_steps": 2})
+    plain = by_shardtune(values)
+    assert plain.notes[0].endswith(MIXED)
+    again = by_shardtune(changed(values, actor={"model": {"gradient_checkpointing": True}}), prepared=plain.prepared)
+    assert again.numbers == pytest.approx(plain.numbers, rel=1e-12)
