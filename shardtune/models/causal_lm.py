@@ -151,7 +151,7 @@ class CausalLM(LanguageModel):
         self._own_attention = ""
         self._attention = ""
         self._sequence: DeviceMesh | None = None
-        self._mixers, self._takes_places = Mixers(), False
+        self._mixers, self._mixes, self._takes_places = Mixers(), False, False
         self._padding_changes: bool | None = None  # of prompts, once it has been computed
         self.packs = self._by_length = False
         self._transform, self._other_transform = declared_transform(config), IDENTITY
@@ -171,11 +171,12 @@ class CausalLM(LanguageModel):
         self._takes_places = "position_ids" in takes
         self._mixers = Mixers.of(model)  # which need no positions
         keywords = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-        self.packs = keywords and (self._takes_places or len(self._mixers) > 0)
+        self._mixes = len(self._mixers) > 0
+        self.packs = keywords and (self._takes_places or self._mixes)
         self._attention = self._own_attention
         if self._requested_attention == "auto":
             replaceable = model._can_set_attn_implementation()
-            self.packs = self.packs and (replaceable or len(self._mixers) > 0)
+            self.packs = self.packs and (replaceable or self._mixes)
             self._attention = DOCUMENTS if self.packs and replaceable else self._own_attention
         set_attention(model, self._attention)
         if self._precision == "fp64" and model.config._experts_implementation is not None:
@@ -255,7 +256,7 @@ class CausalLM(LanguageModel):
 
     def mix_row_by_row(self, on: bool) -> bool:
         """Let each packed row run through layers with a state by itself; returns whether the model has any."""
-        possible = len(self._mixers) > 0 and self._sequence is None
+        possible = self._mixes and self._sequence is None
         self._mixers.run_row_by_row(on and possible)
         return possible
 
@@ -448,7 +449,7 @@ class CausalLM(LanguageModel):
             input_ids, position_ids, positions = part.cut(input_ids), part.cut(position_ids), part.positions
         if self.packs and self._takes_places:
             arguments["position_ids"] = position_ids.unsqueeze(-2)
-        if self.packs and len(self._mixers):
+        if self.packs and self._mixes:
             arguments |= self._mixers.pack(batch.cu_seqlens)
         if batch.fields:
             arguments |= self.further_inputs(batch)

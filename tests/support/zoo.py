@@ -38,6 +38,8 @@ PROMPTS = (0, 2)
 """Rows of different lengths whose prompts are answered together."""
 WITHIN = {"fp64": 1e-4, "fp32": 1e-2}
 """Largest relative difference of an exact family: many compute norms and routers in float32 whatever the dtype."""
+FINAL = {precision: 10 * within for precision, within in WITHIN.items()}
+"""Likewise of the weights, relative to how far they have moved."""
 DTYPE = {"fp64": torch.float64, "fp32": torch.float32}
 UNCOMPUTABLE = "own forward of one row"
 PACKED, BY_DOCUMENT, BY_LENGTH, ONE_ROW = "packed", "packed, mixers by row", "rows of one length", "one row"
@@ -78,8 +80,8 @@ class Result:
 
     @property
     def largest(self) -> float:
-        """The largest difference of all."""
-        return max(self.numbers, self.alone, self.final, self.lora)
+        """The largest difference of all but `final`, which is relative to how far training has moved each weight."""
+        return max(self.numbers, self.alone, self.lora)
 
 
 # -- plain transformers ------------------------------------------------------------------------------------------------
@@ -433,7 +435,7 @@ def tried(
         return crashed(kind, family, error)
     if kind == IMAGES and rows_of != ROWS_OF_IMAGES[0]:
         result = replace(result, reason=f"{result.reason} ({rows_of})".strip())
-    if result.largest < WITHIN[precision] and result.answers != OTHER:
+    if result.largest < WITHIN[precision] and result.final < FINAL[precision] and result.answers != OTHER:
         return result
     return replace(result, how=WRONG, reason=f"{result.how}: {result.reason}")
 
