@@ -401,7 +401,8 @@ class CausalLM(LanguageModel):
         at = self._to_head(model, packed, packed.target_positions)
         by_source = self.source_losses
         losses = self._losses(at, packed, token_loss or PLAIN, count_correct=False, by_source=by_source)[0]
-        if torch.is_grad_enabled() and not losses[TOKENS].total.requires_grad:
+        traced = losses[TOKENS].total.requires_grad or any(term.total.requires_grad for term in losses.values())
+        if torch.is_grad_enabled() and not traced:
             raise ModelError(
                 f"the loss of {type(model).__name__} has no graph: nothing that is trained has a part in it",
                 where="actor.model.is_lora, actor.model.freeze",
