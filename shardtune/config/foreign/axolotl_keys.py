@@ -67,11 +67,10 @@ TABLE: Table = {
     "peft_use_dora": By("actor.model.lora.use_dora: true"),
     "peft_use_rslora": By("actor.model.lora.use_rslora: true"),
     "peft_init_lora_weights": By("actor.model.lora.init: pissa"),
-    "lora_rank_pattern": Missing("one rank is for all modules: actor.model.lora.r"),
-    "lora_alpha_pattern": Missing("one alpha is for all modules: actor.model.lora.alpha"),
-    "peft_layers_to_transform": Missing(
-        "actor.model.lora.target_modules: names that end in the layers' numbers and names"
-    ),
+    "lora_rank_pattern": By("actor.model.lora.rank_pattern: {NAME: RANK}"),
+    "lora_alpha_pattern": By("actor.model.lora.alpha_pattern: {NAME: ALPHA}"),
+    "peft_layers_to_transform": By("actor.model.lora.layers_to_transform: [0, 1]"),
+    "peft_layers_pattern": By("actor.model.lora.layers_pattern: [layers]"),
     "loraplus_lr_ratio": Missing("actor.optim.groups: [{pattern: lora_B, lr: RATE}]"),
     "unfrozen_parameters": Missing("actor.model.freeze: patterns of the others, which are not trained"),
     "freeze_mm_modules": To("actor.model.freeze", lambda value: ["vision_tower", "projector"] if is_on(value) else []),

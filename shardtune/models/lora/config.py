@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from shardtune.config import LoraConfig
 from shardtune.errors import ConfigError
+from shardtune.models.lora.choice import SECTION, chosen, in_layers, own_values
 from shardtune.models.lora.linear_layers import LINEAR, lost_when_loaded, uncalled, unlike_linear
 
 ALL_LINEAR = "all-linear"
-SECTION = "actor.model.lora"
 CONFIG_FILE = "adapter_config.json"
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 ADAPTABLE = (*LINEAR, nn.Embedding, *CONVOLUTIONS)
@@ -50,7 +50,7 @@ def fresh_config(
     kind = class_name(model)
     made = peft.LoraConfig(
         r=config.r,
-        lora_alpha=int(config.alpha) if config.alpha.is_integer() else config.alpha,  # pyright: ignore[reportArgumentType]
+        lora_alpha=_whole(config.alpha),  # pyright: ignore[reportArgumentType]
         lora_dropout=config.dropout,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
@@ -59,13 +59,15 @@ def fresh_config(
     )
     targets = config.target_modules
     if targets == ALL_LINEAR:
-        names = _all_linear(model, trained, notes)
+        names = chosen(model, config, dict.fromkeys(_all_linear(model, trained, notes), False))
     else:
-        names = [
+        endings = [targets] if isinstance(targets, str) else targets
+        found = [
             name
-            for ending in ([targets] if isinstance(targets, str) else targets)
+            for ending in endings
             for name in without_frozen(model, _ending(model, ending), ending, "target_modules", notes)
         ]
+        names = chosen(model, config, {name: name in endings for name in found})
         _check_apart(names, trained)
     names = _not_renamed(model, made, names, everything=targets == ALL_LINEAR, notes=notes)
     if targets == ALL_LINEAR and not config.target_parameters:
@@ -75,7 +77,25 @@ def fresh_config(
     made.target_parameters = [name for ending in config.target_parameters for name in _trained(model, ending, notes)]
     made.target_parameters = made.target_parameters or None
     made.target_modules = _as_target(model, names)
+    made.exclude_modules = config.exclude_modules or None
+    if isinstance(made.target_modules, list) and len(in_layers(config, names)) == len(names):
+        # Otherwise PEFT would refuse them or leave out a module that is named in full; the names alone say the same.
+        made.layers_to_transform, made.layers_pattern = config.layers_to_transform, config.layers_pattern or None
+    parameters = [
+        name
+        for name, _ in model.named_parameters()
+        if any(ends(name, ending) for ending in made.target_parameters or ())
+    ]
+    ranks = own_values("rank_pattern", config.rank_pattern, [*names, *parameters])
+    scales = own_values("alpha_pattern", config.alpha_pattern, [*names, *parameters])
+    made.rank_pattern = {name: int(rank) for name, rank in ranks.items()}
+    made.alpha_pattern = {name: _whole(scale) for name, scale in scales.items()}
     return made, names
+
+
+def _whole(number: float) -> float:
+    """A whole number as one, as in PEFT's files."""
+    return int(number) if number == int(number) else number
 
 
 def _all_linear(model: nn.Module, trained: Collection[str], notes: list[str]) -> list[str]:

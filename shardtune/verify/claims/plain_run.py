@@ -386,9 +386,11 @@ def _weighed(batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], dict[str,
 
 def _peft_arguments(model: nn.Module, recipe: Recipe) -> dict[str, Any]:
     """The arguments of PEFT's LoraConfig: the recipe's, for the modules that a run has adapted."""
-    lora = recipe.actor.model.lora
+    lora, made = recipe.actor.model.lora, adapter_config(model)
     return {
         "r": lora.r,
+        "rank_pattern": made.rank_pattern,
+        "alpha_pattern": made.alpha_pattern,
         "lora_alpha": lora.alpha,
         "use_rslora": lora.use_rslora,
         "use_dora": lora.use_dora,
