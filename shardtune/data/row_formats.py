@@ -82,9 +82,9 @@ def recognise(row: Row) -> RowFormat:
                 f"the row looks like {known.title}, but has no {' and no '.join(missing)} (its keys: {keys}).\n"
                 + advice(row, missing)
             )
-    formats = "; ".join(" and ".join(known.keys) for known in FORMATS)
+    formats = ", ".join("/".join(known.keys) for known in FORMATS)
     raise RowError(
-        f"the row has a format that is not known. Its keys: {keys}.\n    Known rows have: {formats}.\n" + advice(row)
+        f"the row has a format that is not known. Its keys: {keys}.\n    Known rows: {formats}.\n" + advice(row)
     )
 
 

@@ -111,8 +111,8 @@ def trained(model: nn.Module, rows: Sequence[Forward], steps: int) -> list[float
 
 def text_row(sample: Any) -> Forward:
     """A row of shardtune's own cache."""
-    ids = torch.from_numpy(sample.input_ids).long()
-    labels = ids.masked_fill(torch.from_numpy(sample.loss_weights) == 0, -100)
+    ids = torch.tensor(sample.input_ids, dtype=torch.long)
+    labels = ids.masked_fill(torch.tensor(sample.loss_weights) == 0, -100)
     return lambda model: (model(input_ids=ids[None], use_cache=False).logits[0], labels)
 
 
